@@ -1,0 +1,26 @@
+# Sourced by the other scripts: makes .venv from the lock file where that is not done yet, and puts it first in PATH.
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+find_python() {
+    local name
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "Python 3.11 or newer is needed; set PYTHON to its path." >&2
+    return 1
+}
+
+stamp=".venv/installed"
+wanted=$(cat requirements.lock pyproject.toml | cksum)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    python=$(find_python) || exit 1
+    echo "Making .venv and installing what requirements.lock names (once; about 600 MB) …"
+    "$python" -m venv .venv || exit 1
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.lock || exit 1
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . || exit 1
+    echo "$wanted" >"$stamp"
+fi
+export PATH="$PWD/.venv/bin:$PATH" KERAS_BACKEND=jax

@@ -1,0 +1,249 @@
+"""The seam: the only file that touches what Keras does not document.
+
+What is used, all of it seen in Keras 3.15: the trainer's ``make_*_function`` methods and the functions that they leave
+in ``train_function``, ``test_function`` and ``predict_function``; ``_jax_state``, out of which ``jax_state_sync`` writes
+values back into variables; ``stateless_call``, looked up on the instance; the masks that Keras
+hangs on tensors; ``_flatten_layers``; the name of a seed generator's variable. :func:`check_keras` refuses a Keras where they are missing.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from lockstep._errors import BackendError
+
+try:
+    import keras
+    from keras.src.backend import get_keras_mask, set_keras_mask
+except ModuleNotFoundError as error:
+    if error.name != "tensorflow":
+        raise
+    raise BackendError(
+        "Keras starts with the TensorFlow backend unless it is told otherwise. Lockstep needs JAX: set "
+        'os.environ["KERAS_BACKEND"] = "jax" (or export KERAS_BACKEND=jax) before the first import of keras or lockstep.'
+    ) from error
+
+__all__ = [
+    "ModelHooks",
+    "adopt",
+    "adopted_by",
+    "check_keras",
+    "get_keras_mask",
+    "hooks_installed",
+    "is_seed",
+    "keep_values",
+    "needs_global_batch",
+    "plain_batch_normalization",
+    "replaced_call",
+    "set_keras_mask",
+]
+
+FUNCTIONS = ("train", "test", "predict")
+_OWNER = "_lockstep_owner"
+
+
+def check_keras() -> None:
+    """Refuse a Keras that is not on JAX, or whose trainer has another shape than the one described above."""
+    if keras.backend.backend() != "jax":
+        raise BackendError(
+            f"Lockstep needs Keras on JAX, but Keras runs on {keras.backend.backend()}. Set "
+            'os.environ["KERAS_BACKEND"] = "jax" before the first import of keras.'
+        )
+    wanted = [f"make_{name}_function" for name in FUNCTIONS] + ["jax_state_sync", "stateless_call", "_flatten_layers"]
+    missing = [name for name in wanted if not hasattr(keras.Model, name)]
+    if missing:
+        raise BackendError(
+            f"Keras {keras.__version__} has no Model.{missing[0]}; this version of Lockstep knows Keras 3.15. Install "
+            "keras>=3.15,<3.16, or a newer Lockstep."
+        )
+
+
+class ModelHooks:
+    """What a strategy wants to be asked about models; the base class leaves Keras as it is."""
+
+    def created(self, model: keras.Model) -> None:
+        """A model was made, compiled or is about to be used, in a scope of this thread, and belongs to nobody yet."""
+
+    @property
+    def synchronized_allowed(self) -> bool:
+        """Whether ``BatchNormalization(synchronized=True)`` may be made now."""
+        return False
+
+
+# --- while a scope is open ---------------------------------------------------------------------------------------
+
+_install_lock = threading.Lock()
+_installed: dict[str, int] = {"count": 0}
+
+
+@contextlib.contextmanager
+def hooks_installed(current: Callable[[], ModelHooks | None]) -> Iterator[None]:
+    """Let Keras tell about new models as long as this context, or another one, is open.
+
+    ``current()`` gives the hooks of the calling thread, or None outside of every scope: other threads see the plain
+    Keras. What was changed is restored when the last context closes, after an exception too.
+    """
+    with _install_lock:
+        _installed["count"] += 1
+        if _installed["count"] == 1:
+            _originals[:] = _install(current)
+    try:
+        yield
+    finally:
+        with _install_lock:
+            _installed["count"] -= 1
+            if _installed["count"] == 0:
+                for owner, name, original in _originals:
+                    setattr(owner, name, original)
+                _originals.clear()
+
+
+_originals: list[tuple[type, str, Any]] = []
+
+
+def _install(current: Callable[[], ModelHooks | None]) -> list[tuple[type, str, Any]]:
+    trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
+    base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    changed = [(trainer, "__init__", False), (base, "compile", False)]
+    changed += [(trainer, f"make_{name}_function", True) for name in FUNCTIONS]
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in changed]
+    for owner, name, first in changed:
+        setattr(owner, name, _telling(vars(owner)[name], name, current, before=first))
+    normalization = keras.layers.BatchNormalization
+    originals.append((normalization, "__init__", vars(normalization)["__init__"]))
+    normalization.__init__ = _accepting_synchronized(normalization.__init__, current)
+    return originals
+
+
+def _telling(
+    original: Callable[..., Any], name: str, current: Callable[[], ModelHooks | None], before: bool
+) -> Callable[..., Any]:
+    """``original``, which tells about its model: after it ran, or before where it must already run our way."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = current()
+        if hooks is None or adopted_by(self) is not None:
+            return original(self, *args, **kwargs)
+        if before:
+            hooks.created(self)
+            return getattr(self, name)(*args, **kwargs)
+        result = original(self, *args, **kwargs)
+        hooks.created(self)
+        return result
+
+    return method
+
+
+def _accepting_synchronized(
+    original: Callable[..., None], current: Callable[[], ModelHooks | None]
+) -> Callable[..., None]:
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
+        hooks = current()
+        if synchronized and hooks is not None and hooks.synchronized_allowed:
+            original(self, *args, **kwargs)
+            self.synchronized = True
+        else:
+            original(self, *args, synchronized=synchronized, **kwargs)
+
+    construct.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Keras reads the names there.
+    return construct
+
+
+# --- a model that has a strategy ---------------------------------------------------------------------------------
+
+
+def adopt(model: keras.Model, owner: Any, make: Callable[[str], Callable[..., Any]]) -> None:
+    """Have ``model`` run functions that ``make("train" | "test" | "predict")`` builds, from now on and everywhere.
+
+    Keras builds its functions in ``make_train_function`` and so on; these are shadowed on the instance, so that the
+    class and every other model stay as they are. ``compile`` drops the functions, and the next ``fit`` builds anew.
+    """
+    for name in FUNCTIONS:
+        model.__dict__[f"make_{name}_function"] = functools.partial(_make_function, model, name, make)
+        setattr(model, f"{name}_function", None)
+    model.__dict__[_OWNER] = owner
+
+
+def adopted_by(model: keras.Model) -> Any:
+    """The owner that ``model`` was adopted by, or None."""
+    return model.__dict__.get(_OWNER)
+
+
+def _make_function(
+    model: keras.Model, name: str, make: Callable[[str], Callable[..., Any]], force: bool = False
+) -> Any:
+    attribute = f"{name}_function"
+    function = make(name)  # Also where one is there: this is where a strategy refuses a wrong scope.
+    if getattr(model, attribute) is None or force:
+        setattr(model, attribute, function)
+    return getattr(model, attribute)
+
+
+def keep_values(model: keras.Model, names: tuple[str, ...], state: Any) -> None:
+    """Write values back into a model's variables after a step failed: Keras takes them out before and would lose them.
+
+    Args:
+        model: the model.
+        names: kind of each part of ``state``, for example ``("trainable_variables", "non_trainable_variables")``.
+        state: for each kind the values, in the order of the model's variables.
+    """
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
+        return  # The step had begun to run and owned them; nothing is left to be kept.
+    model._jax_state = dict(zip(names, state, strict=True))
+    model._jax_state_synced = False
+    model.jax_state_sync()
+    model._jax_state = None
+
+
+@contextlib.contextmanager
+def replaced_call(model: keras.Model, call: Callable[..., Any]) -> Iterator[None]:
+    """Have ``model.stateless_call`` be ``call`` for the length of one trace."""
+    model.__dict__["stateless_call"] = call
+    try:
+        yield
+    finally:
+        del model.__dict__["stateless_call"]
+
+
+# --- small facts about layers, variables and tensors ---------------------------------------------------------------
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a ``keras.random.SeedGenerator``."""
+    return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)
+
+
+def needs_global_batch(model: keras.Model) -> str | None:
+    """Why a model must see the global batch at once, or None: replicas of their own would change what it means."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            return f"layer {layer.name!r} normalizes over all replicas (synchronized=True)"
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            return f"layer {layer.name!r} keeps a state for each row of the batch (stateful=True)"
+    return None
+
+
+def unsynchronized_normalizations(model: keras.Model) -> list[str]:
+    """Names of the BatchNormalization layers that normalize each replica's rows on their own."""
+    layers = model._flatten_layers()
+    return [x.name for x in layers if isinstance(x, keras.layers.BatchNormalization) and not x.synchronized]
+
+
+@contextlib.contextmanager
+def plain_batch_normalization(model: keras.Model) -> Iterator[None]:
+    """Let synchronized layers run on JAX for the length of a trace in which they see the global batch anyway."""
+    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization) and x.synchronized]
+    for layer in layers:
+        layer.synchronized = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.synchronized = True

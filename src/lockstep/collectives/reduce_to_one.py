@@ -1,0 +1,92 @@
+"""Copy to one device, add there, copy back: ``tf.distribute.ReductionToOneDevice``."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lockstep._errors import DeviceError
+from lockstep.collectives.base import CrossDeviceOps
+from lockstep.topology.devices import device_name, parse_device_name
+
+__all__ = ["ReductionToOneDevice"]
+
+Accumulate = Callable[[list[jax.Array]], jax.Array]
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Every device sends its values to one device, which adds them in order and sends the sum back.
+
+    Source: ``tf.distribute.ReductionToOneDevice``. With n devices the chosen one receives n - 1 copies, one after the
+    other, and the sum goes back in ceil(log2(n)) rounds (a binomial tree).
+
+    Args:
+        reduce_to_device: name of the device that adds, for example ``"gpu:0"``; one of the strategy's devices. By
+            default the strategy's first.
+        accumulation_fn: takes the list of the devices' arrays, in order, and returns their sum. By default they are
+            added from left to right.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(cross_device_ops=lockstep.ReductionToOneDevice())
+    """
+
+    def __init__(self, reduce_to_device: str | None = None, accumulation_fn: Accumulate | None = None) -> None:
+        if reduce_to_device is not None:
+            parse_device_name(reduce_to_device)  # A misspelt name is found here and not at the first step.
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn: Accumulate = accumulation_fn or _add_in_order
+
+    def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
+        """Sum of each array over the devices; see :class:`CrossDeviceOps`.
+
+        Raises:
+            DeviceError: ``reduce_to_device`` is not one of the strategy's devices.
+        """
+        root = self._root(devices)
+        return [self._reduce_one(value, axis, root, len(devices)) for value in values]
+
+    def describe(self, devices: Sequence[jax.Device]) -> str:
+        """What the strategy's log line says; the words are TensorFlow's.
+
+        Raises:
+            DeviceError: ``reduce_to_device`` is not one of the strategy's devices.
+        """
+        names = [device_name(device) for device in devices]
+        return f"reduce to {names[self._root(devices)]}, then broadcast to {', '.join(names)}"
+
+    def _root(self, devices: Sequence[jax.Device]) -> int:
+        if self.reduce_to_device is None:
+            return 0
+        wanted = parse_device_name(self.reduce_to_device)
+        names = [device_name(device) for device in devices]
+        if f"{wanted[0]}:{wanted[1]}" not in names:
+            raise DeviceError(
+                f"ReductionToOneDevice: reduce_to_device={self.reduce_to_device!r} is not one of the strategy's "
+                f"devices: {', '.join(names)}."
+            )
+        return names.index(f"{wanted[0]}:{wanted[1]}")
+
+    def _reduce_one(self, value: jax.Array, axis: str, root: int, count: int) -> jax.Array:
+        received = [value if source == root else lax.ppermute(value, axis, [(source, root)]) for source in range(count)]
+        total = self.accumulation_fn(received)
+        return _broadcast(total, axis, root, count)
+
+
+def _add_in_order(values: list[jax.Array]) -> jax.Array:
+    return reduce(add, values)
+
+
+def _broadcast(value: jax.Array, axis: str, root: int, count: int) -> jax.Array:
+    """Send ``value`` from ``root`` to all: the devices that have it double in number each round."""
+    position = (lax.axis_index(axis) - root) % count
+    have = 1
+    while have < count:
+        pairs = [(i, i + have) for i in range(have) if i + have < count]
+        sent = lax.ppermute(value, axis, [((a + root) % count, (b + root) % count) for a, b in pairs])
+        value = jnp.where((position >= have) & (position < 2 * have), sent, value)
+        have *= 2
+    return value

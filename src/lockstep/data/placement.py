@@ -1,0 +1,137 @@
+"""A batch on the host becomes arrays on the devices: each row where its replica runs, padded to equal pieces.
+
+Model inputs are always cut over the devices. Targets and weights are small as a rule, and the loss is computed on the
+whole batch; up to ``REPLICATE_BELOW`` bytes every device gets its own copy, which saves a collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lockstep._errors import InputError
+from lockstep.topology.layout import Layout
+
+__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "Placement", "Rows", "count_rows"]
+
+DEVICE_AXIS = "device"
+REPLICATE_BELOW = 1 << 20  # bytes; larger arrays stay cut over the devices
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a global batch laid over the devices: ``array`` is ``(devices * capacity, …)``, cut on its first axis."""
+
+    array: jax.Array
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the arrays of one strategy go: ``replicas`` replicas over the devices of ``mesh``."""
+
+    mesh: Mesh
+    replicas: int
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices, in the order of the mesh axis."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Every device holds the whole array."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def cut(self) -> NamedSharding:
+        """Each device holds an equal piece of the first axis."""
+        return NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
+
+    def layout(self, rows: int) -> Layout:
+        """Layout of a global batch of ``rows`` rows."""
+        return Layout(rows, self.replicas, len(self.devices))
+
+    def place(self, batch: Any) -> Any:
+        """Put a batch, as Keras's iterators yield it, on the devices.
+
+        Args:
+            batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, or x alone; each a tree of arrays of one length.
+
+        Returns:
+            The same tree; what is cut over the devices is wrapped in :class:`Rows`.
+
+        Raises:
+            InputError: the arrays have different lengths, or none.
+        """
+        layout = self.layout(count_rows(batch))
+        if not isinstance(batch, (tuple, list)):
+            return self._place_rows(batch, layout)
+        inputs, *targets = batch
+        return (self._place_rows(inputs, layout), *(self._place_targets(tree, layout) for tree in targets))
+
+    def _place_rows(self, tree: Any, layout: Layout) -> Any:
+        return jax.tree.map(lambda leaf: Rows(jax.device_put(_laid_out(leaf, layout), self.cut), layout), tree)
+
+    def _place_targets(self, tree: Any, layout: Layout) -> Any:
+        def place(leaf: Any) -> Any:
+            array = _host(leaf)
+            if array.nbytes <= REPLICATE_BELOW:
+                return jax.device_put(array, self.replicated)
+            return self._place_rows(array, layout)
+
+        return jax.tree.map(place, tree)
+
+
+def count_rows(batch: Any) -> int:
+    """Length of the first axis, which all arrays of a batch share."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    lengths = {shape[0] if shape else None for shape in shapes}
+    if len(lengths) != 1 or None in lengths or 0 in lengths:
+        raise InputError(
+            "A batch cannot be split into replicas: its arrays need one common length of at least 1 along the first "
+            f"axis, but their shapes are {_listed(shapes)}."
+        )
+    return int(lengths.pop())  # type: ignore[arg-type]  # None was refused above
+
+
+def _laid_out(leaf: Any, layout: Layout) -> Any:
+    array = _host(leaf)
+    return array if layout.is_full else array[layout.row_index()]
+
+
+def _host(leaf: Any) -> np.ndarray | jax.Array:
+    """As NumPy, but for what lies on an accelerator already."""
+    if isinstance(leaf, jax.Array) and next(iter(leaf.devices())).platform != "cpu":
+        return leaf
+    return np.asarray(leaf)
+
+
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes)) or "missing (there is no array at all)"
+
+
+def joined(rows: Rows) -> jax.Array:
+    """The global batch, ``(rows, …)``, out of its places on the devices. Used while a step is traced."""
+    return gather_rows(rows.array, rows.layout)
+
+
+def gather_rows(array: jax.Array, layout: Layout) -> jax.Array:
+    """Drop the free places of ``(devices * capacity * k, …)``: gives ``(rows * k, …)``.
+
+    ``k`` is 1 for most arrays; a model that folds another axis into the rows has a larger one.
+    """
+    if layout.is_full:
+        return array
+    places = array.shape[0] // layout.devices
+    k = places // layout.capacity
+    kept = (
+        array[device * places : device * places + rows * k] for device, rows in enumerate(layout.device_rows) if rows
+    )
+    return jnp.concatenate(list(kept))

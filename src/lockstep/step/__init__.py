@@ -1,0 +1,1 @@
+"""What one step does: start with ``replica.py``."""

@@ -1,0 +1,187 @@
+"""The same forward pass on every device: cut the rows, run the replicas, bring the results together.
+
+Everything after the forward pass (loss, metrics, optimizer) is Keras's own code on the global batch. Backwards, the
+gradient of each device's replicas is added up by the strategy's cross-device operation: see :func:`_own_copies`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from lockstep.collectives import CrossDeviceOps
+from lockstep.data.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, gather_rows
+from lockstep.step.replica import LocalResult, Merge, ReplicaCall, ReplicaResult, run_replicas
+from lockstep.topology.layout import Layout
+
+__all__ = ["Forward", "forward_eagerly", "forward_on_devices"]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward pass to be distributed: what to call, on which values, over which layout."""
+
+    call: ReplicaCall
+    merges: tuple[Merge, ...]
+    trainable: list[jax.Array]
+    non_trainable: list[jax.Array]
+    layout: Layout
+
+
+def forward_eagerly(forward: Forward, inputs: Any) -> ReplicaResult:
+    """One replica after the other, without compiling: for debugging, and the plain form that the fast one must equal.
+
+    Args:
+        forward: what to call.
+        inputs: tree of arrays, ``(rows, …)``.
+
+    Returns:
+        Rows joined, means and state merged over all replicas.
+    """
+    layout = forward.layout
+    rows = tuple(size for device in layout.per_device for size in device)
+    return _finished(forward, _local(forward, inputs, rows, first_replica=0, vectorize=False))
+
+
+def forward_on_devices(forward: Forward, inputs: Any, placement: Placement, ops: CrossDeviceOps) -> ReplicaResult:
+    """The devices of ``placement`` at the same time; called while a step is traced.
+
+    Args:
+        forward: what to call.
+        inputs: tree of arrays laid over the devices, ``(devices * capacity, …)``.
+        placement: mesh and number of replicas.
+        ops: adds up the gradients of the devices.
+
+    Returns:
+        Rows joined, means and state merged over all replicas; the same on every device.
+    """
+    layout = forward.layout
+    if layout.devices == 1:
+        return _finished(forward, _local(forward, inputs, layout.per_device[0], first_replica=0))
+
+    def on_one_device(trainable: list[jax.Array], non_trainable: list[jax.Array], inputs: Any) -> LocalResult:
+        own = Forward(forward.call, forward.merges, [value[0] for value in trainable], non_trainable, layout)
+        result = _on_this_device(own, inputs, placement)
+        state = lax.psum(result.state, DEVICE_AXIS)
+        return LocalResult(rows=result.rows, means=[share[None] for share in result.means], state=state)
+
+    cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
+    result = jax.shard_map(
+        on_one_device,
+        mesh=placement.mesh,
+        in_specs=(cut, whole, cut),
+        out_specs=LocalResult(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
+        check_vma=False,
+    )(_own_copies(forward.trainable, placement, ops), forward.non_trainable, inputs)
+    rows = [_global_rows(leaf, layout, placement) for leaf in result.rows]
+    return _finished(forward, LocalResult(rows, [share.sum(axis=0) for share in result.means], result.state))
+
+
+def _own_copies(trainable: list[jax.Array], placement: Placement, ops: CrossDeviceOps) -> list[jax.Array]:
+    """Give each device its own copy of the variables, ``(devices, …)``: no bytes move, the values are there already.
+
+    What this is for is the way back: the gradient of a copy is that of one device's replicas, and ``ops`` adds them.
+    """
+    count = len(placement.devices)
+
+    @jax.custom_vjp
+    def copies(values: list[jax.Array]) -> list[jax.Array]:
+        return [
+            lax.with_sharding_constraint(jnp.broadcast_to(value, (count, *value.shape)), placement.cut)
+            for value in values
+        ]
+
+    def backward(_: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
+        def reduce(pieces: list[jax.Array]) -> list[jax.Array]:
+            return ops.all_reduce([piece[0] for piece in pieces], DEVICE_AXIS, placement.devices)
+
+        cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
+        meet = jax.shard_map(reduce, mesh=placement.mesh, in_specs=cut, out_specs=whole, check_vma=False)
+        return (meet(gradients),)
+
+    copies.defvjp(lambda values: (copies(values), None), backward)
+    return copies(trainable)
+
+
+def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> LocalResult:
+    """Run this device's replicas; the devices run one program, which holds each distinct share of the rows once."""
+    layout = forward.layout
+    shares = sorted({share for share in layout.per_device if sum(share)}, reverse=True)
+    number = {share: position for position, share in enumerate(shares)}
+    device = lax.axis_index(DEVICE_AXIS)
+    first_replica = jnp.asarray(layout.first_replica)[device]
+    branches: list[Callable[[], LocalResult]] = [
+        partial(_padded, forward, inputs, share, first_replica=first_replica) for share in shares
+    ]
+    if len(set(layout.per_device)) == 1:
+        return branches[0]()
+    if len(shares) < len(set(layout.per_device)):  # Some devices have no row at all.
+        branches.append(lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(branches[0])))
+    choice = jnp.asarray([number.get(share, len(shares)) for share in layout.per_device])[device]
+    if placement.devices[0].platform == "cpu":
+        return _select(choice, branches)
+    return lax.switch(choice, branches)
+
+
+def _select(choice: jax.Array, branches: Sequence[Callable[[], LocalResult]]) -> LocalResult:
+    """``lax.switch`` that runs every branch and keeps one.
+
+    XLA compiles a convolution inside a conditional to a naive loop on CPU: 40 times slower, against at most twice the
+    work here, and only for batches that the devices do not share evenly.
+    """
+    chosen = branches[0]()
+    for position, branch in enumerate(branches[1:], start=1):
+        keep = partial(jnp.where, choice == position)
+        chosen = jax.tree.map(keep, branch(), chosen)
+    return chosen
+
+
+def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array) -> LocalResult:
+    """Run one share of the rows and fill its results up to the room that every device has."""
+    result = _local(forward, inputs, share, first_replica)
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        k = leaf.shape[0] // sum(share)
+        free = forward.layout.capacity * k - leaf.shape[0]
+        return jnp.pad(leaf, [(0, free)] + [(0, 0)] * (leaf.ndim - 1))
+
+    return LocalResult(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)
+
+
+def _local(
+    forward: Forward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool = True
+) -> LocalResult:
+    return run_replicas(
+        forward.call,
+        forward.merges,
+        forward.trainable,
+        forward.non_trainable,
+        inputs,
+        rows=rows,
+        first_replica=first_replica,
+        global_rows=forward.layout.rows,
+        vectorize=vectorize,
+    )
+
+
+def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.Array:
+    """The global batch of an output; small ones are brought together on every device, once, for loss and metrics."""
+    if leaf.nbytes <= REPLICATE_BELOW:
+        leaf = lax.with_sharding_constraint(leaf, placement.replicated)
+    return gather_rows(leaf, layout)
+
+
+def _finished(forward: Forward, result: LocalResult) -> ReplicaResult:
+    """Unchanged variables get their old value back, sums of changes are added to it, and dtypes are as before."""
+    state = []
+    for new, old, merge in zip(result.state, forward.non_trainable, forward.merges, strict=True):
+        if new is None:
+            state.append(old)
+        else:
+            state.append(old + new if merge is Merge.SUM else new.astype(old.dtype))
+    return ReplicaResult(rows=result.rows, means=result.means, state=list(state))

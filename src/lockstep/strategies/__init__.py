@@ -1,0 +1,1 @@
+"""The user's door: one file a strategy."""

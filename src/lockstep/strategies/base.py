@@ -1,0 +1,143 @@
+"""What every strategy has: devices, replicas, and a scope in which models become its own."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep import _keras
+from lockstep._errors import ModelError, OptionError, ScopeError
+from lockstep._logging import announce
+from lockstep.collectives import CrossDeviceOps, resolve_cross_device_ops
+from lockstep.data.placement import DEVICE_AXIS, Placement
+from lockstep.step.functions import StepFunctions
+from lockstep.topology.devices import device_name, resolve_devices
+
+__all__ = ["Strategy"]
+
+# A context variable, and not a thread's or Keras's: clear_session() does not touch it, and no other thread sees it.
+_current: ContextVar["Strategy | None"] = ContextVar("lockstep_current_strategy", default=None)
+
+
+class Strategy(_keras.ModelHooks):
+    """Base class of the strategies: synchronous data parallelism over a mesh of devices."""
+
+    def __init__(
+        self,
+        devices: Sequence[str | jax.Device] | None,
+        cross_device_ops: CrossDeviceOps | type[CrossDeviceOps] | None,
+        replicas: int | None,
+    ) -> None:
+        _keras.check_keras()
+        self._ops = resolve_cross_device_ops(cross_device_ops)
+        if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
+            raise OptionError(f"replicas: expected a whole number of at least 1, got {replicas!r}.")
+        found = resolve_devices(devices)
+        mesh = Mesh(np.asarray(found), (DEVICE_AXIS,))
+        self._placement = Placement(mesh, replicas or len(found))
+        announce(self._summary())
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas that a global batch is split over."""
+        return self._placement.replicas
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices, for example ``("gpu:0", "gpu:1")``."""
+        return tuple(device_name(device) for device in self._placement.devices)
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """How the devices' gradients are added."""
+        return self._ops
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator["Strategy"]:
+        """Make every model that is built, loaded or compiled in this context train under the strategy.
+
+        A model remembers its strategy: ``fit``, ``evaluate`` and ``predict`` work inside and outside. The same
+        strategy may be entered again inside. Nothing is left behind when the context closes.
+
+        Raises:
+            ScopeError: another strategy's scope is open, or a ``keras.distribution`` is active.
+
+        Example:
+            >>> import keras, lockstep
+            >>> strategy = lockstep.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        """
+        outer = _current.get()
+        if outer not in (None, self):
+            raise ScopeError(
+                f"Strategies cannot be mixed: the scope of {outer} is open, and {self} was entered inside. Close the "
+                "first scope before opening the second."
+            )
+        if keras.distribution.distribution() is not None:
+            raise ScopeError(
+                "A keras.distribution is active, which would distribute the same model a second time. Remove it with "
+                "keras.distribution.set_distribution(None)."
+            )
+        token = _current.set(self)
+        try:
+            with _keras.hooks_installed(_current.get):
+                yield self
+        finally:
+            _current.reset(token)
+
+    def created(self, model: keras.Model) -> None:
+        """Called by the Keras seam for a model that belongs to nobody yet: it becomes this strategy's."""
+        functions = StepFunctions(model, self._placement, self._ops)
+
+        def make(kind: str) -> Any:
+            self._refuse_other_scope(model)
+            _refuse_mixed_normalization(model)
+            return functions.make(kind)
+
+        _keras.adopt(model, self, make)
+
+    @property
+    def synchronized_allowed(self) -> bool:
+        """``BatchNormalization(synchronized=True)`` may be made in a scope: a strategy knows what it means."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(devices={list(self.devices)}, replicas={self.num_replicas_in_sync})"
+
+    def _refuse_other_scope(self, model: keras.Model) -> None:
+        inside = _current.get()
+        if inside not in (None, self):
+            raise ScopeError(
+                f"Model {model.name!r} was made under {self} and is used in the scope of {inside}. Use it outside "
+                "that scope, or build or load it again inside."
+            )
+
+    def _summary(self) -> str:
+        devices, replicas = self.devices, self.num_replicas_in_sync
+        text = f"{type(self).__name__}: {_counted(replicas, 'replica')} on {_counted(len(devices), 'device')} "
+        text += f"({', '.join(devices)})"
+        if len(devices) > 1:
+            text += f"; gradients: {self._ops.describe(self._placement.devices)}"
+        if len(devices) > replicas:
+            text += f"; {_counted(len(devices) - replicas, 'device')} without a replica will be idle"
+        return text
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _refuse_mixed_normalization(model: keras.Model) -> None:
+    reason = _keras.needs_global_batch(model)
+    alone = _keras.unsynchronized_normalizations(model)
+    if reason and alone:
+        raise ModelError(
+            f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "
+            "replica's rows on its own. Give every BatchNormalization synchronized=True."
+        )

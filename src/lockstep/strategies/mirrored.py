@@ -1,0 +1,48 @@
+"""Synchronous data parallelism on the devices of one process."""
+
+from collections.abc import Sequence
+
+import jax
+
+from lockstep.collectives import CrossDeviceOps
+from lockstep.strategies.base import Strategy
+
+__all__ = ["MirroredStrategy"]
+
+
+class MirroredStrategy(Strategy):
+    """Trains one model on several local devices at once, with the numbers of one device.
+
+    Counterpart of ``tf.distribute.MirroredStrategy``: each device holds a copy of the variables, computes the gradient
+    on its rows of the global batch, and all make the same update. A replica is logical: any number of replicas runs on
+    any number of devices, and the numbers depend on the replicas alone.
+
+    Args:
+        devices: names such as ``"gpu:0"``, ``"/gpu:0"``, ``"/device:GPU:0"``, ``"cpu:1"``, or JAX devices. By default
+            every local device of JAX's default platform.
+        cross_device_ops: how the devices' gradients are added, an instance or a class: :class:`AutoAllReduce` (the
+            default) or :class:`ReductionToOneDevice`.
+        replicas: number of replicas, by default one a device.
+
+    Raises:
+        BackendError: Keras does not run on JAX, or is of an unknown version.
+        DeviceError: a device is unknown, absent or named twice, or it is too late to make the CPU devices asked for.
+        OptionError: ``replicas`` is not a positive integer, or ``cross_device_ops`` is something else.
+
+    Example:
+        >>> import keras, lockstep, numpy as np
+        >>> strategy = lockstep.MirroredStrategy(replicas=2)
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer="sgd", loss="mse")
+        >>> history = model.fit(np.ones((5, 4)), np.ones((5, 1)), batch_size=3, verbose=0)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | jax.Device] | None = None,
+        cross_device_ops: CrossDeviceOps | type[CrossDeviceOps] | None = None,
+        *,
+        replicas: int | None = None,
+    ) -> None:
+        super().__init__(devices, cross_device_ops, replicas)

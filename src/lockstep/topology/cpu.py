@@ -1,0 +1,103 @@
+"""Several logical CPU devices in one process, with a thread pool that cannot dead-lock.
+
+XLA runs all CPU devices of a process on one pool of max(cores, devices) threads, and a collective blocks the thread
+that it runs on. With too few threads two devices wait for each other for ever (XLA aborts the process after 40 s).
+``PJRT_NPROC`` (or ``NPROC``) in the environment sets the size of the pool, once, when JAX starts its backend.
+"""
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+import jax
+
+from lockstep._errors import DeviceError, OptionError
+
+__all__ = ["check_thread_pool", "ensure_cpu_devices", "set_logical_cpu_devices"]
+
+THREADS_PER_DEVICE = 4  # A step has collectives that do not depend on each other; each may block a thread.
+POOL_VARIABLES = ("PJRT_NPROC", "NPROC")  # In the order in which XLA reads them.
+_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+
+def set_logical_cpu_devices(count: int) -> None:
+    """Make this process see ``count`` CPU devices, named ``cpu:0`` … .
+
+    A strategy that names CPU devices makes what it needs by itself; call this first where a later strategy of the
+    same process needs more. It is the counterpart of ``tf.config.set_logical_device_configuration``.
+
+    Args:
+        count: number of devices, at least 1.
+
+    Raises:
+        DeviceError: JAX has started with another number of devices, or with a thread pool that is too small.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.config.set_logical_cpu_devices(4)
+        >>> lockstep.MirroredStrategy(["cpu:0", "cpu:3"]).num_replicas_in_sync
+        2
+    """
+    if count < 1:
+        raise OptionError(f"set_logical_cpu_devices: expected a count of at least 1, got {count}.")
+    _start_with(count, os.environ)
+    found = len(jax.local_devices(backend="cpu"))
+    if found != count:
+        raise _too_late(count, found)
+    check_thread_pool(count, os.environ)
+
+
+def ensure_cpu_devices(count: int) -> None:
+    """Make sure that at least ``count`` CPU devices exist, and say what to do where it is too late."""
+    _start_with(max(count, _configured_count(os.environ)), os.environ)
+    found = len(jax.local_devices(backend="cpu"))
+    if found < count:
+        raise _too_late(count, found)
+
+
+def check_thread_pool(devices: int, environment: Mapping[str, str]) -> None:
+    """Refuse ``devices`` CPU devices on a thread pool that would dead-lock."""
+    needed = _threads_for(devices)
+    threads = _pool_threads(environment)
+    if threads < needed:
+        raise DeviceError(
+            f"{devices} CPU devices need a pool of {needed} threads, else XLA dead-locks in the first all-reduce; JAX "
+            f"has started with {threads}. Make the strategy (or call lockstep.config.set_logical_cpu_devices"
+            f"({devices})) before the first JAX operation, or set PJRT_NPROC={needed} in the environment."
+        )
+
+
+def _threads_for(devices: int) -> int:
+    return 1 if devices == 1 else max(8, THREADS_PER_DEVICE * devices)
+
+
+def _pool_threads(environment: Mapping[str, str]) -> int:
+    for name in POOL_VARIABLES:
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return max(os.cpu_count() or 1, len(jax.local_devices(backend="cpu")))
+
+
+def _configured_count(environment: Mapping[str, str]) -> int:
+    flag = _COUNT_FLAG.search(environment.get("XLA_FLAGS", ""))
+    configured: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    return max(1, configured, int(flag.group(1)) if flag else 0)
+
+
+def _start_with(count: int, environment: MutableMapping[str, str]) -> None:
+    """Configure JAX for ``count`` CPU devices; nothing happens where the backend has started."""
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # JAX's own way to say that its backends are running.
+        return
+    if not any(environment.get(name, "").isdigit() for name in POOL_VARIABLES):
+        environment["PJRT_NPROC"] = str(max(os.cpu_count() or 1, _threads_for(count)))
+
+
+def _too_late(wanted: int, found: int) -> DeviceError:
+    return DeviceError(
+        f"{wanted} CPU devices were asked for, but JAX has already started with {found}. JAX starts with the first "
+        f"array, model or optimizer: make the strategy before those, or call lockstep.config.set_logical_cpu_devices"
+        f"({wanted}) at the top of the script, or set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} and "
+        f"PJRT_NPROC={_threads_for(wanted)} in the environment."
+    )

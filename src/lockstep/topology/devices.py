@@ -1,0 +1,89 @@
+"""Device names as ``tf.distribute`` spells them, and the JAX devices that they mean."""
+
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+
+from lockstep._errors import DeviceError
+from lockstep.topology.cpu import check_thread_pool, ensure_cpu_devices
+
+__all__ = ["device_name", "parse_device_name", "resolve_devices"]
+
+# "/job:localhost/replica:0/task:0/device:GPU:0" is what TensorFlow prints, so people paste it.
+_NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d+)", re.IGNORECASE)
+
+
+def parse_device_name(name: str) -> tuple[str, int]:
+    """Platform and index of a device name: ``"/device:GPU:0"``, ``"gpu:0"`` and ``"/gpu:0"`` are ``("gpu", 0)``."""
+    match = _NAME.fullmatch(name.strip())
+    if match is None:
+        raise DeviceError(f"Unknown device name {name!r}: expected something like 'gpu:0', '/gpu:0', 'cpu:1'.")
+    return match.group(1).lower(), int(match.group(2))
+
+
+def device_name(device: jax.Device) -> str:
+    """The short name of a device, as it may be given to a strategy: ``gpu:0``."""
+    platform = _platform(device)
+    return f"{platform}:{jax.local_devices(backend=platform).index(device)}"
+
+
+def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Device, ...]:
+    """The JAX devices that ``devices`` names; None means every local device of JAX's default platform.
+
+    Raises:
+        DeviceError: a name is unknown, absent or used twice; the platforms are mixed; it is too late to make the CPU
+            devices that are asked for. Nothing was changed then.
+    """
+    if devices is None:
+        found = tuple(jax.local_devices())
+    elif isinstance(devices, str):
+        raise DeviceError(f"devices: expected a list of names such as [{devices!r}], got the string {devices!r}.")
+    elif not devices:
+        raise DeviceError("devices: the list is empty; leave it out to use every device.")
+    else:
+        found = _named(list(devices))
+    platforms = sorted({_platform(device) for device in found})
+    if len(platforms) > 1:
+        raise DeviceError(f"devices: {', '.join(platforms)} cannot be mixed in one strategy; choose one platform.")
+    if platforms == ["cpu"]:
+        check_thread_pool(len(found), os.environ)
+    return found
+
+
+def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
+    parsed = [parse_device_name(device) for device in devices if isinstance(device, str)]
+    cpu_indices = [index for platform, index in parsed if platform == "cpu"]
+    if cpu_indices and len(set(cpu_indices)) == len(cpu_indices):
+        ensure_cpu_devices(max(cpu_indices) + 1)
+    found = [device if isinstance(device, jax.Device) else _lookup(device) for device in devices]
+    for position, device in enumerate(found):
+        if device in found[:position]:
+            raise DeviceError(
+                f"devices: {devices[position]!r} and {devices[found.index(device)]!r} are the same device. For "
+                "several replicas on one device write MirroredStrategy(devices=[…], replicas=…)."
+            )
+    return tuple(found)
+
+
+def _lookup(name: str) -> jax.Device:
+    platform, index = parse_device_name(name)
+    try:
+        local = jax.local_devices(backend=platform)
+    except RuntimeError:  # JAX has no such platform here.
+        local = []
+    if index >= len(local):
+        raise DeviceError(f"There is no device {name!r} here; there are: {', '.join(_all_names())}.")
+    return local[index]
+
+
+def _all_names() -> list[str]:
+    default = jax.local_devices()
+    others = [] if _platform(default[0]) == "cpu" else jax.local_devices(backend="cpu")
+    return [device_name(device) for device in [*default, *others]]
+
+
+def _platform(device: jax.Device) -> str:
+    """``gpu`` for every make of GPU, else JAX's own word."""
+    return "gpu" if device.platform in ("cuda", "rocm") else device.platform

@@ -1,0 +1,49 @@
+"""One process, four logical CPU devices, and nothing left behind by any test."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import keras
+import pytest
+
+import lockstep
+
+lockstep.config.set_logical_cpu_devices(4)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    """Law 5: a test leaves neither the environment nor Keras's classes changed, nor a distribution behind."""
+    environment = dict(os.environ)
+    classes = {cls: dict(vars(cls)) for cls in (*keras.Model.__mro__, keras.layers.BatchNormalization)}
+    yield
+    changed = {
+        k for k in {*environment, *os.environ} - {"PYTEST_CURRENT_TEST"} if environment.get(k) != os.environ.get(k)
+    }
+    assert not changed, f"environment variables changed: {changed}"
+    for cls, before in classes.items():
+        different = [
+            name
+            for name in ("__init__", "compile", "fit", "make_train_function")
+            if vars(cls).get(name) is not before.get(name)
+        ]
+        assert not different, f"{cls.__name__} was left with another {different}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_of_compiled_programs():
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def data_folder():
+    folder = os.environ.get("LOCKSTEP_DATA")
+    if not folder or not os.path.isdir(folder):
+        reason = "LOCKSTEP_DATA does not name the folder of data sets"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return folder

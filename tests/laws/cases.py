@@ -1,0 +1,402 @@
+"""The cases of the differential suite: small models that between them use what Keras offers.
+
+Each runs on plain Keras and on every topology; what must agree is in ``compare.py``. Models are tiny, and rows (23, in
+batches of 8, 8 and 7; evaluated by 5, predicted by 9) leave a remainder for every number of replicas.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, losses, metrics, ops, optimizers
+
+from .compare import RELATIVE
+
+ROWS = 23
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, its data, and arguments of fit; ``reason`` says why a case is compared in another way than usual."""
+
+    name: str
+    build: Callable[[], keras.Model]
+    data: Callable[[np.random.Generator], dict[str, Any]]
+    fit: dict[str, Any] = field(default_factory=dict)
+    relative: float = RELATIVE
+    reason: str = ""
+    plain: Callable[[], keras.Model] | None = None  # where plain Keras must build it another way
+    fit_only: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def classes(rng, rows=ROWS, weights=False):
+    data = {"x": rng.normal(size=(rows, 6)).astype("float32"), "y": rng.integers(0, 3, rows)}
+    return data | ({"sample_weight": rng.uniform(0, 2, rows).astype("float32")} if weights else {})
+
+
+def regression(rng, width=2):
+    return {"x": rng.normal(size=(ROWS, 6)).astype("float32"), "y": rng.normal(size=(ROWS, width)).astype("float32")}
+
+
+def binary(rng):
+    return {"x": rng.normal(size=(ROWS, 6)).astype("float32"), "y": rng.integers(0, 2, (ROWS, 1)).astype("float32")}
+
+
+def tokens(rng):
+    x = rng.integers(1, 20, (ROWS, 7))
+    for row, length in enumerate(rng.integers(0, 8, ROWS)):
+        x[row, length:] = 0  # Padding, masked by the model; some rows are all padding.
+    return {"x": x, "y": rng.integers(0, 3, ROWS)}
+
+
+def tagged(rng):
+    data = tokens(rng)
+    return {"x": data["x"], "y": rng.integers(0, 3, data["x"].shape)}
+
+
+def pictures(rng):
+    return {"x": rng.normal(size=(ROWS, 8, 8, 3)).astype("float32"), "y": rng.integers(0, 3, ROWS)}
+
+
+def series(rng):
+    return {"x": rng.normal(size=(ROWS, 6, 4)).astype("float32"), "y": rng.integers(0, 3, ROWS)}
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+logits_loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled(model, optimizer="sgd", loss=logits_loss, measure=("accuracy",), **options):
+    optimizer = optimizers.SGD(0.1) if optimizer == "sgd" else optimizer
+    model.compile(optimizer=optimizer, loss=loss, metrics=list(measure), **options)
+    return model
+
+
+def mlp(*hidden, outputs=3, activation=None, **options):
+    hidden = hidden or (layers.Dense(8, activation="tanh"),)
+    model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(outputs, activation=activation)])
+    return compiled(model, **options)
+
+
+def stack(shape, *inner, dtype="float32", **options):
+    return compiled(keras.Sequential([keras.Input(shape, dtype=dtype), *inner, layers.Dense(3)]), **options)
+
+
+def with_loss(loss, data=regression, outputs=2, activation=None, measure=("mae",)):
+    return lambda: mlp(outputs=outputs, activation=activation, loss=loss(), measure=measure), data
+
+
+def with_optimizer(make):
+    return lambda: mlp(optimizer=make()), classes
+
+
+def batch_mean(y_true, y_pred):
+    """A loss as people write it: already averaged, so that it cannot be taken apart by rows."""
+    return ops.mean(ops.square(y_true - y_pred))
+
+
+def correlation(y_true, y_pred):
+    """A loss of the whole batch: no sum over rows gives it."""
+    a, b = y_true - ops.mean(y_true, axis=0), y_pred - ops.mean(y_pred, axis=0)
+    return 1 - ops.sum(a * b) / ops.sqrt(ops.sum(a * a) * ops.sum(b * b) + 1e-3)
+
+
+class Largest(metrics.Metric):
+    """A stateful metric that is no sum."""
+
+    def __init__(self, name="largest", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(ops.maximum(self.value, ops.max(ops.abs(ops.cast(y_pred, "float32")))))
+
+    def result(self):
+        return self.value
+
+
+class Penalty(layers.Layer):
+    """Adds a loss of its own, averaged over the rows."""
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+class Counter(layers.Layer):
+    """Non-trainable variables of every kind of aggregation."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
+        self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum", name="rows")
+        self.level = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="mean", name="level")
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1)
+            self.rows.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+            self.level.assign(ops.mean(x))
+        return x
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = layers.Dense(8, activation="tanh"), layers.Dense(3)
+
+    def call(self, x, training=False):
+        return self.out(self.hidden(x))
+
+
+class OwnStep(Subclassed):
+    """The train step of Keras's guide "Customizing what happens in fit() with JAX"."""
+
+    def train_step(self, state, data):
+        import jax
+
+        trainable, non_trainable, optimizer, metric_values = state
+        x, y = data[:2]
+        step = jax.value_and_grad(self.compute_own_loss, has_aux=True)
+        (loss, (y_pred, non_trainable)), gradients = step(trainable, non_trainable, x, y)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        new, logs = [], {}
+        for metric in self.metrics:
+            own = metric_values[len(new) : len(new) + len(metric.variables)]
+            if metric.name == "loss":
+                own = metric.stateless_update_state(own, loss)
+            else:
+                own = metric.stateless_update_state(own, y, y_pred)
+            result = metric.stateless_result(own)
+            logs |= result if isinstance(result, dict) else {metric.name: result}
+            new += own
+        return logs, (trainable, non_trainable, optimizer, new)
+
+    def compute_own_loss(self, trainable, non_trainable, x, y):
+        y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
+        per_row = ops.mean(ops.square(ops.one_hot(y, 3) - y_pred), axis=-1)
+        return ops.mean(per_row), (y_pred, non_trainable)
+
+
+class OwnLoss(Subclassed):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(ops.one_hot(y, 3) - y_pred)) + 0.1 * ops.mean(ops.abs(x))
+
+
+def two_in_two_out():
+    a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
+    hidden = layers.Dense(8, activation="tanh")(layers.Concatenate()([a, b]))
+    model = keras.Model(
+        {"a": a, "b": b}, {"p": layers.Dense(3, name="p")(hidden), "q": layers.Dense(2, name="q")(hidden)}
+    )
+    model.compile(
+        optimizers.SGD(0.1),
+        loss={"p": logits_loss, "q": "mse"},
+        loss_weights={"p": 1.0, "q": 0.3},
+        metrics={"p": ["accuracy"], "q": ["mae"]},
+    )
+    return model
+
+
+def two_in_two_out_data(rng):
+    x = {"a": rng.normal(size=(ROWS, 6)).astype("float32"), "b": rng.normal(size=(ROWS, 4)).astype("float32")}
+    return {"x": x, "y": {"p": rng.integers(0, 3, ROWS), "q": rng.normal(size=(ROWS, 2)).astype("float32")}}
+
+
+def tuples():
+    a, b = keras.Input((6,)), keras.Input((4,))
+    model = keras.Model((a, b), (layers.Dense(3)(a), layers.Dense(2)(b)))
+    model.compile(optimizers.SGD(0.1), loss=[logits_loss, "mse"], metrics=[["accuracy"], ["mae"]])
+    return model
+
+
+def tuples_data(rng):
+    data = two_in_two_out_data(rng)
+    return {"x": tuple(data["x"].values()), "y": tuple(data["y"].values())}
+
+
+def frozen():
+    model = mlp(layers.Dense(8, activation="tanh"), layers.Dense(8, activation="tanh"))
+    model.layers[0].trainable = False
+    return compiled(model)
+
+
+def autoencoder():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(3, activation="tanh"), layers.Dense(6)])
+    return compiled(model, loss="mse", measure=("mae",))
+
+
+def autoencoder_data(rng):
+    x = rng.normal(size=(ROWS, 6)).astype("float32")
+    return {"x": x, "y": x}
+
+
+def normalized(**options):
+    return lambda: mlp(layers.Dense(8), layers.BatchNormalization(**options), layers.Activation("tanh"))
+
+
+def attention():
+    x = keras.Input((6, 4))
+    y = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 3)(x, x))
+    return compiled(keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(y))))
+
+
+def masked_tagger(loss=logits_loss):
+    def build():
+        inner = layers.Embedding(20, 4, mask_zero=True), layers.LSTM(5, return_sequences=True)
+        return stack((7,), *inner, dtype="int32", loss=loss)
+
+    return build
+
+
+def mixed_precision():
+    hidden = layers.Dense(8, activation="tanh", dtype="mixed_float16")
+    scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=64.0, dynamic_growth_steps=3)
+    return mlp(hidden, optimizer=scaled)
+
+
+momentum = optimizers.SGD
+AVERAGES = "plain Keras frees the averages in the first evaluate after fit"
+
+CASES = [
+    Case("mse", *with_loss(lambda: "mse")),
+    Case("mae", *with_loss(lambda: "mae")),
+    Case("huber", *with_loss(losses.Huber)),
+    Case("log_cosh", *with_loss(losses.LogCosh)),
+    Case("cosine_similarity", *with_loss(losses.CosineSimilarity)),
+    Case(
+        "binary_crossentropy",
+        lambda: mlp(outputs=1, activation="sigmoid", loss="binary_crossentropy", measure=("accuracy", metrics.AUC())),
+        binary,
+    ),
+    Case("focal", *with_loss(losses.BinaryFocalCrossentropy, binary, 1, "sigmoid", ("accuracy",))),
+    Case("reduction_sum", *with_loss(lambda: losses.MeanSquaredError(reduction="sum"))),
+    Case("reduction_mean", *with_loss(lambda: losses.MeanSquaredError(reduction="mean"))),
+    Case(
+        "reduction_mean_with_sample_weight",
+        lambda: mlp(loss=losses.SparseCategoricalCrossentropy(True, reduction="mean_with_sample_weight")),
+        lambda rng: classes(rng, weights=True),
+    ),
+    Case("loss_that_averages_by_itself", *with_loss(lambda: batch_mean)),
+    Case("loss_of_the_whole_batch", *with_loss(lambda: correlation)),
+    Case("class_weight", mlp, classes, {"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}}),
+    Case(
+        "sample_weight_and_weighted_metrics",
+        lambda: mlp(weighted_metrics=["accuracy", "sparse_categorical_crossentropy"]),
+        lambda rng: classes(rng, weights=True),
+    ),
+    Case("l2_and_l1", lambda: mlp(layers.Dense(8, kernel_regularizer="l2", bias_regularizer="l1")), classes),
+    Case("activity_regularizer", lambda: mlp(layers.Dense(8, activity_regularizer="l2")), classes),
+    Case("add_loss", lambda: mlp(layers.Dense(8), Penalty()), classes),
+    Case("sgd_nesterov", *with_optimizer(lambda: momentum(0.05, momentum=0.9, nesterov=True))),
+    Case("adam", *with_optimizer(lambda: optimizers.Adam(0.01))),
+    Case("adam_amsgrad", *with_optimizer(lambda: optimizers.Adam(0.01, amsgrad=True))),
+    Case("adamw", *with_optimizer(lambda: optimizers.AdamW(0.01, weight_decay=0.1))),
+    Case("nadam", *with_optimizer(lambda: optimizers.Nadam(0.01))),
+    Case("rmsprop", *with_optimizer(lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True))),
+    Case("adagrad", *with_optimizer(lambda: optimizers.Adagrad(0.05))),
+    Case("lamb", *with_optimizer(lambda: optimizers.Lamb(0.01))),
+    Case("lion", *with_optimizer(lambda: optimizers.Lion(0.001))),
+    Case("muon", *with_optimizer(lambda: optimizers.Muon(0.01))),
+    Case("ftrl", *with_optimizer(lambda: optimizers.Ftrl(0.05))),
+    Case(
+        "schedule",
+        *with_optimizer(lambda: momentum(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True))),
+    ),
+    Case("clipnorm", *with_optimizer(lambda: momentum(0.1, clipnorm=0.05))),
+    Case("global_clipnorm", *with_optimizer(lambda: momentum(0.1, global_clipnorm=0.05))),
+    Case("clipvalue", *with_optimizer(lambda: momentum(0.1, clipvalue=0.02))),
+    Case("gradient_accumulation", *with_optimizer(lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2))),
+    Case("ema", *with_optimizer(lambda: momentum(0.1, use_ema=True, ema_momentum=0.5)), fit_only=True, reason=AVERAGES),
+    Case(
+        "ema_overwrite",
+        *with_optimizer(lambda: momentum(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)),
+    ),
+    Case("loss_scale", *with_optimizer(lambda: optimizers.LossScaleOptimizer(momentum(0.1), dynamic_growth_steps=3))),
+    Case("mixed_float16", mixed_precision, classes, relative=5e-3, reason="half precision has 11 bits"),
+    Case(
+        "metrics_of_classes",
+        lambda: mlp(
+            activation="softmax",
+            loss="categorical_crossentropy",
+            measure=(
+                metrics.AUC(),
+                metrics.TopKCategoricalAccuracy(2),
+                metrics.F1Score(average="macro"),
+                metrics.Precision(),
+                metrics.Recall(),
+                metrics.OneHotMeanIoU(3),
+                Largest(),
+                batch_mean,
+            ),
+        ),
+        lambda rng: (data := classes(rng)) | {"y": np.eye(3, dtype="float32")[data["y"]]},
+    ),
+    Case(
+        "metrics_of_numbers",
+        lambda: mlp(
+            outputs=2,
+            loss="mse",
+            measure=(metrics.R2Score(), metrics.RootMeanSquaredError(), metrics.CosineSimilarity(), correlation),
+        ),
+        regression,
+    ),
+    Case("batch_normalization_synchronized", normalized(synchronized=True), classes, plain=normalized()),
+    Case("group_normalization", lambda: mlp(layers.Dense(8), layers.GroupNormalization(2)), classes),
+    Case("layer_normalization", lambda: mlp(layers.Dense(8), layers.LayerNormalization()), classes),
+    Case(
+        "lstm_masked",
+        lambda: stack((7,), layers.Embedding(20, 4, mask_zero=True), layers.LSTM(5), dtype="int32"),
+        tokens,
+    ),
+    Case(
+        "gru_bidirectional_masked",
+        lambda: stack(
+            (7,), layers.Embedding(20, 4, mask_zero=True), layers.Bidirectional(layers.GRU(4)), dtype="int32"
+        ),
+        tokens,
+    ),
+    Case("loss_masked", masked_tagger(), tagged),
+    Case(
+        "loss_masked_sum",
+        masked_tagger(losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")),
+        tagged,
+        relative=3e-5,
+        reason="the summed loss is two orders larger than a mean, and so are its steps",
+    ),
+    Case("simple_rnn", lambda: stack((6, 4), layers.SimpleRNN(5)), series),
+    Case(
+        "embedding_conv1d",
+        lambda: stack((7,), layers.Embedding(20, 4), layers.Conv1D(5, 3), layers.GlobalMaxPooling1D(), dtype="int32"),
+        tokens,
+    ),
+    Case("conv2d", lambda: stack((8, 8, 3), layers.Conv2D(4, 3), layers.MaxPooling2D(), layers.Flatten()), pictures),
+    Case(
+        "depthwise",
+        lambda: stack((8, 8, 3), layers.DepthwiseConv2D(3), layers.SeparableConv2D(4, 3), layers.Flatten()),
+        pictures,
+    ),
+    Case("attention", attention, series),
+    Case("variables_of_every_aggregation", lambda: mlp(layers.Dense(8), Counter()), classes),
+    Case("dicts", two_in_two_out, two_in_two_out_data),
+    Case("tuples", tuples, tuples_data),
+    Case("autoencoder", autoencoder, autoencoder_data),
+    Case("subclassed_and_built_by_fit", lambda: compiled(Subclassed()), classes),
+    Case("own_train_step", lambda: compiled(OwnStep()), classes),
+    Case("own_compute_loss", lambda: compiled(OwnLoss()), classes),
+    Case("frozen_and_recompiled", frozen, classes),
+    Case("steps_per_execution", lambda: mlp(steps_per_execution=2), classes),
+    Case("run_eagerly", lambda: mlp(run_eagerly=True), classes),
+    Case("not_compiled", lambda: mlp(jit_compile=False), classes),
+    Case("validation_split", mlp, classes, {"validation_split": 0.3}),
+    Case("one_row", mlp, lambda rng: classes(rng, rows=1)),
+    Case("last_batch_of_one", mlp, lambda rng: classes(rng, rows=9)),
+]

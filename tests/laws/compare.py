@@ -1,0 +1,105 @@
+"""How two runs are compared, and how far apart rounding may bring them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+
+# Adding the rows of a batch in another order moves a float32 sum by about 1e-7 of its terms' size. Law 1 allows 1e-6 a
+# step; five to ten steps follow each other in a case, so the bound of a run is ten times that of a step.
+RELATIVE = 1e-5
+
+
+@dataclass
+class Run:
+    """Everything that a user could look at after a run."""
+
+    history: dict[str, list[float]]
+    evaluation: dict[str, float]
+    predictions: list[np.ndarray]
+    variables: dict[str, np.ndarray]
+    on_batch: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """R replicas over P CPU devices."""
+
+    replicas: int
+    devices: int
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def strategy(self):
+        names = [f"cpu:{index}" for index in range(self.devices)]
+        return lockstep.MirroredStrategy(names, replicas=self.replicas, **self.options)
+
+    def __str__(self) -> str:
+        return f"R{self.replicas}P{self.devices}"
+
+
+REPLICAS = (1, 2, 3, 4, 7)
+DEVICES = (1, 2, 3)
+TOPOLOGIES = [Topology(replicas, devices) for replicas in REPLICAS for devices in DEVICES]
+
+
+def run(case, topology: Topology | None = None) -> Run:
+    """Train, evaluate and predict a case, on plain Keras or under a strategy."""
+    keras.backend.clear_session()  # Automatic names start anew; a strategy must survive it.
+    keras.utils.set_random_seed(7)
+    if topology is None:
+        model = (case.plain or case.build)()
+    else:
+        with topology.strategy().scope():
+            model = case.build()
+    data = case.data(np.random.default_rng(5))
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0} | case.fit
+    history = model.fit(**data, **options).history
+    variables = state_of(model)
+    if case.fit_only:
+        return Run(history, {}, [], variables, {})
+    weights = {"sample_weight": data["sample_weight"]} if "sample_weight" in data else {}
+    evaluation = model.evaluate(data["x"], data["y"], batch_size=23, verbose=0, return_dict=True, **weights)
+    predictions = keras.tree.flatten(model.predict(data["x"], batch_size=9, verbose=0))
+    on_batch = model.test_on_batch(first(data["x"], 3), first(data["y"], 3), return_dict=True)
+    on_batch |= {
+        f"train_{k}": v
+        for k, v in model.train_on_batch(first(data["x"], 7), first(data["y"], 7), return_dict=True).items()
+    }
+    return Run(history, evaluation, predictions, variables, on_batch)
+
+
+def first(tree: Any, rows: int) -> Any:
+    return keras.tree.map_structure(lambda leaf: leaf[:rows], tree)
+
+
+def state_of(model: keras.Model) -> dict[str, np.ndarray]:
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return {f"{number} {variable.path}": np.asarray(variable.value) for number, variable in enumerate(variables)}
+
+
+def assert_same(found: Run, expected: Run, relative: float = RELATIVE) -> None:
+    """Every log, prediction and variable of two runs agrees; variables are measured by their largest entry."""
+    for name in ("history", "evaluation", "on_batch"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            np.testing.assert_allclose(ours[key], value, rtol=relative, atol=relative, err_msg=f"{name} {key}")
+    assert len(found.predictions) == len(expected.predictions)
+    for ours, theirs in zip(found.predictions, expected.predictions, strict=True):
+        assert ours.shape == theirs.shape
+        assert_close(ours, theirs, relative, "predictions")
+    assert len(found.variables) == len(expected.variables)
+    for (name, ours), theirs in zip(found.variables.items(), expected.variables.values(), strict=True):
+        assert_close(ours, theirs, relative, name)
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray, relative: float, what: str) -> None:
+    assert ours.dtype == theirs.dtype
+    if not np.issubdtype(theirs.dtype, np.floating):
+        np.testing.assert_array_equal(ours, theirs, err_msg=what)
+        return
+    largest = float(np.max(np.abs(theirs), initial=0.0))
+    np.testing.assert_allclose(ours, theirs, rtol=relative, atol=relative * max(largest, 1e-3), err_msg=what)
