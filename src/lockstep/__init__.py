@@ -1,9 +1,12 @@
 """Lockstep: train Keras 3 models on many devices at once, on JAX, with the names of ``tf.distribute``.
 
-The numbers are those of one device, whatever the devices: see ``ARCHITECTURE.md``.
+The numbers are those of one device, whatever the devices: see ``ARCHITECTURE.md``. Importing the package changes
+nothing and imports neither Keras nor JAX; the first use of a name does.
 """
 
-from lockstep import config
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lockstep._errors import (
     BackendError,
     DeviceError,
@@ -14,8 +17,11 @@ from lockstep._errors import (
     ScopeError,
 )
 from lockstep._version import __version__
-from lockstep.collectives import AutoAllReduce, CrossDeviceOps, ReductionToOneDevice
-from lockstep.strategies.mirrored import MirroredStrategy
+
+if TYPE_CHECKING:
+    from lockstep import config, datasets
+    from lockstep.collectives import AutoAllReduce, CrossDeviceOps, ReductionToOneDevice
+    from lockstep.strategies.mirrored import MirroredStrategy
 
 __all__ = [
     "AutoAllReduce",
@@ -31,4 +37,25 @@ __all__ = [
     "ScopeError",
     "__version__",
     "config",
+    "datasets",
 ]
+
+_LATER = {
+    "AutoAllReduce": "lockstep.collectives",
+    "CrossDeviceOps": "lockstep.collectives",
+    "MirroredStrategy": "lockstep.strategies.mirrored",
+    "ReductionToOneDevice": "lockstep.collectives",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("config", "datasets"):
+        return import_module(f"lockstep.{name}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    import_module("lockstep._keras")  # First, because it says what to do where Keras cannot be imported.
+    return getattr(import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

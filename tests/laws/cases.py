@@ -121,7 +121,7 @@ class Largest(metrics.Metric):
         self.value.assign(ops.maximum(self.value, ops.max(ops.abs(ops.cast(y_pred, "float32")))))
 
     def result(self):
-        return self.value
+        return ops.convert_to_tensor(self.value)
 
 
 class Penalty(layers.Layer):

@@ -1,0 +1,54 @@
+"""The command ``lockstep``. One function a subcommand; each module is imported when its command runs."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0 done, 1 the numbers did not agree, 2 wrong usage.
+
+    Args:
+        arguments: words after ``lockstep``, by default those of the process.
+
+    Example:
+        >>> from lockstep import cli
+        >>> cli.main([])  # doctest: +ELLIPSIS
+        usage: lockstep ...
+        2
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if "run" not in options:
+        parser.print_help()
+        return 2
+    return int(options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lockstep", description="Train Keras models on many devices, exactly.")
+    commands = parser.add_subparsers(title="commands")
+    demo = commands.add_parser("demo", help="train on two replicas and check the numbers against one device")
+    demo.add_argument("--data", choices=("digits", "mnist"), default="digits", help="digits ship with scikit-learn")
+    demo.add_argument("--replicas", type=int, default=2, help="number of replicas (default: 2)")
+    demo.add_argument("--devices", nargs="+", metavar="NAME", help="for example cpu:0 cpu:1 (default: all there are)")
+    demo.add_argument("--epochs", type=int, default=10, help="passes over the data (default: 10)")
+    demo.add_argument("--output", default="demo_output", metavar="DIR", help="where curves.png goes")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: nothing imported Keras yet.
+    from lockstep._errors import LockstepError
+    from lockstep.report.demo import run_demo
+
+    try:
+        agreed = run_demo(options.data, options.replicas, options.devices, options.epochs, options.output)
+    except LockstepError as error:
+        print(f"lockstep demo: {error}", file=sys.stderr)
+        return 2
+    return 0 if agreed else 1
