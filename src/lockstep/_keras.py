@@ -21,7 +21,7 @@ try:
     import keras
     from keras.src.backend import get_keras_mask, set_keras_mask
 except ModuleNotFoundError as error:
-    if error.name != "tensorflow":
+    if (error.name or "").partition(".")[0] != "tensorflow":
         raise
     raise BackendError(
         "Keras starts with the TensorFlow backend unless it is told otherwise. Lockstep needs JAX: set "

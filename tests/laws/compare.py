@@ -45,8 +45,8 @@ DEVICES = (1, 2, 3)
 TOPOLOGIES = [Topology(replicas, devices) for replicas in REPLICAS for devices in DEVICES]
 
 
-def run(case, topology: Topology | None = None) -> Run:
-    """Train, evaluate and predict a case, on plain Keras or under a strategy."""
+def run(case, topology: Topology | None = None, only_fit: bool = False) -> Run:
+    """Train, evaluate and predict a case, on plain Keras or under a strategy; or only train it."""
     keras.backend.clear_session()  # Automatic names start anew; a strategy must survive it.
     keras.utils.set_random_seed(7)
     if topology is None:
@@ -58,7 +58,7 @@ def run(case, topology: Topology | None = None) -> Run:
     options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0} | case.fit
     history = model.fit(**data, **options).history
     variables = state_of(model)
-    if case.fit_only:
+    if only_fit or case.fit_only:
         return Run(history, {}, [], variables, {})
     weights = {"sample_weight": data["sample_weight"]} if "sample_weight" in data else {}
     evaluation = model.evaluate(data["x"], data["y"], batch_size=23, verbose=0, return_dict=True, **weights)
@@ -82,13 +82,12 @@ def state_of(model: keras.Model) -> dict[str, np.ndarray]:
 
 def assert_same(found: Run, expected: Run, relative: float = RELATIVE) -> None:
     """Every log, prediction and variable of two runs agrees; variables are measured by their largest entry."""
-    for name in ("history", "evaluation", "on_batch"):
+    for name in ("history", "evaluation", "on_batch") if found.evaluation else ("history",):
         ours, theirs = getattr(found, name), getattr(expected, name)
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             np.testing.assert_allclose(ours[key], value, rtol=relative, atol=relative, err_msg=f"{name} {key}")
-    assert len(found.predictions) == len(expected.predictions)
-    for ours, theirs in zip(found.predictions, expected.predictions, strict=True):
+    for ours, theirs in zip(found.predictions, expected.predictions if found.predictions else [], strict=True):
         assert ours.shape == theirs.shape
         assert_close(ours, theirs, relative, "predictions")
     assert len(found.variables) == len(expected.variables)
@@ -101,5 +100,7 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray, relative: float, what: st
     if not np.issubdtype(theirs.dtype, np.floating):
         np.testing.assert_array_equal(ours, theirs, err_msg=what)
         return
-    largest = float(np.max(np.abs(theirs), initial=0.0))
-    np.testing.assert_allclose(ours, theirs, rtol=relative, atol=relative * max(largest, 1e-3), err_msg=what)
+    # Below 0.01 a number is measured as if it were 0.01: a bias that a normalization cancels, for one, has a gradient of
+    # zero, and what is stored is the rounding of the terms that cancel.
+    largest = float(np.max(np.abs(theirs), initial=0.01))
+    np.testing.assert_allclose(ours, theirs, rtol=relative, atol=relative * largest, err_msg=what)

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from .cases import CASES
-from .compare import DEVICES, REPLICAS, Topology, assert_same, run
+from .compare import DEVICES, REPLICAS, TOPOLOGIES, Topology, assert_same, run
 
 
 @functools.cache
@@ -16,17 +16,25 @@ def plain_keras(case):
 def pairs():
     """Every case with every number of replicas, each on one number of devices that changes from case to case.
 
-    The quick subset takes one pair of a case. One xdist worker runs a case, so that plain Keras runs it once.
+    One pair of a case, which is the quick subset, also evaluates, predicts and uses single batches. One xdist worker
+    runs a case, so that plain Keras runs it once.
     """
     for number, case in enumerate(CASES):
         for turn, replicas in enumerate(REPLICAS):
             topology = Topology(replicas, DEVICES[(number + turn) % len(DEVICES)])
-            marks = [pytest.mark.xdist_group(case.name)]
-            if replicas != REPLICAS[1 + number % 4]:
-                marks.append(pytest.mark.full)
-            yield pytest.param(case, topology, id=f"{case}-{topology}", marks=marks)
+            whole = replicas == REPLICAS[1 + number % 4]
+            marks = [pytest.mark.xdist_group(case.name)] + ([] if whole else [pytest.mark.full])
+            yield pytest.param(case, topology, not whole, id=f"{case}-{topology}", marks=marks)
 
 
-@pytest.mark.parametrize(("case", "topology"), list(pairs()))
-def test_n_replicas_equal_one_device(case, topology):
-    assert_same(run(case, topology), plain_keras(case), case.relative)
+@pytest.mark.parametrize(("case", "topology", "only_fit"), list(pairs()))
+def test_n_replicas_equal_one_device(case, topology, only_fit):
+    assert_same(run(case, topology, only_fit), plain_keras(case), case.relative)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("name", ["adam", "loss_masked", "dicts"])
+def test_the_whole_product_of_replicas_and_devices(name, topology):
+    case = next(case for case in CASES if case.name == name)
+    assert_same(run(case, topology, only_fit=True), plain_keras(case), case.relative)

@@ -94,10 +94,16 @@ class Strategy(_keras.ModelHooks):
     def created(self, model: keras.Model) -> None:
         """Called by the Keras seam for a model that belongs to nobody yet: it becomes this strategy's."""
         functions = StepFunctions(model, self._placement, self._ops)
+        told: set[str] = set()
 
         def make(kind: str) -> Any:
             self._refuse_other_scope(model)
-            _refuse_mixed_normalization(model)
+            reason = _keras.needs_global_batch(model)
+            if reason:
+                _refuse_mixed_normalization(model, reason)
+            if reason and reason not in told:
+                told.add(reason)
+                announce(f"Model {model.name!r} runs on the global batch, and XLA adds its gradients: {reason}")
             return functions.make(kind)
 
         _keras.adopt(model, self, make)
@@ -133,10 +139,9 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _refuse_mixed_normalization(model: keras.Model) -> None:
-    reason = _keras.needs_global_batch(model)
+def _refuse_mixed_normalization(model: keras.Model, reason: str) -> None:
     alone = _keras.unsynchronized_normalizations(model)
-    if reason and alone:
+    if alone:
         raise ModelError(
             f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "
             "replica's rows on its own. Give every BatchNormalization synchronized=True."

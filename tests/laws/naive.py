@@ -1,0 +1,63 @@
+"""What per-replica semantics mean, written out: a loop over replicas on one device, with plain Keras and no Lockstep.
+
+Each replica normalizes its own rows and draws from its own stream; the loss is that of the global batch; moving
+statistics are averaged by rows. The test of the real thing is that it equals this.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from keras import ops
+
+
+def naive_fit(model, x, y, *, batch_size, replicas, epochs=1):
+    """Train ``model`` in place; the model is built, and compiled with a loss that averages over rows."""
+    model.optimizer.build(model.trainable_variables)
+    for _ in range(epochs):
+        for start in range(0, len(x), batch_size):
+            naive_step(model, x[start : start + batch_size], y[start : start + batch_size], replicas)
+
+
+def naive_step(model, x, y, replicas):
+    trainable, optimizer = (
+        [v.value for v in group] for group in (model.trainable_variables, model.optimizer.variables)
+    )
+    old = [v.value for v in model.non_trainable_variables]
+    chunk = -(-len(x) // replicas)
+
+    def loss(trainable):
+        predictions, added, states, sizes = [], 0.0, [], []
+        for replica in range(replicas):
+            rows = slice(replica * chunk, (replica + 1) * chunk)
+            if len(x[rows]) == 0:
+                continue
+            own = [seed(v, replica) if v.dtype == jnp.uint32 else v for v in old]
+            out, state, losses = model.stateless_call(trainable, own, x[rows], training=True, return_losses=True)
+            predictions.append(out)
+            states.append(state)
+            sizes.append(len(x[rows]))
+            added += len(x[rows]) / len(x) * sum(losses)
+        return model.loss(y, ops.concatenate(predictions)) + added, (states, sizes)
+
+    gradients, (states, sizes) = jax.grad(loss, has_aux=True)(trainable)
+    trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
+    merged = [merge(values, sizes) for values in zip(*states, strict=True)]
+    for variable, value in zip(model.trainable_variables, trainable, strict=True):
+        variable.assign(value)
+    for variable, value in zip(model.optimizer.variables, optimizer, strict=True):
+        variable.assign(value)
+    for variable, value in zip(model.non_trainable_variables, merged, strict=True):
+        variable.assign(value)
+
+
+def seed(state, replica):
+    if replica == 0:
+        return state
+    key = jax.random.wrap_key_data(state, impl="threefry2x32")
+    return jax.random.key_data(jax.random.fold_in(key, replica))
+
+
+def merge(values, sizes):
+    if not np.issubdtype(values[0].dtype, np.floating):
+        return values[0]
+    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)

@@ -1,0 +1,180 @@
+"""Law 1, second half: BatchNorm on each replica's rows, one random stream a replica; numbers of the replicas alone."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+
+from .compare import DEVICES, REPLICAS, Topology, assert_close, state_of
+from .naive import naive_fit
+
+PICTURE = (8, 8, 2)
+
+
+def network(*inner, shape=(6,), optimizer=None, **options):
+    model = keras.Sequential([keras.Input(shape), *inner, layers.Flatten(), layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer or keras.optimizers.SGD(0.1, momentum=0.9), loss=loss, **options)
+    return model
+
+
+def dense_with_batch_normalization(**options):
+    return network(
+        layers.Dense(8, kernel_regularizer="l2"),
+        layers.BatchNormalization(momentum=0.8),
+        layers.Activation("tanh"),
+        **options,
+    )
+
+
+def dense_with_dropout(**options):
+    return network(
+        layers.Dense(16), layers.Dropout(0.4), layers.GaussianNoise(0.1), layers.AlphaDropout(0.2), **options
+    )
+
+
+def convolution_with_all_of_it(**options):
+    augment = [
+        layers.RandomFlip(seed=1),
+        layers.RandomRotation(0.2, seed=2),
+        layers.RandomTranslation(0.2, 0.2, seed=3),
+    ]
+    inner = [layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU(), layers.SpatialDropout2D(0.3)]
+    return network(*augment, *inner, shape=PICTURE, **options)
+
+
+def recurrent_with_dropout(**options):
+    return network(layers.Reshape((3, 2)), layers.LSTM(4, dropout=0.3, recurrent_dropout=0.2), **options)
+
+
+NETWORKS = [dense_with_batch_normalization, dense_with_dropout, convolution_with_all_of_it, recurrent_with_dropout]
+
+
+def rows(build, count=19):
+    rng = np.random.default_rng(0)
+    shape = PICTURE if build is convolution_with_all_of_it else (6,)
+    return rng.normal(size=(count, *shape)).astype("float32"), rng.integers(0, 3, count)
+
+
+def seeded(build, **options):
+    keras.utils.set_random_seed(3)
+    return build(**options)
+
+
+def trained(build, topology, count=19, **options):
+    with topology.strategy().scope():
+        model = seeded(build, **options)
+    model.fit(*rows(build, count), batch_size=7, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("build", NETWORKS)
+@pytest.mark.parametrize(
+    "replicas", [1, 3, pytest.param(2, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)]
+)
+def test_replicas_do_what_the_written_out_loop_does(build, replicas):
+    expected = seeded(build)
+    naive_fit(expected, *rows(build), batch_size=7, replicas=replicas, epochs=2)
+    expected = state_of(expected)
+    for devices in DEVICES:
+        found = trained(build, Topology(replicas, devices))
+        for (name, value), theirs in zip(state_of(found).items(), expected.values(), strict=False):
+            if "loss/" not in name:
+                assert_close(value, theirs, 1e-5, f"{name} on {devices} devices")
+
+
+@pytest.mark.parametrize("build", NETWORKS)
+def test_run_eagerly_gives_the_same_numbers(build):
+    compiled, eager = (trained(build, Topology(3, 2), run_eagerly=eager) for eager in (False, True))
+    for (name, value), theirs in zip(state_of(eager).items(), state_of(compiled).values(), strict=True):
+        assert_close(value, theirs, 1e-5, name)
+
+
+@pytest.mark.parametrize("build", [dense_with_dropout, recurrent_with_dropout])
+def test_one_replica_draws_what_plain_keras_draws(build):
+    plain = seeded(build)
+    plain.fit(*rows(build), batch_size=7, epochs=2, shuffle=False, verbose=0)
+    ours = state_of(trained(build, Topology(1, 2)))
+    for (name, value), theirs in zip(ours.items(), state_of(plain).values(), strict=True):
+        assert_close(value, theirs, 1e-5, name)
+
+
+def dropout_mask(replicas, devices, step, batch=8):
+    """Which entries of a batch of ones a Dropout layer keeps at a step, seen through an optimizer that does nothing."""
+
+    class Kept(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="kept")
+            self.seen = self.add_variable((batch, 16), "zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.seen.assign(y_pred)
+
+        def result(self):
+            return keras.ops.sum(self.seen)
+
+    keras.utils.set_random_seed(0)
+    kept = Kept()
+    with Topology(replicas, devices).strategy().scope():
+        model = keras.Sequential([keras.Input((16,)), layers.Dropout(0.5, seed=11)])
+        model.compile(optimizer="sgd", loss="mse", metrics=[kept])
+    for _ in range(step):
+        model.train_on_batch(np.ones((batch, 16), "float32"), np.ones((batch, 16), "float32"))
+    return np.asarray(kept.seen.value) > 0
+
+
+def test_replicas_and_steps_draw_different_masks_and_devices_do_not_matter():
+    first = dropout_mask(4, 1, step=1)
+    pieces = [first[start : start + 2].tobytes() for start in range(0, 8, 2)]
+    assert len(set(pieces)) == 4, "two replicas drew the same mask"
+    np.testing.assert_array_equal(first, dropout_mask(4, 2, step=1))
+    np.testing.assert_array_equal(first, dropout_mask(4, 3, step=1))
+    assert (first != dropout_mask(4, 1, step=2)).any(), "two steps drew the same mask"
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_a_replica_without_rows_never_makes_a_nan(replicas, count):
+    model = trained(dense_with_batch_normalization, Topology(replicas, 3), count=count)
+    for name, value in state_of(model).items():
+        assert np.isfinite(value).all(), name
+
+
+def test_saved_statistics_are_the_used_ones(tmp_path):
+    model = trained(dense_with_batch_normalization, Topology(4, 3))
+    x, _ = rows(dense_with_batch_normalization)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(model.predict(x, verbose=0), loaded.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+def test_synchronized_and_separate_normalization_cannot_be_mixed():
+    with lockstep.MirroredStrategy(replicas=2).scope():
+        model = network(layers.BatchNormalization(synchronized=True), layers.BatchNormalization(name="alone"))
+    with pytest.raises(lockstep.ModelError, match="'alone' normalizes each replica's rows on its own"):
+        model.fit(*rows(dense_with_dropout), verbose=0)
+
+
+def test_synchronized_is_refused_by_keras_outside_of_a_scope():
+    with pytest.raises(ValueError, match="synchronized"):
+        layers.BatchNormalization(synchronized=True)
+
+
+def test_a_stateful_recurrent_layer_keeps_its_rows():
+    def build():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input(batch_shape=(6, 4, 2)), layers.LSTM(3, stateful=True), layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(18, 4, 2)).astype("float32"), rng.normal(size=(18, 1)).astype("float32")
+    plain = build()
+    with Topology(4, 3).strategy().scope():
+        ours = build()
+    for model in (plain, ours):
+        model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+    for (name, value), theirs in zip(state_of(ours).items(), state_of(plain).values(), strict=True):
+        assert_close(value, theirs, 1e-5, name)

@@ -1,0 +1,266 @@
+"""Law 5: import changes nothing, a scope restores what it changed, strategies live side by side, a model remembers."""
+
+import logging
+import subprocess
+import sys
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+
+from .compare import Topology, assert_close, state_of
+
+X = np.random.default_rng(0).normal(size=(11, 4)).astype("float32")
+Y = X[:, :1]
+
+
+def network():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+
+
+def compiled(model=None):
+    model = model or network()
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+    return model
+
+
+def fitted(model, **options):
+    model.fit(X, Y, **({"batch_size": 4, "shuffle": False, "verbose": 0} | options))
+    return state_of(model)
+
+
+def assert_trained_like_one_device(model):
+    ours, plain = fitted(model), fitted(compiled())
+    for (name, value), theirs in zip(ours.items(), plain.values(), strict=True):
+        assert_close(value, theirs, 1e-5, name)
+
+
+def devices_of(model):
+    return len(model.trainable_variables[0].value.sharding.device_set)
+
+
+def test_import_changes_nothing_and_starts_nothing():
+    program = """
+import logging, os, signal, sys, threading
+def state():
+    signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    return dict(os.environ), list(sys.meta_path), list(logging.root.handlers), threading.active_count(), sys.excepthook, signals
+before = state()
+import lockstep
+assert state() == before
+assert "keras" not in sys.modules and "jax" not in sys.modules
+import jax, keras  # which set environment variables of their own
+before = state()
+lockstep.MirroredStrategy, lockstep.config, lockstep.datasets
+assert state() == before
+assert not logging.getLogger("lockstep").handlers
+jax.config.update("jax_num_cpu_devices", 2)  # raises where JAX has started
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_without_a_backend_for_keras_the_error_says_what_to_set():
+    program = "import os; os.environ.pop('KERAS_BACKEND', None); import lockstep; lockstep.MirroredStrategy"
+    blocked = f"import sys; sys.modules['tensorflow'] = None; {program}"
+    done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "BackendError" in done.stderr
+    assert "KERAS_BACKEND" in done.stderr
+
+
+def test_a_model_remembers_its_strategy_outside_of_the_scope_and_after_compile():
+    strategy = Topology(2, 2).strategy()
+    with strategy.scope():
+        model = compiled()
+    assert_trained_like_one_device(model)
+    assert devices_of(model) == 2
+    compiled(model)
+    fitted(model)
+    assert devices_of(model) == 2
+    assert keras.Sequential is not None
+
+
+def test_fit_inside_the_scope_works_too():
+    with Topology(3, 2).strategy().scope():
+        assert_trained_like_one_device(compiled())
+
+
+def test_built_in_the_scope_and_compiled_outside():
+    with Topology(2, 2).strategy().scope():
+        model = network()
+    assert_trained_like_one_device(compiled(model))
+    assert devices_of(model) == 2
+
+
+def test_built_outside_and_compiled_in_the_scope():
+    model = network()
+    with Topology(2, 2).strategy().scope():
+        compiled(model)
+    assert_trained_like_one_device(model)
+    assert devices_of(model) == 2
+
+
+def test_built_and_compiled_outside_and_used_in_the_scope():
+    model = compiled()
+    with Topology(2, 2).strategy().scope():
+        assert_trained_like_one_device_inside = fitted(model)
+    for (name, value), theirs in zip(
+        assert_trained_like_one_device_inside.items(), fitted(compiled()).values(), strict=True
+    ):
+        assert_close(value, theirs, 1e-5, name)
+    assert devices_of(model) == 2
+
+
+def test_a_model_that_was_trained_before_goes_on_under_a_strategy():
+    plain, ours = compiled(), compiled()
+    fitted(plain)
+    fitted(ours)
+    with Topology(2, 2).strategy().scope():
+        fitted(ours)
+    fitted(plain)
+    for (name, value), theirs in zip(state_of(ours).items(), state_of(plain).values(), strict=True):
+        assert_close(value, theirs, 1e-5, name)
+
+
+def test_outside_of_every_scope_keras_is_as_it_was():
+    with Topology(2, 2).strategy().scope():
+        pass
+    model = compiled()
+    fitted(model)
+    assert devices_of(model) == 1
+
+
+def test_three_strategies_in_one_process():
+    strategies = [Topology(replicas, devices).strategy() for replicas, devices in ((1, 1), (2, 2), (4, 3))]
+    models = []
+    for strategy in strategies:
+        with strategy.scope():
+            models.append(compiled())
+    for model in reversed(models):
+        assert_trained_like_one_device(model)
+    assert [devices_of(model) for model in models] == [1, 2, 3]
+
+
+def test_scopes_of_one_strategy_may_be_nested():
+    strategy = Topology(2, 2).strategy()
+    with strategy.scope() as outer, strategy.scope() as inner:
+        assert outer is inner is strategy
+        model = compiled()
+    assert_trained_like_one_device(model)
+
+
+def test_scopes_of_two_strategies_cannot_be_nested():
+    first, second = Topology(2, 2).strategy(), Topology(3, 2).strategy()
+    with (
+        first.scope(),
+        pytest.raises(lockstep.ScopeError, match=r"Strategies cannot be mixed: the scope of .*replicas=2.*replicas=3"),
+        second.scope(),
+    ):
+        pass
+
+
+def test_a_model_of_one_strategy_cannot_be_used_in_the_scope_of_another():
+    with Topology(2, 2).strategy().scope():
+        model = compiled()
+    with Topology(3, 2).strategy().scope(), pytest.raises(lockstep.ScopeError, match="Use it outside that scope"):
+        fitted(model)
+    assert_trained_like_one_device(model)
+
+
+def test_an_exception_in_a_scope_closes_it():
+    strategy = Topology(2, 2).strategy()
+    with pytest.raises(ZeroDivisionError), strategy.scope():
+        1 / 0  # noqa: B018
+    model = compiled()
+    fitted(model)
+    assert devices_of(model) == 1
+
+
+def test_a_keras_distribution_is_refused():
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
+    try:
+        with pytest.raises(lockstep.ScopeError, match=r"set_distribution\(None\)"), Topology(2, 2).strategy().scope():
+            pass
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def test_clear_session_breaks_nothing():
+    strategy = Topology(2, 2).strategy()
+    keras.backend.clear_session()
+    with strategy.scope():
+        keras.backend.clear_session()
+        model = compiled()
+    keras.backend.clear_session()
+    assert_trained_like_one_device(model)
+    assert devices_of(model) == 2
+
+
+def test_another_thread_does_not_see_the_scope():
+    made = []
+    with Topology(2, 2).strategy().scope():
+        thread = threading.Thread(target=lambda: made.append(compiled()))
+        thread.start()
+        thread.join(timeout=60)
+    fitted(made[0])
+    assert devices_of(made[0]) == 1
+
+
+def test_two_threads_train_at_the_same_time():
+    def work(replicas, results):
+        with Topology(replicas, 2).strategy().scope():
+            model = network()
+        model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+        model.set_weights(start)
+        results[replicas] = fitted(model, epochs=5)
+
+    start, results = network().get_weights(), {}
+    threads = [threading.Thread(target=work, args=(replicas, results), daemon=True) for replicas in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert results.keys() == {2, 3}, "a thread did not end"
+    expected = fitted(compiled(), epochs=5)
+    for found in results.values():
+        for (name, value), theirs in zip(found.items(), expected.values(), strict=True):
+            assert_close(value, theirs, 2e-5, name)
+
+
+def test_the_strategy_tells_once_what_it_does(caplog):
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], lockstep.ReductionToOneDevice, replicas=3)
+        with strategy.scope():
+            compiled()
+    messages = [record.getMessage() for record in caplog.records if record.name == "lockstep"]
+    assert messages == [
+        "MirroredStrategy: 3 replicas on 2 devices (cpu:0, cpu:1); gradients: reduce to cpu:0, then broadcast to cpu:0, cpu:1"
+    ]
+
+
+def test_the_line_shows_without_any_set_up_and_can_be_switched_off():
+    show = "import lockstep; lockstep.MirroredStrategy(replicas=2)"
+    hide = "import logging; logging.getLogger('lockstep').setLevel('WARNING'); " + show
+    shown, hidden = (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stderr
+        for code in (show, hide)
+    )
+    assert "lockstep: MirroredStrategy: 2 replicas on 1 device (cpu:0)" in shown
+    assert "lockstep" not in hidden
+
+
+def test_a_model_that_runs_on_the_global_batch_is_told_once(caplog):
+    with caplog.at_level(logging.INFO, logger="lockstep"), Topology(2, 2).strategy().scope():
+        layers = [keras.layers.BatchNormalization(synchronized=True, name="shared"), keras.layers.Dense(1)]
+        model = compiled(keras.Sequential([keras.Input((4,)), *layers], name="net"))
+        fitted(model)
+        fitted(model)
+    messages = [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
+    assert messages == [
+        "Model 'net' runs on the global batch, and XLA adds its gradients: "
+        "layer 'shared' normalizes over all replicas (synchronized=True)"
+    ]

@@ -1,0 +1,196 @@
+"""Law 7: what cannot be done is one clear error that changes nothing and loses nothing."""
+
+import subprocess
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+
+from .compare import Topology, state_of
+
+
+def failing(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu:0", "/device:CPU:0"], "are the same device. For several replicas on one device write"),
+        (["cpu:1", jax.local_devices()[1]], "are the same device"),
+        (["gpu:0"], "There is no device 'gpu:0' here; there are: cpu:0, cpu:1, cpu:2, cpu:3"),
+        (["/gpu:0", "/gpu:1"], "There is no device '/gpu:0' here"),
+        (["cuda0"], "Unknown device name 'cuda0'"),
+        (["cpu:x"], "Unknown device name"),
+        ([], "the list is empty"),
+        ("cpu:0", r"expected a list of names such as \['cpu:0'\]"),
+        (["cpu:9"], "10 CPU devices were asked for, but JAX has already started with 4"),
+    ],
+)
+def test_a_wrong_device_is_an_error_that_says_what_there_is(devices, message):
+    with pytest.raises(lockstep.DeviceError, match=message):
+        lockstep.MirroredStrategy(devices)
+
+
+def test_too_late_for_cpu_devices_says_what_to_set_and_where():
+    text = failing(
+        "import keras; keras.optimizers.Adam(); import lockstep; lockstep.MirroredStrategy(['cpu:0', 'cpu:1'])"
+    )
+    assert "make the strategy before those" in text
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=2" in text
+    assert "PJRT_NPROC=8" in text
+
+
+def test_a_thread_pool_that_would_dead_lock_is_refused():
+    start = "import os; os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'; "
+    start += "os.environ['PJRT_NPROC'] = '2'; import jax; jax.devices(); import lockstep; "
+    for use in ("lockstep.MirroredStrategy()", "lockstep.MirroredStrategy(['cpu:0', 'cpu:1'])"):
+        assert "2 CPU devices need a pool of 8 threads" in failing(start + use)
+    subprocess.run([sys.executable, "-c", start + "lockstep.MirroredStrategy(['cpu:1'])"], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("before", ["", "import keras; keras.utils.set_random_seed(0); keras.backend.clear_session()"])
+def test_two_cpu_devices_are_made_whatever_was_imported_before(before):
+    program = f"""
+{before}
+import jax, keras, lockstep, numpy as np
+with lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+model.fit(np.ones((33, 3)), np.ones((33, 1)), batch_size=8, epochs=20, verbose=0)
+assert len(model.trainable_variables[0].value.sharding.device_set) == 2
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 1.5, "2", True])
+def test_a_wrong_number_of_replicas_is_an_error(replicas):
+    with pytest.raises(lockstep.OptionError, match="replicas: expected a whole number of at least 1, got"):
+        lockstep.MirroredStrategy(replicas=replicas)
+
+
+@pytest.mark.parametrize("ops", ["ring", 3, keras.layers.Dense])
+def test_unknown_cross_device_ops_are_an_error(ops):
+    with pytest.raises(
+        lockstep.OptionError, match=r"expected one of lockstep.AutoAllReduce\(\), lockstep.ReductionToOneDevice\(\)"
+    ):
+        lockstep.MirroredStrategy(cross_device_ops=ops)
+
+
+def test_a_wrong_count_of_logical_cpu_devices_is_an_error():
+    with pytest.raises(lockstep.OptionError, match="count of at least 1, got 0"):
+        lockstep.config.set_logical_cpu_devices(0)
+    with pytest.raises(lockstep.DeviceError, match="already started with 4"):
+        lockstep.config.set_logical_cpu_devices(2)
+    lockstep.config.set_logical_cpu_devices(4)  # what there is may be asked for again
+
+
+def test_keras_of_another_shape_is_refused(monkeypatch):
+    owner = next(cls for cls in keras.Model.__mro__ if "jax_state_sync" in vars(cls))
+    monkeypatch.delattr(owner, "jax_state_sync")
+    with pytest.raises(
+        lockstep.BackendError, match=r"has no Model.jax_state_sync; this version of Lockstep knows Keras 3\.15"
+    ):
+        lockstep.MirroredStrategy()
+
+
+def test_keras_on_another_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with pytest.raises(lockstep.BackendError, match="Keras runs on torch"):
+        lockstep.MirroredStrategy()
+
+
+# --- bad input changes nothing and loses nothing -------------------------------------------------------------------
+
+X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+Y = X[:, :1]
+
+
+def network():
+    keras.utils.set_random_seed(0)
+    with Topology(3, 2).strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+    model.fit(X, Y, batch_size=5, verbose=0)
+    return model
+
+
+def assert_unharmed(model, before):
+    """The variables are what they were, and the model still trains and predicts."""
+    after = state_of(model)
+    for name, value in before.items():
+        if "metric" not in name and "mean/" not in name and "loss/" not in name:
+            np.testing.assert_array_equal(value, after[name], err_msg=name)
+    assert np.isfinite(model.fit(X, Y, batch_size=5, verbose=0).history["loss"]).all()
+    assert model.predict(X, verbose=0).shape == (12, 1)
+
+
+BAD = {
+    "fit": lambda model: model.fit(np.ones((12, 5), "float32"), Y, verbose=0),
+    "evaluate": lambda model: model.evaluate(np.ones((12, 5), "float32"), Y, verbose=0),
+    "predict": lambda model: model.predict(np.ones((12, 5), "float32"), verbose=0),
+    "train_on_batch": lambda model: model.train_on_batch(np.ones((6, 5), "float32"), Y[:6]),
+    "test_on_batch": lambda model: model.test_on_batch(np.ones((6, 5), "float32"), Y[:6]),
+    "predict_on_batch": lambda model: model.predict_on_batch(np.ones((6, 5), "float32")),
+    "lengths": lambda model: model.train_on_batch(X[:6], Y[:5]),
+    "scalar": lambda model: model.train_on_batch(np.float32(1), Y[:5]),
+}
+
+
+@pytest.mark.parametrize("call", BAD)
+def test_a_batch_of_the_wrong_shape_loses_nothing(call):
+    model = network()
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"shape|dimension|axis|expected"):
+        BAD[call](model)
+    assert_unharmed(model, before)
+
+
+def test_the_lengths_of_a_batch_are_named():
+    with pytest.raises(lockstep.InputError, match=r"one common length .* their shapes are \(6, 4\), \(5, 1\)"):
+        network().train_on_batch(X[:6], Y[:5])
+
+
+@pytest.mark.parametrize("failure", [ValueError("no more"), KeyboardInterrupt()])
+def test_an_input_that_fails_in_the_middle_loses_nothing(failure):
+    def batches():
+        yield X[:5], Y[:5]
+        yield X[5:10], Y[5:10]
+        yield X[5:10], Y[5:10]
+        yield X[5:10], Y[5:10]
+        raise failure
+
+    model = network()
+    steps = int(model.optimizer.iterations)
+    with pytest.raises(type(failure)):
+        model.fit(batches(), shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == steps + 4
+    assert np.isfinite(model.fit(X, Y, batch_size=5, verbose=0).history["loss"]).all()
+
+
+def test_an_output_that_belongs_to_no_row_is_an_error():
+    class Odd(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.zeros((7, 2)) + keras.ops.sum(x)
+
+    with Topology(2, 2).strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), Odd()])
+    with pytest.raises(lockstep.ModelError, match=r"returned an array of shape \(7, 2\) for a replica of 2 rows"):
+        model.predict(X[:4], verbose=0)
+
+
+def test_averages_survive_evaluate():
+    """Plain Keras frees the averages of an optimizer with use_ema in the first evaluate after fit."""
+    with Topology(2, 2).strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.1, use_ema=True), loss="mse")
+    for _ in range(2):
+        model.fit(X, Y, verbose=0)
+        model.evaluate(X, Y, verbose=0)
+    assert all(np.isfinite(value).all() for value in state_of(model).values())

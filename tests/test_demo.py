@@ -1,0 +1,53 @@
+"""The demo trains, checks and draws; its command line says what is wrong."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lockstep import cli
+from lockstep.report import demo
+
+
+def test_the_demo_agrees_with_one_device_and_draws_curves(tmp_path, capsys):
+    assert cli.main(["demo", "--epochs", "2", "--devices", "cpu:0", "cpu:1", "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "1,347 pictures, 44 steps of 64, on 2 replicas" in printed
+    assert "The numbers agree." in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_would_notice(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "_largest_difference", lambda ours, theirs: 1e-2)
+    assert cli.main(["demo", "--epochs", "1", "--devices", "cpu:0", "--output", str(tmp_path)]) == 1
+    assert "THE NUMBERS DO NOT AGREE" in capsys.readouterr().out
+
+
+def test_the_difference_is_that_of_the_weights():
+    ours, theirs = [np.array([1.0, 2.0]), np.array([4.0])], [np.array([1.0, 2.0]), np.array([5.0])]
+    assert demo._largest_difference(ours, theirs) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [(["--epochs", "0"], "epochs: expected at least 1"), (["--devices", "gpu:0"], "no device")]
+)
+def test_wrong_options_end_with_one_line(option, message, capsys):
+    assert cli.main(["demo", *option]) == 2
+    printed = capsys.readouterr().err.strip()
+    assert message in printed
+    assert "\n" not in printed
+
+
+def test_the_command_needs_no_environment():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os; os.environ.pop('KERAS_BACKEND', None); from lockstep.cli import main; main(['demo', '--epochs', '0'])",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "epochs: expected at least 1" in done.stderr

@@ -1,0 +1,45 @@
+"""Device names in every spelling that the tutorials use."""
+
+import jax
+import pytest
+
+import lockstep
+from lockstep.topology.devices import parse_device_name
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpu:0", ("gpu", 0)),
+        ("/gpu:1", ("gpu", 1)),
+        ("GPU:0", ("gpu", 0)),
+        ("/device:GPU:0", ("gpu", 0)),
+        ("/device:gpu:3", ("gpu", 3)),
+        ("device:CPU:2", ("cpu", 2)),
+        ("cpu:1", ("cpu", 1)),
+        (" /cpu:0 ", ("cpu", 0)),
+        ("tpu:7", ("tpu", 7)),
+        ("/job:localhost/replica:0/task:0/device:GPU:1", ("gpu", 1)),
+    ],
+)
+def test_a_name_in_any_spelling(name, expected):
+    assert parse_device_name(name) == expected
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "gpu:", "gpu:-1", "xpu:0", "gpu:0:1", "0"])
+def test_no_name(name):
+    with pytest.raises(lockstep.DeviceError, match="expected something like 'gpu:0'"):
+        parse_device_name(name)
+
+
+def test_by_default_every_local_device_is_used():
+    strategy = lockstep.MirroredStrategy()
+    assert strategy.devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+    assert strategy.num_replicas_in_sync == 4
+
+
+def test_names_and_devices_in_the_order_given():
+    strategy = lockstep.MirroredStrategy(["/device:CPU:2", jax.local_devices()[0]], replicas=5)
+    assert strategy.devices == ("cpu:2", "cpu:0")
+    assert strategy.num_replicas_in_sync == 5
+    assert repr(strategy) == "MirroredStrategy(devices=['cpu:2', 'cpu:0'], replicas=5)"

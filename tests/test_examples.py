@@ -1,0 +1,54 @@
+"""The examples run as a user runs them, and each pair differs by the few lines that are the lesson."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PAIRS = sorted(path.parent.name for path in EXAMPLES.glob("*/mirrored.py"))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_twins_differ_by_less_than_ten_lines(name):
+    texts = [(EXAMPLES / name / f"{twin}.py").read_text() for twin in ("single", "mirrored")]
+    single, mirrored = ([line for line in re.sub(r'^"""[\s\S]*?"""', "", text).splitlines() if line] for text in texts)
+    changed = [line for line in difflib.ndiff(single, mirrored) if line.startswith(("+ ", "- "))]
+    added = [line for line in changed if line.startswith("+ ")]
+    assert 1 <= len(added) < 10, "\n".join(changed)
+
+
+def run(script, *arguments, steps=12, timeout=280):
+    environment = os.environ | {"KERAS_MAX_EPOCHS": "1", "KERAS_MAX_STEPS_PER_EPOCH": str(steps)}
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.data
+@pytest.mark.usefixtures("data_folder")
+@pytest.mark.parametrize("devices", [(), ("cpu:0", "cpu:1")])
+def test_reuters_begins_as_plain_keras_does(devices):
+    logs = []
+    for script in (("reuters/single.py",), ("reuters/mirrored.py", *devices)):
+        printed = run(*script)
+        assert "332,856" in printed
+        logs.append({name: float(value) for name, value in re.findall(r"(\w+): (\d+\.\d+)", printed.splitlines()[-1])})
+    assert logs[0].keys() == logs[1].keys() >= {"loss", "val_loss"}
+    for name, value in logs[0].items():
+        assert logs[1][name] == pytest.approx(value, abs=2e-4), name
+
+
+@pytest.mark.data
+@pytest.mark.full
+@pytest.mark.usefixtures("data_folder")
+@pytest.mark.parametrize("name", sorted(set(PAIRS) - {"reuters"}))
+def test_an_example_runs(name):
+    printed = run(f"{name}/mirrored.py", steps=6)
+    assert re.search(r"accuracy", printed)

@@ -1,0 +1,50 @@
+"""Which rows belong to which replica and device: arithmetic, against TensorFlow's documented examples and by property."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.topology.layout import Layout, rows_of_replicas
+
+
+@pytest.mark.parametrize(
+    ("rows", "replicas", "expected"),
+    [
+        (7, 2, (4, 3)),
+        (7, 3, (3, 3, 1)),
+        (8, 3, (3, 3, 2)),
+        (6, 4, (2, 2, 2, 0)),
+        (1, 2, (1, 0)),
+        (2, 3, (1, 1, 0)),
+        (80, 3, (27, 27, 26)),
+        (32, 1, (32,)),
+    ],
+)
+def test_rows_are_split_as_tf_distribute_splits_them(rows, replicas, expected):
+    assert rows_of_replicas(rows, replicas) == expected
+
+
+layouts = st.builds(Layout, st.integers(1, 300), st.integers(1, 20), st.integers(1, 12))
+
+
+@given(layouts)
+def test_every_row_has_one_place_in_order(layout):
+    index = layout.row_index().reshape(layout.devices, layout.capacity)
+    placed = [index[device, :count] for device, count in enumerate(layout.device_rows)]
+    np.testing.assert_array_equal(np.concatenate(placed), np.arange(layout.rows))
+    assert ((index >= 0) & (index < layout.rows)).all()
+
+
+@given(layouts)
+def test_every_replica_has_one_device_in_order(layout):
+    flat = tuple(rows for device in layout.per_device for rows in device)
+    assert flat == rows_of_replicas(layout.rows, layout.replicas)
+    assert layout.first_replica == tuple(np.cumsum([0, *map(len, layout.per_device)])[:-1])
+    assert max(map(len, layout.per_device)) - min(map(len, layout.per_device)) <= 1
+
+
+@given(layouts)
+def test_a_full_layout_moves_no_row(layout):
+    if layout.is_full:
+        np.testing.assert_array_equal(layout.row_index(), np.arange(layout.rows))

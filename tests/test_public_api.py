@@ -1,0 +1,58 @@
+"""What is public is listed, sorted, documented with an example, and named as in tf.distribute."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+ROOT = Path(__file__).parents[1]
+
+
+def public():
+    for name in lockstep.__all__:
+        item = getattr(lockstep, name)
+        if inspect.isclass(item):
+            yield name, item
+
+
+def test_the_list_is_sorted_and_true():
+    assert list(lockstep.__all__) == sorted(lockstep.__all__)
+    assert {name for name in dir(lockstep) if not name.startswith("_")} >= set(lockstep.__all__) - {"__version__"}
+    with pytest.raises(AttributeError, match="no attribute 'Strategie'"):
+        _ = lockstep.Strategie
+
+
+@pytest.mark.parametrize(("name", "item"), list(public()))
+def test_every_public_class_is_documented(name, item):
+    assert inspect.getdoc(item)
+    for member, function in inspect.getmembers(
+        item, lambda value: inspect.isfunction(value) or isinstance(value, property)
+    ):
+        if not member.startswith("_") and "with_traceback" not in member and "add_note" not in member:
+            assert inspect.getdoc(function), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("item", [lockstep.MirroredStrategy, lockstep.AutoAllReduce, lockstep.ReductionToOneDevice])
+def test_what_a_user_makes_has_a_running_example(item):
+    assert ">>> " in inspect.getdoc(item)
+
+
+def test_the_version_stands_in_the_changelog():
+    newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest is not None
+    assert newest.group(1) == lockstep.__version__
+
+
+def test_errors_form_the_tree_that_is_drawn():
+    drawn = re.findall(r"[├└]── (\w+) .*\((\w+)\)", inspect.getdoc(inspect.getmodule(lockstep.LockstepError)))
+    assert drawn
+    for name, builtin in drawn:
+        error = getattr(lockstep, name)
+        assert issubclass(error, lockstep.LockstepError)
+        assert builtin in {base.__name__ for base in error.__mro__}
+    assert {name for name, _ in drawn} == {name for name in lockstep.__all__ if name.endswith("Error")} - {
+        "LockstepError"
+    }

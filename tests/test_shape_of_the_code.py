@@ -1,0 +1,60 @@
+"""Habits that hold over the whole package; each limit is stated once."""
+
+import ast
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "lockstep"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def functions():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                first = body[0].lineno if body else node.lineno
+                yield f"{path.name}:{node.name}", (node.end_lineno or first) - first + 1
+
+
+def test_functions_are_short():
+    lengths = sorted(length for _, length in functions())
+    longest = max(functions(), key=lambda item: item[1])
+    assert statistics.median(lengths) <= 9
+    assert lengths[len(lengths) * 9 // 10] <= 30
+    assert longest[1] <= 45, longest
+
+
+def test_files_are_about_one_thing():
+    longest = max(FILES, key=lambda path: path.read_text().count("\n"))
+    assert longest.read_text().count("\n") <= 320, longest
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allowed"),
+    [
+        (r"jax\._src", ()),
+        (r"\bhasattr\(", ("_keras.py",)),
+        (r"\bgetattr\([^()]*,[^()]*,", ()),
+        (r"^\s*(os\.environ|environment)(\[.*\] = |\.(setdefault|update|pop)\()", ("cpu.py", "cli.py")),
+        (r"jax\.config\.update", ("cpu.py",)),
+        (r"\bassert\b(?!_)", ()),
+        (r"\bprint\(", ("demo.py", "cli.py")),
+        (r"import (tensorflow|torch)\b", ()),
+        (r"\bpickle\b", ()),
+        (r"\bTODO\b|\bFIXME\b|NotImplementedError", ()),
+    ],
+)
+def test_what_is_avoided(pattern, allowed):
+    code = {path.name: "\n".join(ast.unparse(ast.parse(path.read_text())).splitlines()) for path in FILES}
+    found = [
+        name for name, text in code.items() if name not in allowed and re.search(pattern, without_docstrings(text))
+    ]
+    assert not found
+
+
+def without_docstrings(text: str) -> str:
+    return re.sub(r'"""[\s\S]*?"""', "", text)
