@@ -32,6 +32,7 @@ def run(script, *arguments, steps=12, timeout=280):
 
 
 @pytest.mark.data
+@pytest.mark.full
 @pytest.mark.usefixtures("data_folder")
 @pytest.mark.parametrize("devices", [(), ("cpu:0", "cpu:1")])
 def test_reuters_begins_as_plain_keras_does(devices):

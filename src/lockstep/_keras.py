@@ -29,14 +29,13 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
-    "ModelHooks",
     "adopt",
     "adopted_by",
     "check_keras",
     "get_keras_mask",
-    "hooks_installed",
     "is_seed",
     "keep_values",
+    "models_claimed",
     "needs_global_batch",
     "plain_batch_normalization",
     "replaced_call",
@@ -63,30 +62,21 @@ def check_keras() -> None:
         )
 
 
-class ModelHooks:
-    """What a strategy wants to be asked about models; the base class leaves Keras as it is."""
-
-    def created(self, model: keras.Model) -> None:
-        """A model was made, compiled or is about to be used, in a scope of this thread, and belongs to nobody yet."""
-
-    @property
-    def synchronized_allowed(self) -> bool:
-        """Whether ``BatchNormalization(synchronized=True)`` may be made now."""
-        return False
-
-
 # --- while a scope is open ---------------------------------------------------------------------------------------
+
+Claim = Callable[[keras.Model], None]  # takes a model that belongs to nobody yet
 
 _install_lock = threading.Lock()
 _installed: dict[str, int] = {"count": 0}
+_originals: list[tuple[type, str, Any]] = []
 
 
 @contextlib.contextmanager
-def hooks_installed(current: Callable[[], ModelHooks | None]) -> Iterator[None]:
-    """Let Keras tell about new models as long as this context, or another one, is open.
+def models_claimed(current: Callable[[], Claim | None]) -> Iterator[None]:
+    """Hand over each model that is made, compiled or used while this context, or another one, is open.
 
-    ``current()`` gives the hooks of the calling thread, or None outside of every scope: other threads see the plain
-    Keras. What was changed is restored when the last context closes, after an exception too.
+    ``current()`` says who claims the models of the calling thread, or None where no scope is open: other threads see
+    the plain Keras. What was changed is restored when the last context closes, after an exception too.
     """
     with _install_lock:
         _installed["count"] += 1
@@ -103,50 +93,46 @@ def hooks_installed(current: Callable[[], ModelHooks | None]) -> Iterator[None]:
                 _originals.clear()
 
 
-_originals: list[tuple[type, str, Any]] = []
-
-
-def _install(current: Callable[[], ModelHooks | None]) -> list[tuple[type, str, Any]]:
+def _install(current: Callable[[], Claim | None]) -> list[tuple[type, str, Any]]:
     trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
     base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
     changed = [(trainer, "__init__", False), (base, "compile", False)]
     changed += [(trainer, f"make_{name}_function", True) for name in FUNCTIONS]
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in changed]
     for owner, name, first in changed:
-        setattr(owner, name, _telling(vars(owner)[name], name, current, before=first))
+        setattr(owner, name, _claiming(vars(owner)[name], name, current, before=first))
     normalization = keras.layers.BatchNormalization
     originals.append((normalization, "__init__", vars(normalization)["__init__"]))
     normalization.__init__ = _accepting_synchronized(normalization.__init__, current)
     return originals
 
 
-def _telling(
-    original: Callable[..., Any], name: str, current: Callable[[], ModelHooks | None], before: bool
+def _claiming(
+    original: Callable[..., Any], name: str, current: Callable[[], Claim | None], before: bool
 ) -> Callable[..., Any]:
-    """``original``, which tells about its model: after it ran, or before where it must already run our way."""
+    """``original``, whose model is claimed: after it ran, or before where it must already run the claimer's way."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks = current()
-        if hooks is None or adopted_by(self) is not None:
+        claim = current()
+        if claim is None or adopted_by(self) is not None:
             return original(self, *args, **kwargs)
         if before:
-            hooks.created(self)
+            claim(self)
             return getattr(self, name)(*args, **kwargs)
         result = original(self, *args, **kwargs)
-        hooks.created(self)
+        claim(self)
         return result
 
     return method
 
 
-def _accepting_synchronized(
-    original: Callable[..., None], current: Callable[[], ModelHooks | None]
-) -> Callable[..., None]:
+def _accepting_synchronized(original: Callable[..., None], current: Callable[[], Claim | None]) -> Callable[..., None]:
+    """The constructor of BatchNormalization, which takes ``synchronized=True`` in a scope, where it has a meaning."""
+
     @functools.wraps(original)
     def construct(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:
-        hooks = current()
-        if synchronized and hooks is not None and hooks.synchronized_allowed:
+        if synchronized and current() is not None:
             original(self, *args, **kwargs)
             self.synchronized = True
         else:

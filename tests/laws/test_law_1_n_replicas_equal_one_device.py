@@ -4,6 +4,8 @@ import functools
 
 import pytest
 
+from lockstep.collectives import ALGORITHMS
+
 from .cases import CASES
 from .compare import DEVICES, REPLICAS, TOPOLOGIES, Topology, assert_same, run
 
@@ -16,14 +18,15 @@ def plain_keras(case):
 def pairs():
     """Every case with every number of replicas, each on one number of devices that changes from case to case.
 
-    One pair of a case, which is the quick subset, also evaluates, predicts and uses single batches. One xdist worker
-    runs a case, so that plain Keras runs it once.
+    One pair of a case also evaluates, predicts and uses single batches; of these a quarter are the quick subset. One
+    xdist worker runs a case, so that plain Keras runs it once.
     """
     for number, case in enumerate(CASES):
         for turn, replicas in enumerate(REPLICAS):
             topology = Topology(replicas, DEVICES[(number + turn) % len(DEVICES)])
             whole = replicas == REPLICAS[1 + number % 4]
-            marks = [pytest.mark.xdist_group(case.name)] + ([] if whole else [pytest.mark.full])
+            quick = whole and number % 4 == 0
+            marks = [pytest.mark.xdist_group(case.name)] + ([] if quick else [pytest.mark.full])
             yield pytest.param(case, topology, not whole, id=f"{case}-{topology}", marks=marks)
 
 
@@ -37,4 +40,12 @@ def test_n_replicas_equal_one_device(case, topology, only_fit):
 @pytest.mark.parametrize("name", ["adam", "loss_masked", "dicts"])
 def test_the_whole_product_of_replicas_and_devices(name, topology):
     case = next(case for case in CASES if case.name == name)
+    assert_same(run(case, topology, only_fit=True), plain_keras(case), case.relative)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_cross_device_operation_keeps_the_law(algorithm, devices):
+    case = next(case for case in CASES if case.name == "global_clipnorm")
+    topology = Topology(3, devices, {"cross_device_ops": ALGORITHMS[algorithm]})
     assert_same(run(case, topology, only_fit=True), plain_keras(case), case.relative)

@@ -49,7 +49,12 @@ def recurrent_with_dropout(**options):
     return network(layers.Reshape((3, 2)), layers.LSTM(4, dropout=0.3, recurrent_dropout=0.2), **options)
 
 
-NETWORKS = [dense_with_batch_normalization, dense_with_dropout, convolution_with_all_of_it, recurrent_with_dropout]
+NETWORKS = [
+    dense_with_batch_normalization,
+    pytest.param(dense_with_dropout, marks=pytest.mark.full),
+    pytest.param(convolution_with_all_of_it, marks=pytest.mark.full),
+    pytest.param(recurrent_with_dropout, marks=pytest.mark.full),
+]
 
 
 def rows(build, count=19):
@@ -71,9 +76,7 @@ def trained(build, topology, count=19, **options):
 
 
 @pytest.mark.parametrize("build", NETWORKS)
-@pytest.mark.parametrize(
-    "replicas", [1, 3, pytest.param(2, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("replicas", [3, *(pytest.param(count, marks=pytest.mark.full) for count in (1, 2, 7))])
 def test_replicas_do_what_the_written_out_loop_does(build, replicas):
     expected = seeded(build)
     naive_fit(expected, *rows(build), batch_size=7, replicas=replicas, epochs=2)
@@ -92,7 +95,7 @@ def test_run_eagerly_gives_the_same_numbers(build):
         assert_close(value, theirs, 1e-5, name)
 
 
-@pytest.mark.parametrize("build", [dense_with_dropout, recurrent_with_dropout])
+@pytest.mark.parametrize("build", NETWORKS[1::2])
 def test_one_replica_draws_what_plain_keras_draws(build):
     plain = seeded(build)
     plain.fit(*rows(build), batch_size=7, epochs=2, shuffle=False, verbose=0)
@@ -134,7 +137,7 @@ def test_replicas_and_steps_draw_different_masks_and_devices_do_not_matter():
     assert (first != dropout_mask(4, 1, step=2)).any(), "two steps drew the same mask"
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("replicas", [7, *(pytest.param(count, marks=pytest.mark.full) for count in REPLICAS[:-1])])
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_replica_without_rows_never_makes_a_nan(replicas, count):
     model = trained(dense_with_batch_normalization, Topology(replicas, 3), count=count)

@@ -53,7 +53,11 @@ def inputs(kind, x, y):
 
 
 @pytest.mark.parametrize("kind", ["arrays", "shuffled arrays", "generator", "PyDataset"])
-@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 2), Topology(7, 3)], ids=str)
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(7, 3), *(pytest.param(each, marks=pytest.mark.full) for each in (Topology(2, 2), Topology(3, 2)))],
+    ids=str,
+)
 def test_each_row_exactly_once_an_epoch(kind, topology):
     x, y = np.random.default_rng(0).normal(size=(ROWS, 2)).astype("float32"), np.arange(ROWS, dtype="float32")[:, None]
     seen, epochs = Seen(), []

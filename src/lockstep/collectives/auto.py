@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 
 from lockstep.collectives.base import CrossDeviceOps
+from lockstep.topology.devices import platform_of
 
 __all__ = ["AutoAllReduce"]
 
@@ -25,4 +26,4 @@ class AutoAllReduce(CrossDeviceOps):
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
         """What the strategy's log line says."""
-        return f"all-reduce by the platform ({'NCCL' if devices[0].platform == 'cuda' else 'XLA'})"
+        return f"all-reduce by {'NCCL' if platform_of(devices[0]) == 'gpu' else 'XLA'}"

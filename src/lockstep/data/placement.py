@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._errors import InputError
 from lockstep.topology.layout import Layout
 
-__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "Placement", "Rows", "count_rows"]
+__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "Placement", "Rows", "count_rows", "gather_rows", "joined"]
 
 DEVICE_AXIS = "device"
 REPLICATE_BELOW = 1 << 20  # bytes; larger arrays stay cut over the devices

@@ -24,7 +24,12 @@ __all__ = ["Strategy"]
 _current: ContextVar["Strategy | None"] = ContextVar("lockstep_current_strategy", default=None)
 
 
-class Strategy(_keras.ModelHooks):
+def _current_claim() -> _keras.Claim | None:
+    strategy = _current.get()
+    return strategy._claim if strategy else None
+
+
+class Strategy:
     """Base class of the strategies: synchronous data parallelism over a mesh of devices."""
 
     def __init__(
@@ -86,13 +91,13 @@ class Strategy(_keras.ModelHooks):
             )
         token = _current.set(self)
         try:
-            with _keras.hooks_installed(_current.get):
+            with _keras.models_claimed(_current_claim):
                 yield self
         finally:
             _current.reset(token)
 
-    def created(self, model: keras.Model) -> None:
-        """Called by the Keras seam for a model that belongs to nobody yet: it becomes this strategy's."""
+    def _claim(self, model: keras.Model) -> None:
+        """Make a model that belongs to nobody yet this strategy's, for good."""
         functions = StepFunctions(model, self._placement, self._ops)
         told: set[str] = set()
 
@@ -107,11 +112,6 @@ class Strategy(_keras.ModelHooks):
             return functions.make(kind)
 
         _keras.adopt(model, self, make)
-
-    @property
-    def synchronized_allowed(self) -> bool:
-        """``BatchNormalization(synchronized=True)`` may be made in a scope: a strategy knows what it means."""
-        return True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self.devices)}, replicas={self.num_replicas_in_sync})"

@@ -9,7 +9,7 @@ import jax
 from lockstep._errors import DeviceError
 from lockstep.topology.cpu import check_thread_pool, ensure_cpu_devices
 
-__all__ = ["device_name", "parse_device_name", "resolve_devices"]
+__all__ = ["device_name", "parse_device_name", "platform_of", "resolve_devices"]
 
 # "/job:localhost/replica:0/task:0/device:GPU:0" is what TensorFlow prints, so people paste it.
 _NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d+)", re.IGNORECASE)
@@ -25,7 +25,7 @@ def parse_device_name(name: str) -> tuple[str, int]:
 
 def device_name(device: jax.Device) -> str:
     """The short name of a device, as it may be given to a strategy: ``gpu:0``."""
-    platform = _platform(device)
+    platform = platform_of(device)
     return f"{platform}:{jax.local_devices(backend=platform).index(device)}"
 
 
@@ -44,7 +44,7 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
         raise DeviceError("devices: the list is empty; leave it out to use every device.")
     else:
         found = _named(list(devices))
-    platforms = sorted({_platform(device) for device in found})
+    platforms = sorted({platform_of(device) for device in found})
     if len(platforms) > 1:
         raise DeviceError(f"devices: {', '.join(platforms)} cannot be mixed in one strategy; choose one platform.")
     if platforms == ["cpu"]:
@@ -80,10 +80,10 @@ def _lookup(name: str) -> jax.Device:
 
 def _all_names() -> list[str]:
     default = jax.local_devices()
-    others = [] if _platform(default[0]) == "cpu" else jax.local_devices(backend="cpu")
+    others = [] if platform_of(default[0]) == "cpu" else jax.local_devices(backend="cpu")
     return [device_name(device) for device in [*default, *others]]
 
 
-def _platform(device: jax.Device) -> str:
+def platform_of(device: jax.Device) -> str:
     """``gpu`` for every make of GPU, else JAX's own word."""
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform

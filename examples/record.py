@@ -1,0 +1,53 @@
+"""Run one example, plain and mirrored, and write what it printed to ``results.md`` beside it.
+
+    python examples/record.py reuters -- "" "cpu:0 cpu:1"
+
+Each word group after ``--`` is one run of mirrored.py with those arguments; single.py runs first.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def main():
+    name, _, *runs = sys.argv[1:]
+    text = f"# {name}: what the scripts printed\n\n{machine()}\n"
+    for script, arguments in [("single.py", ""), *(("mirrored.py", words) for words in runs)]:
+        start = time.perf_counter()
+        command = [sys.executable, str(FOLDER / name / script), *arguments.split()]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            sys.exit(done.stdout)
+        text += f"\n`python examples/{name}/{script} {arguments}`".rstrip()
+        text += f" ({seconds:.0f} s)\n\n```\n{kept(done.stdout)}\n```\n".replace(" `", "`")
+        print(text[-1500:], flush=True)
+    (FOLDER / name / "results.md").write_text(text)
+
+
+def kept(printed: str) -> str:
+    """The lines that carry a result: of a progress bar only its last state, and no terminal codes."""
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m|\x08", "", printed).splitlines()]
+    wanted = r"val_|lockstep:|Total params|replicas|^ +\d+ +\d+ +0\.|Restoring|Creating|^\d+/\d+ - "
+    return "\n".join(re.sub(r"━+ ?", "", line) for line in lines if re.search(wanted, line))
+
+
+def machine() -> str:
+    information = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", information.read_text()) if information.exists() else []
+    cpu = names[0].strip() if names else platform.processor()
+    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "keras", "keras-lockstep"))
+    return (
+        f"{cpu}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}; {time.strftime('%Y-%m-%d')}."
+    )
+
+
+main()

@@ -1,0 +1,45 @@
+"""What the documents say is true: code runs, links lead somewhere, commands exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path for path in ROOT.rglob("*.md") if not {".venv", ".pytest_cache"} & set(path.relative_to(ROOT).parts)
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_code_in_the_readme_runs_as_it_stands(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "lockstep: MirroredStrategy: 1 replica on 1 device (cpu:0)" in done.stderr
+    assert "Epoch 2/2" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_commands_that_are_named_exist(page):
+    commands = re.findall(r"\./(scripts/\w+)", (ROOT / page).read_text())
+    assert commands
+    for command in commands:
+        assert (ROOT / command).stat().st_mode & 0o111, command
+
+
+def test_every_decision_has_its_parts():
+    decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [path.name[:4] for path in decisions] == [f"{number:04}" for number in range(1, len(decisions) + 1)]
+    for path in decisions:
+        for part in ("**Context.**", "**Choice.**", "**Evidence.**"):
+            assert part in path.read_text(), f"{path.name} lacks {part}"
