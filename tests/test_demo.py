@@ -18,6 +18,7 @@ def test_the_demo_agrees_with_one_device_and_draws_curves(tmp_path, capsys):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_the_demo_would_notice(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "_largest_difference", lambda ours, theirs: 1e-2)
     assert cli.main(["demo", "--epochs", "1", "--devices", "cpu:0", "--output", str(tmp_path)]) == 1

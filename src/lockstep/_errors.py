@@ -11,6 +11,8 @@ LockstepError
 Each message says what happened, where, what was expected, what was found and what to do.
 """
 
+from operator import index
+
 
 class LockstepError(Exception):
     """Base class: ``except lockstep.LockstepError`` catches everything that Lockstep raises on purpose."""
@@ -38,3 +40,14 @@ class OptionError(LockstepError, ValueError):
 
 class ScopeError(LockstepError, RuntimeError):
     """Strategies are mixed, or a scope is used where it cannot work."""
+
+
+def whole_number(name: str, value: object) -> int:
+    """``value`` as an int where it is a whole number of at least 1, NumPy's too; else an error that names it."""
+    try:
+        number = -1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]  # index refuses what it must
+    except TypeError:
+        number = -1
+    if number < 1:
+        raise OptionError(f"{name}: expected a whole number of at least 1, got {value!r}.")
+    return number

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from lockstep._errors import BackendError
+from lockstep._errors import BackendError, ModelError
 
 try:
     import keras
@@ -33,6 +33,7 @@ __all__ = [
     "adopted_by",
     "check_keras",
     "get_keras_mask",
+    "has_no_stated_aggregation",
     "is_seed",
     "keep_values",
     "models_claimed",
@@ -64,7 +65,7 @@ def check_keras() -> None:
 
 # --- while a scope is open ---------------------------------------------------------------------------------------
 
-Claim = Callable[[keras.Model], None]  # takes a model that belongs to nobody yet
+Claim = Callable[[keras.Model], None]  # makes a model its own, or raises where it belongs to another
 
 _install_lock = threading.Lock()
 _installed: dict[str, int] = {"count": 0}
@@ -96,33 +97,31 @@ def models_claimed(current: Callable[[], Claim | None]) -> Iterator[None]:
 def _install(current: Callable[[], Claim | None]) -> list[tuple[type, str, Any]]:
     trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
     base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
-    changed = [(trainer, "__init__", False), (base, "compile", False)]
-    changed += [(trainer, f"make_{name}_function", True) for name in FUNCTIONS]
-    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in changed]
-    for owner, name, first in changed:
-        setattr(owner, name, _claiming(vars(owner)[name], name, current, before=first))
+    changed = [(trainer, "__init__"), (base, "compile"), *((trainer, f"make_{name}_function") for name in FUNCTIONS)]
+    originals = [(owner, name, vars(owner)[name]) for owner, name in changed]
+    for owner, name, original in originals:
+        setattr(owner, name, _claiming(original, name, current))
     normalization = keras.layers.BatchNormalization
     originals.append((normalization, "__init__", vars(normalization)["__init__"]))
     normalization.__init__ = _accepting_synchronized(normalization.__init__, current)
     return originals
 
 
-def _claiming(
-    original: Callable[..., Any], name: str, current: Callable[[], Claim | None], before: bool
-) -> Callable[..., Any]:
-    """``original``, whose model is claimed: after it ran, or before where it must already run the claimer's way."""
+def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Claim | None]) -> Callable[..., Any]:
+    """``original``, whose model is claimed first; a constructor must have run before."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         claim = current()
-        if claim is None or adopted_by(self) is not None:
+        if claim is None:
             return original(self, *args, **kwargs)
-        if before:
-            claim(self)
-            return getattr(self, name)(*args, **kwargs)
-        result = original(self, *args, **kwargs)
+        if name == "__init__":
+            original(self, *args, **kwargs)
         claim(self)
-        return result
+        if name == "__init__":
+            return None
+        own = self.__dict__.get(name)  # what the claim has put in place of ``original``
+        return own(*args, **kwargs) if own else original(self, *args, **kwargs)
 
     return method
 
@@ -150,7 +149,17 @@ def adopt(model: keras.Model, owner: Any, make: Callable[[str], Callable[..., An
 
     Keras builds its functions in ``make_train_function`` and so on; these are shadowed on the instance, so that the
     class and every other model stay as they are. ``compile`` drops the functions, and the next ``fit`` builds anew.
+
+    Raises:
+        ModelError: the model's class makes a function of its own, which would be lost.
     """
+    for name in FUNCTIONS:
+        maker = next(cls for cls in type(model).__mro__ if f"make_{name}_function" in vars(cls))
+        if maker not in keras.Model.__mro__:
+            raise ModelError(
+                f"{maker.__name__} makes its own {name} function, and so does a strategy. Override {name}_step instead of "
+                f"make_{name}_function, or train the model outside of a strategy."
+            )
     for name in FUNCTIONS:
         model.__dict__[f"make_{name}_function"] = functools.partial(_make_function, model, name, make)
         setattr(model, f"{name}_function", None)
@@ -213,7 +222,23 @@ def needs_global_batch(model: keras.Model) -> str | None:
             return f"layer {layer.name!r} normalizes over all replicas (synchronized=True)"
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             return f"layer {layer.name!r} keeps a state for each row of the batch (stateful=True)"
+    for variable in model.trainable_variables:
+        if variable.overwrite_with_gradient:  # What comes back is a new value, the scale of float8, and no gradient.
+            return f"variable {variable.path!r} takes its gradient as its new value (float8)"
     return None
+
+
+def has_no_stated_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
+    """Whether a variable of somebody's own layer leaves open how the values of replicas meet.
+
+    Keras's own layers leave it open too; of those that change in a forward pass the mean by rows is right.
+    """
+    if variable.aggregation in ("mean", "sum", "only_first_replica") or is_seed(variable):
+        return False
+    owners = [
+        layer for layer in model._flatten_layers() if any(variable is own for own in layer._non_trainable_variables)
+    ]
+    return any(not type(owner).__module__.startswith("keras.") for owner in owners)
 
 
 def unsynchronized_normalizations(model: keras.Model) -> list[str]:

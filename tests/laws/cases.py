@@ -77,7 +77,7 @@ logits_loss = losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def compiled(model, optimizer="sgd", loss=logits_loss, measure=("accuracy",), **options):
     optimizer = optimizers.SGD(0.1) if optimizer == "sgd" else optimizer
-    model.compile(optimizer=optimizer, loss=loss, metrics=list(measure), **options)
+    model.compile(optimizer=optimizer, loss=loss, metrics=list(measure) or None, **options)
     return model
 
 
@@ -146,6 +146,102 @@ class Counter(layers.Layer):
             self.rows.assign_add(ops.cast(ops.shape(x)[0], "float32"))
             self.level.assign(ops.mean(x))
         return x
+
+
+class Scales(layers.Layer):
+    """A regularizer and an added loss that are vectors, as long as a replica may have rows."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(4,), initializer="ones", regularizer=lambda w: 0.1 * w**2, name="scale")
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.square(self.scale))
+        return x[:, :4] * self.scale
+
+
+class WithTable(keras.Model):
+    """Returns rows, a table that has none, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = layers.Dense(2)
+        self.table = self.add_weight(shape=(4, 2), initializer="glorot_uniform", name="table")
+
+    def call(self, x):
+        return self.out(x), self.table + 0.0, ops.mean(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        out, table, number = y_pred
+        return ops.mean(ops.square(out - y)) + ops.sum(ops.square(table)) + number**2
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return self.get_metrics_result()
+
+
+class Towers(keras.Model):
+    """Scores each row against each other row of the batch: nothing that a part of the batch could give."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = layers.Dense(4), layers.Dense(4)
+
+    def call(self, x):
+        return ops.matmul(self.query(x), ops.transpose(self.key(x)))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        own = ops.arange(y_pred.shape[0])
+        return ops.mean(losses.sparse_categorical_crossentropy(own, y_pred, from_logits=True))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return self.get_metrics_result()
+
+
+class WithPositions(keras.Model):
+    """A custom step that hands over a table as long as some batches are."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = layers.Dense(3)
+
+    def call(self, x, positions=None):
+        return self.out(x) if positions is None else self.out(x) + ops.sum(positions[:7], axis=0)[:3]
+
+    def train_step(self, state, data):
+        import jax
+
+        trainable, non_trainable, optimizer, metric_values = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        positions = ops.reshape(ops.arange(8 * 3, dtype="float32"), (8, 3)) / 24
+
+        def loss(trainable):
+            logits, _ = self.stateless_call(trainable, non_trainable, x, positions=positions)
+            return ops.mean(losses.sparse_categorical_crossentropy(y, logits, from_logits=True))
+
+        value, gradients = jax.value_and_grad(loss)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"loss": value}, (trainable, non_trainable, optimizer, metric_values)
+
+
+def folded_rows():
+    """Rows times time steps on the first axis of the output."""
+    x = keras.Input((6, 4))
+    model = keras.Model(x, layers.Lambda(lambda value: ops.reshape(value, (-1, 3)))(layers.Dense(3)(x)))
+    model.compile(optimizers.SGD(0.1), loss=lambda y, p: ops.mean(ops.square(ops.reshape(y, (-1, 3)) - p)))
+    return model
+
+
+def fixed_batch():
+    """A model that works for batches of 8 alone."""
+    x = keras.Input(batch_shape=(8, 6))
+    y = layers.Lambda(lambda value: ops.reshape(value, (8, 2, 3)))(layers.Dense(6)(x))
+    return compiled(keras.Model(x, layers.Dense(3)(layers.Flatten()(y))))
+
+
+def float8():
+    model = mlp(layers.Dense(16), layers.Dense(16))
+    for layer in model.layers:
+        layer.quantize("float8")
+    return compiled(model)
 
 
 class Subclassed(keras.Model):
@@ -264,6 +360,7 @@ def mixed_precision():
 
 
 momentum = optimizers.SGD
+MIXED = "its outputs cannot be evaluated or predicted row by row"
 AVERAGES = "plain Keras frees the averages in the first evaluate after fit"
 
 CASES = [
@@ -386,6 +483,37 @@ CASES = [
     ),
     Case("attention", attention, series),
     Case("variables_of_every_aggregation", lambda: mlp(layers.Dense(8), Counter()), classes),
+    Case("vectors_that_are_no_rows", lambda: mlp(Scales()), classes),
+    Case(
+        "outputs_with_and_without_rows",
+        lambda: compiled(WithTable(), measure=()),
+        regression,
+        fit_only=True,
+        reason=MIXED,
+    ),
+    Case("towers_over_the_batch", lambda: compiled(Towers(), measure=()), classes, fit_only=True, reason=MIXED),
+    Case(
+        "table_as_long_as_the_batch",
+        lambda: compiled(WithPositions(), measure=()),
+        classes,
+        fit_only=True,
+        reason=MIXED,
+    ),
+    Case(
+        "rows_folded_with_time",
+        folded_rows,
+        lambda rng: series(rng) | {"y": rng.normal(size=(ROWS, 6, 3))},
+        fit_only=True,
+        reason=MIXED,
+    ),
+    Case(
+        "batch_of_fixed_size",
+        fixed_batch,
+        lambda rng: classes(rng, rows=16),
+        fit_only=True,
+        reason="takes batches of 8 alone",
+    ),
+    Case("float8", float8, classes),
     Case("dicts", two_in_two_out, two_in_two_out_data),
     Case("tuples", tuples, tuples_data),
     Case("autoencoder", autoencoder, autoencoder_data),

@@ -19,10 +19,15 @@ def naive_fit(model, x, y, *, batch_size, replicas, epochs=1):
 
 
 def naive_step(model, x, y, replicas):
-    trainable, optimizer = (
-        [v.value for v in group] for group in (model.trainable_variables, model.optimizer.variables)
-    )
-    old = [v.value for v in model.non_trainable_variables]
+    groups = model.trainable_variables, model.optimizer.variables, model.non_trainable_variables
+    step = jax.jit(naive_values, static_argnums=(0, 1))
+    new = step(model, replicas, x, y, *([variable.value for variable in group] for group in groups))
+    for variables, values in zip(groups, new, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+
+def naive_values(model, replicas, x, y, trainable, optimizer, old):
     chunk = -(-len(x) // replicas)
 
     def loss(trainable):
@@ -41,13 +46,7 @@ def naive_step(model, x, y, replicas):
 
     gradients, (states, sizes) = jax.grad(loss, has_aux=True)(trainable)
     trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
-    merged = [merge(values, sizes) for values in zip(*states, strict=True)]
-    for variable, value in zip(model.trainable_variables, trainable, strict=True):
-        variable.assign(value)
-    for variable, value in zip(model.optimizer.variables, optimizer, strict=True):
-        variable.assign(value)
-    for variable, value in zip(model.non_trainable_variables, merged, strict=True):
-        variable.assign(value)
+    return trainable, optimizer, [merge(values, sizes) for values in zip(*states, strict=True)]
 
 
 def seed(state, replica):

@@ -18,14 +18,14 @@ def plain_keras(case):
 def pairs():
     """Every case with every number of replicas, each on one number of devices that changes from case to case.
 
-    One pair of a case also evaluates, predicts and uses single batches; of these a quarter are the quick subset. One
+    One pair of a case also evaluates, predicts and uses single batches; of these a fifth are the quick subset. One
     xdist worker runs a case, so that plain Keras runs it once.
     """
     for number, case in enumerate(CASES):
         for turn, replicas in enumerate(REPLICAS):
             topology = Topology(replicas, DEVICES[(number + turn) % len(DEVICES)])
             whole = replicas == REPLICAS[1 + number % 4]
-            quick = whole and number % 4 == 0
+            quick = whole and number % 5 == 0
             marks = [pytest.mark.xdist_group(case.name)] + ([] if quick else [pytest.mark.full])
             yield pytest.param(case, topology, not whole, id=f"{case}-{topology}", marks=marks)
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -171,6 +172,43 @@ def test_a_model_of_one_strategy_cannot_be_used_in_the_scope_of_another():
     assert_trained_like_one_device(model)
 
 
+def test_compiling_a_model_of_one_strategy_in_the_scope_of_another_is_refused():
+    with Topology(2, 2).strategy().scope():
+        model = compiled()
+    with Topology(3, 2).strategy().scope(), pytest.raises(lockstep.ScopeError, match="Use it outside that scope"):
+        compiled(model)
+
+
+def test_scopes_may_close_in_any_order():
+    strategy = Topology(2, 2).strategy()
+    first, second = strategy.scope(), strategy.scope()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    with Topology(3, 3).strategy().scope():
+        model = compiled()
+    fitted(model)
+    assert devices_of(model) == 3
+
+
+def test_a_step_may_call_a_model_of_another_strategy():
+    """A teacher in a host callback: the lock around starting a step must not wait for itself."""
+    with Topology(1, 1).strategy().scope():
+        teacher = compiled()
+
+    class Student(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            shape = jax.ShapeDtypeStruct(y_pred.shape, y_pred.dtype)
+            target = jax.pure_callback(lambda value: teacher.predict_on_batch(np.asarray(value)), shape, x)
+            return keras.ops.mean((y_pred - target) ** 2)
+
+    with Topology(2, 1).strategy().scope():
+        student = Student([keras.Input((4,)), keras.layers.Dense(1)])
+        student.compile("sgd")
+    assert np.isfinite(student.fit(X, Y, verbose=0).history["loss"]).all()
+
+
 def test_an_exception_in_a_scope_closes_it():
     strategy = Topology(2, 2).strategy()
     with pytest.raises(ZeroDivisionError), strategy.scope():
@@ -261,6 +299,6 @@ def test_a_model_that_runs_on_the_global_batch_is_told_once(caplog):
         fitted(model)
     messages = [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
     assert messages == [
-        "Model 'net' runs on the global batch, and XLA adds its gradients: "
-        "layer 'shared' normalizes over all replicas (synchronized=True)"
+        "Model 'net': it runs on the global batch, and XLA divides the work: "
+        "layer 'shared' normalizes over all replicas (synchronized=True)."
     ]

@@ -29,7 +29,9 @@ def failing(code: str) -> str:
         (["cuda0"], "Unknown device name 'cuda0'"),
         (["cpu:x"], "Unknown device name"),
         ([], "the list is empty"),
-        ("cpu:0", r"expected a list of names such as \['cpu:0'\]"),
+        ("cpu:0", r"expected a list of names such as \['gpu:0'\], got 'cpu:0'"),
+        ({"cpu:0", "cpu:1"}, "expected a list of names"),
+        ([0, 1], "0 is neither a name such as 'gpu:0' nor a JAX device"),
         (["cpu:9"], "10 CPU devices were asked for, but JAX has already started with 4"),
     ],
 )
@@ -84,8 +86,9 @@ def test_unknown_cross_device_ops_are_an_error(ops):
 
 
 def test_a_wrong_count_of_logical_cpu_devices_is_an_error():
-    with pytest.raises(lockstep.OptionError, match="count of at least 1, got 0"):
-        lockstep.config.set_logical_cpu_devices(0)
+    for count in (0, "3", 2.0, True):
+        with pytest.raises(lockstep.OptionError, match=f"count: expected a whole number of at least 1, got {count!r}"):
+            lockstep.config.set_logical_cpu_devices(count)
     with pytest.raises(lockstep.DeviceError, match="already started with 4"):
         lockstep.config.set_logical_cpu_devices(2)
     lockstep.config.set_logical_cpu_devices(4)  # what there is may be asked for again
@@ -174,17 +177,6 @@ def test_an_input_that_fails_in_the_middle_loses_nothing(failure):
     assert np.isfinite(model.fit(X, Y, batch_size=5, verbose=0).history["loss"]).all()
 
 
-def test_an_output_that_belongs_to_no_row_is_an_error():
-    class Odd(keras.layers.Layer):
-        def call(self, x):
-            return keras.ops.zeros((7, 2)) + keras.ops.sum(x)
-
-    with Topology(2, 2).strategy().scope():
-        model = keras.Sequential([keras.Input((4,)), Odd()])
-    with pytest.raises(lockstep.ModelError, match=r"returned an array of shape \(7, 2\) for a replica of 2 rows"):
-        model.predict(X[:4], verbose=0)
-
-
 def test_averages_survive_evaluate():
     """Plain Keras frees the averages of an optimizer with use_ema in the first evaluate after fit."""
     with Topology(2, 2).strategy().scope():
@@ -194,3 +186,48 @@ def test_averages_survive_evaluate():
         model.fit(X, Y, verbose=0)
         model.evaluate(X, Y, verbose=0)
     assert all(np.isfinite(value).all() for value in state_of(model).values())
+
+
+def test_a_class_that_makes_its_own_function_is_refused():
+    class Own(keras.Model):
+        def make_train_function(self, force=False):
+            return super().make_train_function(force)
+
+    with (
+        Topology(2, 2).strategy().scope(),
+        pytest.raises(lockstep.ModelError, match="Own makes its own train function"),
+    ):
+        Own()
+
+
+def test_a_sparse_batch_is_named_as_what_it_is():
+    sparse = jax.experimental.sparse.BCOO.fromdense(X)
+    with pytest.raises(lockstep.InputError, match="A sparse array cannot be split into replicas yet"):
+        network().predict_on_batch(sparse)
+
+
+def test_a_model_that_is_not_compiled_runs_on_the_first_device_and_says_so(caplog):
+    with caplog.at_level("INFO", logger="lockstep"), lockstep.MirroredStrategy(["cpu:2", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="net")
+        model.compile("sgd", "mse", run_eagerly=True)
+        model.fit(X, Y, verbose=0)
+    assert "Model 'net': it is not compiled, so its replicas run one after the other, on cpu:2." in caplog.text
+    assert {device.id for device in model.trainable_variables[0].value.devices()} == {2}
+
+
+def test_averages_of_an_own_layer_are_told(caplog):
+    class Total(keras.layers.Layer):
+        def build(self, shape):
+            self.total = self.add_weight(shape=(), initializer="zeros", trainable=False, name="total")
+
+        def call(self, x):
+            self.total.assign(self.total + keras.ops.sum(x))
+            return x
+
+    with caplog.at_level("INFO", logger="lockstep"), Topology(2, 2).strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), Total(), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+    told = [record.getMessage() for record in caplog.records if "averaged" in record.getMessage()]
+    assert len(told) == 1
+    assert "total' changes in the forward pass and does not say how replicas meet" in told[0]

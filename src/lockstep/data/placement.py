@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import InputError
@@ -91,7 +92,12 @@ class Placement:
 
 def count_rows(batch: Any) -> int:
     """Length of the first axis, which all arrays of a batch share."""
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
+    if any(isinstance(leaf, JAXSparse) for leaf in leaves):
+        raise InputError(
+            "A sparse array cannot be split into replicas yet. Make it dense first: .toarray() for SciPy, .todense() for JAX."
+        )
+    shapes = [np.shape(leaf) for leaf in leaves]
     lengths = {shape[0] if shape else None for shape in shapes}
     if len(lengths) != 1 or None in lengths or 0 in lengths:
         raise InputError(

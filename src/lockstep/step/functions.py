@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 
 from lockstep import _keras
-from lockstep._errors import ModelError
 from lockstep.collectives import CrossDeviceOps
 from lockstep.data.placement import Placement, Rows, joined
 from lockstep.step.devices import Forward, forward_eagerly, forward_on_devices
 from lockstep.step.replica import Merge, ReplicaResult
+from lockstep.step.splitting import CannotSplit, SplitCall, merge_of
+from lockstep.topology.devices import device_name
 from lockstep.topology.layout import Layout
 
 __all__ = ["STATE", "StepFunctions"]
@@ -33,8 +33,8 @@ STATE = {
 KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
 
 # Two threads that start steps on the same devices at once could start them in another order on each device, and their
-# collectives would wait for each other for ever.
-_dispatch_lock = threading.Lock()
+# collectives would wait for each other for ever. A step that starts another one (a teacher, in a callback) may do so.
+_dispatch_lock = threading.RLock()
 
 
 class _PlacedState(tuple[Any, ...]):
@@ -50,12 +50,16 @@ class StepFunctions:
         model: a Keras model.
         placement: devices and number of replicas.
         ops: adds up the gradients of the devices.
+        tell: is given a sentence wherever the model does not run in the usual way.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, ops: CrossDeviceOps) -> None:
+    def __init__(
+        self, model: keras.Model, placement: Placement, ops: CrossDeviceOps, tell: Callable[[str], None]
+    ) -> None:
         self.model = model
         self.placement = placement
         self.ops = ops
+        self.tell = tell
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """The function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
@@ -80,8 +84,8 @@ class StepFunctions:
 
     def _step(self, kind: str) -> KerasStep:
         keras_step = _keras_step(self.model, kind)
-        if self.model.run_eagerly or not self.model.jit_compile:
-            return lambda state, batch: self._traced(keras_step, tuple(state), batch)
+        if _is_eager(self.model):
+            return self._eager_step(keras_step)
         # Training gives its state's memory to the new state. The other two change little or nothing: they keep it, and
         # what did not change is not copied either.
         compiled = jax.jit(
@@ -94,21 +98,33 @@ class StepFunctions:
             placed = self.placement.place(batch)
             if not isinstance(state, _PlacedState):
                 state = jax.device_put(_without_aliases(state), self.placement.replicated)
-            with _dispatch_lock:
+            with _dispatch_lock if len(self.placement.devices) > 1 else contextlib.nullcontext():
                 result, changes = compiled(tuple(state), placed)
             return result, _PlacedState(_updated(state, changes))
 
         return step
 
+    def _eager_step(self, keras_step: KerasStep) -> KerasStep:
+        device = self.placement.devices[0]
+        self.tell(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
+
+        def step(state: Any, batch: Any) -> tuple[Any, Any]:
+            with jax.default_device(device):
+                return self._traced(keras_step, jax.device_put(_without_aliases(state), device), batch)
+
+        return step
+
     def _traced(self, keras_step: KerasStep, state: Any, batch: Any, only_changes: bool = False) -> tuple[Any, Any]:
-        forwarder = _Forwarder(self.model, self.placement, self.ops)
+        forwarder = _Forwarder(self)
         data = jax.tree.map(forwarder.joined, batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
         with self._forward_pass(forwarder):
             result, new = keras_step(state, data)
         return result, _changes(state, new) if only_changes else new
 
     def _forward_pass(self, forwarder: "_Forwarder") -> contextlib.AbstractContextManager[None]:
-        if _keras.needs_global_batch(self.model):
+        reason = _keras.needs_global_batch(self.model)
+        if reason:
+            self.tell(f"it runs on the global batch, and XLA divides the work: {reason}")
             return _keras.plain_batch_normalization(self.model)
         return _keras.replaced_call(self.model, forwarder.stateless_call)
 
@@ -116,11 +132,12 @@ class StepFunctions:
 class _Forwarder:
     """Stands in for ``model.stateless_call`` while one step is traced: the same arguments and results, by replicas."""
 
-    def __init__(self, model: keras.Model, placement: Placement, ops: CrossDeviceOps) -> None:
-        self.model = model
-        self.original = model.stateless_call
-        self.placement = placement
-        self.ops = ops
+    def __init__(self, functions: StepFunctions) -> None:
+        self.model = functions.model
+        self.original = functions.model.stateless_call
+        self.placement = functions.placement
+        self.ops = functions.ops
+        self.tell = functions.tell
         self._places: dict[int, tuple[jax.Array, Rows]] = {}
 
     def joined(self, leaf: Any) -> Any:
@@ -140,27 +157,24 @@ class _Forwarder:
         **kwargs: Any,
     ) -> Any:
         """As ``keras.Model.stateless_call``: outputs and new non-trainable values, and losses if asked for."""
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        rows = next((np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)), None)
-        if rows is None:  # Nothing to be split.
-            values = (trainable_variables, non_trainable_variables)
+        values = list(trainable_variables), list(non_trainable_variables)
+        try:
+            split = SplitCall(self.original, (args, kwargs), lambda leaf: id(leaf) in self._places)
+            layout = self.placement.layout(split.rows)
+            if layout.busy_replicas < 2:  # No rows, or all in one replica: nothing to take apart.
+                return self.original(*values, *args, return_losses=return_losses, **kwargs)
+            split.learn(*values, layout.largest_replica)
+        except CannotSplit as reason:
+            self.tell(f"it runs on the global batch, and XLA divides the work: {reason}")
             return self.original(*values, *args, return_losses=return_losses, **kwargs)
-        cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]
-        packing = _Packing(self.model, self.original, leaves, structure, cut)
-        forward = Forward(
-            call=packing.call,
-            merges=tuple(_merge_of(variable) for variable in self.model.non_trainable_variables),
-            trainable=list(trainable_variables),
-            non_trainable=list(non_trainable_variables),
-            layout=self.placement.layout(rows),
-        )
-        inputs = [leaf for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut]
-        result = self._run(forward, inputs)
-        outputs, losses = packing.unpack(result)
+        merges = tuple(merge_of(variable) for variable in self.model.non_trainable_variables)
+        result = self._run(Forward(split, merges, *values, layout), split.inputs)
+        self._tell_of_averages(merges, result.state, values[1])
+        outputs, losses = split.joined(result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)
 
     def _run(self, forward: Forward, inputs: list[Any]) -> ReplicaResult:
-        if self.model.run_eagerly or not self.model.jit_compile:
+        if _is_eager(self.model):
             return forward_eagerly(forward, [jax.numpy.asarray(leaf) for leaf in inputs])
         placed = [self._placed(leaf, forward.layout) for leaf in inputs]
         return forward_on_devices(forward, placed, self.placement, self.ops)
@@ -173,77 +187,19 @@ class _Forwarder:
         array = leaf if layout.is_full else leaf[layout.row_index()]
         return jax.lax.with_sharding_constraint(array, self.placement.cut)
 
-
-class _Packing:
-    """Turns Keras's arguments and results of a forward pass into the flat lists of the step, and back.
-
-    The structure of the results is known once a replica was traced; it is the same for all.
-    """
-
-    def __init__(
-        self, model: keras.Model, original: Callable[..., Any], leaves: list[Any], structure: Any, cut: list[bool]
-    ) -> None:
-        self.model = model
-        self.original = original
-        self.leaves = leaves
-        self.structure = structure
-        self.cut = cut
-        self.outputs: Any = None  # structure of the outputs
-        self.kinds: list[str] = []  # for outputs, then losses: "rows" or "mean"
-        self.masked: list[bool] = []
-        self.factors: list[int] = []
-
-    def call(
-        self, trainable: list[jax.Array], non_trainable: list[jax.Array], inputs: list[jax.Array]
-    ) -> ReplicaResult:
-        """One replica's forward pass."""
-        own = iter(inputs)
-        leaves = [next(own) if is_cut else leaf for leaf, is_cut in zip(self.leaves, self.cut, strict=True)]
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        outputs, state, losses = self.original(trainable, non_trainable, *args, return_losses=True, **kwargs)
-        outputs, self.outputs = jax.tree.flatten(outputs)
-        masks = [_keras.get_keras_mask(leaf) for leaf in outputs]
-        self.masked = [mask is not None for mask in masks]
-        values = [*outputs, *losses]
-        size = inputs[0].shape[0]
-        self.kinds = [self._kind(np.shape(value), size) for value in values]
-        rows = [value for value, kind in zip(values, self.kinds, strict=True) if kind == "rows"]
-        means = [jax.numpy.asarray(value) for value, kind in zip(values, self.kinds, strict=True) if kind == "mean"]
-        changed = [
-            None if new is old else jax.numpy.asarray(new) for new, old in zip(state, non_trainable, strict=True)
-        ]
-        return ReplicaResult(rows=[*rows, *(mask for mask in masks if mask is not None)], means=means, state=changed)
-
-    def unpack(self, result: ReplicaResult) -> tuple[Any, list[Any]]:
-        """Outputs, with their masks, and losses, of the whole batch."""
-        rows, means = iter(result.rows), iter(result.means)
-        values = [next(rows) if kind == "rows" else next(means) for kind in self.kinds]
-        count = self.outputs.num_leaves
-        outputs, losses = values[:count], values[count:]
-        for output, masked in zip(outputs, self.masked, strict=True):
-            if masked:
-                _keras.set_keras_mask(output, next(rows))
-        return jax.tree.unflatten(self.outputs, outputs), losses
-
-    def _kind(self, shape: tuple[int, ...], size: int) -> str:
-        if not shape:
-            return "mean"
-        if shape[0] and shape[0] % size == 0:
-            return "rows"
-        raise ModelError(
-            f"Model {self.model.name!r} returned an array of shape {shape} for a replica of {size} rows. Under a "
-            f"strategy each output and each added loss is either a scalar or has one entry for each row, (rows, …)."
-        )
+    def _tell_of_averages(self, merges: tuple[Merge, ...], new: list[Any], old: list[Any]) -> None:
+        """Name the variables of somebody's own layers whose values were averaged because nothing else was said."""
+        for variable, merge, *values in zip(self.model.non_trainable_variables, merges, new, old, strict=True):
+            averaged = merge is Merge.MEAN and values[0] is not values[1]
+            if averaged and _keras.has_no_stated_aggregation(self.model, variable):
+                self.tell(
+                    f"variable {variable.path!r} changes in the forward pass and does not say how replicas meet, so their "
+                    'values are averaged by rows; give add_weight an aggregation: "mean", "sum" or "only_first_replica"'
+                )
 
 
-def _merge_of(variable: keras.Variable) -> Merge:
-    if _keras.is_seed(variable):
-        return Merge.SEED
-    if variable.aggregation == "sum":
-        return Merge.SUM
-    if variable.aggregation == "only_first_replica" or "float" not in variable.dtype:
-        return Merge.FIRST
-    return Merge.MEAN
+def _is_eager(model: keras.Model) -> bool:
+    return bool(model.run_eagerly or not model.jit_compile)
 
 
 def _keras_step(model: keras.Model, kind: str) -> KerasStep:

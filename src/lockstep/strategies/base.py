@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep import _keras
-from lockstep._errors import ModelError, OptionError, ScopeError
+from lockstep._errors import ModelError, ScopeError, whole_number
 from lockstep._logging import announce
 from lockstep.collectives import CrossDeviceOps, resolve_cross_device_ops
 from lockstep.data.placement import DEVICE_AXIS, Placement
@@ -21,11 +21,17 @@ from lockstep.topology.devices import device_name, resolve_devices
 __all__ = ["Strategy"]
 
 # A context variable, and not a thread's or Keras's: clear_session() does not touch it, and no other thread sees it.
-_current: ContextVar["Strategy | None"] = ContextVar("lockstep_current_strategy", default=None)
+# A tuple, because scopes of generators may close in another order than they were opened in.
+_open_scopes: ContextVar[tuple["Strategy", ...]] = ContextVar("lockstep_open_scopes", default=())
+
+
+def _current() -> "Strategy | None":
+    scopes = _open_scopes.get()
+    return scopes[-1] if scopes else None
 
 
 def _current_claim() -> _keras.Claim | None:
-    strategy = _current.get()
+    strategy = _current()
     return strategy._claim if strategy else None
 
 
@@ -40,8 +46,8 @@ class Strategy:
     ) -> None:
         _keras.check_keras()
         self._ops = resolve_cross_device_ops(cross_device_ops)
-        if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
-            raise OptionError(f"replicas: expected a whole number of at least 1, got {replicas!r}.")
+        if replicas is not None:
+            replicas = whole_number("replicas", replicas)
         found = resolve_devices(devices)
         mesh = Mesh(np.asarray(found), (DEVICE_AXIS,))
         self._placement = Placement(mesh, replicas or len(found))
@@ -78,7 +84,7 @@ class Strategy:
             >>> with strategy.scope():
             ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         """
-        outer = _current.get()
+        outer = _current()
         if outer not in (None, self):
             raise ScopeError(
                 f"Strategies cannot be mixed: the scope of {outer} is open, and {self} was entered inside. Close the "
@@ -89,40 +95,39 @@ class Strategy:
                 "A keras.distribution is active, which would distribute the same model a second time. Remove it with "
                 "keras.distribution.set_distribution(None)."
             )
-        token = _current.set(self)
+        _open_scopes.set((*_open_scopes.get(), self))
         try:
             with _keras.models_claimed(_current_claim):
                 yield self
         finally:
-            _current.reset(token)
+            scopes = list(_open_scopes.get())
+            if self in scopes:
+                scopes.remove(self)
+            _open_scopes.set(tuple(scopes))
 
     def _claim(self, model: keras.Model) -> None:
         """Make a model that belongs to nobody yet this strategy's, for good."""
-        functions = StepFunctions(model, self._placement, self._ops)
+        if _keras.adopted_by(model) is not None:
+            _refuse_other_scope(model, _keras.adopted_by(model))
+            return
         told: set[str] = set()
 
-        def make(kind: str) -> Any:
-            self._refuse_other_scope(model)
-            reason = _keras.needs_global_batch(model)
-            if reason:
-                _refuse_mixed_normalization(model, reason)
-            if reason and reason not in told:
+        def tell(reason: str) -> None:
+            if reason not in told:
                 told.add(reason)
-                announce(f"Model {model.name!r} runs on the global batch, and XLA adds its gradients: {reason}")
+                announce(f"Model {model.name!r}: {reason}.")
+
+        functions = StepFunctions(model, self._placement, self._ops, tell)
+
+        def make(kind: str) -> Any:
+            _refuse_other_scope(model, self)
+            _refuse_mixed_normalization(model)
             return functions.make(kind)
 
         _keras.adopt(model, self, make)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self.devices)}, replicas={self.num_replicas_in_sync})"
-
-    def _refuse_other_scope(self, model: keras.Model) -> None:
-        inside = _current.get()
-        if inside not in (None, self):
-            raise ScopeError(
-                f"Model {model.name!r} was made under {self} and is used in the scope of {inside}. Use it outside "
-                "that scope, or build or load it again inside."
-            )
 
     def _summary(self) -> str:
         devices, replicas = self.devices, self.num_replicas_in_sync
@@ -139,9 +144,19 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _refuse_mixed_normalization(model: keras.Model, reason: str) -> None:
+def _refuse_other_scope(model: keras.Model, owner: "Strategy") -> None:
+    inside = _current()
+    if inside not in (None, owner):
+        raise ScopeError(
+            f"Model {model.name!r} was made under {owner} and is used in the scope of {inside}. Use it outside that "
+            "scope, or build or load it again inside."
+        )
+
+
+def _refuse_mixed_normalization(model: keras.Model) -> None:
+    reason = _keras.needs_global_batch(model)
     alone = _keras.unsynchronized_normalizations(model)
-    if alone:
+    if reason and alone:
         raise ModelError(
             f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "
             "replica's rows on its own. Give every BatchNormalization synchronized=True."

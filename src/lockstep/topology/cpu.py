@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 
 import jax
 
-from lockstep._errors import DeviceError, OptionError
+from lockstep._errors import DeviceError, whole_number
 
 __all__ = ["check_thread_pool", "ensure_cpu_devices", "set_logical_cpu_devices"]
 
@@ -38,8 +38,7 @@ def set_logical_cpu_devices(count: int) -> None:
         >>> lockstep.MirroredStrategy(["cpu:0", "cpu:3"]).num_replicas_in_sync
         2
     """
-    if count < 1:
-        raise OptionError(f"set_logical_cpu_devices: expected a count of at least 1, got {count}.")
+    count = whole_number("count", count)
     _start_with(count, os.environ)
     found = len(jax.local_devices(backend="cpu"))
     if found != count:

@@ -38,9 +38,9 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     """
     if devices is None:
         found = tuple(jax.local_devices())
-    elif isinstance(devices, str):
-        raise DeviceError(f"devices: expected a list of names such as [{devices!r}], got the string {devices!r}.")
-    elif not devices:
+    elif isinstance(devices, (str, set, frozenset)):
+        raise DeviceError(f"devices: expected a list of names such as ['gpu:0'], got {devices!r}.")
+    elif not len(devices):
         raise DeviceError("devices: the list is empty; leave it out to use every device.")
     else:
         found = _named(list(devices))
@@ -53,6 +53,9 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
 
 
 def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
+    for device in devices:
+        if not isinstance(device, (str, jax.Device)):
+            raise DeviceError(f"devices: {device!r} is neither a name such as 'gpu:0' nor a JAX device.")
     parsed = [parse_device_name(device) for device in devices if isinstance(device, str)]
     cpu_indices = [index for platform, index in parsed if platform == "cpu"]
     if cpu_indices and len(set(cpu_indices)) == len(cpu_indices):

@@ -50,6 +50,16 @@ class Layout:
         return max(self.device_rows)
 
     @property
+    def busy_replicas(self) -> int:
+        """Number of replicas that have rows."""
+        return sum(rows > 0 for device in self.per_device for rows in device)
+
+    @property
+    def largest_replica(self) -> int:
+        """Rows of the fullest replica."""
+        return max(rows for device in self.per_device for rows in device)
+
+    @property
     def is_full(self) -> bool:
         """True where no device has a free place, so that the rows need not be moved to be placed."""
         return self.capacity * self.devices == self.rows
