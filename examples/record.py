@@ -27,8 +27,8 @@ def main():
         seconds = time.perf_counter() - start
         if done.returncode:
             sys.exit(done.stdout)
-        text += f"\n`python examples/{name}/{script} {arguments}`".rstrip()
-        text += f" ({seconds:.0f} s)\n\n```\n{kept(done.stdout)}\n```\n".replace(" `", "`")
+        shown = " ".join(["python", f"examples/{name}/{script}", *arguments.split()])
+        text += f"\n`{shown}` ({seconds:.0f} s)\n\n```\n{kept(done.stdout)}\n```\n"
         print(text[-1500:], flush=True)
     (FOLDER / name / "results.md").write_text(text)
 
