@@ -5,21 +5,20 @@
 Each word group after ``--`` is one run of mirrored.py with those arguments; single.py runs first.
 """
 
-import os
-import platform
 import re
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
+
+from lockstep.report.machine import describe_machine
 
 FOLDER = Path(__file__).parent
 
 
 def main():
     name, _, *runs = sys.argv[1:]
-    text = f"# {name}: what the scripts printed\n\n{machine()}\n"
+    text = f"# {name}: what the scripts printed\n\n{describe_machine()}\n"
     for script, arguments in [("single.py", ""), *(("mirrored.py", words) for words in runs)]:
         start = time.perf_counter()
         command = [sys.executable, str(FOLDER / name / script), *arguments.split()]
@@ -38,16 +37,6 @@ def kept(printed: str) -> str:
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m|\x08", "", printed).splitlines()]
     wanted = r"val_|lockstep:|Total params|replicas|^ +\d+ +\d+ +0\.|Restoring|Creating|^\d+/\d+ - "
     return "\n".join(re.sub(r"━+ ?", "", line) for line in lines if re.search(wanted, line))
-
-
-def machine() -> str:
-    information = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", information.read_text()) if information.exists() else []
-    cpu = names[0].strip() if names else platform.processor()
-    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "keras", "keras-lockstep"))
-    return (
-        f"{cpu}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}; {time.strftime('%Y-%m-%d')}."
-    )
 
 
 main()

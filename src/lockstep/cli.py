@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--data", choices=("digits", "mnist"), default="digits", help="digits ship with scikit-learn")
     demo.add_argument("--replicas", type=int, default=2, help="number of replicas (default: 2)")
     demo.add_argument("--devices", nargs="+", metavar="NAME", help="for example cpu:0 cpu:1 (default: all there are)")
-    demo.add_argument("--epochs", type=int, default=10, help="passes over the data (default: 10)")
+    demo.add_argument("--epochs", type=int, help="passes over the data (default: 10, for mnist 2)")
     demo.add_argument("--output", default="demo_output", metavar="DIR", help="where curves.png goes")
     demo.set_defaults(run=_demo)
     return parser
@@ -46,9 +46,16 @@ def _demo(options: argparse.Namespace) -> int:
     from lockstep._errors import LockstepError
     from lockstep.report.demo import run_demo
 
+    default = 10 if options.data == "digits" else 2
+    epochs = default if options.epochs is None else options.epochs
     try:
-        agreed = run_demo(options.data, options.replicas, options.devices, options.epochs, options.output)
+        agreed = run_demo(options.data, options.replicas, options.devices, epochs, options.output)
     except LockstepError as error:
         print(f"lockstep demo: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("matplotlib", "sklearn"):
+            raise
+        print(f"lockstep demo: needs {error.name}; pip install 'keras-lockstep[demo]' brings it.", file=sys.stderr)
         return 2
     return 0 if agreed else 1

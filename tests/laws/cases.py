@@ -1,7 +1,7 @@
 """The cases of the differential suite: small models that between them use what Keras offers.
 
-Each runs on plain Keras and on every topology; what must agree is in ``compare.py``. Models are tiny, and rows (23, in
-batches of 8, 8 and 7; evaluated by 5, predicted by 9) leave a remainder for every number of replicas.
+Each runs on plain Keras and under strategies; what must agree is in ``compare.py``. Models are tiny, and rows (23, in
+batches of 8, 8 and 7, predicted by 9) leave a remainder for every number of replicas.
 """
 
 from collections.abc import Callable

@@ -11,8 +11,8 @@ from .compare import DEVICES, REPLICAS, TOPOLOGIES, Topology, assert_same, run
 
 
 @functools.cache
-def plain_keras(case):
-    return run(case)
+def plain_keras(case, only_fit=False):
+    return run(case, only_fit=only_fit)
 
 
 def pairs():
@@ -32,7 +32,7 @@ def pairs():
 
 @pytest.mark.parametrize(("case", "topology", "only_fit"), list(pairs()))
 def test_n_replicas_equal_one_device(case, topology, only_fit):
-    assert_same(run(case, topology, only_fit), plain_keras(case), case.relative)
+    assert_same(run(case, topology, only_fit), plain_keras(case, only_fit), case.relative)
 
 
 @pytest.mark.full
@@ -40,7 +40,7 @@ def test_n_replicas_equal_one_device(case, topology, only_fit):
 @pytest.mark.parametrize("name", ["adam", "loss_masked", "dicts"])
 def test_the_whole_product_of_replicas_and_devices(name, topology):
     case = next(case for case in CASES if case.name == name)
-    assert_same(run(case, topology, only_fit=True), plain_keras(case), case.relative)
+    assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)
 
 
 @pytest.mark.parametrize("devices", [2, 3])
@@ -48,4 +48,4 @@ def test_the_whole_product_of_replicas_and_devices(name, topology):
 def test_every_cross_device_operation_keeps_the_law(algorithm, devices):
     case = next(case for case in CASES if case.name == "global_clipnorm")
     topology = Topology(3, devices, {"cross_device_ops": ALGORITHMS[algorithm]})
-    assert_same(run(case, topology, only_fit=True), plain_keras(case), case.relative)
+    assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)

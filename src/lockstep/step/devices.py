@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from lockstep.collectives import CrossDeviceOps
 from lockstep.data.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, gather_rows
-from lockstep.step.replica import LocalResult, Merge, ReplicaCall, ReplicaResult, run_replicas
+from lockstep.step.replica import Merge, ReplicaCall, Result, run_replicas
 from lockstep.topology.layout import Layout
 
 __all__ = ["Forward", "forward_eagerly", "forward_on_devices"]
@@ -33,7 +33,7 @@ class Forward:
     layout: Layout
 
 
-def forward_eagerly(forward: Forward, inputs: Any) -> ReplicaResult:
+def forward_eagerly(forward: Forward, inputs: Any) -> Result:
     """One replica after the other, without compiling: for debugging, and the plain form that the fast one must equal.
 
     Args:
@@ -48,7 +48,7 @@ def forward_eagerly(forward: Forward, inputs: Any) -> ReplicaResult:
     return _finished(forward, _local(forward, inputs, rows, first_replica=0, vectorize=False))
 
 
-def forward_on_devices(forward: Forward, inputs: Any, placement: Placement, ops: CrossDeviceOps) -> ReplicaResult:
+def forward_on_devices(forward: Forward, inputs: Any, placement: Placement, ops: CrossDeviceOps) -> Result:
     """The devices of ``placement`` at the same time; called while a step is traced.
 
     Args:
@@ -64,22 +64,22 @@ def forward_on_devices(forward: Forward, inputs: Any, placement: Placement, ops:
     if layout.devices == 1:
         return _finished(forward, _local(forward, inputs, layout.per_device[0], first_replica=0))
 
-    def on_one_device(trainable: list[jax.Array], non_trainable: list[jax.Array], inputs: Any) -> LocalResult:
+    def on_one_device(trainable: list[jax.Array], non_trainable: list[jax.Array], inputs: Any) -> Result:
         own = Forward(forward.call, forward.merges, [value[0] for value in trainable], non_trainable, layout)
         result = _on_this_device(own, inputs, placement)
         state = lax.psum(result.state, DEVICE_AXIS)
-        return LocalResult(rows=result.rows, means=[share[None] for share in result.means], state=state)
+        return Result(rows=result.rows, means=[share[None] for share in result.means], state=state)
 
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
     result = jax.shard_map(
         on_one_device,
         mesh=placement.mesh,
         in_specs=(cut, whole, cut),
-        out_specs=LocalResult(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
+        out_specs=Result(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
         check_vma=False,
     )(_own_copies(forward.trainable, placement, ops), forward.non_trainable, inputs)
     rows = [_global_rows(leaf, layout, placement) for leaf in result.rows]
-    return _finished(forward, LocalResult(rows, [share.sum(axis=0) for share in result.means], result.state))
+    return _finished(forward, Result(rows, [share.sum(axis=0) for share in result.means], result.state))
 
 
 def _own_copies(trainable: list[jax.Array], placement: Placement, ops: CrossDeviceOps) -> list[jax.Array]:
@@ -108,14 +108,14 @@ def _own_copies(trainable: list[jax.Array], placement: Placement, ops: CrossDevi
     return copies(trainable)
 
 
-def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> LocalResult:
+def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Result:
     """Run this device's replicas; the devices run one program, which holds each distinct share of the rows once."""
     layout = forward.layout
     shares = sorted({share for share in layout.per_device if sum(share)}, reverse=True)
     number = {share: position for position, share in enumerate(shares)}
     device = lax.axis_index(DEVICE_AXIS)
     first_replica = jnp.asarray(layout.first_replica)[device]
-    branches: list[Callable[[], LocalResult]] = [
+    branches: list[Callable[[], Result]] = [
         partial(_padded, forward, inputs, share, first_replica=first_replica) for share in shares
     ]
     if len(set(layout.per_device)) == 1:
@@ -128,11 +128,11 @@ def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Loca
     return lax.switch(choice, branches)
 
 
-def _select(choice: jax.Array, branches: Sequence[Callable[[], LocalResult]]) -> LocalResult:
+def _select(choice: jax.Array, branches: Sequence[Callable[[], Result]]) -> Result:
     """``lax.switch`` that runs every branch and keeps one.
 
-    XLA compiles a convolution inside a conditional to a naive loop on CPU: 40 times slower, against at most twice the
-    work here, and only for batches that the devices do not share evenly.
+    XLA compiles a convolution inside a conditional to a naive loop on CPU, tens of times slower, against at most twice
+    the work here, and only for batches that the devices do not share evenly (``benchmarks/replicas_on_one_device.py``).
     """
     chosen = branches[0]()
     for position, branch in enumerate(branches[1:], start=1):
@@ -141,7 +141,7 @@ def _select(choice: jax.Array, branches: Sequence[Callable[[], LocalResult]]) ->
     return chosen
 
 
-def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array) -> LocalResult:
+def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array) -> Result:
     """Run one share of the rows and fill its results up to the room that every device has."""
     result = _local(forward, inputs, share, first_replica)
 
@@ -150,12 +150,12 @@ def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica
         free = forward.layout.capacity * k - leaf.shape[0]
         return jnp.pad(leaf, [(0, free)] + [(0, 0)] * (leaf.ndim - 1))
 
-    return LocalResult(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)
+    return Result(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)
 
 
 def _local(
     forward: Forward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool = True
-) -> LocalResult:
+) -> Result:
     return run_replicas(
         forward.call,
         forward.merges,
@@ -176,7 +176,7 @@ def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.A
     return gather_rows(leaf, layout)
 
 
-def _finished(forward: Forward, result: LocalResult) -> ReplicaResult:
+def _finished(forward: Forward, result: Result) -> Result:
     """Unchanged variables get their old value back, sums of changes are added to it, and dtypes are as before."""
     state = []
     for new, old, merge in zip(result.state, forward.non_trainable, forward.merges, strict=True):
@@ -184,4 +184,4 @@ def _finished(forward: Forward, result: LocalResult) -> ReplicaResult:
             state.append(old)
         else:
             state.append(old + new if merge is Merge.SUM else new.astype(old.dtype))
-    return ReplicaResult(rows=result.rows, means=result.means, state=list(state))
+    return Result(rows=result.rows, means=result.means, state=list(state))

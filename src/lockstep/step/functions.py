@@ -17,7 +17,7 @@ from lockstep import _keras
 from lockstep.collectives import CrossDeviceOps
 from lockstep.data.placement import Placement, Rows, joined
 from lockstep.step.devices import Forward, forward_eagerly, forward_on_devices
-from lockstep.step.replica import Merge, ReplicaResult
+from lockstep.step.replica import Merge, Result
 from lockstep.step.splitting import CannotSplit, SplitCall, merge_of
 from lockstep.topology.devices import device_name
 from lockstep.topology.layout import Layout
@@ -161,11 +161,12 @@ class _Forwarder:
         try:
             split = SplitCall(self.original, (args, kwargs), lambda leaf: id(leaf) in self._places)
             layout = self.placement.layout(split.rows)
-            if layout.busy_replicas < 2:  # No rows, or all in one replica: nothing to take apart.
+            if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.
                 return self.original(*values, *args, return_losses=return_losses, **kwargs)
-            split.learn(*values, layout.largest_replica)
+            split.learn(*values, set(layout.busy_replicas))
         except CannotSplit as reason:
-            self.tell(f"it runs on the global batch, and XLA divides the work: {reason}")
+            normalized = ", BatchNormalization included" if _keras.unsynchronized_normalizations(self.model) else ""
+            self.tell(f"it runs on the global batch{normalized}, and XLA divides the work: {reason}")
             return self.original(*values, *args, return_losses=return_losses, **kwargs)
         merges = tuple(merge_of(variable) for variable in self.model.non_trainable_variables)
         result = self._run(Forward(split, merges, *values, layout), split.inputs)
@@ -173,7 +174,7 @@ class _Forwarder:
         outputs, losses = split.joined(result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)
 
-    def _run(self, forward: Forward, inputs: list[Any]) -> ReplicaResult:
+    def _run(self, forward: Forward, inputs: list[Any]) -> Result:
         if _is_eager(self.model):
             return forward_eagerly(forward, [jax.numpy.asarray(leaf) for leaf in inputs])
         placed = [self._placed(leaf, forward.layout) for leaf in inputs]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from lockstep.step.randomness import seed_of_replica
 
-__all__ = ["LocalResult", "Merge", "ReplicaCall", "ReplicaResult", "run_replicas"]
+__all__ = ["Merge", "ReplicaCall", "Result", "run_replicas"]
 
 
 class Merge(Enum):
@@ -38,8 +38,11 @@ class Merge(Enum):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows", "means", "state"], meta_fields=[])
 @dataclass(frozen=True)
-class ReplicaResult:
-    """Result of one replica. A variable that the call did not change is None in ``state``."""
+class Result:
+    """Result of one replica, of one device or of all; a variable that did not change is None in ``state``.
+
+    That of a device holds its rows joined, and of each mean and each variable its share of the sum over devices.
+    """
 
     rows: list[jax.Array]
     means: list[jax.Array]
@@ -47,17 +50,7 @@ class ReplicaResult:
 
 
 # (trainable values, non-trainable values, this replica's inputs) -> result
-ReplicaCall = Callable[[list[jax.Array], list[jax.Array], Any], ReplicaResult]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["rows", "means", "state"], meta_fields=[])
-@dataclass(frozen=True)
-class LocalResult:
-    """Result of a device: its rows joined, and its share of each mean and each state, to be summed over devices."""
-
-    rows: list[jax.Array]
-    means: list[jax.Array]
-    state: list[jax.Array | None]
+ReplicaCall = Callable[[list[jax.Array], list[jax.Array], Any], Result]
 
 
 def run_replicas(
@@ -71,7 +64,7 @@ def run_replicas(
     first_replica: jax.Array | int,
     global_rows: int,
     vectorize: bool = True,
-) -> LocalResult:
+) -> Result:
     """Run the replicas of one device.
 
     Args:
@@ -86,7 +79,7 @@ def run_replicas(
         vectorize: run equal neighbours under ``vmap``; else one after the other.
     """
 
-    def one(replica: jax.Array, replica_inputs: Any) -> ReplicaResult:
+    def one(replica: jax.Array, replica_inputs: Any) -> Result:
         own = [
             seed_of_replica(value, replica) if merge is Merge.SEED else value
             for value, merge in zip(non_trainable, merges, strict=True)
@@ -123,10 +116,10 @@ def _pieces(leaf: jax.Array, *, start: int, count: int, size: int) -> jax.Array:
 
 
 def _share(
-    result: ReplicaResult, merges: tuple[Merge, ...], old: list[jax.Array], replicas: jax.Array, weight: float
-) -> LocalResult:
+    result: Result, merges: tuple[Merge, ...], old: list[jax.Array], replicas: jax.Array, weight: float
+) -> Result:
     """Share of ``count`` replicas of equal size; every leaf of ``result`` has a leading axis of that length."""
-    return LocalResult(
+    return Result(
         rows=[leaf.reshape((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])) for leaf in result.rows],
         means=[_weighted(leaf, weight) for leaf in result.means],
         state=[
@@ -150,10 +143,10 @@ def _weighted(leaf: jax.Array, weight: float) -> jax.Array:
     return (wide * weight).sum(axis=0)
 
 
-def _combine(shares: list[LocalResult]) -> LocalResult:
+def _combine(shares: list[Result]) -> Result:
     if len(shares) == 1:
         return shares[0]
-    summed = [LocalResult(rows=[], means=share.means, state=share.state) for share in shares]
+    summed = [Result(rows=[], means=share.means, state=share.state) for share in shares]
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], start=leaves[0]), *summed)
     rows = [jnp.concatenate(leaves) for leaves in zip(*(share.rows for share in shares), strict=True)]
-    return LocalResult(rows=rows, means=total.means, state=total.state)
+    return Result(rows=rows, means=total.means, state=total.state)

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from lockstep import _keras
-from lockstep.step.replica import Merge, ReplicaResult
+from lockstep.step.replica import Merge, Result
 
 __all__ = ["CannotSplit", "SplitCall", "merge_of"]
 
@@ -60,8 +60,8 @@ class SplitCall:
         """The arguments that are cut into rows."""
         return [leaf for leaf, cut in zip(self.leaves, self.cut, strict=True) if cut]
 
-    def learn(self, trainable: list[Any], non_trainable: list[Any], size: int) -> None:
-        """See from the whole batch and from one replica of ``size`` rows what has rows and what has not.
+    def learn(self, trainable: list[Any], non_trainable: list[Any], sizes: set[int]) -> None:
+        """See from the whole batch and from replicas of ``sizes`` rows what has rows and what has not.
 
         Raises:
             CannotSplit: a result follows the batch on another axis than its first, or a replica does not run.
@@ -72,18 +72,19 @@ class SplitCall:
             return jax.eval_shape(lambda leaves: self._call(trainable, non_trainable, leaves)[0], cut)
 
         whole = shapes(self.rows)
-        try:
-            part = shapes(size)
-        except (TypeError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise CannotSplit(f"it runs on {self.rows} rows but not on {size} of them ({reason})") from error
-        self.kinds = [_kind(one, other, self.rows, size) for one, other in zip(whole, part, strict=True)]
         self.dtypes = [one.dtype for one in whole]
+        for size in sizes:
+            try:
+                part = shapes(size)
+            except (TypeError, ValueError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise CannotSplit(f"it runs on {self.rows} rows but not on {size} of them ({reason})") from error
+            self.kinds = [_kind(one, other, self.rows, size) for one, other in zip(whole, part, strict=True)]
 
-    def __call__(self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any]) -> ReplicaResult:
+    def __call__(self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any]) -> Result:
         """One replica's forward pass."""
         values, masks, state = self._call(trainable, non_trainable, inputs)
-        return ReplicaResult(
+        return Result(
             rows=[*(value for value, kind in zip(values, self.kinds, strict=True) if kind == "rows"), *masks],
             means=[value for value, kind in zip(values, self.kinds, strict=True) if kind == "mean"],
             state=[None if new is old else jnp.asarray(new) for new, old in zip(state, non_trainable, strict=True)],
@@ -104,7 +105,7 @@ class SplitCall:
             state,
         )
 
-    def joined(self, result: ReplicaResult) -> tuple[Any, list[Any]]:
+    def joined(self, result: Result) -> tuple[Any, list[Any]]:
         """Outputs, with their masks, and losses, of the whole batch."""
         rows, means = iter(result.rows), iter(result.means)
         values = [

@@ -50,14 +50,9 @@ class Layout:
         return max(self.device_rows)
 
     @property
-    def busy_replicas(self) -> int:
-        """Number of replicas that have rows."""
-        return sum(rows > 0 for device in self.per_device for rows in device)
-
-    @property
-    def largest_replica(self) -> int:
-        """Rows of the fullest replica."""
-        return max(rows for device in self.per_device for rows in device)
+    def busy_replicas(self) -> tuple[int, ...]:
+        """Rows of each replica that has some."""
+        return tuple(rows for device in self.per_device for rows in device if rows)
 
     @property
     def is_full(self) -> bool:
