@@ -80,8 +80,8 @@ def _train(train: Any, test: Any, epochs: int, strategy: MirroredStrategy | None
 
 def _network(shape: tuple[int, ...]) -> keras.Model:
     # Smooth on purpose: at the kink of a ReLU or a tie in a maximum the last bit of a float32 decides between two
-    # gradients, and from there on two runs part for no fault of either. So they do where the step is too large: at 0.05
-    # the difference grows tenfold every hundred steps, at 0.02 it stays.
+    # gradients, and from there on two runs part for no fault of either. A step that is too large magnifies rounding in
+    # the same way, so the learning rate is one at which training is stable.
     convolutions = [
         layers.Conv2D(16, 3, padding="same", activation="tanh"),
         layers.Conv2D(32, 3, padding="same", activation="tanh"),
