@@ -3,8 +3,10 @@
 import functools
 
 import pytest
+from jax import lax
 
 from lockstep.collectives import ALGORITHMS
+from lockstep.step import devices
 
 from .cases import CASES
 from .compare import DEVICES, REPLICAS, TOPOLOGIES, Topology, assert_same, run
@@ -43,9 +45,25 @@ def test_the_whole_product_of_replicas_and_devices(name, topology):
     assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_cross_device_operation_keeps_the_law(algorithm, devices):
+def test_every_cross_device_operation_keeps_the_law(algorithm, count):
     case = next(case for case in CASES if case.name == "global_clipnorm")
-    topology = Topology(3, devices, {"cross_device_ops": ALGORITHMS[algorithm]})
+    topology = Topology(3, count, {"cross_device_ops": ALGORITHMS[algorithm]})
     assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)
+
+
+@pytest.mark.parametrize("topology", [Topology(3, 2), Topology(4, 3)], ids=str)
+@pytest.mark.parametrize("name", ["adam", "ema", "lstm_masked"])
+def test_the_conditional_of_accelerators_gives_what_selecting_gives(name, topology, monkeypatch):
+    """Accelerators run a device's share of an uneven batch under ``lax.switch``; it works on CPU too, only slowly."""
+    used = []
+
+    def switch(choice, branches):
+        used.append(len(branches))
+        return lax.switch(choice, branches)
+
+    monkeypatch.setattr(devices, "_select", switch)
+    case = next(case for case in CASES if case.name == name)
+    assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)
+    assert max(used) >= 2
