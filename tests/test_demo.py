@@ -54,6 +54,7 @@ def test_the_command_needs_no_environment():
     assert "epochs: expected at least 1" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("package", ["sklearn", "matplotlib"])
 def test_a_missing_extra_is_named(package, tmp_path):
     block = f"import sys; sys.modules[{package!r}] = None; sys.modules[{package!r} + '.datasets'] = None; "

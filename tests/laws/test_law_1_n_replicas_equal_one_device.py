@@ -20,14 +20,14 @@ def plain_keras(case, only_fit=False):
 def pairs():
     """Every case with every number of replicas, each on one number of devices that changes from case to case.
 
-    One pair of a case also evaluates, predicts and uses single batches; of these a fifth are the quick subset. One
+    One pair of a case also evaluates, predicts and uses single batches; of these a sixth are the quick subset. One
     xdist worker runs a case, so that plain Keras runs it once.
     """
     for number, case in enumerate(CASES):
         for turn, replicas in enumerate(REPLICAS):
             topology = Topology(replicas, DEVICES[(number + turn) % len(DEVICES)])
             whole = replicas == REPLICAS[1 + number % 4]
-            quick = whole and number % 5 == 0
+            quick = whole and number % 6 == 0
             marks = [pytest.mark.xdist_group(case.name)] + ([] if quick else [pytest.mark.full])
             yield pytest.param(case, topology, not whole, id=f"{case}-{topology}", marks=marks)
 
@@ -45,7 +45,7 @@ def test_the_whole_product_of_replicas_and_devices(name, topology):
     assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_cross_device_operation_keeps_the_law(algorithm, count):
     case = next(case for case in CASES if case.name == "global_clipnorm")
@@ -53,6 +53,7 @@ def test_every_cross_device_operation_keeps_the_law(algorithm, count):
     assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("topology", [Topology(3, 2), Topology(4, 3)], ids=str)
 @pytest.mark.parametrize("name", ["adam", "ema", "lstm_masked"])
 def test_the_conditional_of_accelerators_gives_what_selecting_gives(name, topology, monkeypatch):
