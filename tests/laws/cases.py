@@ -359,7 +359,6 @@ def mixed_precision():
     return mlp(hidden, optimizer=scaled)
 
 
-momentum = optimizers.SGD
 MIXED = "its outputs cannot be evaluated or predicted row by row"
 AVERAGES = "plain Keras frees the averages in the first evaluate after fit"
 
@@ -393,7 +392,7 @@ CASES = [
     Case("l2_and_l1", lambda: mlp(layers.Dense(8, kernel_regularizer="l2", bias_regularizer="l1")), classes),
     Case("activity_regularizer", lambda: mlp(layers.Dense(8, activity_regularizer="l2")), classes),
     Case("add_loss", lambda: mlp(layers.Dense(8), Penalty()), classes),
-    Case("sgd_nesterov", *with_optimizer(lambda: momentum(0.05, momentum=0.9, nesterov=True))),
+    Case("sgd_nesterov", *with_optimizer(lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True))),
     Case("adam", *with_optimizer(lambda: optimizers.Adam(0.01))),
     Case("adam_amsgrad", *with_optimizer(lambda: optimizers.Adam(0.01, amsgrad=True))),
     Case("adamw", *with_optimizer(lambda: optimizers.AdamW(0.01, weight_decay=0.1))),
@@ -406,18 +405,26 @@ CASES = [
     Case("ftrl", *with_optimizer(lambda: optimizers.Ftrl(0.05))),
     Case(
         "schedule",
-        *with_optimizer(lambda: momentum(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True))),
+        *with_optimizer(lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 2, 0.5, staircase=True))),
     ),
-    Case("clipnorm", *with_optimizer(lambda: momentum(0.1, clipnorm=0.05))),
-    Case("global_clipnorm", *with_optimizer(lambda: momentum(0.1, global_clipnorm=0.05))),
-    Case("clipvalue", *with_optimizer(lambda: momentum(0.1, clipvalue=0.02))),
+    Case("clipnorm", *with_optimizer(lambda: optimizers.SGD(0.1, clipnorm=0.05))),
+    Case("global_clipnorm", *with_optimizer(lambda: optimizers.SGD(0.1, global_clipnorm=0.05))),
+    Case("clipvalue", *with_optimizer(lambda: optimizers.SGD(0.1, clipvalue=0.02))),
     Case("gradient_accumulation", *with_optimizer(lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2))),
-    Case("ema", *with_optimizer(lambda: momentum(0.1, use_ema=True, ema_momentum=0.5)), fit_only=True, reason=AVERAGES),
+    Case(
+        "ema",
+        *with_optimizer(lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)),
+        fit_only=True,
+        reason=AVERAGES,
+    ),
     Case(
         "ema_overwrite",
-        *with_optimizer(lambda: momentum(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)),
+        *with_optimizer(lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)),
     ),
-    Case("loss_scale", *with_optimizer(lambda: optimizers.LossScaleOptimizer(momentum(0.1), dynamic_growth_steps=3))),
+    Case(
+        "loss_scale",
+        *with_optimizer(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), dynamic_growth_steps=3)),
+    ),
     Case("mixed_float16", mixed_precision, classes, relative=5e-3, reason="half precision has 11 bits"),
     Case(
         "metrics_of_classes",

@@ -131,8 +131,9 @@ def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Resu
 def _select(choice: jax.Array, branches: Sequence[Callable[[], Result]]) -> Result:
     """``lax.switch`` that runs every branch and keeps one.
 
-    XLA compiles a convolution inside a conditional to a naive loop on CPU, tens of times slower, against at most twice
-    the work here, and only for batches that the devices do not share evenly (``benchmarks/replicas_on_one_device.py``).
+    XLA compiles a convolution inside a conditional to a naive loop on CPU, tens of times slower
+    (``benchmarks/replicas_on_one_device.py``); here a device does the sum of the distinct shares, two or three times its
+    work, and only where the devices do not share a batch evenly.
     """
     chosen = branches[0]()
     for position, branch in enumerate(branches[1:], start=1):

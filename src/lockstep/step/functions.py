@@ -99,8 +99,8 @@ class StepFunctions:
             if not isinstance(state, _PlacedState):
                 state = jax.device_put(_without_aliases(state), self.placement.replicated)
             with _dispatch_lock if len(self.placement.devices) > 1 else contextlib.nullcontext():
-                result, changes = compiled(tuple(state), placed)
-            return result, _PlacedState(_updated(state, changes))
+                result, new = compiled(tuple(state), placed)
+            return result, _PlacedState(new if kind == "train" else _updated(state, new))
 
         return step
 
