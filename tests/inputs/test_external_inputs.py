@@ -11,6 +11,7 @@ import os
 import numpy as np
 import pytest
 
+import lockstep
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, STEPS, TOPOLOGIES, counting, cut, data, weights
@@ -48,6 +49,16 @@ def of_torch(x, y):
     return {"x": torch.utils.data.DataLoader(dataset, batch_size=BATCH)}
 
 
+def of_torch_processes(x, y):
+    """Two processes read; forked, as torch does by itself, they could inherit locks of JAX's threads."""
+    torch = package("torch")
+    dataset = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=BATCH, num_workers=2, multiprocessing_context="forkserver", timeout=120
+    )
+    return {"x": loader}
+
+
 class Rows:
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -74,12 +85,21 @@ def of_grain_loader(x, y):
     return {"x": grain.DataLoader(data_source=Rows(x, y), sampler=sampler, operations=[batch], worker_count=0)}
 
 
+def of_grain_processes(x, y):
+    grain = package("grain")
+    importlib.import_module("absl.flags").FLAGS.mark_as_parsed()  # Grain's processes ask for flags.
+    sampler = grain.samplers.SequentialSampler(num_records=len(x), shard_options=grain.sharding.NoSharding())
+    batch = grain.transforms.Batch(batch_size=BATCH, drop_remainder=False)
+    return {"x": grain.DataLoader(data_source=Rows(x, y), sampler=sampler, operations=[batch], worker_count=1)}
+
+
 def of_pandas(x, y):
     pandas = package("pandas")
     return {"x": pandas.DataFrame(x), "y": pandas.DataFrame(y), "batch_size": BATCH}
 
 
 KINDS = [of_tf, of_tf_endless, of_torch, of_grain_map, of_grain_iter, of_grain_loader, of_pandas]
+PROCESSES = [of_torch_processes, of_grain_processes]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,6 +123,25 @@ def test_evaluate_and_predict(kind):
     expected = model.evaluate(x, y, batch_size=BATCH, verbose=0)
     np.testing.assert_allclose(model.evaluate(**kind(x, y), verbose=0), expected, rtol=1e-5)
     np.testing.assert_allclose(model.predict(**kind(x, y), verbose=0), model.predict(x, batch_size=BATCH, verbose=0))
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_processes_that_read_keep_the_order(kind):
+    x, y = data()
+    model, order = counting(Topology(3, 2))
+    model.fit(**kind(x, y), shuffle=False, epochs=2, verbose=0, callbacks=[order])
+    assert [list(epoch) for epoch in order.epochs] == [list(range(ROWS))] * 2
+
+
+@pytest.mark.parametrize("kind", [each for each in [*KINDS, *PROCESSES] if each not in (of_tf_endless, of_pandas)])
+def test_a_loop_of_ones_own_gets_every_row_once_in_order(kind):
+    x, y = data()
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3)
+    dataset = strategy.experimental_distribute_dataset(kind(x, y)["x"])
+    for _ in range(2):
+        rows = [[strategy.gather(part, axis=0) for part in batch] for batch in dataset]
+        for mine, given in zip(zip(*rows, strict=True), (x, y), strict=True):
+            np.testing.assert_array_equal(np.concatenate(mine), given)
 
 
 def test_class_weight_of_a_tf_dataset():

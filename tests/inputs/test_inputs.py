@@ -12,7 +12,7 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 import lockstep
 from lockstep import _keras
 from lockstep.data.inputs import Input, next_batch
-from lockstep.data.sources import source_of
+from lockstep.data.kinds import source_of
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, STEPS, TOPOLOGIES, counting, cut, data, weights

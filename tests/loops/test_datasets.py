@@ -1,5 +1,10 @@
 """Distributed data sets: law 4, and the cutting of ``tf.distribute``."""
 
+import gc
+import itertools
+import threading
+import traceback
+
 import keras
 import numpy as np
 import pytest
@@ -23,6 +28,8 @@ KINDS = {
     "list": lambda: [np.arange(0, 4), np.arange(4, 8), np.arange(8, 12)],
     "py_dataset": Numbers,
     "generator": lambda: (np.arange(4 * i, 4 * i + 4) for i in range(3)),
+    "iterator": lambda: iter(KINDS["list"]()),
+    "function": lambda: lambda step: np.arange(4 * step, 4 * step + 4) if step < 3 else None,
 }
 
 
@@ -81,3 +88,141 @@ def test_a_batch_size_that_the_replicas_do_not_divide_is_an_error():
 def test_what_has_no_rows_is_an_error(batch):
     with pytest.raises(lockstep.InputError, match="cannot be split into replicas"):
         list(make(2).experimental_distribute_dataset([batch]))
+
+
+def reading_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "lockstep-feed"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 2, 5])
+@pytest.mark.parametrize("kind", ["generator", "iterator"])
+def test_a_loop_that_is_broken_off_goes_on_where_it_stopped(kind, prefetch, own):
+    strategy = make(2)
+    options = lockstep.InputOptions(prefetch=prefetch)
+    numbers = (np.full(2, number) for number in range(12))
+    given = numbers if kind == "generator" else map(np.asarray, list(numbers))
+    if own:
+        dataset = strategy.distribute_datasets_from_function(lambda context: given, options)
+    else:
+        dataset = strategy.experimental_distribute_dataset(given, options)
+    found = []
+    for _ in range(3):
+        for batch in dataset:
+            found.extend(strategy.gather(batch, axis=0).tolist())
+            if len(found) % 8 == 0:
+                break
+    assert found == [number for number in range(12) for _ in range(2)]
+
+
+def test_no_thread_is_left():
+    dataset = make(2).experimental_distribute_dataset(np.ones(2) for _ in itertools.count())
+    for _ in dataset:
+        assert reading_threads()
+        break
+    iterator = iter(dataset)
+    next(iterator)
+    del iterator, _
+    gc.collect()
+    assert not reading_threads()
+
+
+def test_it_is_read_ahead_and_not_further_than_said():
+    asked, enough = [], threading.Event()
+
+    def batch_of_step(step):
+        asked.append(step)
+        if step == 4:
+            enough.set()
+        return np.ones(2) if step < 20 else None
+
+    iterator = iter(make(2).experimental_distribute_dataset(batch_of_step, lockstep.InputOptions(prefetch=3)))
+    next(iterator)
+    next(iterator)
+    assert enough.wait(30)  # Two taken, three ahead.
+    del iterator
+    assert len(asked) <= 6
+
+
+def test_an_error_comes_at_its_batch_with_its_own_traceback():
+    def broken():
+        yield np.ones(2)
+        yield np.ones(2)
+        raise ZeroDivisionError("in the user's code")
+
+    batches = iter(make(2).experimental_distribute_dataset(broken()))
+    next(batches)
+    next(batches)
+    with pytest.raises(ZeroDivisionError, match="in the user's code") as caught:
+        next(batches)
+    assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not reading_threads()
+
+
+def test_a_cache_is_refused_and_so_is_what_yields_nothing():
+    strategy = make(2)
+    with pytest.raises(lockstep.OptionError, match=r"cache='memory'.*is for fit"):
+        strategy.experimental_distribute_dataset([np.ones(2)], lockstep.InputOptions(cache="memory"))
+    with pytest.raises(lockstep.InputError, match=r"A data set is expected.*Got 7"):
+        strategy.distribute_datasets_from_function(lambda context: 7)
+
+
+class Pairs(keras.utils.PyDataset):
+    """Ten batches; says when a pass begins and ends."""
+
+    def __init__(self):
+        super().__init__(workers=3)
+        self.said = []
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        rng = np.random.default_rng(index)
+        return rng.normal(size=(4, 2)).astype("float32"), rng.normal(size=(4, 1)).astype("float32")
+
+    def on_epoch_begin(self):
+        self.said.append("begin")
+
+    def on_epoch_end(self):
+        self.said.append("end")
+
+
+def test_a_pass_of_a_py_dataset_begins_and_ends():
+    dataset = Pairs()
+    distributed = make(2).experimental_distribute_dataset(dataset)
+    assert [len(list(distributed)) for _ in range(2)] == [10, 10]
+    assert dataset.said == ["begin", "end"] * 2
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_fit_evaluate_and_predict_take_a_distributed_data_set(own):
+    """With own batches of 4 on two replicas, the global batch has 8 rows; the data are the same."""
+    x, y = map(np.concatenate, zip(*[Pairs()[number] for number in range(10)], strict=True))
+    strategy = make(2, 2)
+
+    def built(context):
+        keras.utils.set_random_seed(3)
+        with context:
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        return model
+
+    def distributed():
+        if own:
+            return strategy.distribute_datasets_from_function(lambda context: Pairs())
+        return strategy.experimental_distribute_dataset(Pairs())
+
+    ours, plain = built(strategy.scope()), built(keras.name_scope("plain"))
+    rows = 8 if own else 4
+    ours.fit(distributed(), epochs=2, verbose=0, validation_data=distributed())
+    plain.fit(x, y, batch_size=rows, shuffle=False, epochs=2, verbose=0)
+    for mine, theirs in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        ours.evaluate(distributed(), verbose=0), plain.evaluate(x, y, batch_size=rows, verbose=0), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        ours.predict(distributed(), verbose=0), plain.predict(x, verbose=0), rtol=1e-5, atol=1e-6
+    )
+    assert list(ours.history.history) == ["loss", "val_loss"]

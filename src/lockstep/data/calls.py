@@ -21,9 +21,10 @@ from lockstep._errors import OptionError
 from lockstep.data.advice import about_kept_order, about_order, about_rows
 from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
 from lockstep.data.inputs import Input
+from lockstep.data.kinds import source_of
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import Placement, count_rows
-from lockstep.data.sources import AdapterSource, Pending, Source, source_of
+from lockstep.data.sources import AdapterSource, Pending, Source
 
 __all__ = ["Inputs"]
 

@@ -8,7 +8,7 @@ again in the second epoch, and its queue of a PyDataset keeps what was read for 
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import AsyncResult, ThreadPool
 from types import GeneratorType
 from typing import Any
@@ -20,7 +20,15 @@ import numpy as np
 from lockstep import _keras
 from lockstep._errors import InputError
 
-__all__ = ["AdapterSource", "CallableSource", "DatasetSource", "GeneratorSource", "Source", "source_of"]
+__all__ = [
+    "AdapterSource",
+    "CallableSource",
+    "DatasetSource",
+    "GeneratorSource",
+    "IterableSource",
+    "Pending",
+    "Source",
+]
 
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
 
@@ -155,12 +163,12 @@ class DatasetSource(_MadeSource):
     """A ``keras.utils.PyDataset``, whose batches ``workers`` threads read.
 
     Args:
-        adapter: Keras's adapter of it, which brings batches into a common form.
         dataset: the data set.
+        adapter: Keras's adapter of it, which brings batches into a common form; None leaves them as they are.
         shuffle: go through the batches in another order each epoch, the one that Keras would take.
     """
 
-    def __init__(self, adapter: Any, dataset: keras.utils.PyDataset, shuffle: bool) -> None:
+    def __init__(self, dataset: keras.utils.PyDataset, adapter: Any = None, shuffle: bool = False) -> None:
         super().__init__(type(dataset).__name__)
         self._adapter, self._dataset, self._shuffle = adapter, dataset, shuffle
 
@@ -172,7 +180,7 @@ class DatasetSource(_MadeSource):
     def _made(self) -> Iterator[Any]:
         read = self._read if self._dataset.workers > 1 else (lambda order: map(self._dataset.__getitem__, order))
         for batch in read(self._order()):
-            yield _keras.standard_batch(self._adapter, batch)
+            yield batch if self._adapter is None else _keras.standard_batch(self._adapter, batch)
 
     def _order(self) -> Iterator[int]:
         if self.num_batches is None:
@@ -228,45 +236,27 @@ class CallableSource(_MadeSource):
             yield tuple(batch) if isinstance(batch, list) else batch
 
 
-def source_of(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    shuffle: bool | str = False,
-    class_weight: Any = None,
-    pending: Callable[[Any], Pending],
-    **options: Any,
-) -> Source:
-    """The source for what was given to ``fit``, ``evaluate`` or ``predict``.
+class IterableSource(_MadeSource):
+    """Any iterable of batches; one that can be gone through once goes on from pass to pass.
 
     Args:
-        x: inputs, or an object that yields whole batches.
-        y: targets.
-        sample_weight: a weight for each row.
-        shuffle: whether epochs go through the rows in another order each time.
-        class_weight: a weight for each class.
-        pending: finds what earlier calls left over of a generator.
-        **options: batch_size and steps_per_epoch.
-
-    Raises:
-        InputError: something was given besides a generator or a callable that has to come out of it.
-        ValueError: from Keras, likewise for its kinds of input.
+        iterable: yields trees of arrays.
     """
-    is_generator = isinstance(x, GeneratorType)
-    if is_generator or (callable(x) and not isinstance(x, (_keras.DataAdapter, keras.utils.PyDataset))):
-        _refuse_besides(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
-        return GeneratorSource(x, pending(x)) if is_generator else CallableSource(x)
-    adapter = _keras.adapter_of(x, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
-    if isinstance(x, keras.utils.PyDataset) and not (x.use_multiprocessing and x.workers):
-        return DatasetSource(adapter, x, bool(shuffle))
-    return AdapterSource(adapter, type(x).__name__)
 
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        super().__init__(type(iterable).__name__)
+        self.restarts = not isinstance(iterable, Iterator)
+        self._iterable, self._pending = iterable, Pending()
 
-def _refuse_besides(x: Any, **arguments: Any) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise InputError(
-            f"{given[0]} was given besides a {type(x).__name__}: let it come out of the {type(x).__name__} itself, as "
-            "(inputs, targets) or (inputs, targets, sample_weights)."
-        )
+    def batches(self) -> Iterator[Any]:
+        """See :class:`Source`."""
+        while self._pending:
+            yield self._pending.popleft()
+        yield from super().batches()
+
+    def _made(self) -> Iterator[Any]:
+        return iter(self._iterable)
+
+    def give_back(self, batches: list[Any]) -> None:
+        """See :class:`Source`."""
+        self._pending.extendleft(reversed(batches))

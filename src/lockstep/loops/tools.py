@@ -1,6 +1,6 @@
 """What a strategy offers to a training loop of one's own, with the names of ``tf.distribute.Strategy``."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec
 from lockstep._errors import InputError, OptionError, member_of
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.reduce_op import ReduceOp
+from lockstep.data.kinds import source_of_trees
+from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
 from lockstep.loops.context import ReplicaContext, inside, refuse_in_replica, refuse_mean_of_integers
-from lockstep.loops.datasets import DistributedDataset, InputContext, ValueContext, batches_of_replicas
+from lockstep.loops.datasets import DistributedDataset, InputContext, OwnBatches, ValueContext
 from lockstep.loops.run import run_on_replicas
 from lockstep.loops.values import PerReplica, is_per_replica, of_replicas, sum_over_replicas
 
@@ -27,6 +29,7 @@ class LoopTools:
 
     _placement: Placement
     _ops: CrossDeviceOps
+    _input_options: InputOptions
     _deterministic: bool = False
 
     @property
@@ -190,39 +193,55 @@ class LoopTools:
         trees = [value_fn(ValueContext(replica, count)) for replica in range(count)]
         return jax.tree.map(lambda *values: of_replicas(values, self._placement), *trees)
 
-    def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
-        """Cut the batches of a data set into replicas.
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+        """Cut the batches of a data set into replicas, in a thread ahead of the loop.
 
         Args:
-            dataset: batches of the *global* size: any iterable of trees of arrays ``(rows, …)``, such as a list, a
-                ``tf.data.Dataset``, a torch ``DataLoader``, a Grain data set or a ``keras.utils.PyDataset``.
+            dataset: batches of the *global* size: any iterable of trees of arrays ``(rows, …)``, such as a list, a generator, a
+                ``tf.data.Dataset``, a torch ``DataLoader`` or a Grain data set; a ``keras.utils.PyDataset``; or a function of the
+                number of the step, whose end is None.
+            options: how far ahead to read, by default as the strategy's ``input_options`` say.
 
         Returns:
             An iterable of trees of :class:`PerReplica`. Replicas get ``ceil(rows / replicas)`` rows each, in order; the last
-            ones may get fewer, or none.
+            ones may get fewer, or none. ``fit``, ``evaluate`` and ``predict`` take it, too.
 
         Raises:
-            InputError: while it is iterated: a batch has no rows, or arrays of different lengths.
+            InputError: it is no data set; or, while it is iterated, a batch has no rows, or arrays of different lengths.
+            OptionError: the options ask for a cache, which is for ``fit``.
         """
         refuse_in_replica("experimental_distribute_dataset")
-        return DistributedDataset(dataset, self._placement)
+        return DistributedDataset(source_of_trees(dataset), self._placement, self._ahead(options))
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Each replica draws a batch of its own.
+        """Each replica draws a batch of its own, in a thread ahead of the loop.
 
         Args:
-            dataset_fn: given an :class:`InputContext`, returns an iterable of batches of the size of *one replica*.
+            dataset_fn: given an :class:`InputContext`, returns batches of the size of *one replica*, of any kind that
+                :meth:`experimental_distribute_dataset` takes.
+            options: how far ahead to read, by default as the strategy's ``input_options`` say.
 
         Returns:
             An iterable; each of its elements holds the next batch for every replica. Where the input ends in the middle, the
-            replicas without a batch get one of 0 rows.
+            replicas without a batch get one of 0 rows. ``fit`` takes it, too: there, the rows of all are one global batch.
+
+        Raises:
+            InputError: the function returned no data set.
+            OptionError: the options ask for a cache, which is for ``fit``.
         """
         refuse_in_replica("distribute_datasets_from_function")
         count = self._placement.replicas
         context = InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=count)
-        return DistributedDataset(dataset_fn(context), self._placement, batches_of_replicas)
+        return OwnBatches(source_of_trees(dataset_fn(context)), self._placement, self._ahead(options))
+
+    def _ahead(self, options: InputOptions | None) -> int:
+        if options is not None and options.cache is not None:
+            raise OptionError(
+                f"InputOptions(cache={str(options.cache)!r}) is for fit. In a loop of your own, keep the batches of the first epoch."
+            )
+        return (options or self._input_options).prefetch
 
     @cached_property
     def _run_compiled(self) -> Any:

@@ -66,7 +66,8 @@ class Strategy(LoopTools):
         self._placement = Placement(mesh, replicas or len(found))
         self._plan = self._plan_for(self._placement)
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self._inputs = Inputs(self._placement, _options_of(input_options))
+        self._input_options = _options_of(input_options)
+        self._inputs = Inputs(self._placement, self._input_options)
         announce(self._summary())
 
     @property
