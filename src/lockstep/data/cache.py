@@ -160,7 +160,7 @@ class DeviceSource(Source):
         super().__init__(numbers.name)
         self._numbers, self._placement = numbers, placement
         _refuse_too_large(sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(data)), placement)
-        self._data = jax.device_put(jax.tree.map(np.asarray, data), placement.replicated)
+        self._data = placement.put(jax.tree.map(np.asarray, data))
 
     @property
     def num_batches(self) -> int | None:

@@ -56,6 +56,16 @@ class Placement:
         return tuple(self.mesh.devices.flat)
 
     @property
+    def own_places(self) -> tuple[int, ...]:
+        """Numbers of the devices that belong to this process."""
+        return tuple(place for place, device in enumerate(self.devices) if device.process_index == jax.process_index())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all devices belong to this process."""
+        return len(self.own_places) == len(self.devices)
+
+    @property
     def replicated(self) -> NamedSharding:
         """Every device holds the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
@@ -80,6 +90,18 @@ class Placement:
     def on_first_device(self) -> "Placement":
         """The same replicas, all of them on the first device."""
         return Placement(Mesh(self.mesh.devices[:1], (DEVICE_AXIS,)), self.replicas)
+
+    def put(self, tree: Any, places: Any = None) -> Any:
+        """Arrays on the devices. Every process has all of them, and puts on its devices what these hold.
+
+        Args:
+            tree: arrays or numbers.
+            places: a sharding for all, or a tree of them; by default every device gets everything.
+        """
+        places = self.replicated if places is None else places
+        if self.is_local:
+            return jax.device_put(tree, places)
+        return jax.tree.map(_put_own_part, tree, jax.tree.broadcast(places, tree))
 
     def layout(self, rows: int) -> Layout:
         """Layout of a global batch of ``rows`` rows."""
@@ -114,7 +136,7 @@ class Placement:
             numbers: numbers of the rows, shape ``(rows,)``.
         """
         layout = self.layout(len(numbers))
-        wanted = jax.device_put(numbers if layout.is_full else numbers[layout.row_index()], self.cut)
+        wanted = self.put(numbers if layout.is_full else numbers[layout.row_index()], self.cut)
 
         def rows(tree: Any) -> Any:
             return jax.tree.map(
@@ -124,23 +146,30 @@ class Placement:
         def targets(leaf: jax.Array) -> Any:
             if leaf.nbytes // len(leaf) * layout.rows > REPLICATE_BELOW:
                 return rows(leaf)
-            return _take(leaf, jax.device_put(numbers, self.replicated), self.mesh, PartitionSpec())
+            return _take(leaf, self.put(numbers), self.mesh, PartitionSpec())
 
         if not isinstance(data, tuple):
             return rows(data)
         return (rows(data[0]), *(jax.tree.map(targets, tree) for tree in data[1:]))
 
     def _place_rows(self, tree: Any, layout: Layout) -> Any:
-        return jax.tree.map(lambda leaf: Rows(jax.device_put(_laid_out(leaf, layout), self.cut), layout), tree)
+        return jax.tree.map(lambda leaf: Rows(self.put(_laid_out(leaf, layout), self.cut), layout), tree)
 
     def _place_targets(self, tree: Any, layout: Layout) -> Any:
         def place(leaf: Any) -> Any:
             array = _host(leaf)
             if array.nbytes <= REPLICATE_BELOW:
-                return jax.device_put(array, self.replicated)
+                return self.put(array)
             return self._place_rows(array, layout)
 
         return jax.tree.map(place, tree)
+
+
+def _put_own_part(leaf: Any, place: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return leaf if leaf.sharding == place else jax.jit(lambda array: array, out_shardings=place)(leaf)
+    host = np.asarray(leaf, dtype=jax.typeof(leaf).dtype)
+    return jax.make_array_from_callback(host.shape, place, lambda index: host[index])
 
 
 @partial(jax.jit, static_argnums=(2, 3))

@@ -81,7 +81,7 @@ class LoopTools:
         values = [leaf for leaf, value in zip(leaves, is_value, strict=True) if value]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
             return self._run(fn, structure, is_value, fixed, values)
-        shared = jax.device_put([None if is_per_replica(x) else x for x in values], self._placement.replicated)
+        shared = self._placement.put([None if is_per_replica(x) else x for x in values])
         placed = [own if is_per_replica(own) else x for own, x in zip(values, shared, strict=True)]
         return self._run_compiled(fn, structure, is_value, fixed, placed)
 

@@ -88,7 +88,7 @@ def rows_of_batch(batch: Any, rows: int, placement: Placement) -> Any:
 def stacked(values: np.ndarray, placement: Placement) -> jax.Array:
     """Put ``(replicas, …)`` on the devices: cut over them if they divide the replicas, else whole on each."""
     divides = len(values) % len(placement.devices) == 0
-    return jax.device_put(values, placement.cut if divides else placement.replicated)
+    return placement.put(values, placement.cut if divides else placement.replicated)
 
 
 def sum_over_replicas(value: Any, replicas: int, add: Callable[[jax.Array], jax.Array]) -> jax.Array:

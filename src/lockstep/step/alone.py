@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import Var, jaxpr_as_fun
 
 from lockstep._errors import ModelError
+from lockstep.data.placement import Placement
 from lockstep.step.local import OnEachDevice
 
 __all__ = ["AloneProgram"]
@@ -30,6 +31,7 @@ class AloneProgram:
         cut: shapes of the second, for one replica, ``(rows, …)``.
         wrt: positions among ``[*whole, *cut]`` that a gradient is wanted for; with none there are no residuals.
         row_outputs: number of outputs, the first ones, that have rows.
+        placement: the devices.
 
     Raises:
         ModelError: the function uses a value of the step that was not handed to it.
@@ -42,6 +44,7 @@ class AloneProgram:
         cut: Sequence[Shape],
         wrt: Sequence[int],
         row_outputs: Callable[[], int],
+        placement: Placement,
     ) -> None:
         self._function, self._wrt, self._wholes = function, wrt, len(whole)
         self._backward_tree: Any = None
@@ -58,8 +61,8 @@ class AloneProgram:
         self.varies = [jnp.issubdtype(output.dtype, jnp.inexact) for output in self.outputs]
         self._sort_residuals([id(var) for var in self._traced.jaxpr.invars[1:]])
         self.rows = cut[0].shape[0]
-        self.forward = OnEachDevice(self._forward)
-        self.backward = OnEachDevice(self._backward)
+        self.forward = OnEachDevice(self._forward, placement)
+        self.backward = OnEachDevice(self._backward, placement)
 
     @property
     def residuals(self) -> list[Shape]:

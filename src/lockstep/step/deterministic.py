@@ -101,7 +101,12 @@ class ReplicasForward:
 
         self.alone = {
             rows: AloneProgram(
-                partial(replica, rows), whole, [_rows(leaf, rows) for leaf in cut], wrt, lambda: self.row_results
+                partial(replica, rows),
+                whole,
+                [_rows(leaf, rows) for leaf in cut],
+                wrt,
+                lambda: self.row_results,
+                placement,
             )
             for rows in {one.rows for one in self.rounds}
         }
@@ -114,11 +119,13 @@ class ReplicasForward:
     @cached_property
     def numbers(self) -> list[list[Local]]:
         """For each round, on each device: replica, its first row on the device, its first row in the batch."""
-        devices = self.placement.devices
-        return [
-            [Local(jax.device_put(n, device) for n, device in zip(column, devices, strict=True)) for column in columns]
-            for columns in (one.numbers(self.layout) for one in self.rounds)
-        ]
+        return [[self._on_each_device(column) for column in one.numbers(self.layout)] for one in self.rounds]
+
+    def _on_each_device(self, column: np.ndarray) -> Local:
+        devices, own = self.placement.devices, self.placement.own_places
+        return Local(
+            jax.device_put(number, devices[place]) if place in own else None for place, number in enumerate(column)
+        )
 
     def run(self, values: list[Any]) -> list[Any]:
         """The results, then the residuals of each round."""

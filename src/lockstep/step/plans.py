@@ -192,7 +192,7 @@ def _placing(run: Step, placement: Placement, places: Callable[[Any], Any] | Non
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = placement.place(batch)
         if not isinstance(state, _PlacedState):
-            state = jax.device_put(_without_aliases(state), places(state) if places else placement.replicated)
+            state = placement.put(_without_aliases(state), places(state) if places else None)
         with _dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
             result, new = run(tuple(state), placed)
         return result, _PlacedState(new)

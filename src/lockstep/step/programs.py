@@ -91,7 +91,7 @@ class _Traced:
         closed = marks_outside(closed, _apart, lambda where: _refuse(f"called {where}"))
         self._inputs, self._results, self._on = closed.jaxpr.invars, closed.jaxpr.outvars, on
         self._structure = jax.tree.structure(results)
-        self._constants = dict(zip(closed.jaxpr.constvars, jax.device_put(closed.consts, on.replicated), strict=True))
+        self._constants = dict(zip(closed.jaxpr.constvars, on.put(closed.consts), strict=True))
         self._pieces = _cut(closed.jaxpr, set(self._inputs[:donated]), on)
         self._join = jax.jit(joined, out_shardings=on.replicated)
 
@@ -122,7 +122,7 @@ class _Traced:
         handed_out: set[Any] = set(self._constants)
         for atom in self._results:
             if isinstance(atom, Literal):
-                found.append(jax.device_put(atom.val, self._on.replicated))
+                found.append(self._on.put(atom.val))
                 continue
             value = self._join(values[atom]) if _is_rows(values[atom]) else values[atom]
             array = whole_array(value, self._on.replicated) if isinstance(value, Local) else value
@@ -152,8 +152,8 @@ class Piece:
         """Make the program of equations that are not marked; ``donated`` inputs give their memory to outputs."""
         function = part_of(jaxpr, self.equations, self.inputs, self.outputs)
         self.donated = self._usable(donated)
-        program, places = OnEachDevice(function, self.donated), range(len(on.devices))
-        self.run = lambda values: program(*(local(value, on) for value in values), places=places)
+        program = OnEachDevice(function, on, self.donated)
+        self.run = lambda values: program(*(local(value, on) for value in values))
 
     def _usable(self, donated: set[Var]) -> tuple[int, ...]:
         """The inputs whose memory fits an output; JAX warns of others."""
