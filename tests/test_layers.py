@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     ("_errors", "_version"),
     ("_keras", "_logging"),
-    ("topology",),
+    ("cluster", "topology"),
     ("collectives", "data"),
     ("step",),
     ("loops",),

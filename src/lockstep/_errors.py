@@ -2,6 +2,7 @@
 
 LockstepError
 ├── BackendError      Keras is not what we need: another backend, an unknown version        (RuntimeError)
+├── ClusterError      the workers of a job cannot start, agree or go on together          (RuntimeError)
 ├── ContractError     a cross-device operation does not do what it promises                  (AssertionError)
 ├── DeterminismError  the same step gave different bits                                     (RuntimeError)
 ├── DeviceError       a device is unknown, absent, named twice, or it is too late to make it  (ValueError)
@@ -26,6 +27,18 @@ class LockstepError(Exception):
 
 class BackendError(LockstepError, RuntimeError):
     """Keras runs on another backend, or has a shape that this version of Lockstep does not know."""
+
+
+class ClusterError(LockstepError, RuntimeError):
+    """The workers of a job cannot start, agree or go on together.
+
+    Attributes:
+        exit_code: what the process ends with where nobody catches this; None: as after any error of the program.
+    """
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class ContractError(LockstepError, AssertionError):

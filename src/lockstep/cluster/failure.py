@@ -1,0 +1,65 @@
+"""Why a job cannot go on, as every worker is told."""
+
+import enum
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.cluster import exit_codes
+
+__all__ = ["Failure", "Kind"]
+
+
+class Kind(enum.StrEnum):
+    """What became of the worker that a failure names."""
+
+    DIED = "died"  # Its connection closed without a goodbye.
+    SILENT = "silent"  # No sign of life: stopped, or cut off.
+    STUCK = "stuck"  # Its heartbeats come, its program goes no further, and others wait for it.
+    LEFT = "left"  # It came to its end in order, and others wait for it.
+    FAILED = "failed"  # It said that its program raised an exception.
+
+
+_CODES = {
+    Kind.DIED: exit_codes.PEER_LOST,
+    Kind.SILENT: exit_codes.PEER_LOST,
+    Kind.STUCK: exit_codes.NO_PROGRESS,
+    Kind.LEFT: exit_codes.USER_ERROR,
+    Kind.FAILED: exit_codes.USER_ERROR,
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job cannot go on.
+
+    Args:
+        kind: what became of the worker.
+        worker: its number.
+        host: its machine.
+        pid: its process there.
+        sentence: all of this for the user.
+
+    Example:
+        >>> Failure(Kind.DIED, 1, "node1", 77, "worker 1 of 2 (node1, process 77) died.").exit_code
+        75
+    """
+
+    kind: Kind
+    worker: int
+    host: str
+    pid: int
+    sentence: str
+
+    @property
+    def exit_code(self) -> int:
+        """What every process of the job ends with."""
+        return _CODES[self.kind]
+
+    def as_message(self) -> dict[str, Any]:
+        """This, as it travels."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> "Failure":
+        """What :meth:`as_message` gave."""
+        return cls(**{**message, "kind": Kind(message["kind"])})

@@ -1,0 +1,44 @@
+"""A worker as the others know it: what it says of itself when it joins."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Peer"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One worker's process.
+
+    Args:
+        index: its number, 0 is the chief.
+        workers: number of workers that it was told.
+        host: name of its machine.
+        pid: its process there.
+        generation: how many times its job was started again.
+        identity: what must be equal on all workers.
+        information: what the others may know: anything of JSON.
+        address: where its connection comes from, as the chief sees it.
+
+    Example:
+        >>> str(Peer(index=1, workers=3, host="node1", pid=77))
+        'worker 1 of 3 (node1, process 77)'
+    """
+
+    index: int
+    workers: int
+    host: str
+    pid: int
+    generation: int = 0
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    information: Mapping[str, Any] = field(default_factory=dict)
+    address: str = ""
+
+    def __str__(self) -> str:
+        return f"worker {self.index} of {self.workers} ({self.process})"
+
+    @property
+    def process(self) -> str:
+        """Where it runs, for messages."""
+        return f"{self.host}, process {self.pid}"
