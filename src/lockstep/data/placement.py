@@ -88,8 +88,8 @@ class Placement:
         return max(fitting, key=lambda axis: shape[axis], default=None)
 
     def on_first_device(self) -> "Placement":
-        """The same replicas, all of them on the first device."""
-        return Placement(Mesh(self.mesh.devices[:1], (DEVICE_AXIS,)), self.replicas)
+        """The same replicas, all of them on the first device of this process."""
+        return Placement(Mesh(self.mesh.devices[list(self.own_places[:1])], (DEVICE_AXIS,)), self.replicas)
 
     def put(self, tree: Any, places: Any = None) -> Any:
         """Arrays on the devices. Every process has all of them, and puts on its devices what these hold.

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from lockstep.step.functions import StepFunctions
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
 from lockstep.topology.determinism import describe_determinism, is_deterministic, prepare_determinism
-from lockstep.topology.devices import device_name, resolve_devices
+from lockstep.topology.devices import device_name
 
 __all__ = ["Strategy"]
 
@@ -44,7 +44,7 @@ class Strategy(LoopTools):
 
     def __init__(
         self,
-        devices: Sequence[str | jax.Device] | None,
+        find_devices: Callable[[], Sequence[jax.Device]],
         cross_device_ops: Ops | None,
         replicas: int | None,
         deterministic: bool | None,
@@ -61,7 +61,7 @@ class Strategy(LoopTools):
             replicas = whole_number("replicas", replicas)
         if self._deterministic:
             prepare_determinism()
-        found = resolve_devices(devices)
+        found = find_devices()
         mesh = Mesh(np.asarray(found), (DEVICE_AXIS,))
         self._placement = Placement(mesh, replicas or len(found))
         self._plan = self._plan_for(self._placement)

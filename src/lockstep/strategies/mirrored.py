@@ -1,12 +1,14 @@
 """Synchronous data parallelism on the devices of one process."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 
 from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
 from lockstep.data.options import InputOptions
 from lockstep.strategies.base import Strategy
+from lockstep.topology.devices import resolve_devices
 
 __all__ = ["MirroredStrategy"]
 
@@ -62,4 +64,5 @@ class MirroredStrategy(Strategy):
     ) -> None:
         if communication_options is not None:
             cross_device_ops = choose_cross_device_ops(cross_device_ops, communication_options)
-        super().__init__(devices, cross_device_ops, replicas, deterministic, shard_optimizer, input_options)
+        find = partial(resolve_devices, devices)
+        super().__init__(find, cross_device_ops, replicas, deterministic, shard_optimizer, input_options)

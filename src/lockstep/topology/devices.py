@@ -24,9 +24,10 @@ def parse_device_name(name: str) -> tuple[str, int]:
 
 
 def device_name(device: jax.Device) -> str:
-    """The short name of a device, as it may be given to a strategy: ``gpu:0``."""
-    platform = platform_of(device)
-    return f"{platform}:{jax.local_devices(backend=platform).index(device)}"
+    """The short name of a device, as it may be given to a strategy: ``gpu:0``; ``worker:1/gpu:0`` in another process."""
+    platform, process = platform_of(device), device.process_index
+    number = jax.local_devices(process, platform).index(device)
+    return f"{platform}:{number}" if process == jax.process_index() else f"worker:{process}/{platform}:{number}"
 
 
 def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Device, ...]:
