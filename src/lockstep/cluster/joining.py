@@ -1,0 +1,209 @@
+"""How a worker meets the others before anything else starts: it connects, says who it is, and waits until all are here."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep._errors import ClusterError
+from lockstep._logging import announce as announce_line
+from lockstep.cluster import exit_codes
+from lockstep.cluster.addresses import split_address
+from lockstep.cluster.connection import Connection
+from lockstep.cluster.door import HANDSHAKE_SECONDS, StrangerError, answer, hello, introduction, other_secret
+from lockstep.cluster.ending import end_process
+from lockstep.cluster.failure import Failure
+from lockstep.cluster.group import WorkerGroup
+from lockstep.cluster.listening import open_listener
+from lockstep.cluster.peer import Peer
+from lockstep.cluster.server import LINGER_SECONDS, Server
+from lockstep.cluster.session import Session
+from lockstep.cluster.waiting import Notice, listed
+from lockstep.cluster.watch import START, Limits
+from lockstep.cluster.wire import new_nonce, plain
+
+__all__ = ["join"]
+
+_RETRY_SECONDS = 0.2
+_CONNECT_SECONDS = 5.0
+
+Met = tuple[Connection, tuple[Peer, ...]]  # The way to the chief, and all workers.
+
+
+def join(
+    group: WorkerGroup,
+    identity: Mapping[str, Any],
+    *,
+    information: Mapping[str, Any] | None = None,
+    generation: int = 0,
+    secret: bytes | None = None,
+    timeout_seconds: float = 60.0,
+    start_seconds: float | None = None,
+    long_seconds: float = 1800.0,
+    bind_host: str | None = None,
+    listener: socket.socket | None = None,
+    on_failure: Callable[[Failure], None] = end_process,
+    announce: Callable[[str], None] = announce_line,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Session:
+    """Meet the other workers of the job at the chief's address, and check that all were started alike.
+
+    Args:
+        group: who takes part. The chief, worker 0, listens at ``group.coordinator``; all others connect to it.
+        identity: what must be equal on all workers, values of JSON: versions, the script's digest, options.
+        information: what the others may know of this worker, in :attr:`Session.peers`.
+        generation: how many times this job was started again. Leftovers of an earlier start are turned away.
+        secret: the workers prove to each other that they know it. None: no proof is asked.
+        timeout_seconds: limit of every wait but the two that follow.
+        start_seconds: limit of the wait for all workers here; None: ``timeout_seconds``.
+        long_seconds: limit for what may take long: a worker in the activity ``"start"`` or ``"compiling"``.
+        bind_host: address of this machine that the chief listens on; None: chosen by the coordinator's host.
+        listener: a socket that listens already, for the chief; then nothing is bound.
+        on_failure: is called once, in the session's thread, when the job cannot go on; by default the process says why and ends.
+        announce: takes the lines about waits.
+        clock: gives seconds, and is not set back.
+        sleep: waits between two tries to connect.
+
+    Raises:
+        ClusterError: who is missing, or which worker differs in what; the same sentence on every worker.
+        OptionError: what a worker says of itself is not of JSON, or too large.
+    """
+    me = Peer(
+        index=group.index,
+        workers=group.workers,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        generation=generation,
+        identity=plain(identity),
+        information=plain(information or {}),
+        address=group.coordinator if group.is_chief else "",
+    )
+    introduction(me)
+    limits = Limits(timeout_seconds, long_seconds)
+    seconds = timeout_seconds if start_seconds is None else start_seconds
+    wait = _Wait(group, me, secret, limits, seconds, Notice(announce, clock), announce, clock, sleep)
+    server = None
+    if group.is_chief:
+        if listener is None and group.workers > 1:
+            listener = open_listener(group.coordinator, bind_host, announce)
+        server = Server(group, me, listener, secret, limits, seconds, announce, clock)
+        connection, peers = wait.as_chief(server)
+    else:
+        connection, peers = wait.as_worker()
+    if wait.notice.was_told:
+        announce(f"all {group.workers} workers are here after {wait.notice.seconds:.0f} s")
+    return Session(group, peers, connection, server, limits, on_failure, announce, clock)
+
+
+class _NotYetError(Exception):
+    """The chief is not there yet."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """The wait of one worker until all are here: its arguments are those of :func:`join`."""
+
+    group: WorkerGroup
+    me: Peer
+    secret: bytes | None
+    limits: Limits
+    seconds: float
+    notice: Notice
+    announce: Callable[[str], None]
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+
+    def as_chief(self, server: Server) -> Met:
+        """Wait for the others; where the job cannot start, stay until they have heard why."""
+        try:
+            return self._until_all_are_here(server.connection)
+        except BaseException as error:
+            if isinstance(error, ClusterError):
+                server.told.wait(LINGER_SECONDS)
+            server.stop()
+            server.connection.close()
+            raise
+
+    def as_worker(self) -> Met:
+        """Look for the chief until it lets this worker in."""
+        while True:
+            try:
+                return self._try()
+            except _NotYetError as error:
+                reason = str(error)
+            if self.notice.seconds > self.seconds:
+                raise ClusterError(
+                    f"{self.group.name}: {self._chief} was not met within {self.seconds:.0f} s: {reason}. Is it started, and "
+                    f"can it be reached from here?",
+                    exit_codes.PEER_LOST,
+                )
+            self.notice.tell(f"{self._chief} ({reason})")
+            self.sleep(_RETRY_SECONDS)
+
+    @property
+    def _chief(self) -> str:
+        return f"worker 0 of {self.group.workers}, the chief at {self.group.coordinator},"
+
+    def _try(self) -> Met:
+        connection = self._connect()
+        try:
+            self._introduce(connection)
+            return self._until_all_are_here(connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _connect(self) -> Connection:
+        seconds = max(_RETRY_SECONDS, min(_CONNECT_SECONDS, self.seconds - self.notice.seconds))
+        try:
+            connected = socket.create_connection(split_address("the coordinator", self.group.coordinator), seconds)
+        except OSError as error:
+            raise _NotYetError(error.strerror or str(error)) from None
+        if connected.getsockname() == connected.getpeername():
+            connected.close()  # A free port can be given to the very socket that tries to reach it.
+            raise _NotYetError("nobody listens there")
+        return Connection(connected)
+
+    def _introduce(self, connection: Connection) -> None:
+        nonce = new_nonce()
+        connection.send(hello(nonce))
+        challenge = connection.wait(HANDSHAKE_SECONDS)
+        if challenge is None or challenge["kind"] != "challenge":
+            raise _NotYetError(
+                f"what answers there is no chief of a Lockstep job: {connection.ended or 'it says nothing'}"
+            )
+        try:
+            connection.send(answer(challenge, nonce, self.me, self.secret))
+        except StrangerError as error:
+            connection.send(other_secret())
+            raise ClusterError(
+                f"{self.group.name} cannot join {self._chief} {challenge.get('process')}: {error}."
+            ) from None
+
+    def _until_all_are_here(self, connection: Connection) -> Met:
+        """All workers, as soon as the chief says that they are here; it also says when the wait is over."""
+        heard = self.clock()
+        while True:
+            message = connection.wait(_RETRY_SECONDS)
+            if message is not None:
+                heard = self.clock()
+                if message["kind"] == "welcome":
+                    return connection, tuple(self._peer(known) for known in message["peers"])
+                self._listen(message)
+            elif connection.ended is not None or self.clock() - heard > self.limits.timeout:
+                what = connection.ended or f"it said nothing for {self.limits.timeout:.0f} s"
+                raise ClusterError(f"{self._chief} went away before all had joined: {what}.", exit_codes.PEER_LOST)
+
+    def _listen(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "beat" and START in message["missing"]:
+            self.notice.tell(listed(message["missing"][START]["names"]))
+        elif message["kind"] == "refuse" and message["again"]:
+            raise _NotYetError(message["sentence"])
+        elif message["kind"] == "refuse":
+            raise ClusterError(message["sentence"], message["exit_code"])
+
+    def _peer(self, known: dict[str, Any]) -> Peer:
+        return replace(self.me, **known)

@@ -1,0 +1,142 @@
+"""Who is missing or stuck: arithmetic on what was last heard of the workers.
+
+A worker that is not heard of for ``timeout`` is silent. One that does not go on for ``timeout``, in an activity of
+``MAY_TAKE_LONG`` for ``long``, is stuck where another waits in a later step for ``timeout``. Where all stay in one step, which
+may be a long one, that takes ``long`` too.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lockstep.cluster.failure import Failure, Kind
+from lockstep.cluster.peer import Peer
+from lockstep.cluster.waiting import listed
+
+__all__ = ["BEAT_SECONDS", "MAY_TAKE_LONG", "START", "STEP", "WAITING", "Awake", "Beat", "Limits", "look"]
+
+BEAT_SECONDS = 0.5
+START = "start"
+STEP = "step"
+WAITING = "waiting for others at "  # and the topic: in a call of the session.
+MAY_TAKE_LONG = (START, "compiling")
+
+_PAUSE = 4 * BEAT_SECONDS
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long what may take, in seconds: a wait, and an activity of ``MAY_TAKE_LONG``."""
+
+    timeout: float
+    long: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What is known of one worker.
+
+    Args:
+        peer: who it is.
+        heard: when it was last heard of; times are the observer's, in seconds.
+        step: the last that it has come to.
+        activity: what its main thread does there.
+        since: when it began to.
+        left: whether it has come to its end in order.
+    """
+
+    peer: Peer
+    heard: float
+    step: int = 0
+    activity: str = START
+    since: float = 0.0
+    left: bool = False
+
+    @property
+    def doing(self) -> str:
+        """What it does, for messages."""
+        return f"in {self.activity!r} at step {self.step}"
+
+
+def look(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
+    """Why the job cannot go on; None where all is well.
+
+    Example:
+        >>> here, there = Peer(0, 2, "a", 70), Peer(1, 2, "b", 71)
+        >>> look(65.0, [Beat(here, 65, 8, "step", 4), Beat(there, 64.8, 7, "data", 3)], Limits(60, 1800)).sentence
+        "worker 1 of 2 (b, process 71) is stuck: in 'data' at step 7 for 62 s; worker 0 waits for it in step 8."
+    """
+    return _silent(now, beats, limits) or _stuck(now, beats, limits) or _standstill(now, beats, limits)
+
+
+def _silent(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
+    found = [beat for beat in beats if not beat.left and now - beat.heard > limits.timeout]
+    if not found:
+        return None
+    beat = min(found, key=lambda beat: beat.heard)
+    return failure(
+        Kind.SILENT,
+        beat.peer,
+        f"does not answer: no sign of life for {now - beat.heard:.0f} s, last {beat.doing} "
+        f"(stopped, or cut off from the network).",
+    )
+
+
+def _stuck(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
+    waiting = [beat for beat in beats if _has_waited(now, beat, limits.timeout)]
+    if not waiting:
+        return None
+    first = max(waiting, key=lambda beat: beat.step)
+    behind = [beat for beat in beats if beat.step < first.step]
+    if not behind or any(_goes_on(now, beat, limits) for beat in behind):
+        return None  # One that compiles, say, may be what all the others wait for.
+    beat = min(behind, key=lambda beat: (beat.activity.startswith(WAITING), beat.step, beat.since))
+    waits = f"worker {first.peer.index} waits for it in step {first.step}."
+    if beat.left:
+        return failure(Kind.LEFT, beat.peer, f"came to its end after step {beat.step}; {waits}")
+    return failure(Kind.STUCK, beat.peer, f"is stuck: {beat.doing} for {now - beat.since:.0f} s; {waits}")
+
+
+def _standstill(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
+    staying = [beat for beat in beats if not beat.left]
+    if len(staying) < 2 or not any(_has_waited(now, beat, limits.long) for beat in staying):
+        return None
+    if any(now - beat.since <= limits.long for beat in staying):
+        return None
+    beat = min(staying, key=lambda beat: (beat.step, beat.since))
+    places = listed(f"worker {other.peer.index} {other.doing}" for other in staying)
+    return failure(Kind.STUCK, beat.peer, f"is stuck for {now - beat.since:.0f} s, as are all others: {places}.")
+
+
+def failure(kind: Kind, peer: Peer, what: str) -> Failure:
+    """A failure of ``peer``; ``what`` ends the sentence that begins with its name."""
+    return Failure(kind, peer.index, peer.host, peer.pid, f"{peer} {what}")
+
+
+def _has_waited(now: float, beat: Beat, seconds: float) -> bool:
+    return not beat.left and beat.activity == STEP and now - beat.since > seconds
+
+
+def _goes_on(now: float, beat: Beat, limits: Limits) -> bool:
+    limit = limits.long if beat.activity in MAY_TAKE_LONG else limits.timeout
+    return not beat.left and now - beat.since <= limit
+
+
+class Awake:
+    """Since when this process runs without a pause: one that was stopped itself has heard nobody, and means nothing.
+
+    Args:
+        clock: gives seconds, and is not set back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = self.since = clock()
+
+    def tick(self) -> float:
+        """Say that this process runs, each ``BEAT_SECONDS``; gives the time."""
+        now = self._clock()
+        if now - self._last > _PAUSE:
+            self.since = now
+        self._last = now
+        return now
