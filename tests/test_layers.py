@@ -13,6 +13,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     ("_errors", "_version"),
     ("_keras", "_logging"),
+    ("cluster",),
     ("topology",),
     ("collectives", "data"),
     ("step",),

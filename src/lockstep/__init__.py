@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep._errors import (
     BackendError,
+    ClusterError,
     ContractError,
     DeterminismError,
     DeviceError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoAllReduce",
     "BackendError",
+    "ClusterError",
     "CommunicationImplementation",
     "CommunicationOptions",
     "ContractError",

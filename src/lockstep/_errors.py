@@ -2,6 +2,7 @@
 
 LockstepError
 ├── BackendError      Keras is not what we need: another backend, an unknown version        (RuntimeError)
+├── ClusterError      what says who takes part is missing, wrong or contradicts itself       (ValueError)
 ├── ContractError     a cross-device operation does not do what it promises                  (AssertionError)
 ├── DeterminismError  the same step gave different bits                                     (RuntimeError)
 ├── DeviceError       a device is unknown, absent, named twice, or it is too late to make it  (ValueError)
@@ -26,6 +27,10 @@ class LockstepError(Exception):
 
 class BackendError(LockstepError, RuntimeError):
     """Keras runs on another backend, or has a shape that this version of Lockstep does not know."""
+
+
+class ClusterError(LockstepError, ValueError):
+    """What says which processes take part is missing, wrong or contradicts itself."""
 
 
 class ContractError(LockstepError, AssertionError):
