@@ -19,7 +19,7 @@ LAYERS = (
     ("step",),
     ("loops",),
     ("strategies",),
-    ("config", "datasets", "testing"),
+    ("cluster_resolver", "config", "datasets", "testing"),
     ("report",),
     ("cli",),
 )
