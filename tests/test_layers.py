@@ -13,12 +13,13 @@ PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     ("_errors", "_version"),
     ("_keras", "_logging"),
-    ("cluster", "topology"),
+    ("cluster",),
+    ("topology",),
     ("collectives", "data"),
     ("step",),
     ("loops",),
     ("strategies",),
-    ("config", "datasets", "testing"),
+    ("cluster_resolver", "config", "datasets", "testing"),
     ("report",),
     ("cli",),
 )

@@ -22,7 +22,7 @@ from lockstep._errors import (
 from lockstep._version import __version__
 
 if TYPE_CHECKING:
-    from lockstep import config, datasets, testing
+    from lockstep import cluster_resolver, config, datasets, testing
     from lockstep.collectives import (
         AutoAllReduce,
         CommunicationImplementation,
@@ -76,6 +76,7 @@ __all__ = [
     "TreeAllReduce",
     "ValueContext",
     "__version__",
+    "cluster_resolver",
     "compute_average_loss",
     "config",
     "datasets",
@@ -117,7 +118,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("config", "datasets", "testing"):
+    if name in ("cluster_resolver", "config", "datasets", "testing"):
         return import_module(f"lockstep.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

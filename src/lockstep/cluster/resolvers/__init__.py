@@ -1,0 +1,89 @@
+"""Which schedulers and launchers are known, and in which order they are looked for."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from lockstep._errors import ClusterError
+from lockstep.cluster.ports import COORDINATOR
+from lockstep.cluster.resolvers.base import ClusterResolver, EnvironmentResolver
+from lockstep.cluster.resolvers.jax_variables import JaxClusterResolver
+from lockstep.cluster.resolvers.kubernetes import KubernetesClusterResolver
+from lockstep.cluster.resolvers.open_mpi import OpenMpiClusterResolver
+from lockstep.cluster.resolvers.ray_train import RayClusterResolver
+from lockstep.cluster.resolvers.simple import SimpleClusterResolver
+from lockstep.cluster.resolvers.slurm import SlurmClusterResolver
+from lockstep.cluster.resolvers.tf_config import TFConfigClusterResolver
+from lockstep.cluster.resolvers.torchrun import TorchrunClusterResolver
+
+__all__ = [
+    "RESOLVERS",
+    "ClusterResolver",
+    "EnvironmentResolver",
+    "JaxClusterResolver",
+    "KubernetesClusterResolver",
+    "OpenMpiClusterResolver",
+    "RayClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
+    "resolve",
+]
+
+# Variables are inherited, so that a process sees those of everything above it. The one that knows it best stands first:
+# from what was set for this one process on purpose, over what started it, to what only gave it its machines.
+RESOLVERS: tuple[type[EnvironmentResolver], ...] = (
+    TFConfigClusterResolver,  # The user's own words, maybe in this very script; lockstep run sets it, too.
+    TorchrunClusterResolver,  # Set for each process by its parent, which srun, mpirun or a pod may have started.
+    JaxClusterResolver,  # Set for each process by hand or in a manifest, also in an Indexed Job.
+    OpenMpiClusterResolver,  # mpirun starts its daemons with srun, and its processes inherit the daemons' SLURM_*.
+    RayClusterResolver,  # Ray's workers inherit what `ray start` was started with, srun or a pod.
+    SlurmClusterResolver,
+    KubernetesClusterResolver,  # Last, as pods may run any of those above.
+)
+
+
+def resolve(
+    environ: Mapping[str, str] = os.environ, resolvers: Sequence[type[EnvironmentResolver]] = RESOLVERS
+) -> ClusterResolver | None:
+    """The first resolver whose variables are set; None where none are, that is for a process that trains alone.
+
+    Where others are set as well and say something else, a note of the group says what was not used.
+
+    Args:
+        environ: names and values.
+        resolvers: in the order in which they are tried.
+
+    Raises:
+        ClusterError: the variables of the first one are incomplete or contradict each other.
+
+    Example:
+        >>> from lockstep.cluster_resolver import resolve
+        >>> environ = {"JAX_COORDINATOR_ADDRESS": "a:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+        >>> resolve(environ)
+        <JaxClusterResolver: worker 1 of 2, worker 0 at a:1234, from JAX's variables>
+        >>> resolve({}) is None
+        True
+    """
+    present = [resolver for resolver in resolvers if resolver.is_present(environ)]
+    if not present:
+        return None
+    first = present[0](environ=environ)
+    group = first.group()
+    known = {**environ, COORDINATOR: group.coordinator}  # Those that are not used need not look for worker 0.
+    return first.noting(*(note for other in present[1:] for note in _not_used(other, known, first)))
+
+
+def _not_used(other: type[EnvironmentResolver], environ: Mapping[str, str], first: ClusterResolver) -> list[str]:
+    """A sentence if ``other`` says something else than ``first``."""
+    try:
+        ignored, group = other(environ=environ).group(), first.group()
+    except ClusterError:  # It need not be complete to be ignored.
+        return []
+    if ignored.workers == 1 or (ignored.workers, ignored.index) == (group.workers, group.index):
+        return []
+    return [
+        f"{ignored.source} says that this process is worker {ignored.index} of {ignored.workers}. That is not used, as "
+        f"{group.source}, which is nearer to the process, says worker {group.index} of {group.workers}; pass a resolver to "
+        "the strategy to choose."
+    ]

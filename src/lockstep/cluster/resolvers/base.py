@@ -1,0 +1,80 @@
+"""What every resolver answers, and what those that read the environment have in common."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from copy import copy
+from typing import ClassVar, Self
+
+from lockstep.cluster.group import WorkerGroup
+from lockstep.cluster.membership import Membership
+from lockstep.cluster.spec import ClusterSpec
+from lockstep.cluster.variables import Variables
+
+__all__ = ["ClusterResolver", "EnvironmentResolver"]
+
+
+class ClusterResolver:
+    """Says which processes train together and which of them this one is.
+
+    Counterpart of ``tf.distribute.cluster_resolver.ClusterResolver``. What a resolver says was read when it was made; no
+    network was asked.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of the cluster whose addresses are known: all, or that of worker 0 only."""
+        return self._membership.spec
+
+    @property
+    def task_type(self) -> str:
+        """The job of this process: ``chief``, ``worker`` or ``evaluator``."""
+        return self._membership.task_type
+
+    @property
+    def task_id(self) -> int:
+        """The index of this process in its job."""
+        return self._membership.task_id
+
+    def group(self) -> WorkerGroup:
+        """The processes that train in step with this one."""
+        return self._membership.group
+
+    def noting(self, *notes: str) -> Self:
+        """This resolver with further sentences in the notes of its group."""
+        noted = copy(self)
+        noted._membership = self._membership.noting(*notes)
+        return noted
+
+    def __repr__(self) -> str:
+        group = self.group()
+        return f"<{type(self).__name__}: {group.name}, worker 0 at {group.coordinator}, from {group.source}>"
+
+
+class EnvironmentResolver(ClusterResolver, ABC):
+    """A resolver that reads variables which a scheduler or launcher has set.
+
+    Args:
+        environ: names and values. Nothing else is read, and nothing is written.
+
+    Raises:
+        ClusterError: a variable is missing, has a value that it cannot have, or contradicts another.
+    """
+
+    source: ClassVar[str]  # The scheduler, as messages name it.
+    variables: ClassVar[tuple[str, ...]]  # The names of those that are read.
+    cure: ClassVar[str]  # A sentence for the user who lacks one.
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__(self._read(Variables(self.source, environ, self.cure)))
+
+    @classmethod
+    @abstractmethod
+    def is_present(cls, environ: Mapping[str, str]) -> bool:
+        """True where the variables say that this scheduler started the process, rightly or wrongly."""
+
+    @abstractmethod
+    def _read(self, variables: Variables) -> Membership:
+        """What this process is, according to the variables."""

@@ -1,0 +1,69 @@
+"""The environment as one resolver reads it: every error names the variable, its value and what was expected."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep._errors import ClusterError
+
+__all__ = ["Variables"]
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The variables of one scheduler.
+
+    Args:
+        source: the scheduler, as messages name it.
+        environ: names and values; nothing else is read, and nothing is written.
+        cure: a sentence for the user who lacks one of them.
+    """
+
+    source: str
+    environ: Mapping[str, str]
+    cure: str
+
+    def text(self, name: str, meaning: str) -> str:
+        """A variable that must be there and not be blank.
+
+        Args:
+            name: of the variable.
+            meaning: a phrase for the error: ``"the number of processes"``.
+
+        Raises:
+            ClusterError: it is not there, or blank.
+        """
+        value = self.environ.get(name)
+        if value is None or not value.strip():
+            state = "is not set" if value is None else f"is {value!r}"
+            raise ClusterError(f"{self.source}: {name}, {meaning}, {state}. {self.cure}")
+        return value.strip()
+
+    def whole(self, name: str, meaning: str, least: int = 0, most: int | None = None) -> int:
+        """A variable that must be a whole number from ``least`` to ``most``.
+
+        Raises:
+            ClusterError: it is not there, or something else.
+        """
+        value = self.text(name, meaning)
+        number = int(value) if value.isdecimal() and value.isascii() else None
+        if number is None or number < least or (most is not None and number > most):
+            allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise ClusterError(
+                f"{self.source}: {name}, {meaning}: expected a whole number {allowed}, got {value!r}. {self.cure}"
+            )
+        return number
+
+    def index_and_count(self, index: str, count: str, what: str = "processes") -> tuple[int, int]:
+        """The number of this process and that of all: 0 <= index < count.
+
+        Args:
+            index: name of the variable with the first.
+            count: name of the variable with the second.
+            what: is counted.
+
+        Raises:
+            ClusterError: one is not there or no number, or they do not fit together.
+        """
+        all_ = self.whole(count, f"the number of {what}", least=1)
+        own = self.whole(index, f"the number of this one of {all_} {what} ({count})", most=all_ - 1)
+        return own, all_
