@@ -18,6 +18,7 @@ LAYERS = (
     ("collectives", "data"),
     ("step",),
     ("loops",),
+    ("workers",),
     ("strategies",),
     ("cluster_resolver", "config", "datasets", "testing"),
     ("report",),

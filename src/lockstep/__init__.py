@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lockstep.loops.losses import compute_average_loss, scale_regularization_loss
     from lockstep.loops.values import PerReplica
     from lockstep.strategies.mirrored import MirroredStrategy
+    from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = [
     "AutoAllReduce",
@@ -65,6 +66,7 @@ __all__ = [
     "LockstepError",
     "MirroredStrategy",
     "ModelError",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OptionError",
     "PerReplica",
@@ -100,6 +102,7 @@ _LATER = {
     "InputContext": "lockstep.loops.datasets",
     "InputOptions": "lockstep.data.options",
     "MirroredStrategy": "lockstep.strategies.mirrored",
+    "MultiWorkerMirroredStrategy": "lockstep.strategies.multi_worker",
     "NcclAllReduce": "lockstep.collectives",
     "PerReplica": "lockstep.loops.values",
     "ReduceOp": "lockstep.collectives",

@@ -1,10 +1,10 @@
 """The seam: the only file that touches what Keras does not document.
 
-What is used, all of it seen in Keras 3.15: the trainer's ``make_*_function`` methods and the functions that they leave
-in ``train_function``, ``test_function`` and ``predict_function``; ``_jax_state``, out of which ``jax_state_sync`` writes
-values back into variables; ``stateless_call``, looked up on the instance; the masks that Keras
-hangs on tensors; ``_flatten_layers``; the name of a seed generator's variable; the data adapters, and the generator that
-puts batches on the default device. :func:`check_keras` refuses a Keras where they are missing.
+What is used, all seen in Keras 3.15: the trainer's ``make_*_function`` methods and what they leave in ``train_function``,
+``test_function`` and ``predict_function``; ``_jax_state``, out of which ``jax_state_sync`` writes values back into
+variables; ``stateless_call``, looked up on the instance; the masks that Keras hangs on tensors; ``_flatten_layers``; the
+names of seed generators' variables and the seed of all; the data adapters, and the generator that puts batches on the
+default device. :func:`check_keras` refuses a Keras where they are missing.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ try:
     from keras.src.trainers.data_adapters.array_slicing import train_validation_split
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
     from keras.src.trainers.data_adapters.data_adapter_utils import get_jax_iterator, unpack_x_y_sample_weight
+    from keras.src.utils.rng_utils import get_random_seed
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "tensorflow":
         raise
@@ -41,6 +42,7 @@ __all__ = [
     "check_keras",
     "get_jax_iterator",
     "get_keras_mask",
+    "get_random_seed",
     "has_no_stated_aggregation",
     "is_arrays",
     "is_seed",
@@ -252,9 +254,7 @@ def is_arrays(adapter: DataAdapter) -> bool:
     return isinstance(adapter, data_adapters.ArrayDataAdapter)
 
 
-def standard_batch(adapter: data_adapters.PyDatasetAdapter, batch: Any) -> Any:
-    """What a PyDataset returned, as a tuple, with the weights of its classes."""
-    return adapter._standardize_batch(batch)
+standard_batch = data_adapters.PyDatasetAdapter._standardize_batch  # what a PyDataset returned, as a tuple
 
 
 def on_its_way(iterator: Any) -> Any:

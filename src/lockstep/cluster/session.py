@@ -54,7 +54,7 @@ class Session:
         group: who takes part.
         peers: all workers, in order.
         failure: why the job cannot go on; None as long as it can.
-        departed: workers that came to their end in order.
+        departed: workers that came to their end.
 
     Example:
         >>> from lockstep.cluster.group import WorkerGroup
@@ -79,7 +79,7 @@ class Session:
         self.group, self.peers = group, peers
         self.failure: Failure | None = None
         self.departed: set[int] = set()
-        self._connection, self._server, self._limits = connection, server, limits
+        self._connection, self._server, self.limits = connection, server, limits
         self._on_failure, self._announce, self._clock = on_failure, announce, clock
         self._process = os.getpid()
         self._progress: tuple[int, str, float] = (0, START, clock())
@@ -214,7 +214,7 @@ class Session:
             self._loop.call(lambda: self._connection.send(frame))
             if lane == MAIN:
                 self.report(step, f"{WAITING}{operation} {topic!r}")
-            self._await(call, lane, f"{operation} {topic!r}", timeout_seconds or self._limits.timeout)
+            self._await(call, lane, f"{operation} {topic!r}", timeout_seconds or self.limits.timeout)
             return call.values
         finally:
             if lane == MAIN:
@@ -226,7 +226,7 @@ class Session:
         while not call.done.wait(_POLL_SECONDS):
             missing = self._missing.get(lane)
             names = listed(missing["names"]) if missing else str(self.peers[0])
-            limit = max(seconds, self._limits.long) if missing and missing["long"] else seconds
+            limit = max(seconds, self.limits.long) if missing and missing["long"] else seconds
             if notice.seconds > limit:
                 raise ClusterError(f"{names}: did not come to {what} within {limit:.0f} s.", exit_codes.NO_PROGRESS)
             notice.tell(f"{names}, at {what}")
@@ -237,7 +237,7 @@ class Session:
     def _say_goodbye(self) -> None:
         self._send({"kind": "leave"})
         notice = Notice(self._announce, self._clock)
-        seconds = self._limits.timeout if self.group.is_chief else _GOODBYE_SECONDS
+        seconds = self.limits.timeout if self.group.is_chief else _GOODBYE_SECONDS
         while not self._noted.wait(_POLL_SECONDS):
             missing = self._missing.get(LEAVE)
             if notice.seconds > seconds:
@@ -286,7 +286,7 @@ class Session:
         age = max(0.0, now - max(since, self._awake.since))
         self._connection.send(encode({"kind": "beat", "step": step, "activity": activity, "seconds": age}))
         silent = now - max(self._heard, self._awake.since)
-        if silent > self._limits.timeout and self._connection.ended is None:
+        if silent > self.limits.timeout and self._connection.ended is None:
             what = f"does not answer: no sign of life for {silent:.0f} s (stopped, or cut off from the network)."
             self._lose(failure(Kind.SILENT, self.peers[0], f"{what} It was the chief."))
         self._loop.later(BEAT_SECONDS, self._beat)

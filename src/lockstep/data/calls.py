@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,16 +20,28 @@ from lockstep import _keras
 from lockstep._errors import OptionError
 from lockstep.data.advice import about_kept_order, about_order, about_rows
 from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
-from lockstep.data.inputs import Input
+from lockstep.data.inputs import Check, Input
 from lockstep.data.kinds import source_of
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import Placement, count_rows
 from lockstep.data.sources import AdapterSource, Pending, Source
 
-__all__ = ["Inputs"]
+__all__ = ["Inputs", "Together"]
 
 Tell = Callable[[str], None]
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
+
+
+class Together:
+    """What surrounds a call and the batches of its input; this one does nothing. Processes that train together do more."""
+
+    def during(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+        """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments."""
+        return nullcontext()
+
+    def checking(self, name: str) -> Check | None:
+        """What looks at the batches of an input, in the thread that reads them."""
+        return None
 
 
 class Inputs:
@@ -38,10 +50,11 @@ class Inputs:
     Args:
         placement: devices and number of replicas.
         options: what the user has chosen.
+        together: what surrounds the calls.
     """
 
-    def __init__(self, placement: Placement, options: InputOptions) -> None:
-        self._placement, self._options = placement, options
+    def __init__(self, placement: Placement, options: InputOptions, together: Together) -> None:
+        self._placement, self._options, self._together = placement, options, together
         # What was read from a generator and not used waits here for the next call; with the generator it goes away.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
@@ -85,6 +98,7 @@ class Inputs:
                 shuffle = given.pop("shuffle", True) if name == "fit" else False
                 made = make(*data, steps_per_epoch=given.get(_STEPS[name]), shuffle=shuffle, **options)
                 given["x"] = stack.enter_context(_closing(made))
+                stack.enter_context(self._together.during(model, name, given))
                 return original(*call.args, **call.kwargs)
 
         return method
@@ -108,6 +122,7 @@ class Inputs:
             options["steps_per_epoch"],
             tell,
             (lambda rows: about_rows(rows, self._placement.replicas)) if is_fit else (lambda rows: None),
+            self._together.checking(source.name),
         )
 
     def _pending_of(self, generator: Any) -> Pending:

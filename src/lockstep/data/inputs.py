@@ -20,9 +20,10 @@ from lockstep.data.feed import Direct, Feed, Reader
 from lockstep.data.placement import Rows
 from lockstep.data.sources import Source
 
-__all__ = ["Epoch", "Input", "next_batch"]
+__all__ = ["Check", "Epoch", "Input", "next_batch"]
 
 Place = Callable[[Any], Any]
+Check = Callable[[int, Any], None]  # given the number of a batch and the batch on the host; None at the end
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ class Epoch:
         place: puts a batch on the devices.
         depth: number of batches that are placed ahead; 0 for none.
         meter: measures the waits.
+        check: looks at each batch before it is placed.
     """
 
-    def __init__(self, source: Source, place: Place, depth: int, meter: Meter) -> None:
+    def __init__(self, source: Source, place: Place, depth: int, meter: Meter, check: Check | None = None) -> None:
         self._source, self._place, self._depth, self._meter = source, place, depth, meter
+        self._check, self._number = check, 0
         self._batches: Iterator[Any] | None = None
         self._looked: deque[Any] = deque()
         self._allowance: float | None = None
@@ -108,7 +111,15 @@ class Epoch:
         return next(self._batches)
 
     def _read(self) -> _Read:
-        host = self._looked.popleft() if self._looked else self._next()
+        try:
+            host = self._looked.popleft() if self._looked else self._next()
+        except StopIteration:
+            if self._check:
+                self._check(self._number, None)
+            raise
+        if self._check:
+            self._check(self._number, host)
+        self._number += 1
         placed = self._place(host)
         if self._depth:
             jax.block_until_ready(placed)
@@ -129,6 +140,7 @@ class Input(_keras.DataAdapter):
         steps: number of batches of an epoch, or None for all of them.
         tell: is given a sentence where something could be done better.
         advise: what to say about a batch of so many rows.
+        check: looks at each batch before it is placed.
     """
 
     def __init__(
@@ -139,10 +151,11 @@ class Input(_keras.DataAdapter):
         steps: int | None,
         tell: Callable[[str], None],
         advise: Callable[[int], str | None] = lambda rows: None,
+        check: Check | None = None,
     ) -> None:
         self._source, self._place, self._depth = source, place, depth
         self._steps = math.inf if steps is None else steps
-        self._tell, self._advise = tell, advise
+        self._tell, self._advise, self._check = tell, advise, check
         self._meter = Meter()
         self._epoch: Epoch | None = None
         self._within = self._seen = False
@@ -151,7 +164,7 @@ class Input(_keras.DataAdapter):
         """A new pass; what an earlier one has left goes back to the source."""
         if self._epoch:
             self._epoch.close()
-        self._epoch = Epoch(self._source, self._placed, self._depth, self._meter)
+        self._epoch = Epoch(self._source, self._placed, self._depth, self._meter, self._check)
         self._epoch.allow(self._steps)
         return self._epoch
 

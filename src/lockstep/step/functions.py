@@ -21,7 +21,7 @@ from lockstep.step.replica import Merge
 from lockstep.step.splitting import CannotSplit, SplitCall, merge_of
 from lockstep.topology.devices import device_name
 
-__all__ = ["STATE", "StepFunctions"]
+__all__ = ["STATE", "StepFunctions", "StepListener"]
 
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
@@ -32,6 +32,19 @@ STATE = {
 KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
 
 
+class StepListener:
+    """Is told of each step, in the thread that starts it; this one does nothing."""
+
+    def reads(self) -> None:
+        """The next batch is waited for."""
+
+    def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
+        """A step of ``kind`` ("train", "test" or "predict") is about to be started, or compiled first."""
+
+    def ended(self, model: keras.Model, kind: str, state: Any) -> None:
+        """It was started; ``state`` is what it will have left."""
+
+
 class StepFunctions:
     """Builds the train, test and predict function of one model under one strategy.
 
@@ -40,13 +53,22 @@ class StepFunctions:
         placement: devices and number of replicas.
         plan: how compiled steps are run.
         tell: is given a sentence wherever the model does not run in the usual way.
+        listener: is told of each step.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, plan: Plan, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        placement: Placement,
+        plan: Plan,
+        tell: Callable[[str], None],
+        listener: StepListener,
+    ) -> None:
         self.model = model
         self.placement = placement
         self.plan = plan
         self.tell = tell
+        self.listener = listener
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """The function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
@@ -59,13 +81,16 @@ class StepFunctions:
             results = []
             try:
                 for position in range(self.model.steps_per_execution):
+                    self.listener.reads()
                     try:
                         batch = next_batch(iterator, last)
                     except StopIteration:
                         if position:
                             break  # The input ends within the steps of one call.
                         raise
+                    self.listener.begins(self.model, kind, batch)
                     last, state = step(state, batch)
+                    self.listener.ended(self.model, kind, state)
                     results.append(last)
             except BaseException:
                 _keras.keep_values(self.model, STATE[kind], state)
@@ -77,7 +102,7 @@ class StepFunctions:
     def _step(self, kind: str) -> KerasStep:
         keras_step, plan = _keras_step(self.model, kind), self.plan
         if self.model.run_eagerly or not self.model.jit_compile:
-            device = self.placement.devices[0]
+            device = self.placement.devices[self.placement.own_places[0]]
             self.tell(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
             plan = EagerPlan(device)
 

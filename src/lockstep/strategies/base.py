@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,13 +15,13 @@ from lockstep import _keras
 from lockstep._errors import ModelError, OptionError, ScopeError, whole_number
 from lockstep._logging import announce
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
-from lockstep.data.calls import Inputs
+from lockstep.data.calls import Inputs, Together
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
 from lockstep.loops.context import ReplicaContext, open_scopes
 from lockstep.loops.model import call_on_replica
 from lockstep.loops.tools import LoopTools
-from lockstep.step.functions import StepFunctions
+from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
 from lockstep.topology.determinism import describe_determinism, is_deterministic, prepare_determinism
@@ -67,8 +68,8 @@ class Strategy(LoopTools):
         self._plan = self._plan_for(self._placement)
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._input_options = _options_of(input_options)
-        self._inputs = Inputs(self._placement, self._input_options)
-        announce(self._summary())
+        self._inputs = Inputs(self._placement, self._input_options, self._together())
+        self._announce(self._summary())
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -180,9 +181,9 @@ class Strategy(LoopTools):
         def tell(reason: str) -> None:
             if reason not in told:
                 told.add(reason)
-                announce(f"Model {model.name!r}: {reason}.")
+                self._announce(f"Model {model.name!r}: {reason}.")
 
-        functions = StepFunctions(model, self._placement, self._plan, tell)
+        functions = StepFunctions(model, self._placement, self._plan, tell, self._listener)
 
         def make(kind: str) -> Any:
             _refuse_other_scope(model, self)
@@ -194,6 +195,18 @@ class Strategy(LoopTools):
         _keras.adopt(model, self, make)
         notes = self._inputs.install(model, tell)
         self._models.add(model)
+
+    def _together(self) -> Together:
+        """What happens around each call of fit, evaluate and predict."""
+        return Together()
+
+    @cached_property
+    def _listener(self) -> StepListener:
+        """Who is told of each step."""
+        return StepListener()
+
+    def _announce(self, message: str) -> None:
+        announce(message)
 
     @contextlib.contextmanager
     def _models_in_replica(self, context: ReplicaContext) -> Iterator[None]:

@@ -12,7 +12,7 @@ from keras import initializers, layers
 from lockstep import _keras
 from lockstep._errors import DeterminismError
 from lockstep.data.placement import Placement
-from lockstep.step.functions import StepFunctions
+from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import Plan
 from lockstep.topology.devices import device_name
 
@@ -33,7 +33,7 @@ def compare_steps(model: keras.Model, batch: Any, ways: Sequence[tuple[Placement
     state = _keras.training_state(model, batch)
     outcomes = []
     for placement, plan in ways:
-        step = StepFunctions(model, placement, plan, lambda _: None).make("train")
+        step = StepFunctions(model, placement, plan, lambda _: None, StepListener()).make("train")
         logs, new = step(jax.tree.map(jax.numpy.copy, state), iter([batch]))
         outcomes.append(_named(model, logs, new))
     for (placement, _), outcome in zip(ways[1:], outcomes[1:], strict=True):

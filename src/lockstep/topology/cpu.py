@@ -13,7 +13,15 @@ import jax
 
 from lockstep._errors import DeviceError, whole_number
 
-__all__ = ["check_thread_pool", "ensure_cpu_devices", "pool_threads", "set_logical_cpu_devices", "start_with_threads"]
+__all__ = [
+    "check_thread_pool",
+    "ensure_cpu_devices",
+    "has_started",
+    "pool_threads",
+    "reserve_threads",
+    "set_logical_cpu_devices",
+    "start_with_threads",
+]
 
 THREADS_PER_DEVICE = 4  # A step has collectives that do not depend on each other; each may block a thread.
 POOL_VARIABLES = ("PJRT_NPROC", "NPROC")  # In the order in which XLA reads them.
@@ -52,6 +60,15 @@ def ensure_cpu_devices(count: int) -> None:
     found = len(jax.local_devices(backend="cpu"))
     if found < count:
         raise _too_late(count, found)
+
+
+def reserve_threads(devices: int) -> None:
+    """Have JAX start with threads enough for ``devices`` CPU devices that wait for those of other processes."""
+    _start_with(
+        max(devices, _configured_count(os.environ)),
+        os.environ,
+        max(os.cpu_count() or 1, THREADS_PER_DEVICE, _threads_for(devices)),
+    )
 
 
 def start_with_threads(threads: int, xla_flags: str) -> None:
@@ -94,7 +111,7 @@ def _configured_count(environment: Mapping[str, str]) -> int:
 
 def _start_with(count: int, environment: MutableMapping[str, str], threads: int | None = None) -> bool:
     """Configure JAX for ``count`` CPU devices; False, and nothing happens, where the backend has started."""
-    if _has_started():
+    if has_started():
         return False
     jax.config.update("jax_num_cpu_devices", count)
     if not any(environment.get(name, "").isdigit() for name in POOL_VARIABLES):
@@ -102,7 +119,7 @@ def _start_with(count: int, environment: MutableMapping[str, str], threads: int 
     return True
 
 
-def _has_started() -> bool:
+def has_started() -> bool:
     """Whether JAX's backends run: it then refuses another number of CPU devices."""
     configured: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     try:

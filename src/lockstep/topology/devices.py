@@ -9,7 +9,7 @@ import jax
 from lockstep._errors import DeviceError
 from lockstep.topology.cpu import check_thread_pool, ensure_cpu_devices
 
-__all__ = ["device_name", "parse_device_name", "platform_of", "resolve_devices"]
+__all__ = ["count_cpu_devices", "device_name", "parse_device_name", "platform_of", "resolve_devices"]
 
 # "/job:localhost/replica:0/task:0/device:GPU:0" is what TensorFlow prints, so people paste it.
 _NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d+)", re.IGNORECASE)
@@ -51,6 +51,13 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     if platforms == ["cpu"]:
         check_thread_pool(len(found), os.environ)
     return found
+
+
+def count_cpu_devices(devices: Sequence[str | jax.Device] | None) -> int:
+    """How many logical CPU devices there must be for those that are named; at least 1."""
+    names = [] if devices is None or isinstance(devices, str) else [x for x in devices if isinstance(x, str)]
+    parsed = [parse_device_name(name) for name in names]
+    return max((index + 1 for platform, index in parsed if platform == "cpu"), default=1)
 
 
 def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:

@@ -1,0 +1,151 @@
+"""Synchronous data parallelism on the devices of several processes, on one machine or on many."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import keras
+
+from lockstep._errors import OptionError, whole_number
+from lockstep.cluster.group import WorkerGroup
+from lockstep.cluster.resolvers import ClusterResolver, resolve
+from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
+from lockstep.data import calls
+from lockstep.data.options import InputOptions
+from lockstep.step.functions import StepListener
+from lockstep.strategies.base import Strategy
+from lockstep.topology.devices import count_cpu_devices, resolve_devices
+from lockstep.workers.alike import agree_on_random_numbers
+from lockstep.workers.calls import Together
+from lockstep.workers.chief import leave_files_to_the_chief
+from lockstep.workers.job import Job, job_of_this_process
+from lockstep.workers.progress import Progress
+
+__all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy"]
+
+TIMEOUT_SECONDS = 60.0
+_ALONE = WorkerGroup(1, 0, "127.0.0.1:1", source="no cluster")
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Trains one model on the devices of several workers at once, with the numbers of one device.
+
+    Counterpart of ``tf.distribute.MultiWorkerMirroredStrategy``. The same script runs on every worker and makes the strategy before
+    anything of JAX. The workers meet at worker 0, the chief, check that they were started alike, and train in step. All read the
+    same data and take the rows of their own replicas. The chief alone prints, and writes what Keras writes.
+
+    Args:
+        cluster_resolver: who takes part; by default what ``TF_CONFIG`` or the scheduler says
+            (:mod:`lockstep.cluster_resolver`). Where nothing says so, this process is the only worker.
+        communication_options: how gradients travel; ``timeout_seconds`` is the limit of every wait for another worker, 60 by
+            default.
+        devices: names of this worker's devices, such as ``"gpu:0"``; by default all that it sees.
+        replicas: number of replicas of all workers together, by default one a device.
+        deterministic: as in :class:`MirroredStrategy`; the processes do not change the bits either.
+        input_options: how batches reach the devices.
+        check_every: number of training steps from one comparison of the variables of all workers to the next; 0: never.
+
+    Raises:
+        ClusterError: a worker is missing, another one or differently started; or JAX runs already.
+        DeviceError: a device is unknown or absent.
+        OptionError: an argument is out of its range.
+
+    Example:
+        >>> import json, lockstep, os
+        >>> os.environ["TF_CONFIG"] = json.dumps(
+        ...     {"cluster": {"worker": ["localhost:12421"]}, "task": {"type": "worker", "index": 0}}
+        ... )
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> del os.environ["TF_CONFIG"]
+        >>> strategy.cluster_resolver.task_type, strategy.is_chief
+        ('worker', True)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        devices: Sequence[str | jax.Device] | None = None,
+        replicas: int | None = None,
+        deterministic: bool | None = None,
+        input_options: InputOptions | None = None,
+        check_every: int = 100,
+    ) -> None:
+        options = communication_options or CommunicationOptions()
+        self._check_every = whole_number("check_every", check_every, least=0)
+        self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
+        self._resolver = _resolver(cluster_resolver)
+        self._group = self._resolver.group() if self._resolver else _ALONE
+        self._job: Job | None = None
+        asked = replace(options, timeout_seconds=None)
+        ops = None if asked == CommunicationOptions() else choose_cross_device_ops(None, asked)
+        find = partial(self._find_devices, devices)
+        super().__init__(find, ops, replicas, deterministic, False, input_options)
+        if self._job:
+            self._job.session.agree("the strategy", self._described())
+            agree_on_random_numbers(self._job.session, self._announce)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What said who takes part; None where nothing did."""
+        return self._resolver
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, who alone prints and writes."""
+        return self._group.is_chief
+
+    def _find_devices(self, devices: Sequence[str | jax.Device] | None) -> Sequence[jax.Device]:
+        for note in self._group.notes:
+            self._announce(note)
+        if self._group.workers == 1:
+            return resolve_devices(devices)
+        self._job = job_of_this_process(self._group, count_cpu_devices(devices), self._timeout, self._tell_of_waits)
+        own = resolve_devices(devices)
+        every = {device.id: device for device in jax.devices(own[0].platform)}
+        chosen = self._job.session.gather("the devices", [device.id for device in own])
+        return [every[number] for worker in chosen for number in worker]
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "replicas": self.num_replicas_in_sync,
+            "deterministic": self.deterministic,
+            "cross_device_ops": repr(type(self.cross_device_ops).__name__),
+            "check_every": self._check_every,
+        }
+
+    def _together(self) -> calls.Together:
+        return Together(self._job.session) if self._job else super()._together()
+
+    @cached_property
+    def _listener(self) -> StepListener:
+        if self._job is None:
+            return StepListener()
+        return Progress(self._job.session, self._placement, self._check_every)
+
+    def _claim(self, model: keras.Model) -> None:
+        super()._claim(model)
+        if not self.is_chief:
+            leave_files_to_the_chief(model)
+
+    def _announce(self, message: str) -> None:
+        if self.is_chief:
+            super()._announce(message)
+
+    def _tell_of_waits(self, message: str) -> None:
+        super()._announce(message)
+
+    def _summary(self) -> str:
+        return f"worker {self._group.index} of {self._group.workers} ({self._group.source}). {super()._summary()}"
+
+
+def _resolver(given: ClusterResolver | None) -> ClusterResolver | None:
+    if given is not None and not isinstance(given, ClusterResolver):
+        raise OptionError(
+            f"cluster_resolver: expected a resolver such as lockstep.cluster_resolver.TFConfigClusterResolver(), got {given!r}."
+        )
+    return given or resolve(os.environ)

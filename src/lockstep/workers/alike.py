@@ -1,0 +1,86 @@
+"""What must be equal on all workers: what they run, their random numbers, the model, and the batches that they read."""
+
+import hashlib
+import json
+import platform
+import random
+import sys
+import zlib
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from lockstep import _keras
+from lockstep._version import __version__
+from lockstep.cluster.session import Session
+
+__all__ = ["agree_on_random_numbers", "described_model", "digest_of_batch", "identity"]
+
+_PACKAGES = ("keras", "jax", "jaxlib", "numpy")
+
+
+def identity() -> dict[str, Any]:
+    """What this process runs: versions and the text of its script."""
+    found = {"lockstep": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    return found | {name: version(name) for name in _PACKAGES} | {"script": _script()}
+
+
+def _script() -> str | None:
+    path = sys.modules["__main__"].__dict__.get("__file__")  # None: at a prompt.
+    if path is None or not Path(path).is_file():
+        return None
+    return f"{Path(path).name}, sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}"
+
+
+def agree_on_random_numbers(session: Session, announce: Callable[[str], None]) -> None:
+    """See that every worker draws the same numbers, for its weights and for the order of its rows.
+
+    Where no seed was set, all go on with the chief's numbers.
+
+    Raises:
+        ClusterError: workers have set different seeds, or have drawn different numbers since.
+    """
+    session.agree("the seed, keras.utils.set_random_seed()", {"seed": _keras.get_random_seed()})
+    own = {"random": _digest(repr(random.getstate())), "numpy.random": _digest(repr(np.random.get_state()))}
+    every = session.gather("random numbers", own)
+    different = [name for name in own if any(theirs[name] != own[name] for theirs in every)]
+    if different and _keras.get_random_seed() is not None:
+        session.agree("the state of random numbers", own)
+    if different:
+        announce("no seed was set; all workers go on with the random numbers of worker 0")
+        seed = session.broadcast("a seed", random.getrandbits(32))
+        random.seed(seed)
+        np.random.seed(seed)
+
+
+def described_model(model: keras.Model) -> dict[str, Any]:
+    """A model, as far as it must be equal: its variables with a checksum of each, and how it was compiled."""
+    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
+    values = {f"variable {x.path}": [list(x.shape), x.dtype, _checksum(x.value)] for x in variables}
+    compiled = json.dumps(model.get_compile_config() or {}, default=lambda other: type(other).__name__, sort_keys=True)
+    return {"compile": _digest(compiled), **values}
+
+
+def digest_of_batch(batch: Any) -> str | None:
+    """A digest of the arrays of a batch; None where they lie on devices."""
+    found = hashlib.blake2b(digest_size=8)
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array):
+            return None
+        array = np.ascontiguousarray(leaf)
+        found.update(f"{array.shape} {array.dtype}".encode())
+        found.update(repr(array).encode() if array.dtype == object else array.tobytes())
+    return found.hexdigest()
+
+
+def _checksum(value: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(value).tobytes())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

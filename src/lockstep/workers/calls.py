@@ -1,0 +1,71 @@
+"""One call of ``fit``, ``evaluate`` or ``predict`` on all workers: they agree on it first, and the chief alone prints."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import keras
+
+from lockstep._errors import ClusterError
+from lockstep.cluster.session import Session
+from lockstep.data import calls
+from lockstep.workers.alike import described_model, digest_of_batch
+from lockstep.workers.chief import leave_printing_to_the_chief, refuse_backup
+
+__all__ = ["Together"]
+
+_FIRST, _EVERY = 3, 100  # which batches are compared: the first ones, then one in a hundred
+_PLAIN = (int, float, str, bool, type(None))
+
+
+class Together(calls.Together):
+    """What the workers do together besides the steps.
+
+    Args:
+        session: the workers.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._inputs = session, count(1)
+
+    @contextmanager
+    def during(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> Iterator[None]:
+        """Agree on a call, and see to it that only the chief prints; the arguments may be changed.
+
+        Raises:
+            ClusterError: another worker calls something else, with other arguments or another model.
+        """
+        refuse_backup(arguments)
+        given = {name: value for name, value in arguments.items() if isinstance(value, _PLAIN) and name != "verbose"}
+        model_now = described_model(model) if call == "fit" else {}
+        batches = arguments["x"].num_batches
+        self._session.agree(f"{call}()", {"call": call, "batches of x": batches, **given, **model_now})
+        if not self._session.group.is_chief:
+            leave_printing_to_the_chief(arguments)
+        yield
+
+    def checking(self, name: str) -> Callable[[int, Any], None] | None:
+        """What compares the batches of one input, now and then; to be called with the number of each batch.
+
+        Raises:
+            ClusterError: a worker has read something else, or has come to another end.
+        """
+        lane = f"input {next(self._inputs)}"
+
+        def check(number: int, batch: Any) -> None:
+            if number >= _FIRST and number % _EVERY and batch is not None:
+                return
+            found = "the end" if batch is None else digest_of_batch(batch)
+            try:
+                self._session.agree(f"a batch of {name}", {"number": number, "batch": found}, lane=lane)
+            except ClusterError as error:
+                raise ClusterError(f"{error} {_CURE}", error.exit_code) from None
+
+        return check
+
+
+_CURE = (
+    "Every worker must read the same data in the same order and takes its own rows of them. Give shuffling a seed, or let each worker "
+    "bring its own data with distribute_datasets_from_function."
+)

@@ -1,0 +1,122 @@
+"""JAX over the processes of a job: one service at the chief, and every process sees the devices of all.
+
+``jax.distributed`` aborts a process that it is not content with, so the control channel comes first: it has found out that
+all workers are there and alike, and it notices losses before JAX does.
+"""
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from lockstep._errors import ClusterError
+from lockstep.cluster.addresses import host_of, is_loopback, join_address
+from lockstep.cluster.session import Session
+from lockstep.cluster.variables import Variables
+from lockstep.topology.cpu import has_started, reserve_threads
+
+__all__ = ["JAX_PORT", "share_of_gpus", "start_jax", "stop_jax"]
+
+JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, environ: Mapping[str, str]) -> None:
+    """Start JAX with the devices of all workers; called once a process.
+
+    Args:
+        session: the workers, who all call it.
+        cpu_devices: number of logical CPU devices of this process.
+        timeout_seconds: limit of the wait for the others.
+        environ: may fix the port.
+
+    Raises:
+        ClusterError: JAX runs already, or cannot start.
+    """
+    refuse_started()
+    group, host = session.group, host_of(session.group.coordinator)
+    service = session.broadcast("the address of JAX's service", _service(host, environ) if group.is_chief else None)
+    gpus = share_of_gpus(session.gather("the GPUs", [socket.gethostname(), _visible_gpus(environ)]), group.index)
+    reserve_threads(cpu_devices)
+    jax.config.update("jax_enable_recoverability", True)  # Or JAX aborts a process whose peer has died.
+    jax.config.update("jax_enable_preemption_service", False)  # It swallows SIGTERM.
+    limit = int(timeout_seconds) + 1
+    try:
+        jax.distributed.initialize(
+            service,
+            group.workers,
+            group.index,
+            local_device_ids=gpus,
+            cluster_detection_method="deactivate",
+            initialization_timeout=limit,
+            heartbeat_timeout_seconds=4 * limit,  # The control channel is earlier, and names the worker.
+            shutdown_timeout_seconds=limit,
+            coordinator_bind_address=service if is_loopback(host) else None,
+        )
+    except RuntimeError as error:
+        raise ClusterError(
+            f"{group.name}: JAX cannot start over the processes of the job at {service}: {error}"
+        ) from error
+
+
+def stop_jax(session: Session) -> None:
+    """End JAX's service when all workers have come to their end, that of the chief last."""
+    session.barrier("the end of the program", timeout_seconds=session.limits.long)
+    if not session.group.is_chief:
+        jax.distributed.shutdown()
+    session.barrier("the end of JAX")
+    if session.group.is_chief:
+        jax.distributed.shutdown()
+
+
+def refuse_started() -> None:
+    """Refuse to go on where JAX runs already, on the devices of this process alone.
+
+    Raises:
+        ClusterError: it does.
+    """
+    if has_started():
+        raise ClusterError(
+            "JAX has started already, on this process's devices alone, before it could see those of the other workers. JAX starts with "
+            "the first array, model or optimizer: make the MultiWorkerMirroredStrategy before those."
+        )
+
+
+def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | None:
+    """Which of the GPUs that it sees a worker takes: its share, where the workers of a machine see the same ones.
+
+    Args:
+        visible: for each worker its machine and the GPUs that it sees, as ``"0,1"``.
+        index: of the worker.
+
+    Returns:
+        Positions among those it sees; None: all of them.
+
+    Example:
+        >>> share_of_gpus([("a", "0,1"), ("a", "0,1"), ("b", "0,1")], 1)
+        [1]
+    """
+    machine, own = visible[index]
+    here = [number for number, (host, _) in enumerate(visible) if host == machine]
+    count = len(own.split(",")) if own else 0
+    if len(here) == 1 or count < len(here) or any(visible[number][1] != own for number in here):
+        return None
+    share = count // len(here)
+    first = here.index(index) * share
+    return list(range(first, first + share))
+
+
+def _visible_gpus(environ: Mapping[str, str], gpus: Path = _GPUS) -> str:
+    if _VISIBLE in environ:
+        return environ[_VISIBLE]
+    return ",".join(str(number) for number, _ in enumerate(gpus.iterdir())) if gpus.is_dir() else ""
+
+
+def _service(host: str, environ: Mapping[str, str]) -> str:
+    own = Variables("Lockstep", environ, "Set it to a free port, or leave it out.")
+    if JAX_PORT in environ:
+        return join_address(host, own.whole(JAX_PORT, "the port of JAX's service", least=1, most=65535))
+    with socket.create_server(("127.0.0.1" if is_loopback(host) else "", 0)) as free:
+        return join_address(host, free.getsockname()[1])
