@@ -76,7 +76,7 @@ def test_a_missing_variable_is_named(case, name, value):
 
 
 @with_names("numbers")
-@pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "²", "1 2"])
+@pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "²", "٣", "1 2"])
 def test_what_is_no_number_is_shown_with_what_was_expected(case, name, value):
     with pytest.raises(
         lockstep.ClusterError, match=f"{name}, .*: expected a whole number .*, got {re.escape(repr(value))}"
@@ -136,8 +136,14 @@ def test_what_is_not_used_and_says_something_else_is_told():
     assert "says worker 5 of 8; pass a resolver" in note
 
 
+def test_what_is_not_used_need_not_say_where_worker_0_is():
+    (note,) = resolve(torchrun(5, workers=8, local=1, here=4) | open_mpi(1)).group().notes
+    assert note.startswith("Open MPI says that this process is worker 1 of 3.")
+
+
 def test_what_says_the_same_or_nothing_is_not_told():
     assert resolve(torchrun(1) | slurm(1)).group().notes == ()
+    assert resolve(torchrun(5, workers=8, here=4) | {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "2"}).group().notes == ()
     incomplete = slurm(1)
     del incomplete["SLURM_PROCID"]
     assert resolve(torchrun(5, workers=8, here=4) | incomplete).group().notes == ()

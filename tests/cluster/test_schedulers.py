@@ -104,6 +104,13 @@ def test_one_name_of_pytorch_alone_is_not_torchrun():
         resolve({"RANK": "3", "MASTER_ADDR": "n1"})
 
 
+def test_one_number_of_jax_is_not_overlooked():
+    for name, missing in (("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"), ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")):
+        with pytest.raises(lockstep.ClusterError, match=f"{missing}, .* is not set"):
+            resolve({name: "3"})
+    assert resolve({"JAX_COORDINATOR_ADDRESS": "n1:1"}) is None
+
+
 def test_a_process_that_trains_alone_needs_no_address():
     alone = ({"RANK": "0", "WORLD_SIZE": "1"}, {"PET_NNODES": "1", "PET_NODE_RANK": "0"})
     for environ in (*alone, {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "1"}):
@@ -167,7 +174,8 @@ def test_addresses_follow_the_distribution_of_tasks():
         group = SlurmClusterResolver(slurm(1, node, local, **cluster, **others)).group()
         return group.addresses and [address.split(":")[0] for address in group.addresses]
 
-    assert hosts(0, 1) == hosts(0, 1, SLURM_DISTRIBUTION="block:cyclic") == ["a", "a", "b"]
+    for way in ("block", "block:cyclic", "*:block", "block,NoPack"):
+        assert hosts(0, 1) == hosts(0, 1, SLURM_DISTRIBUTION=way) == ["a", "a", "b"]
     assert (
         hosts(1, 0, SLURM_DISTRIBUTION="cyclic")
         == hosts(1, 0, SLURM_DISTRIBUTION="cyclic:block,Pack")
