@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +72,28 @@ def test_the_code_about_inputs_runs_as_it_stands(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0, 0, 1, 2, 3, 4]\n"
+
+
+def test_the_code_about_clusters_runs_as_it_stands(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "worker 1 2",
+        "<TorchrunClusterResolver: worker 1 of 2, worker 0 at 10.0.0.1:29632, from torchrun>",
+        "10.0.0.1:12421",
+    ]
+
+
+def test_every_resolver_is_in_the_table_in_order_with_all_its_variables():
+    rows = re.findall(r"^\| .*\|$", (ROOT / "docs" / "clusters.md").read_text(), flags=re.MULTILINE)
+    named = re.findall(r"`(\w+ClusterResolver)`", "\n".join(rows))
+    assert named == [resolver.__name__ for resolver in RESOLVERS]
+    for resolver in RESOLVERS:
+        first = next(number for number, row in enumerate(rows) if f"`{resolver.__name__}`" in row)
+        own = [rows[first], *(row for row in rows[first + 1 : first + 2] if "| the same |" in row)]
+        listed = {name for row in own for name in re.findall(r"`([A-Z]\w+_\w+|RANK)`", row.split("|")[3])}
+        assert listed == set(resolver.variables), resolver.__name__
 
 
 def test_every_algorithm_is_explained():

@@ -95,8 +95,10 @@ def _task(source: str, spec: ClusterSpec, job: str | None, index: int | None) ->
             "is nothing for it to do. Do not start it and remove 'ps' from the cluster, or train with "
             "tf.distribute.ParameterServerStrategy."
         )
-    if job != "evaluator" or job in spec.jobs:
-        spec.task_address(job, index)
+    listed = spec.task_indices(job) if job in spec.jobs else []
+    if index not in listed and (job != "evaluator" or listed):
+        has = f"{job} {', '.join(map(str, listed))}" if listed else f"no {job}, only {', '.join(spec.jobs)}"
+        raise ClusterError(f"{source}: this process is {job} {index}, but the cluster has {has}.")
     if not training:
         raise ClusterError(f"{source}: nobody trains: expected a chief or a worker in the cluster, got {spec!r}.")
     return job, index

@@ -2,6 +2,7 @@
 
 import re
 from itertools import product
+from math import prod
 
 from lockstep._errors import ClusterError
 
@@ -18,7 +19,8 @@ def expand_node_list(text: str) -> tuple[str, ...]:
     """The hosts of a node list, in its order: names with any number of ``[ranges]`` in them, separated by commas.
 
     A range is a number, or two with a hyphen between; its numbers are as wide as the first is written. Where a name has
-    several ranges, the last one changes fastest. It is what ``scontrol show hostnames`` does.
+    several ranges, the last one changes fastest, then the first, the second and so on: so ``scontrol show hostnames``
+    does it, and the numbers of nodes follow it.
 
     Raises:
         ClusterError: it is no node list, or one of more than 65536 hosts.
@@ -34,8 +36,8 @@ def expand_node_list(text: str) -> tuple[str, ...]:
     for node in _NODE.findall(text):
         pieces = re.findall(r"\[[^\]]+\]|[^\[]+", node)
         choices = [_numbers(piece[1:-1], text) if piece.startswith("[") else [piece] for piece in pieces]
-        hosts += ["".join(chosen) for chosen in product(*choices)]
-        _refuse_excess(len(hosts), text)
+        _refuse_excess(len(hosts) + prod(map(len, choices)), text)
+        hosts += ["".join((*reversed(before), last)) for *before, last in product(*reversed(choices[:-1]), choices[-1])]
     return tuple(hosts)
 
 

@@ -8,8 +8,8 @@ as written             ``TF_CONFIG``, ``SimpleClusterResolver``, ``JAX_COORDINAT
 ``JOB_PORTS``          where jobs may share a host: Slurm, torchrun, Open MPI, Ray Train; 16 ports a job
 =====================  ============================================================================================
 
-None is assigned by IANA to a service that a compute node would run, and all lie below the range from which Linux takes
-ports for outgoing connections (32768 and up), where any of them could be in use by chance.
+All lie below the range from which Linux takes ports for outgoing connections (32768 and up), where any of them could be in
+use by chance.
 """
 
 from collections.abc import Callable, Mapping

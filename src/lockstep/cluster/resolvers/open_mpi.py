@@ -12,9 +12,8 @@ from lockstep.cluster.variables import Variables
 
 __all__ = ["OpenMpiClusterResolver"]
 
-_LAUNCHER = (
-    "OMPI_MCA_orte_hnp_uri"  # up to Open MPI 4: 447676416.0;tcp://10.0.0.1,10.1.0.1:49085;tcp6://[fd00::1]:39533
-)
+# Up to Open MPI 4, where mpirun listens: 447676416.0;tcp://10.0.0.1,10.1.0.1:49085;tcp6://[fd00::1]:39533
+_LAUNCHER = "OMPI_MCA_orte_hnp_uri"
 _DAEMON = "OMPI_MCA_orte_local_daemon_uri"  # the same for the daemon of this machine, which is mpirun where that runs
 _NAMESPACE = "PMIX_NAMESPACE"  # since Open MPI 5: prterun-HOST-29270@1
 _HOST = "PMIX_HOSTNAME"

@@ -18,6 +18,7 @@ __all__ = ["SlurmClusterResolver"]
 _TASKS = "SLURM_STEP_NUM_TASKS"
 _NODES = "SLURM_STEP_NODELIST"
 _PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
+_GIVEN = (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes"))  # to the job, not to this process
 _SPECIAL_STEPS = 0xFFFFFFF0  # From here on numbers of steps mean the batch script, the interactive shell and the like.
 _STEPS_APART = 521  # So that the ports of a step are not those of the next job's first one.
 Value = TypeVar("Value")
@@ -49,7 +50,7 @@ class SlurmClusterResolver(EnvironmentResolver):
     source = "Slurm"
     variables = (
         *("SLURM_JOB_ID", "SLURM_STEP_ID", _TASKS, _NODES, _PER_NODE, "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
-        *("SLURM_NTASKS", "SLURM_DISTRIBUTION"),
+        *("SLURM_DISTRIBUTION", *(name for name, _ in _GIVEN)),
     )
     cure = "Start the script with srun, which sets the variables of its tasks."
 
@@ -65,13 +66,14 @@ class SlurmClusterResolver(EnvironmentResolver):
 
 
 def _alone(variables: Variables) -> WorkerGroup:
-    asked = variables.environ.get("SLURM_NTASKS", "1")
+    environ = variables.environ
+    given = [f"{environ[name]} {what}" for name, what in _GIVEN if environ.get(name, "1") != "1"]
     note = (
-        f"{variables.source}: the job has {asked} tasks, but this process is none of them, as srun did not start it, and trains "
-        "alone. Start the script with srun to train on all."
+        f"{variables.source}: the job has {' and '.join(given)}, but this process is none of its tasks, as srun did not start "
+        "it, and trains alone. Start the script with srun to train on all."
     )
-    coordinator = coordinator_at(variables.environ, lambda: ("127.0.0.1", DEFAULT_PORT))
-    return WorkerGroup(1, 0, coordinator, source=variables.source, notes=() if asked == "1" else (note,))
+    coordinator = coordinator_at(environ, lambda: ("127.0.0.1", DEFAULT_PORT))
+    return WorkerGroup(1, 0, coordinator, source=variables.source, notes=(note,) if given else ())
 
 
 def _task_of_step(variables: Variables) -> WorkerGroup:

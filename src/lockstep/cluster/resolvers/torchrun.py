@@ -50,9 +50,8 @@ class TorchrunClusterResolver(EnvironmentResolver):
         return "PET_NNODES" in environ or sum(name in environ for name in _OF_PROCESS) >= 2
 
     def _read(self, variables: Variables) -> Membership:
-        environ = variables.environ
-        is_of_process = not ("PET_NNODES" in environ and "WORLD_SIZE" not in environ)
-        return membership_of(_of_process(variables) if is_of_process else _of_machine(variables))
+        is_configured_only = "PET_NNODES" in variables.environ and "WORLD_SIZE" not in variables.environ
+        return membership_of(_of_machine(variables) if is_configured_only else _of_process(variables))
 
 
 def _of_process(variables: Variables) -> WorkerGroup:

@@ -1,0 +1,199 @@
+"""What every resolver must do, whatever its scheduler; then in which order they are looked for."""
+
+import re
+import subprocess
+import sys
+from types import MappingProxyType
+
+import pytest
+
+import lockstep
+from lockstep.cluster_resolver import RESOLVERS, WorkerGroup, resolve
+
+from .cases import CASES, PORT, jax, kubernetes, open_mpi, open_mpi_5, slurm, tf_config, torchrun
+
+FROM_ENVIRONMENT = [case for case in CASES if case.required]
+
+
+def of_cases(cases=CASES):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def with_names(field):
+    pairs = [(case, name) for case in CASES for name in getattr(case, field)]
+    return pytest.mark.parametrize(("case", "name"), pairs, ids=lambda value: getattr(value, "name", value))
+
+
+def environ_of(case, index=1, **others):
+    return MappingProxyType({**case.variables(index), "LOCKSTEP_PORT": str(PORT), **others})
+
+
+@of_cases()
+@pytest.mark.parametrize("index", range(3))
+def test_the_same_cluster_gives_the_same_group(case, index):
+    resolver = case.make(environ_of(case, index))
+    group = resolver.group()
+    expected = case.addresses if case.knows_addresses else None
+    assert group == WorkerGroup(3, index, f"{case.hosts[0]}:{PORT}", expected, source=group.source)
+    assert group.is_chief == (index == 0)
+    assert (resolver.task_type, resolver.task_id) == ("worker", index)
+    assert resolver.cluster_spec().task_address("worker", 0) == group.coordinator
+    assert resolver.cluster_spec().num_tasks("worker") == (3 if case.knows_addresses else 1)
+
+
+@of_cases()
+def test_it_says_what_it_saw(case):
+    resolver = case.make(environ_of(case))
+    assert f"worker 1 of 3 ({case.addresses[1]})" in repr(resolver) or "worker 1 of 3, " in repr(resolver)
+    assert f"worker 0 at {case.addresses[0]}, from {resolver.group().source}>" in repr(resolver)
+
+
+@of_cases()
+def test_nothing_but_the_mapping_is_read(case, monkeypatch):
+    for name in case.variables(0):
+        monkeypatch.setenv(name, "nonsense")
+    monkeypatch.setenv("LOCKSTEP_COORDINATOR", "nonsense")
+    assert case.make(environ_of(case, 2)).group() == case.make(environ_of(case, 2)).group()
+
+
+@of_cases(FROM_ENVIRONMENT)
+def test_it_is_present_with_its_variables_and_not_without(case):
+    if case.name != "Ray Train":
+        assert type(case.make(environ_of(case))).is_present(case.variables(1))
+        assert isinstance(resolve(environ_of(case)), type(case.make(environ_of(case))))
+    assert not any(resolver.is_present({"PATH": "/bin", "LOCKSTEP_PORT": "1"}) for resolver in RESOLVERS)
+
+
+@with_names("required")
+@pytest.mark.parametrize("value", [None, "", "  "])
+def test_a_missing_variable_is_named(case, name, value):
+    environ = {**environ_of(case), name: value}
+    if value is None:
+        del environ[name]
+    state = "is not set" if value is None else f"is {value!r}"
+    with pytest.raises(lockstep.ClusterError, match=rf"{name}, [\w' ().]+, {state}\. [A-Z].*\S\.?$"):
+        case.make(environ)
+
+
+@with_names("numbers")
+@pytest.mark.parametrize("value", ["x", "-1", "1.5", "0x1", "²", "٣", "1 2"])
+def test_what_is_no_number_is_shown_with_what_was_expected(case, name, value):
+    with pytest.raises(
+        lockstep.ClusterError, match=f"{name}, .*: expected a whole number .*, got {re.escape(repr(value))}"
+    ):
+        case.make({**environ_of(case), name: value})
+
+
+@of_cases()
+@pytest.mark.parametrize("index", [3, 4])
+def test_an_index_must_be_below_the_number_of_workers(case, index):
+    with pytest.raises(lockstep.ClusterError, match=rf"0, 1, 2|0 to 2.*{index}"):
+        case.make(environ_of(case, index))
+
+
+@of_cases()
+def test_the_user_may_fix_where_worker_0_is(case):
+    group = case.make(environ_of(case, LOCKSTEP_COORDINATOR="[fd00::7]:5000")).group()
+    assert group.coordinator == "[fd00::7]:5000"
+    assert (group.workers, group.index) == (3, 1)
+    assert group.addresses is None or group.addresses[0] == "[fd00::7]:5000"
+
+
+@of_cases()
+@pytest.mark.parametrize("address", ["", "n1", "n1:", "n1:0", "n1:65536", ":5000", "fd00::7:5000", "tcp://n1:5000"])
+def test_what_is_fixed_must_be_an_address(case, address):
+    with pytest.raises(lockstep.ClusterError, match=f"LOCKSTEP_COORDINATOR: expected an address .*, got {address!r}"):
+        case.make(environ_of(case, LOCKSTEP_COORDINATOR=address))
+
+
+@of_cases()
+@pytest.mark.parametrize("port", ["0", "65536", "http"])
+def test_what_is_fixed_must_be_a_port(case, port):
+    with pytest.raises(lockstep.ClusterError, match=f"LOCKSTEP_PORT, .* from 1 to 65535, got '{port}'"):
+        case.make(environ_of(case, LOCKSTEP_PORT=port))
+
+
+def test_every_resolver_has_a_case():
+    assert {type(case.make(environ_of(case))) for case in FROM_ENVIRONMENT} == set(RESOLVERS)
+
+
+def test_the_order_is_from_the_innermost_to_the_outermost():
+    innermost_last = kubernetes(0) | slurm(0) | open_mpi_5(0) | jax(0) | torchrun(0) | tf_config(0)
+    found = []
+    for resolver in RESOLVERS:
+        if resolver.source != "Ray Train":
+            found.append(resolve(innermost_last).group().source)
+            innermost_last = {k: v for k, v in innermost_last.items() if k not in resolver.variables}
+    assert found == ["TF_CONFIG", "torchrun", "JAX's variables", "Open MPI", "Slurm", "Kubernetes"]
+    assert resolve(innermost_last) is None
+
+
+def test_what_is_not_used_and_says_something_else_is_told():
+    resolver = resolve(torchrun(5, workers=8, local=1, here=4) | slurm(1))
+    (note,) = resolver.group().notes
+    assert resolver.group().workers == 8
+    assert note.startswith("Slurm says that this process is worker 1 of 3. That is not used, as torchrun, ")
+    assert "says worker 5 of 8; pass a resolver" in note
+
+
+def test_what_is_not_used_need_not_say_where_worker_0_is():
+    (note,) = resolve(torchrun(5, workers=8, local=1, here=4) | open_mpi(1)).group().notes
+    assert note.startswith("Open MPI says that this process is worker 1 of 3.")
+
+
+def test_what_says_the_same_or_nothing_is_not_told():
+    assert resolve(torchrun(1) | slurm(1)).group().notes == ()
+    assert resolve(torchrun(5, workers=8, here=4) | {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "2"}).group().notes == ()
+    incomplete = slurm(1)
+    del incomplete["SLURM_PROCID"]
+    assert resolve(torchrun(5, workers=8, here=4) | incomplete).group().notes == ()
+
+
+def test_mpirun_under_slurm_inherits_the_task_of_its_daemon():
+    """Open MPI starts one daemon a node with srun, so that all processes of a node have one SLURM_PROCID."""
+    tasks = [
+        slurm(node) | open_mpi_5(0) | open_mpi(2 * node + local, 6, local, 2) for node in (0, 1, 2) for local in (0, 1)
+    ]
+    groups = [resolve({**task, "PMIX_HOSTNAME": f"n{index // 2 + 1}"}).group() for index, task in enumerate(tasks)]
+    assert [(group.index, group.workers, group.local_index) for group in groups] == [(i, 6, i % 2) for i in range(6)]
+    assert {group.coordinator for group in groups} == {groups[0].coordinator}
+
+
+@pytest.mark.parametrize(
+    ("job", "given"),
+    [
+        ({"SLURM_JOB_ID": "41", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-4]"}, "4 tasks"),
+        ({"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}, "2 nodes"),
+        (
+            {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"},
+            "4 tasks and 2 nodes",
+        ),
+        (slurm(0, SLURM_STEP_ID="4294967290", SLURM_NTASKS="4", SLURM_JOB_NUM_NODES="1"), "4 tasks"),
+    ],
+    ids=["salloc of tasks", "salloc of nodes", "batch script", "interactive step"],
+)
+def test_an_allocation_for_many_without_srun_is_one_worker(job, given):
+    group = resolve(job).group()
+    assert (group.workers, group.index, group.coordinator) == (1, 0, "127.0.0.1:12421")
+    (note,) = group.notes
+    assert note.startswith(f"Slurm: the job has {given}, but this process is none of its tasks")
+    assert "Start the script with srun" in note
+
+
+def test_a_job_of_one_task_is_one_worker_without_a_word():
+    task = {"SLURM_STEP_NODELIST": "n7", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    for job in (
+        {"SLURM_JOB_ID": "41"},
+        {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "1"},
+        slurm(0, SLURM_NTASKS="1", **task),
+    ):
+        assert resolve(job).group().workers == 1
+        assert resolve(job).group().notes == ()
+
+
+def test_neither_keras_nor_jax_is_needed():
+    code = (
+        "import sys, lockstep; lockstep.cluster_resolver.resolve({}); print({'jax', 'keras', 'ray'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
