@@ -98,14 +98,15 @@ def test_parameter_servers_are_ignored_and_the_true_number_of_workers_is_told():
 
 
 def test_a_parameter_server_has_nothing_to_do():
-    message = "this process is ps 0, .*Do not start it and remove 'ps'.*ParameterServerStrategy"
+    message = "this process is ps 0, and MultiWorkerMirroredStrategy has no work for it.*Do not start it and remove 'ps'.*ParameterServerStrategy"
     with pytest.raises(lockstep.ClusterError, match=message):
         member("ps", 0)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_an_evaluator_is_alone(listed):
-    cluster = FULL if listed else {job: tasks for job, tasks in FULL.items() if job != "evaluator"}
+@pytest.mark.parametrize("others", [{"evaluator": ["e:1"]}, {"evaluator": []}, {}], ids=["listed", "empty", "left out"])
+def test_an_evaluator_is_alone(others):
+    cluster = {"chief": ["a:1"], "worker": ["b:1"], **others}
+    listed = bool(others.get("evaluator"))
     resolver = member("evaluator", 0, cluster)
     group = resolver.group()
     assert (group.workers, group.index, group.coordinator) == (1, 0, "e:1" if listed else "127.0.0.1:12421")

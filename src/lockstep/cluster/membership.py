@@ -91,8 +91,8 @@ def _task(source: str, spec: ClusterSpec, job: str | None, index: int | None) ->
         raise ClusterError(f"{source}: unknown task type {job!r}; expected one of {', '.join(JOBS)}.")
     if job == "ps":
         raise ClusterError(
-            f"{source}: this process is ps {index}, and workers that train in step keep no parameters on servers: there "
-            "is nothing for it to do. Do not start it and remove 'ps' from the cluster, or train with "
+            f"{source}: this process is ps {index}, and MultiWorkerMirroredStrategy has no work for it, as its workers keep "
+            "no parameters on servers. Do not start it and remove 'ps' from the cluster, or train with "
             "tf.distribute.ParameterServerStrategy."
         )
     listed = spec.task_indices(job) if job in spec.jobs else []
@@ -117,7 +117,8 @@ def _with_chosen(addresses: list[str], environ: Mapping[str, str]) -> tuple[str,
 
 
 def _evaluator(source: str, spec: ClusterSpec, index: int) -> WorkerGroup:
-    own = spec.task_address("evaluator", index) if "evaluator" in spec.jobs else f"127.0.0.1:{DEFAULT_PORT}"
+    is_listed = "evaluator" in spec.jobs and spec.num_tasks("evaluator")
+    own = spec.task_address("evaluator", index) if is_listed else f"127.0.0.1:{DEFAULT_PORT}"
     note = f"{source}: this process is the evaluator: it runs alone and is none of the workers that train."
     return WorkerGroup(1, 0, own, (own,), source=source, notes=(note,))
 
