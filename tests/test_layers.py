@@ -20,7 +20,7 @@ LAYERS = (
     ("loops",),
     ("workers",),
     ("strategies",),
-    ("cluster_resolver", "config", "datasets", "testing"),
+    ("cluster_resolver", "config", "datasets", "experimental", "testing"),
     ("report",),
     ("cli",),
 )

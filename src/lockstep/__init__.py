@@ -22,7 +22,7 @@ from lockstep._errors import (
 from lockstep._version import __version__
 
 if TYPE_CHECKING:
-    from lockstep import cluster_resolver, config, datasets, testing
+    from lockstep import cluster_resolver, config, datasets, experimental, testing
     from lockstep.collectives import (
         AutoAllReduce,
         CommunicationImplementation,
@@ -82,6 +82,7 @@ __all__ = [
     "compute_average_loss",
     "config",
     "datasets",
+    "experimental",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -121,7 +122,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("cluster_resolver", "config", "datasets", "testing"):
+    if name in ("cluster_resolver", "config", "datasets", "experimental", "testing"):
         return import_module(f"lockstep.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -33,7 +33,14 @@ _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 
 class Together:
-    """What surrounds a call and the batches of its input; this one does nothing. Processes that train together do more."""
+    """What surrounds a call and the batches of its input; this one does nothing. Processes that train together do more.
+
+    Attributes:
+        processes: their number.
+        process: the number of this one.
+    """
+
+    processes, process = 1, 0
 
     def during(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> AbstractContextManager[None]:
         """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments."""
@@ -41,6 +48,10 @@ class Together:
 
     def checking(self, name: str) -> Check | None:
         """What looks at the batches of an input, in the thread that reads them."""
+        return None
+
+    def gathering(self, name: str) -> Callable[[Any], list[Any]] | None:
+        """What brings values of JSON of all processes together, for one input; None where there is one process."""
         return None
 
 
@@ -122,7 +133,7 @@ class Inputs:
             options["steps_per_epoch"],
             tell,
             (lambda rows: about_rows(rows, self._placement.replicas)) if is_fit else (lambda rows: None),
-            self._together.checking(source.name),
+            self._together.checking(source.name) if source.is_shared else None,
         )
 
     def _pending_of(self, generator: Any) -> Pending:

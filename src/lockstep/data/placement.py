@@ -66,6 +66,14 @@ class Placement:
         return len(self.own_places) == len(self.devices)
 
     @property
+    def own_replicas(self) -> range:
+        """Numbers of the replicas that run on the devices of this process."""
+        one_row_each = self.layout(self.replicas)
+        counts = [len(one_row_each.per_device[place]) for place in self.own_places]
+        first = one_row_each.first_replica[self.own_places[0]]
+        return range(first, first + sum(counts))
+
+    @property
     def replicated(self) -> NamedSharding:
         """Every device holds the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
@@ -102,6 +110,31 @@ class Placement:
         if self.is_local:
             return jax.device_put(tree, places)
         return jax.tree.map(_put_own_part, tree, jax.tree.broadcast(places, tree))
+
+    def put_own(self, array: np.ndarray, length: int) -> jax.Array:
+        """An array that is cut over the devices, of which each process has its own part.
+
+        Args:
+            array: the part of this process, ``(its replicas * k, …)``; all processes have the same k.
+            length: of the whole array along the first axis, ``replicas * k``.
+        """
+        first = self.own_replicas.start * length // self.replicas
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(length)
+            return array[start - first : stop - first]
+
+        return jax.make_array_from_callback((length, *array.shape[1:]), self.cut, part)
+
+    def place_own(self, batch: Any) -> Any:
+        """As :meth:`place`, where this process has the rows of its own replicas, and all replicas equally many.
+
+        Args:
+            batch: a tree of arrays ``(rows of this process, …)``. The devices must divide the replicas.
+        """
+        rows = count_rows(batch) // len(self.own_replicas) * self.replicas
+        layout = self.layout(rows)
+        return jax.tree.map(lambda leaf: Rows(self.put_own(np.asarray(leaf), rows), layout), batch)
 
     def layout(self, rows: int) -> Layout:
         """Layout of a global batch of ``rows`` rows."""

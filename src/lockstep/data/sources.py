@@ -41,6 +41,7 @@ class Source:
     """
 
     restarts = True  # whether a new pass begins with the first batch again
+    is_shared = True  # whether all processes that train together read the same
 
     def __init__(self, name: str) -> None:
         self.name = name

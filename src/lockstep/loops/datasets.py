@@ -5,7 +5,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import jax
@@ -13,13 +12,12 @@ import numpy as np
 
 from lockstep._errors import OptionError
 from lockstep.data.advice import Meter
-from lockstep.data.inputs import Epoch
+from lockstep.data.inputs import Check, Epoch
 from lockstep.data.placement import Placement, count_rows
 from lockstep.data.sources import Source
-from lockstep.loops.values import of_replicas, rows_of_batch
-from lockstep.topology.layout import rows_of_replicas
+from lockstep.loops.values import rows_of_batch
 
-__all__ = ["DistributedDataset", "DistributedIterator", "InputContext", "OwnBatches", "ValueContext"]
+__all__ = ["DistributedDataset", "DistributedIterator", "InputContext", "ValueContext"]
 
 
 @dataclass(frozen=True)
@@ -77,17 +75,18 @@ class DistributedDataset(Source):
         source: batches of the global size.
         placement: devices and number of replicas.
         depth: number of batches to place ahead.
+        check: looks at each batch before it is placed, where several processes should read the same.
     """
 
-    def __init__(self, source: Source, placement: Placement, depth: int) -> None:
+    def __init__(self, source: Source, placement: Placement, depth: int, check: Check | None = None) -> None:
         super().__init__(source.name)
-        self._source, self._placement, self._depth = source, placement, depth
+        self._source, self._placement, self._depth, self._check = source, placement, depth, check
         self.restarts = source.restarts
 
     def __iter__(self) -> "DistributedIterator":
-        return DistributedIterator(self._source, self._place, self._depth)
+        return DistributedIterator(self._source, self._values_of, self._depth, self._check)
 
-    def _place(self, batch: Any) -> Any:
+    def _values_of(self, batch: Any) -> Any:
         """A batch, cut into replicas."""
         return rows_of_batch(batch, count_rows(jax.tree.map(np.asarray, batch)), self._placement)
 
@@ -113,78 +112,6 @@ class DistributedDataset(Source):
         self._source.end_epoch()
 
 
-class OwnBatches(DistributedDataset):
-    """As :class:`DistributedDataset`; every replica draws a batch of its own.
-
-    Args:
-        source: batches of the size of one replica.
-        placement: devices and number of replicas.
-        depth: number of batches to place ahead, for each replica.
-    """
-
-    def __init__(self, source: Source, placement: Placement, depth: int) -> None:
-        super().__init__(_Drawn(source, placement.replicas), placement, depth)
-
-    def _place(self, batch: Any) -> Any:
-        return jax.tree.map(lambda *values: of_replicas(values, self._placement), *batch)
-
-    @property
-    def num_batches(self) -> int | None:
-        """See :class:`Source`."""
-        return self._source.num_batches
-
-    def batches(self) -> Iterator[Any]:
-        """The global batches: the rows of all replicas, in their order."""
-        for own in self._source.batches():
-            yield jax.tree.map(lambda *values: np.concatenate(values), *own)
-
-    def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
-        self._source.give_back([self._apart(batch) for batch in batches])
-
-    def _apart(self, batch: Any) -> list[Any]:
-        sizes = rows_of_replicas(count_rows(batch), self._placement.replicas)
-        ends = np.cumsum(sizes)
-        return [
-            jax.tree.map(lambda leaf, end=end, rows=rows: leaf[end - rows : end], batch)
-            for end, rows in zip(ends, sizes, strict=True)
-        ]
-
-
-class _Drawn(Source):
-    """As many batches at a time as there are replicas; those for which none is left get 0 rows."""
-
-    def __init__(self, source: Source, replicas: int) -> None:
-        super().__init__(source.name)
-        self._source, self._replicas = source, replicas
-        self.restarts = source.restarts
-
-    @property
-    def num_batches(self) -> int | None:
-        """See :class:`Source`."""
-        batches = self._source.num_batches
-        return None if batches is None else -(-batches // self._replicas)
-
-    def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
-        batches = self._source.batches()
-        while own := [jax.tree.map(np.asarray, batch) for batch in islice(batches, self._replicas)]:
-            nothing = jax.tree.map(lambda leaf: leaf[:0], own[0])
-            yield own + [nothing] * (self._replicas - len(own))
-
-    def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
-        self._source.give_back([batch for own in batches for batch in own if len(jax.tree.leaves(batch)[0])])
-
-    def begin_epoch(self) -> None:
-        """See :class:`Source`."""
-        self._source.begin_epoch()
-
-    def end_epoch(self) -> None:
-        """See :class:`Source`."""
-        self._source.end_epoch()
-
-
 class DistributedIterator(Iterator[Any]):
     """Iterator over a distributed data set: ``tf.distribute.DistributedIterator``.
 
@@ -195,11 +122,12 @@ class DistributedIterator(Iterator[Any]):
         source: where batches come from.
         place: makes of one a tree of :class:`PerReplica`.
         depth: number of batches to place ahead.
+        check: looks at each batch before.
     """
 
-    def __init__(self, source: Source, place: Callable[[Any], Any], depth: int) -> None:
+    def __init__(self, source: Source, place: Callable[[Any], Any], depth: int, check: Check | None = None) -> None:
         self._source = source
-        self._epoch = Epoch(source, place, depth, Meter())
+        self._epoch = Epoch(source, place, depth, Meter(), check)
         self._epoch.allow(math.inf)
         self._close = weakref.finalize(self, _close, self._epoch)
         self._close.atexit = False

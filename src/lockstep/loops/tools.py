@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec
 from lockstep._errors import InputError, OptionError, member_of
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.reduce_op import ReduceOp
+from lockstep.data.calls import Together
 from lockstep.data.kinds import source_of_trees
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
 from lockstep.loops.context import ReplicaContext, inside, refuse_in_replica, refuse_mean_of_integers
-from lockstep.loops.datasets import DistributedDataset, InputContext, OwnBatches, ValueContext
+from lockstep.loops.datasets import DistributedDataset, InputContext, ValueContext
+from lockstep.loops.own_batches import OwnBatches
 from lockstep.loops.run import run_on_replicas
 from lockstep.loops.values import PerReplica, is_per_replica, of_replicas, sum_over_replicas
 
@@ -30,6 +32,7 @@ class LoopTools:
     _placement: Placement
     _ops: CrossDeviceOps
     _input_options: InputOptions
+    _together: Together
     _deterministic: bool = False
 
     @property
@@ -176,7 +179,9 @@ class LoopTools:
         leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
         if not any(map(is_per_replica, leaves)):
             return (value,)
-        columns = [x.values if is_per_replica(x) else (x,) * self._placement.replicas for x in leaves]
+        own = self._placement.own_replicas
+        held = [x.held if is_per_replica(x) else dict.fromkeys(own, x) for x in leaves]
+        columns = [[values[replica] for replica in own] for values in held]
         return tuple(jax.tree.unflatten(structure, column) for column in zip(*columns, strict=True))
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
@@ -211,7 +216,9 @@ class LoopTools:
             OptionError: the options ask for a cache, which is for ``fit``.
         """
         refuse_in_replica("experimental_distribute_dataset")
-        return DistributedDataset(source_of_trees(dataset), self._placement, self._ahead(options))
+        source = source_of_trees(dataset)
+        check = self._together.checking(source.name)
+        return DistributedDataset(source, self._placement, self._ahead(options), check)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -220,7 +227,7 @@ class LoopTools:
 
         Args:
             dataset_fn: given an :class:`InputContext`, returns batches of the size of *one replica*, of any kind that
-                :meth:`experimental_distribute_dataset` takes.
+                :meth:`experimental_distribute_dataset` takes. Each process calls it and draws for its own replicas.
             options: how far ahead to read, by default as the strategy's ``input_options`` say.
 
         Returns:
@@ -232,9 +239,10 @@ class LoopTools:
             OptionError: the options ask for a cache, which is for ``fit``.
         """
         refuse_in_replica("distribute_datasets_from_function")
-        count = self._placement.replicas
-        context = InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=count)
-        return OwnBatches(source_of_trees(dataset_fn(context)), self._placement, self._ahead(options))
+        together = self._together
+        context = InputContext(together.processes, together.process, self._placement.replicas)
+        source = source_of_trees(dataset_fn(context))
+        return OwnBatches(source, self._placement, self._ahead(options), together.gathering(source.name))
 
     def _ahead(self, options: InputOptions | None) -> int:
         if options is not None and options.cache is not None:

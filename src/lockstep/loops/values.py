@@ -13,7 +13,15 @@ from lockstep._errors import InputError
 from lockstep.data.placement import Placement
 from lockstep.topology.layout import rows_of_replicas
 
-__all__ = ["PerReplica", "is_per_replica", "of_replicas", "rows_of_batch", "stacked", "sum_over_replicas"]
+__all__ = [
+    "PerReplica",
+    "is_per_replica",
+    "of_own_replicas",
+    "of_replicas",
+    "rows_of_batch",
+    "stacked",
+    "sum_over_replicas",
+]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["members"])
@@ -46,6 +54,16 @@ class PerReplica:
         found = {r: array[i] for array, own in zip(self.groups, self.members, strict=True) for i, r in enumerate(own)}
         return tuple(found[replica] for replica in sorted(found))
 
+    @property
+    def held(self) -> dict[int, jax.Array]:
+        """The values that lie on this process's devices, by replica; asks no other process."""
+        return {
+            own[(shard.index[0].start or 0) + i]: value
+            for array, own in zip(self.groups, self.members, strict=True)
+            for shard in array.addressable_shards
+            for i, value in enumerate(shard.data)
+        }
+
     def of(self, replicas: Sequence[int]) -> jax.Array:
         """The values of some replicas, all of one shape, stacked."""
         for array, own in zip(self.groups, self.members, strict=True):
@@ -58,7 +76,7 @@ class PerReplica:
     def __repr__(self) -> str:
         if any(isinstance(array, jax.core.Tracer) for array in self.groups):
             return f"PerReplica(groups={self.groups}, members={self.members})"
-        return "PerReplica(" + ", ".join(f"{r}: {value}" for r, value in enumerate(self.values)) + ")"
+        return "PerReplica(" + ", ".join(f"{r}: {value}" for r, value in sorted(self.held.items())) + ")"
 
 
 def is_per_replica(leaf: Any) -> bool:
@@ -73,6 +91,12 @@ def of_replicas(values: Sequence[Any], placement: Placement) -> PerReplica:
     members = [tuple(r for r, array in enumerate(arrays) if (array.shape, array.dtype) == kind) for kind in kinds]
     groups = [stacked(np.stack([arrays[replica] for replica in own]), placement) for own in members]
     return PerReplica(tuple(groups), tuple(members))
+
+
+def of_own_replicas(values: Sequence[Any], placement: Placement) -> PerReplica:
+    """One value for each replica of this process, of one shape in all processes; the devices divide the replicas."""
+    own = np.stack([np.asarray(value) for value in values])
+    return PerReplica((placement.put_own(own, placement.replicas),), (tuple(range(placement.replicas)),))
 
 
 def rows_of_batch(batch: Any, rows: int, placement: Placement) -> Any:

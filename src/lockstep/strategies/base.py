@@ -68,7 +68,7 @@ class Strategy(LoopTools):
         self._plan = self._plan_for(self._placement)
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._input_options = _options_of(input_options)
-        self._inputs = Inputs(self._placement, self._input_options, self._together())
+        self._inputs = Inputs(self._placement, self._input_options, self._together)
         self._announce(self._summary())
 
     @property
@@ -196,8 +196,9 @@ class Strategy(LoopTools):
         notes = self._inputs.install(model, tell)
         self._models.add(model)
 
-    def _together(self) -> Together:
-        """What happens around each call of fit, evaluate and predict."""
+    @cached_property
+    def _together(self) -> Together:  # type: ignore[override]  # made when it is first asked for
+        """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
         return Together()
 
     @cached_property

@@ -118,8 +118,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             "check_every": self._check_every,
         }
 
-    def _together(self) -> calls.Together:
-        return Together(self._job.session) if self._job else super()._together()
+    @cached_property
+    def _together(self) -> calls.Together:  # type: ignore[override]
+        return Together(self._job.session) if self._job else calls.Together()
 
     @cached_property
     def _listener(self) -> StepListener:

@@ -28,6 +28,7 @@ class Together(calls.Together):
 
     def __init__(self, session: Session) -> None:
         self._session, self._inputs = session, count(1)
+        self.processes, self.process = session.group.workers, session.group.index
 
     @contextmanager
     def during(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> Iterator[None]:
@@ -63,6 +64,11 @@ class Together(calls.Together):
                 raise ClusterError(f"{error} {_CURE}", error.exit_code) from None
 
         return check
+
+    def gathering(self, name: str) -> Callable[[Any], list[Any]] | None:
+        """See the base class; to be called by one thread at a time."""
+        lane = f"own input {next(self._inputs)}"
+        return lambda value: self._session.gather(f"the batches of {name}", value, lane=lane)
 
 
 _CURE = (
