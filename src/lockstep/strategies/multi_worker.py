@@ -12,6 +12,7 @@ import keras
 from lockstep._errors import OptionError, whole_number
 from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.resolvers import ClusterResolver, resolve
+from lockstep.cluster.session import Session
 from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
 from lockstep.data import calls
 from lockstep.data.options import InputOptions
@@ -93,6 +94,11 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver | None:
         """What said who takes part; None where nothing did."""
         return self._resolver
+
+    @property
+    def session(self) -> Session | None:
+        """This worker's end of the control channel; None where it trains alone."""
+        return self._job.session if self._job else None
 
     @property
     def is_chief(self) -> bool:
