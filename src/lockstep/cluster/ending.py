@@ -12,88 +12,63 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep._errors import ClusterError
 from lockstep.cluster import exit_codes
 from lockstep.cluster.failure import Failure, Kind
+from lockstep.cluster.session import Session
 
-__all__ = ["GRACE_SECONDS", "Guard", "end_process"]
+__all__ = ["GRACE_SECONDS", "Guard"]
 
 GRACE_SECONDS = 1.5
 _WRITE_SECONDS = 1.0  # A pipe that nobody reads, or a lock of the main thread, must not hold the process.
 _STANDARD_ERROR = 2
 
-End = Callable[[int], Any]
-
-
-class Failing(Protocol):
-    """What a :class:`Guard` needs of a session."""
-
-    failure: Failure | None
-
-    def fail(self, summary: str) -> None:
-        """Tell the others that this worker's program has failed."""
-
-
-def end_process(
-    failure: Failure,
-    *,
-    grace_seconds: float = GRACE_SECONDS,
-    end: End = os._exit,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Say why the job cannot go on, and end this process with the code that belongs to it.
-
-    Calls of the session have raised ClusterError by now, so Python code can unwind and end the process itself. Only where it is
-    still alive after the grace is it ended here. Where a worker is stuck, the stacks of all threads are written first: on that
-    worker they show where.
-
-    Args:
-        failure: of the job.
-        grace_seconds: time for the program to end by itself.
-        end: ends the process.
-        sleep: waits.
-    """
-    _within_limit(lambda: _say(failure))
-    sleep(grace_seconds)
-    _within_limit(_flush)
-    end(failure.exit_code)
-
 
 class Guard:
-    """Ends the process at once after an exception that nobody caught, and tells the other workers before.
+    """Ends the process when its job cannot go on, and when nobody has caught an exception; then it tells the other workers.
 
-    Its exit code is that of the cause: of a ClusterError, of the job's failure where that came first, else of an error of the
-    user's program. ``SystemExit`` is left alone. To be used as a context manager, or with :meth:`install` and :meth:`restore`.
+    A failure of the job (:meth:`on_failure`): calls of the session have raised ClusterError by then, so Python code can unwind and
+    end the process itself. Only where it is still alive after the grace is it ended. Where a worker is stuck, the stacks of
+    all threads are written: on that worker they show where.
+
+    An exception (:meth:`hook`, between :meth:`install` and :meth:`restore`): the exit code is that of the cause: of a
+    ClusterError, of the job's failure where that came first, else of an error of the user's program. ``SystemExit`` is left alone.
 
     Args:
         session: who is told; may be set later.
+        grace_seconds: time for the program to end by itself.
         end: ends the process.
+        sleep: waits.
 
     Example:
         >>> import sys
         >>> before = sys.excepthook
-        >>> with Guard() as guard:
-        ...     sys.excepthook == guard.hook
+        >>> guard = Guard()
+        >>> guard.install()
+        >>> sys.excepthook == guard.hook
         True
+        >>> guard.restore()
         >>> sys.excepthook is before
         True
     """
 
-    def __init__(self, session: Failing | None = None, *, end: End = os._exit) -> None:
+    def __init__(
+        self,
+        session: Session | None = None,
+        *,
+        grace_seconds: float = GRACE_SECONDS,
+        end: Callable[[int], Any] = os._exit,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.session = session
-        self._end = end
+        self._grace_seconds, self._end, self._sleep = grace_seconds, end, sleep
         self._process = os.getpid()
         self._before: Callable[..., Any] = sys.__excepthook__
         self._is_installed = False
-
-    def __enter__(self) -> "Guard":
-        self.install()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
+        self._speaking = threading.Lock()
+        self._has_said = False
 
     def install(self) -> None:
         """Take the place of ``sys.excepthook``."""
@@ -106,30 +81,51 @@ class Guard:
             sys.excepthook = self._before
         self._is_installed = False
 
+    def on_failure(self, failure: Failure) -> None:
+        """Say why the job cannot go on, and end this process with the code that belongs to it."""
+        _within_limit(lambda: self._say(failure))
+        self._sleep(self._grace_seconds)
+        _within_limit(_flush)
+        self._end(failure.exit_code)
+
     def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Print the traceback as before, tell the others, and end."""
         self._before(kind, error, traceback)
         if not self._is_installed or os.getpid() != self._process:
             return  # A forked child ends as it would without us.
-        if self.session is not None:
-            self.session.fail(f"{kind.__name__}: {error}")
-        _within_limit(_flush)
-        self._end(self._code(error))
+        failure = None if self.session is None else _cause(self.session, f"{kind.__name__}: {error}")
+        _within_limit(_flush if failure is None else lambda: self._say(failure))
+        self._end(_code(error, failure))
 
-    def _code(self, error: BaseException) -> int:
-        failure = None if self.session is None else self.session.failure
-        if isinstance(error, ClusterError) and error.exit_code is not None:
-            return error.exit_code
-        if isinstance(error, KeyboardInterrupt):
-            return exit_codes.INTERRUPTED
-        return exit_codes.USER_ERROR if failure is None else failure.exit_code
+    def _say(self, failure: Failure) -> None:
+        with self._speaking:  # The main thread and the session's may come to this at once.
+            if not self._has_said:
+                self._has_said = True
+                _say(failure)
+
+
+def _cause(session: Session, summary: str) -> Failure | None:
+    """Tell the others; gives what has become of one of them first, if that is the cause."""
+    session.fail(summary)
+    failure = session.failure
+    is_own = failure is not None and failure.kind is Kind.FAILED and failure.worker == session.group.index
+    return None if is_own else failure
+
+
+def _code(error: BaseException, failure: Failure | None) -> int:
+    if isinstance(error, ClusterError) and error.exit_code is not None:
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return exit_codes.INTERRUPTED
+    return exit_codes.USER_ERROR if failure is None else failure.exit_code
 
 
 def _say(failure: Failure) -> None:
     _flush()
-    if sys.stderr is not None:
-        sys.stderr.write(f"lockstep: {failure.sentence} This process ends with code {failure.exit_code}.\n")
-        sys.stderr.flush()
+    stream = sys.stderr
+    if stream is not None:  # As under pythonw, and in daemons.
+        stream.write(f"lockstep: {failure.sentence} This process ends with code {failure.exit_code}.\n")
+        stream.flush()
     if failure.kind is Kind.STUCK:
         faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
 

@@ -13,7 +13,7 @@ from lockstep.cluster import exit_codes
 from lockstep.cluster.addresses import split_address
 from lockstep.cluster.connection import Connection
 from lockstep.cluster.door import HANDSHAKE_SECONDS, StrangerError, answer, hello, introduction, other_secret
-from lockstep.cluster.ending import end_process
+from lockstep.cluster.ending import Guard
 from lockstep.cluster.failure import Failure
 from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.listening import open_listener
@@ -44,7 +44,7 @@ def join(
     long_seconds: float = 1800.0,
     bind_host: str | None = None,
     listener: socket.socket | None = None,
-    on_failure: Callable[[Failure], None] = end_process,
+    on_failure: Callable[[Failure], None] | None = None,
     announce: Callable[[str], None] = announce_line,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -62,14 +62,15 @@ def join(
         long_seconds: limit for what may take long: a worker in the activity ``"start"`` or ``"compiling"``.
         bind_host: address of this machine that the chief listens on; None: chosen by the coordinator's host.
         listener: a socket that listens already, for the chief; then nothing is bound.
-        on_failure: is called once, in the session's thread, when the job cannot go on; by default the process says why and ends.
+        on_failure: is called once, in the session's thread, when the job cannot go on; None: the process says why and ends
+            (:class:`lockstep.cluster.ending.Guard`).
         announce: takes the lines about waits.
         clock: gives seconds, and is not set back.
         sleep: waits between two tries to connect.
 
     Raises:
         ClusterError: who is missing, or which worker differs in what; the same sentence on every worker.
-        OptionError: what a worker says of itself is not of JSON, or too large.
+        OptionError: what a worker says of itself is not of JSON, or too large; or a limit is out of its range.
     """
     me = Peer(
         index=group.index,
@@ -95,7 +96,7 @@ def join(
         connection, peers = wait.as_worker()
     if wait.notice.was_told:
         announce(f"all {group.workers} workers are here after {wait.notice.seconds:.0f} s")
-    return Session(group, peers, connection, server, limits, on_failure, announce, clock)
+    return Session(group, peers, connection, server, limits, on_failure or Guard().on_failure, announce, clock)
 
 
 class _NotYetError(Exception):
@@ -136,7 +137,7 @@ class _Wait:
                 reason = str(error)
             if self.notice.seconds > self.seconds:
                 raise ClusterError(
-                    f"{self.group.name}: {self._chief} was not met within {self.seconds:.0f} s: {reason}. Is it started, and "
+                    f"{self.group.name}: {self._chief} was not met within {self.seconds:g} s: {reason}. Is it started, and "
                     f"can it be reached from here?",
                     exit_codes.PEER_LOST,
                 )
@@ -157,9 +158,9 @@ class _Wait:
             raise
 
     def _connect(self) -> Connection:
-        seconds = max(_RETRY_SECONDS, min(_CONNECT_SECONDS, self.seconds - self.notice.seconds))
+        address = split_address("the coordinator", self.group.coordinator)
         try:
-            connected = socket.create_connection(split_address("the coordinator", self.group.coordinator), seconds)
+            connected = socket.create_connection(address, self._at_most(_CONNECT_SECONDS))
         except OSError as error:
             raise _NotYetError(error.strerror or str(error)) from None
         if connected.getsockname() == connected.getpeername():
@@ -167,10 +168,14 @@ class _Wait:
             raise _NotYetError("nobody listens there")
         return Connection(connected)
 
+    def _at_most(self, seconds: float) -> float:
+        """A limit that also ends this wait in time, and gives the last try a chance."""
+        return min(seconds, max(_RETRY_SECONDS, self.seconds - self.notice.seconds))
+
     def _introduce(self, connection: Connection) -> None:
         nonce = new_nonce()
         connection.send(hello(nonce))
-        challenge = connection.wait(HANDSHAKE_SECONDS)
+        challenge = connection.wait(self._at_most(HANDSHAKE_SECONDS))
         if challenge is None or challenge["kind"] != "challenge":
             raise _NotYetError(
                 f"what answers there is no chief of a Lockstep job: {connection.ended or 'it says nothing'}"
@@ -194,7 +199,7 @@ class _Wait:
                     return connection, tuple(self._peer(known) for known in message["peers"])
                 self._listen(message)
             elif connection.ended is not None or self.clock() - heard > self.limits.timeout:
-                what = connection.ended or f"it said nothing for {self.limits.timeout:.0f} s"
+                what = connection.ended or f"it said nothing for {self.limits.timeout:g} s"
                 raise ClusterError(f"{self._chief} went away before all had joined: {what}.", exit_codes.PEER_LOST)
 
     def _listen(self, message: dict[str, Any]) -> None:

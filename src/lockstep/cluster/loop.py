@@ -3,10 +3,12 @@
 import contextlib
 import heapq
 import itertools
+import os
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +47,7 @@ class Loop:
 
     def start(self) -> None:
         """Begin."""
+        _forget_in_children(self)
         self._thread.start()
 
     def call(self, work: Work) -> None:
@@ -95,7 +98,7 @@ class Loop:
             self._thread.join(1.0)
 
     def forget(self) -> None:
-        """Close what a fork has copied into a child process; the parent goes on."""
+        """Close all descriptors, and nothing else: what a fork has copied into a child process."""
         for connection in self._handlers:
             connection.close()
         for held in (*self._listeners, self._bell, self._clapper):
@@ -146,3 +149,15 @@ class Loop:
         for connection in tuple(self._handlers):
             self.remove(connection)
         self.forget()
+
+
+def _forget_in_children(loop: Loop) -> None:
+    """A forked child's copies of our sockets would keep them open, and so hide this process's death: it closes them."""
+    reference = weakref.ref(loop)
+
+    def forget() -> None:
+        held = reference()
+        if held is not None:
+            held.forget()
+
+    os.register_at_fork(after_in_child=forget)

@@ -21,7 +21,7 @@ from lockstep.cluster.loop import Loop
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.roster import Refusal, Roster
 from lockstep.cluster.waiting import listed
-from lockstep.cluster.watch import BEAT_SECONDS, MAY_TAKE_LONG, START, Awake, Beat, Limits, failure, look
+from lockstep.cluster.watch import BEAT_SECONDS, MAY_TAKE_LONG, START, Awake, Beat, Limits, failure, look, overdue
 from lockstep.cluster.wire import FIRST_BYTES, MAX_BYTES, encode
 
 __all__ = ["LEAVE", "LINGER_SECONDS", "Server"]
@@ -82,6 +82,13 @@ class Server:
         self._roster = Roster(group, chief)
         self._door = Door(self._loop, chief, secret, self._arrived, announce)
         self._calls = Calls(group.workers)
+        self._handlers = {
+            "beat": self._beat,
+            "call": self._call,
+            "overdue": self._overdue,
+            "fail": self._fail,
+            "leave": self._leave,
+        }
         self._awake = Awake(clock)
         self._seats: dict[int, _Seat] = {}
         self._started = False
@@ -100,10 +107,6 @@ class Server:
     def stop(self) -> None:
         """Close all connections and end."""
         self._loop.stop()
-
-    def forget(self) -> None:
-        """In a child process: leave all this to the parent."""
-        self._loop.forget()
 
     # Joining.
 
@@ -153,7 +156,7 @@ class Server:
         away = "".join(f" {address} was turned away: {reason}." for reason, address in self._door.turned_away.items())
         missing = self._roster.missing()
         return Refusal(
-            f"{listed(missing)} did not join within {self._start_seconds:.0f} s: {'are they' if missing[1:] else 'is it'} "
+            f"{listed(missing)} did not join within {self._start_seconds:g} s: {'are they' if missing[1:] else 'is it'} "
             f"started, and can {self._group.coordinator} be reached from there?{away}",
             exit_code=exit_codes.PEER_LOST,
         )
@@ -162,10 +165,9 @@ class Server:
 
     def _received(self, seat: _Seat, message: dict[str, Any]) -> None:
         seat.heard = self._clock()
-        handle = {"beat": self._beat, "call": self._call, "fail": self._fail, "leave": self._leave}.get(message["kind"])
         try:
-            if handle is not None and self._started:
-                handle(seat, message)
+            if self._started and message["kind"] in self._handlers:
+                self._handlers[message["kind"]](seat, message)
         except (KeyError, TypeError, ValueError) as error:
             seat.connection.ended = f"it sent a {message['kind']!r} that cannot be read ({error!r})"
 
@@ -176,6 +178,14 @@ class Server:
     def _call(self, seat: _Seat, message: dict[str, Any]) -> None:
         asked = [message[name] for name in ("lane", "number", "operation", "topic", "value")]
         self._reply(self._calls.put(seat.peer.index, *asked))
+
+    def _overdue(self, seat: _Seat, message: dict[str, Any]) -> None:
+        missing = self._calls.missing(seat.peer.index).get(message["lane"])
+        if missing:  # Else they have come in this moment.
+            what = f"{message['what']} for {float(message['seconds']):.0f} s"
+            self._declare(
+                overdue(self._clock(), [self._known(self._seats[index]) for index in missing], seat.peer, what)
+            )
 
     def _fail(self, seat: _Seat, message: dict[str, Any]) -> None:
         seat.failed = True
@@ -200,7 +210,9 @@ class Server:
         elif not seat.left and not seat.failed:
             self._declare(
                 failure(
-                    Kind.DIED, seat.peer, f"died: {seat.connection.ended} without a goodbye, last {_known(seat).doing}."
+                    Kind.DIED,
+                    seat.peer,
+                    f"died: {seat.connection.ended} without a goodbye, last {self._known(seat).doing}.",
                 )
             )
         self._let_the_chief_go()
@@ -210,7 +222,7 @@ class Server:
     def _tick(self) -> None:
         now = self._awake.tick()
         if self._started and self._failure is None:
-            found = look(now, [_known(seat, self._awake.since) for seat in self._seats.values()], self._limits)
+            found = look(now, [self._known(seat) for seat in self._seats.values()], self._limits)
             if found is not None:
                 self._declare(found)
         if not self._started and self._refusal is None and now > self._deadline:
@@ -230,8 +242,12 @@ class Server:
         return {lane: self._described([self._seats[other] for other in others]) for lane, others in waits.items()}
 
     def _described(self, seats: list[_Seat]) -> dict[str, Any]:
-        names = [f"{seat.peer}, {_known(seat).doing}" for seat in seats]
+        names = [f"{seat.peer}, {self._known(seat).doing}" for seat in seats]
         return {"names": names, "long": any(seat.activity in MAY_TAKE_LONG for seat in seats)}
+
+    def _known(self, seat: _Seat) -> Beat:
+        heard, since = max(seat.heard, self._awake.since), max(seat.since, self._awake.since)
+        return Beat(seat.peer, heard, seat.step, seat.activity, since, seat.left)
 
     def _declare(self, found: Failure) -> None:
         """The job has failed: the first cause is told to all, last to this process, which may end at once."""
@@ -256,11 +272,6 @@ class Server:
         others = [seat for index, seat in self._seats.items() if index]
         if self._seats[0].left and (self._failure is not None or all(seat.left or seat.gone for seat in others)):
             self._seats[0].connection.send(encode({"kind": "noted"}))
-
-
-def _known(seat: _Seat, awake_since: float = 0.0) -> Beat:
-    heard, since = max(seat.heard, awake_since), max(seat.since, awake_since)
-    return Beat(seat.peer, heard, seat.step, seat.activity, since, seat.left)
 
 
 def _refuse(refusal: Refusal) -> dict[str, Any]:

@@ -4,10 +4,8 @@ import atexit
 import os
 import threading
 import time
-import weakref
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lockstep._errors import ClusterError
@@ -17,6 +15,7 @@ from lockstep.cluster.calls import BARRIER, BROADCAST, GATHER
 from lockstep.cluster.connection import Connection
 from lockstep.cluster.failure import Failure, Kind
 from lockstep.cluster.group import WorkerGroup
+from lockstep.cluster.lanes import Lane, Lanes
 from lockstep.cluster.loop import Loop
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.server import LEAVE, Server
@@ -31,17 +30,6 @@ MAIN = "main"
 _POLL_SECONDS = 0.2
 _GOODBYE_SECONDS = 2.0  # For the chief to note an end or a failure.
 _LONGEST_SUMMARY = 4000  # characters
-
-
-@dataclass
-class _Lane:
-    """One sequence of calls, and the call that waits on it."""
-
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    done: threading.Event = field(default_factory=threading.Event)
-    calls: int = 0
-    values: list[Any] = field(default_factory=list)
-    error: str | None = None
 
 
 class Session:
@@ -86,7 +74,7 @@ class Session:
         self._awake = Awake(clock)
         self._heard = clock()
         self._missing: dict[str, dict[str, Any]] = {}
-        self._lanes: defaultdict[str, _Lane] = defaultdict(_Lane)
+        self._lanes = Lanes()
         self._ending = threading.Lock()
         self._noted = threading.Event()
         self._failing = self._left = False
@@ -95,13 +83,12 @@ class Session:
         self._loop.later(0.0, self._beat)
         self._loop.start()
         atexit.register(self.leave)
-        _forget_in_children(self)
 
     def __enter__(self) -> "Session":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.fail(f"{type(error).__name__}: {error}")
         self.leave()
 
@@ -129,8 +116,8 @@ class Session:
             topic: what is asked; another worker that asks something else at this point is an error that names both.
             value: of JSON, and given as it comes back from there: a tuple as a list.
             lane: which sequence of calls this belongs to.
-            timeout_seconds: limit of the wait; None: the session's. Where a missing worker starts or compiles, the limit for
-                what may take long holds.
+            timeout_seconds: limit of the wait, after which the job has failed; None: the session's. Where a missing worker starts
+                or compiles, the limit for what may take long holds.
 
         Raises:
             ClusterError: somebody is missing, has left, or asks something else; or the job has failed.
@@ -163,8 +150,10 @@ class Session:
         """Raise ClusterError if the job has failed; cheap."""
         if self.failure is not None:
             raise ClusterError(self.failure.sentence, self.failure.exit_code)
-        if self._left:
-            raise ClusterError("This worker has left the job: its session is closed.")
+        if self._left or not self._is_mine():
+            raise ClusterError(
+                "This session is closed: the worker has left the job, or this is a process that it has forked."
+            )
 
     def fail(self, summary: str) -> None:
         """Tell the others that this worker's program has failed; they end with that sentence.
@@ -185,8 +174,10 @@ class Session:
 
         The chief waits for the others first, for ``timeout_seconds`` at most, as they hear of each other through it.
         """
+        if not self._is_mine():
+            return
         with self._ending:
-            if self._left or not self._is_mine():
+            if self._left:
                 return
             self._left = True
         atexit.unregister(self.leave)
@@ -199,36 +190,37 @@ class Session:
     # Calls, in the thread that makes them.
 
     def _meet(self, operation: str, topic: str, value: Any, lane: str, timeout_seconds: float | None) -> list[Any]:
-        call = self._lanes[lane]
-        if not call.turn.acquire(blocking=False):
-            raise ClusterError(
-                f"{operation} {topic!r}: another thread waits on lane {lane!r}; give this thread its own."
-            )
-        step, activity, _ = self._progress
-        try:
+        what = f"{operation} {topic!r}"
+        with self._lanes.only_here(lane, what) as call, self._waiting(lane, what):
             asked = {"lane": lane, "number": call.calls, "operation": operation, "topic": topic, "value": value}
             frame = encode({"kind": "call", **asked})
-            call.calls, call.error = call.calls + 1, None
-            call.done.clear()
-            self.check()  # After the line before: whatever ends the session from here on ends this wait.
+            call.begin()
+            self.check()  # Not before: whatever ends the session from here on ends this wait.
             self._loop.call(lambda: self._connection.send(frame))
-            if lane == MAIN:
-                self.report(step, f"{WAITING}{operation} {topic!r}")
-            self._await(call, lane, f"{operation} {topic!r}", timeout_seconds or self.limits.timeout)
+            self._await(call, what, self.limits.timeout if timeout_seconds is None else timeout_seconds)
             return call.values
+
+    @contextmanager
+    def _waiting(self, lane: str, what: str) -> Iterator[None]:
+        """Others see that this worker waits, and where."""
+        step, activity, _ = self._progress
+        if lane == MAIN:
+            self.report(step, f"{WAITING}{what}")
+        try:
+            yield
         finally:
             if lane == MAIN:
                 self.report(step, activity)
-            call.turn.release()
 
-    def _await(self, call: _Lane, lane: str, what: str, seconds: float) -> None:
+    def _await(self, call: Lane, what: str, seconds: float) -> None:
         notice = Notice(self._announce, self._clock)
         while not call.done.wait(_POLL_SECONDS):
-            missing = self._missing.get(lane)
+            missing = self._missing.get(call.name)
             names = listed(missing["names"]) if missing else str(self.peers[0])
             limit = max(seconds, self.limits.long) if missing and missing["long"] else seconds
             if notice.seconds > limit:
-                raise ClusterError(f"{names}: did not come to {what} within {limit:.0f} s.", exit_codes.NO_PROGRESS)
+                self._send({"kind": "overdue", "lane": call.name, "what": what, "seconds": limit})
+                raise ClusterError(f"{names}: did not come to {what} within {limit:g} s.", exit_codes.NO_PROGRESS)
             notice.tell(f"{names}, at {what}")
         self.check()
         if call.error is not None:
@@ -260,10 +252,16 @@ class Session:
 
     def _received(self, connection: Connection, message: dict[str, Any]) -> None:
         self._heard = self._clock()
+        try:
+            self._read(message)
+        except (KeyError, TypeError, ValueError) as error:
+            connection.ended = f"it sent a {message['kind']!r} that cannot be read ({error!r})"
+
+    def _read(self, message: dict[str, Any]) -> None:
         if message["kind"] == "beat":
             self._missing = message["missing"]
         elif message["kind"] == "result":
-            self._finish(self._lanes[message["lane"]], message["values"], message["error"])
+            self._lanes[message["lane"]].finish(message["values"], message["error"])
         elif message["kind"] == "departed":
             self.departed.add(message["worker"])
         elif message["kind"] == "noted":
@@ -276,15 +274,14 @@ class Session:
             self._lose(
                 failure(Kind.DIED, self.peers[0], f"died: {connection.ended} without a goodbye. It was the chief.")
             )
-        for lane in tuple(self._lanes.values()):
-            self._finish(lane, [], f"{self.peers[0]}, the chief, came to the end before.")
+        self._lanes.finish(f"{self.peers[0]}, the chief, came to the end before, and nobody passes calls on.")
         self._noted.set()
 
     def _beat(self) -> None:
         now = self._awake.tick()
         step, activity, since = self._progress
         age = max(0.0, now - max(since, self._awake.since))
-        self._connection.send(encode({"kind": "beat", "step": step, "activity": activity, "seconds": age}))
+        self._connection.send(encode({"kind": "beat", "step": int(step), "activity": activity, "seconds": age}))
         silent = now - max(self._heard, self._awake.since)
         if silent > self.limits.timeout and self._connection.ended is None:
             what = f"does not answer: no sign of life for {silent:.0f} s (stopped, or cut off from the network)."
@@ -295,26 +292,7 @@ class Session:
         if self.failure is not None:
             return
         self.failure = found
-        for lane in tuple(self._lanes.values()):
-            lane.done.set()
+        self._lanes.finish(found.sentence)
         self._noted.set()
         if not (self._failing and found.worker == self.group.index):
             self._on_failure(found)
-
-    def _finish(self, lane: _Lane, values: list[Any], error: str | None) -> None:
-        lane.values, lane.error = values, error
-        lane.done.set()
-
-
-def _forget_in_children(session: Session) -> None:
-    """A forked child holds copies of our sockets, which would hide this process's death: it closes them at once."""
-    reference = weakref.ref(session)
-
-    def forget() -> None:
-        held = reference()
-        if held is not None:
-            held._loop.forget()
-            if held._server is not None:
-                held._server.forget()
-
-    os.register_at_fork(after_in_child=forget)

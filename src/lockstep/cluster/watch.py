@@ -9,11 +9,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lockstep._errors import OptionError
 from lockstep.cluster.failure import Failure, Kind
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.waiting import listed
 
-__all__ = ["BEAT_SECONDS", "MAY_TAKE_LONG", "START", "STEP", "WAITING", "Awake", "Beat", "Limits", "look"]
+__all__ = [
+    "BEAT_SECONDS",
+    "MAY_TAKE_LONG",
+    "START",
+    "STEP",
+    "WAITING",
+    "Awake",
+    "Beat",
+    "Limits",
+    "failure",
+    "look",
+    "overdue",
+]
 
 BEAT_SECONDS = 0.5
 START = "start"
@@ -26,10 +39,26 @@ _PAUSE = 4 * BEAT_SECONDS
 
 @dataclass(frozen=True)
 class Limits:
-    """How long what may take, in seconds: a wait, and an activity of ``MAY_TAKE_LONG``."""
+    """How long what may take, in seconds.
+
+    Args:
+        timeout: a wait, and the silence of a worker.
+        long: an activity of ``MAY_TAKE_LONG``, and a step of all workers.
+
+    Raises:
+        OptionError: a limit that some heartbeats that are late would break, or that is below the other.
+    """
 
     timeout: float
     long: float
+
+    def __post_init__(self) -> None:
+        least = 3 * BEAT_SECONDS
+        if not least <= self.timeout <= self.long:
+            raise OptionError(
+                f"timeout_seconds, long_seconds: expected {least:g} or more, and the second no less than the first, as "
+                f"heartbeats come each {BEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}."
+            )
 
 
 @dataclass(frozen=True)
@@ -69,11 +98,30 @@ def look(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
     return _silent(now, beats, limits) or _stuck(now, beats, limits) or _standstill(now, beats, limits)
 
 
+def overdue(now: float, missing: Sequence[Beat], waits: Peer, what: str) -> Failure:
+    """Why a wait has come to its limit.
+
+    Args:
+        now: the time.
+        missing: those that ``waits`` waits for.
+        waits: who waits.
+        what: for what it waits, and since when.
+    """
+    beat = min(missing, key=lambda beat: (beat.activity in MAY_TAKE_LONG, beat.step, beat.since))
+    if now - beat.heard > _PAUSE:
+        return _silence(now, beat)
+    done = f"{beat.doing} for {now - beat.since:.0f} s; worker {waits.index} waits for it at {what}."
+    return failure(Kind.STUCK, beat.peer, f"is stuck: {done}")
+
+
 def _silent(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
     found = [beat for beat in beats if not beat.left and now - beat.heard > limits.timeout]
     if not found:
         return None
-    beat = min(found, key=lambda beat: beat.heard)
+    return _silence(now, min(found, key=lambda beat: beat.heard))
+
+
+def _silence(now: float, beat: Beat) -> Failure:
     return failure(
         Kind.SILENT,
         beat.peer,

@@ -1,0 +1,161 @@
+"""How a process ends: what it says, when, and with which code; the end itself is a fake here."""
+
+import io
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep import ClusterError
+from lockstep.cluster.ending import Guard
+from lockstep.cluster.failure import Failure, Kind
+
+DIED = Failure(Kind.DIED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) died.")
+STUCK = Failure(Kind.STUCK, 1, "node1", 71, "worker 1 of 2 (node1, process 71) is stuck.")
+OWN = Failure(Kind.FAILED, 0, "node0", 70, "worker 0 of 2 (node0, process 70) failed: ValueError: no.")
+
+
+class FakeSession:
+    """Worker 0; ``becomes`` is what the job fails with when this worker says that it has."""
+
+    def __init__(self, becomes):
+        self.group, self.failure, self.said = SimpleNamespace(index=0), None, []
+        self._becomes = becomes
+
+    def fail(self, summary):
+        self.said.append(summary)
+        self.failure = self.failure or self._becomes
+
+
+def ending(error, session=None):
+    """Exit codes that an exception nobody caught ends with."""
+    codes = []
+    guard = Guard(session, end=codes.append)
+    guard.install()
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        guard.restore()
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes", "code"),
+    [
+        (ValueError("no"), OWN, 13),
+        (KeyboardInterrupt(), OWN, 130),
+        (RuntimeError("connection closed by peer"), DIED, 75),
+        (RuntimeError("connection closed by peer"), STUCK, 124),
+        (ClusterError("worker 1 died", 75), DIED, 75),
+        (ClusterError("the workers do not agree"), OWN, 13),
+        (ClusterError("the workers do not agree"), None, 13),
+    ],
+)
+def test_the_code_is_that_of_the_cause(error, becomes, code, capfd):
+    session = FakeSession(becomes)
+    assert ending(error, session) == [code]
+    assert session.said == [f"{type(error).__name__}: {error}"]
+    written = capfd.readouterr().err
+    assert str(error) in written
+    assert (becomes is not None and becomes.sentence in written) == (becomes in (DIED, STUCK))
+
+
+def test_an_error_before_the_workers_have_met_has_its_own_code(capfd):
+    assert ending(ClusterError("worker 1 did not join", 75)) == [75]
+    assert ending(ValueError("no")) == [13]
+
+
+def test_what_was_there_before_is_called_and_given_back(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error))
+    before = sys.excepthook
+    error = ValueError("no")
+    assert ending(error) == [13]
+    assert seen == [(ValueError, error, None)]
+    assert sys.excepthook is before
+
+
+def test_a_hook_that_was_put_over_ours_stays_and_ours_does_nothing_more(monkeypatch, capfd):
+    codes = []
+    guard = Guard(end=codes.append)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    guard.install()
+    guard.install()
+    ours = sys.excepthook
+    sys.excepthook = lambda *error: ours(*error)
+    theirs = sys.excepthook
+    guard.restore()
+    assert sys.excepthook is theirs
+    sys.excepthook(ValueError, ValueError("no"), None)
+    assert codes == []
+    assert "ValueError: no" in capfd.readouterr().err
+
+
+def test_a_failure_is_said_first_then_there_is_time_to_unwind_then_comes_the_end(capfd):
+    order = []
+    guard = Guard(
+        grace_seconds=4,
+        sleep=lambda seconds: order.append((seconds, capfd.readouterr().err)),
+        end=lambda code: order.append(code),
+    )
+    guard.on_failure(DIED)
+    said = "lockstep: worker 1 of 2 (node1, process 71) died. This process ends with code 75.\n"
+    assert order == [(4, said), 75]
+
+
+def test_a_failure_is_said_once_by_two_threads(capfd):
+    session = FakeSession(DIED)
+    guard = Guard(session, grace_seconds=0, end=lambda code: None)
+    guard.install()
+    try:
+        threads = [threading.Thread(target=guard.on_failure, args=(DIED,)) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        guard.hook(RuntimeError, RuntimeError("closed"), None)
+        for thread in threads:
+            thread.join(30)
+    finally:
+        guard.restore()
+    assert capfd.readouterr().err.count("died.") == 1
+
+
+def test_where_a_worker_is_stuck_the_stacks_are_shown(capfd):
+    Guard(grace_seconds=0, end=lambda code: None).on_failure(STUCK)
+    written = capfd.readouterr().err
+    assert "is stuck." in written
+    assert "in test_where_a_worker_is_stuck_the_stacks_are_shown\n" in written
+
+
+class Blocked(io.StringIO):
+    """As a pipe that is full and that nobody reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.free = threading.Event()
+
+    def flush(self):
+        self.free.wait(60)
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_an_output_that_nobody_reads_does_not_hold_the_end(name, monkeypatch):
+    blocked, codes = Blocked(), []
+    monkeypatch.setattr(sys, name, blocked)
+    began = time.monotonic()
+    Guard(grace_seconds=0, end=codes.append).on_failure(DIED)
+    assert codes == [75]
+    assert time.monotonic() - began < 10
+    blocked.free.set()
+    for thread in threading.enumerate():
+        if thread.name == "lockstep-last-words":
+            thread.join(60)
+
+
+def test_a_process_without_outputs_ends_too(monkeypatch):
+    codes = []
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    Guard(grace_seconds=0, end=codes.append).on_failure(DIED)
+    assert codes == [75]

@@ -1,0 +1,109 @@
+"""Who is missing or stuck, from what was last heard: times are arguments."""
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep import OptionError
+from lockstep.cluster.failure import Kind
+from lockstep.cluster.peer import Peer
+from lockstep.cluster.watch import WAITING, Awake, Beat, Limits, look, overdue
+
+LIMITS = Limits(timeout=60, long=1800)
+NOW = 10_000.0
+
+
+def a_beat(index, step, activity, seconds, silent=0.2, left=False):
+    peer = Peer(index, 3, f"node{index}", 70 + index)
+    return Beat(peer, NOW - silent, step, activity, NOW - seconds, left)
+
+
+def seen(*beats):
+    found = look(NOW, beats, LIMITS)
+    return None if found is None else (found.kind, found.worker)
+
+
+@pytest.mark.parametrize(
+    "beats",
+    [
+        [a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 1), a_beat(2, 7, "data", 2)],
+        [a_beat(0, 8, "step", 59), a_beat(1, 7, "data", 1700)],
+        [a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 30), a_beat(2, 6, "data", 100)],  # One of them goes on.
+        [a_beat(0, 8, "data", 1000), a_beat(1, 7, "save", 1000)],  # Nobody waits.
+        [a_beat(0, 8, "step", 100), a_beat(1, 7, "compiling", 100), a_beat(2, 7, "step", 100)],
+        [a_beat(0, 1, "step", 1700), a_beat(1, 0, "start", 1700)],
+        [a_beat(0, 8, "step", 1700), a_beat(1, 8, "step", 1700)],  # One long step.
+        [a_beat(0, 8, "step", 9000)],  # Alone, nobody waits for anybody.
+        [a_beat(0, 8, "idle", 9000), a_beat(1, 8, "idle", 9000)],
+        [a_beat(0, 8, "data", 1), a_beat(1, 8, "left", 900, silent=900, left=True)],
+    ],
+)
+def test_nobody_is_named_while_all_may_be_well(beats):
+    assert seen(*beats) is None
+
+
+@pytest.mark.parametrize(
+    ("beats", "found"),
+    [
+        ([a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 1, silent=61)], (Kind.SILENT, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 62)], (Kind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "step", 61), a_beat(2, 7, "step", 62)], (Kind.STUCK, 2)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99), a_beat(2, 7, "data", 62)], (Kind.STUCK, 2)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99)], (Kind.STUCK, 1)),
+        ([a_beat(0, 7, "callback", 99), a_beat(1, 8, "step", 61)], (Kind.STUCK, 0)),
+        ([a_beat(0, 8, "step", 1801), a_beat(1, 7, "compiling", 1801)], (Kind.STUCK, 1)),
+        ([a_beat(0, 1, "step", 1801), a_beat(1, 0, "start", 1801)], (Kind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 1801), a_beat(1, 8, "step", 1802)], (Kind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 7, "step", 70, silent=70, left=True)], (Kind.LEFT, 1)),
+    ],
+)
+def test_who_keeps_the_others_waiting_is_named(beats, found):
+    assert seen(*beats) == found
+    assert seen(*reversed(beats)) == found
+
+
+def test_the_sentences_say_who_where_for_how_long_and_who_waits():
+    stuck = look(NOW, [a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 62)], LIMITS)
+    assert stuck.sentence == (
+        "worker 1 of 3 (node1, process 71) is stuck: in 'data' at step 7 for 62 s; worker 0 waits for it in step 8."
+    )
+    assert (stuck.host, stuck.pid, stuck.exit_code) == ("node1", 71, 124)
+    silent = look(NOW, [a_beat(0, 8, "step", 1), a_beat(1, 7, "step", 62, silent=61)], LIMITS)
+    assert silent.sentence == (
+        "worker 1 of 3 (node1, process 71) does not answer: no sign of life for 61 s, last in 'step' at step 7 (stopped, or "
+        "cut off from the network)."
+    )
+    assert silent.exit_code == 75
+    left = look(NOW, [a_beat(0, 8, "step", 61), a_beat(1, 7, "step", 62, left=True)], LIMITS)
+    assert left.sentence.endswith("came to its end after step 7; worker 0 waits for it in step 8.")
+    assert left.exit_code == 13
+
+
+def test_a_wait_that_comes_to_its_limit_names_the_one_that_is_behind():
+    waits = a_beat(0, 8, WAITING, 60).peer
+    missing = [a_beat(1, 8, "compiling", 62), a_beat(2, 7, "save", 62)]
+    found = overdue(NOW, missing, waits, "gather 'rows' for 60 s")
+    assert found.sentence == (
+        "worker 2 of 3 (node2, process 72) is stuck: in 'save' at step 7 for 62 s; worker 0 waits for it at gather 'rows' "
+        "for 60 s."
+    )
+    silent = replace(missing[1], heard=NOW - 40)
+    assert overdue(NOW, [silent], waits, "gather 'rows' for 60 s").kind is Kind.SILENT
+
+
+def test_a_process_that_was_stopped_itself_begins_to_count_anew():
+    times = iter([0.0, 0.5, 1.0, 1.6, 100.0, 100.5])
+    awake = Awake(clock=lambda: next(times))
+    assert [(awake.tick(), awake.since) for _ in range(5)] == [
+        (0.5, 0.0),
+        (1.0, 0.0),
+        (1.6, 0.0),
+        (100.0, 100.0),
+        (100.5, 100.0),
+    ]
+
+
+@pytest.mark.parametrize(("timeout", "long"), [(1, 1800), (0, 0), (60, 30), (float("nan"), 60), (60, float("nan"))])
+def test_limits_that_cannot_be_kept_are_refused(timeout, long):
+    with pytest.raises(OptionError, match=r"timeout_seconds, long_seconds: expected 1\.5 or more"):
+        Limits(timeout, long)

@@ -1,0 +1,113 @@
+"""A worker that tests start as a process: it joins, says so, and does what its arguments tell it."""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+from lockstep.cluster.ending import Guard
+from lockstep.cluster.group import WorkerGroup
+from lockstep.cluster.joining import join
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def hang():
+    """As a thread in C++ that waits for ever: no exception reaches it."""
+    while True:
+        signal.pause()
+
+
+def hang_in_a_step(session, config):
+    session.report(8, "step")
+    say("at work")
+    hang()
+
+
+def hang_in_the_data(session, config):
+    session.report(7, "data")
+    say("at work")
+    hang()
+
+
+def raise_an_exception(session, config):
+    raise ValueError("the labels of batch 7 are missing")
+
+
+def be_interrupted(session, config):
+    raise KeyboardInterrupt
+
+
+def exit_in_order(session, config):
+    sys.exit(config["code"])
+
+
+def exit_without_a_word(session, config):
+    os._exit(7)
+
+
+def wait(session, config):
+    session.barrier("the end")
+
+
+def wait_for_a_signal(session, config):
+    say("at work")
+    signal.sigwait({signal.SIGUSR1})
+    wait(session, config)
+
+
+def wait_with_a_child(session, config):
+    child = os.fork()
+    if child == 0:
+        os.close(1)
+        os.close(2)
+        hang()
+    say("child", child)
+    wait(session, config)
+
+
+def raise_in_a_child(session, config):
+    child = os.fork()
+    if child == 0:
+        os.close(1)
+        raise ValueError("in the child")
+    _, status = os.waitpid(child, 0)
+    say("child", os.waitstatus_to_exitcode(status))
+    wait(session, config)
+
+
+def fail_as_a_collective_whose_peer_dies(session, config):
+    died = os.pidfd_open(config["peer"])
+    say("at work")
+    select.select([died], [], [])
+    raise RuntimeError("the collective failed: connection closed by peer")
+
+
+def main(config):
+    def on_failure(failure):
+        say("noticed", time.monotonic())
+        guard.on_failure(failure)
+
+    secret = config.get("secret")
+    guard = Guard(grace_seconds=0.3)
+    guard.install()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    guard.session = join(
+        WorkerGroup(workers=config["workers"], index=config["index"], coordinator=config["coordinator"]),
+        config.get("identity", {"jax": "1"}),
+        secret=None if secret is None else secret.encode(),
+        timeout_seconds=config.get("timeout", 30),
+        listener=None if config["listener"] is None else socket.socket(fileno=config["listener"]),
+        on_failure=on_failure,
+    )
+    say("joined")
+    globals()[config["does"]](guard.session, config)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
