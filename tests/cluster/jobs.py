@@ -34,7 +34,9 @@ class Job:
         self.failures = [[] for _ in range(workers)]
         self.sessions, self.errors = {}, {}
         self._threads = [
-            threading.Thread(target=self._join, args=(index,)) for index in range(workers) if index not in missing
+            threading.Thread(target=self._join, args=(index,), daemon=True)
+            for index in range(workers)
+            if index not in missing
         ]
 
     def __enter__(self):
@@ -69,7 +71,7 @@ class Job:
             except Exception as error:
                 results[index] = error
 
-        threads = [threading.Thread(target=run, args=item) for item in self.sessions.items()]
+        threads = [threading.Thread(target=run, args=item, daemon=True) for item in self.sessions.items()]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -56,7 +56,7 @@ def ending(error, session=None):
 def test_the_code_is_that_of_the_cause(error, becomes, code, capfd):
     session = FakeSession(becomes)
     assert ending(error, session) == [code]
-    assert session.said == [f"{type(error).__name__}: {error}"]
+    assert session.said == [f"{type(error).__name__}: {error}".removesuffix(": ")]
     written = capfd.readouterr().err
     assert str(error) in written
     assert (becomes is not None and becomes.sentence in written) == (becomes in (DIED, STUCK))
@@ -90,6 +90,14 @@ def test_a_hook_that_was_put_over_ours_stays_and_ours_does_nothing_more(monkeypa
     assert sys.excepthook is theirs
     sys.excepthook(ValueError, ValueError("no"), None)
     assert codes == []
+    assert "ValueError: no" in capfd.readouterr().err
+
+
+def test_a_prompt_goes_on_after_an_error(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    session = FakeSession(OWN)
+    assert ending(ValueError("no"), session) == []
+    assert session.said == []
     assert "ValueError: no" in capfd.readouterr().err
 
 

@@ -95,6 +95,17 @@ def test_a_worker_with_another_count_is_named_to_all():
         assert f"of 3 ({ME}) was started with 3 workers, the chief ({ME}) with 2 workers: start all" in sentence
 
 
+@pytest.mark.full
+def test_a_worker_with_an_absurd_count_costs_neither_memory_nor_time():
+    job = Job(2, missing=(1,))
+    host, port = job.coordinator.split(":")
+    connection = Connection(socket.create_connection((host, int(port)), timeout=DEADLINE))
+    connection.send(hello("x") + introduction(Peer(1, 10**18, "b", 7)))
+    with job:
+        assert "was started with 1000000000000000000 workers" in str(job.errors[0])
+    connection.close()
+
+
 def test_what_is_sent_of_a_worker_must_be_json():
     with pytest.raises(OptionError, match="Only values of JSON"):
         join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"model": object()})
@@ -161,6 +172,7 @@ def _after(event):
         (encode({"kind": "hello", "protocol": 0, "nonce": "x"}), "it speaks protocol 0, this process 1"),
         (hello("x") + encode({"kind": "join", "peer": {"index": 1}}), "it did not say who it is"),
         (hello("x") + encode({"kind": "join", "peer": None}), "it did not say who it is"),
+        (hello("\ud800") + encode({"kind": "join", "peer": 1}), "it did not say who it is"),
         (b"", "its connection closed"),
     ],
 )
@@ -187,6 +199,17 @@ def test_who_is_no_worker_is_turned_away_and_harms_nothing(speaks, reason):
     job.__exit__()
 
 
+def test_many_strangers_do_not_fill_the_log():
+    job = Job(2, missing=(1,), start_seconds=1)
+    host, port = job.coordinator.split(":")
+    for number in range(20):
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as stranger:
+            stranger.sendall(f"GET /{number} HTTP/1.1".encode())
+    with job:
+        assert len(job.lines[0]) == 3
+
+
+@pytest.mark.full
 def test_who_says_nothing_is_turned_away_and_delays_nobody():
     job = Job(2)
     host, port = job.coordinator.split(":")
@@ -260,11 +283,12 @@ def test_who_does_not_know_the_secret_stays_outside(chief, worker, said):
         assert "was turned away: it was given another secret than the chief, or one of them none." in str(job.errors[0])
 
 
-def test_who_only_says_that_he_knows_the_secret_stays_outside():
-    job = Job(2, secret=b"one", missing=(1,), start_seconds=1)
+@pytest.mark.parametrize("given", ["0" * 64, "\ud800", None, 7])
+def test_who_only_says_that_he_knows_the_secret_stays_outside(given):
+    job = Job(2, secret=b"one", missing=(1,), start_seconds=0.5)
     host, port = job.coordinator.split(":")
     connection = Connection(socket.create_connection((host, int(port)), timeout=DEADLINE))
-    connection.send(hello("x") + introduction(Peer(1, 2, "b", 7, identity={"jax": "1"}), "0" * 64))
+    connection.send(hello("x") + introduction(Peer(1, 2, "b", 7, identity={"jax": "1"}), given))
     with job:
         assert "was turned away: it does not know the secret of this job." in str(job.errors[0])
     connection.close()
@@ -300,14 +324,14 @@ def test_what_answers_without_being_a_chief_is_named():
             accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         talker.close()
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     tries = []
     with pytest.raises(ClusterError, match=r"worker 0 of 2, the chief at .*, was not met within 1 s"):
         join(
             WorkerGroup(workers=2, index=1, coordinator=address),
             {},
-            timeout_seconds=1,
+            start_seconds=1,
             announce=str,
             sleep=tries.append,
         )

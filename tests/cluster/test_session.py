@@ -85,7 +85,7 @@ def test_lanes_go_on_beside_each_other():
 
 def test_a_lane_serves_one_thread_at_a_time():
     with Job(2) as job:
-        waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",))
+        waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
         waiting.start()
         until(lambda: job.sessions[0]._progress[1].startswith("waiting"))
         with pytest.raises(ClusterError, match="gather 'logs': another thread waits on lane 'main'"):
@@ -115,7 +115,7 @@ def test_large_values_arrive_and_too_large_ones_are_an_error_on_all():
 def test_a_wait_names_whom_it_waits_for_and_what_they_do():
     with Job(2) as job:
         job.sessions[1].report(np.int64(7), "save")
-        waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",))
+        waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
         waiting.start()
         until(lambda: job.lines[0])
         job.sessions[1].gather("rows")
@@ -144,6 +144,11 @@ def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come(
             assert "worker 0 waits for it at gather 'rows' for 2 s." in failure.sentence
 
 
+def test_a_limit_that_is_no_number_ends_at_once():
+    with Job(2) as job, pytest.raises(ClusterError, match="did not come to gather 'rows' within nan s"):
+        job.sessions[0].gather("rows", timeout_seconds=float("nan"))
+
+
 def test_a_worker_that_compiles_is_waited_for():
     with Job(2, timeout_seconds=1.5, long_seconds=3) as job:
         job.sessions[0].report(1, "step")
@@ -166,7 +171,7 @@ def test_who_fails_is_named_to_the_others_once_and_their_calls_end(failing):
             except ClusterError as error:
                 ended.append(error)
 
-        thread = threading.Thread(target=wait)
+        thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         job.sessions[failing].fail("ValueError: no labels")
         thread.join(DEADLINE)
@@ -211,7 +216,7 @@ def test_who_has_left_is_an_error_only_for_those_that_need_it():
 
 def test_the_chief_waits_for_the_others_ends():
     with Job(2, timeout_seconds=DEADLINE) as job:
-        leaving = threading.Thread(target=job.sessions[0].leave)
+        leaving = threading.Thread(target=job.sessions[0].leave, daemon=True)
         leaving.start()
         until(lambda: job.lines[0])
         assert job.lines[0][0].startswith("waiting for the end of worker 1 of 2 (")
@@ -225,16 +230,17 @@ def test_a_chief_that_has_waited_long_leaves_and_the_others_go_on():
     with Job(2, timeout_seconds=1.5) as job:
         job.sessions[0].leave()
         assert job.lines[0][-1].startswith("leaves while others go on, whom nobody watches from now: worker 1 of 2 (")
-        until(lambda: job.sessions[1]._connection.ended)
+        until(lambda: job.sessions[1]._is_alone)
         assert job.failures == [[], []]
         job.sessions[1].check()
         with pytest.raises(ClusterError, match="the chief, came to the end before"):
             job.sessions[1].gather("rows")
 
 
-def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread():
+@pytest.mark.parametrize("step", ["seven", None, float("inf"), []])
+def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread(step):
     with Job(2) as job:
-        job.sessions[1]._send({"kind": "beat", "step": "seven"})
+        job.sessions[1]._send({"kind": "beat", "step": step})
         until(lambda: all(job.failures))
         (failure,) = job.failures[0]
         assert (failure.kind, failure.worker) == (Kind.DIED, 1)
@@ -272,7 +278,7 @@ def test_jobs_follow_each_other_on_one_port():
         second.everyone(lambda session: session.leave())
         again = {**second.arguments(0), "listener": None}
         again["group"] = type(again["group"])(workers=2, index=0, coordinator=port)
-        chief = threading.Thread(target=lambda: second.sessions.update({0: join(**again)}))
+        chief = threading.Thread(target=lambda: second.sessions.update({0: join(**again)}), daemon=True)
         chief.start()
         other = {**again, "group": type(again["group"])(workers=2, index=1, coordinator=port)}
         second.sessions[1] = join(**other)

@@ -7,7 +7,7 @@ import pytest
 from lockstep import OptionError
 from lockstep.cluster.failure import Kind
 from lockstep.cluster.peer import Peer
-from lockstep.cluster.watch import WAITING, Awake, Beat, Limits, look, overdue
+from lockstep.cluster.watch import WAITING, Awake, Beat, Limits, cause, failure, look, overdue
 
 LIMITS = Limits(timeout=60, long=1800)
 NOW = 10_000.0
@@ -91,6 +91,22 @@ def test_a_wait_that_comes_to_its_limit_names_the_one_that_is_behind():
     assert overdue(NOW, [silent], waits, "gather 'rows' for 60 s").kind is Kind.SILENT
 
 
+@pytest.mark.parametrize("kind", [Kind.DIED, Kind.FAILED])
+def test_a_silence_that_came_before_is_the_cause(kind):
+    found = failure(kind, a_beat(0, 8, "step", 1).peer, "has failed.")
+    named = cause(NOW, found, [a_beat(0, 8, "step", 1, silent=90), a_beat(1, 7, "step", 10, silent=9)])
+    assert (named.kind, named.worker) == (Kind.SILENT, 1)
+    assert "no sign of life for 9 s" in named.sentence
+    assert named.sentence.endswith("Then worker 0 of 3 (node0, process 70) has failed.")
+    for others in ([a_beat(1, 7, "step", 10, silent=1)], [a_beat(1, 7, "step", 10, silent=9, left=True)]):
+        assert cause(NOW, found, [a_beat(0, 8, "step", 1, silent=90), *others]) is found
+
+
+def test_a_worker_that_is_stuck_is_not_excused_by_a_silence():
+    found = failure(Kind.STUCK, a_beat(0, 8, "step", 1).peer, "is stuck.")
+    assert cause(NOW, found, [a_beat(1, 7, "step", 10, silent=9)]) is found
+
+
 def test_a_process_that_was_stopped_itself_begins_to_count_anew():
     times = iter([0.0, 0.5, 1.0, 1.6, 100.0, 100.5])
     awake = Awake(clock=lambda: next(times))
@@ -107,3 +123,11 @@ def test_a_process_that_was_stopped_itself_begins_to_count_anew():
 def test_limits_that_cannot_be_kept_are_refused(timeout, long):
     with pytest.raises(OptionError, match=r"timeout_seconds, long_seconds: expected 1\.5 or more"):
         Limits(timeout, long)
+
+
+def test_the_start_has_the_limit_of_other_waits_unless_it_has_its_own():
+    assert Limits(60, 1800).until_all_are_here == 60
+    assert Limits(60, 1800, 600).until_all_are_here == 600
+    for start in (-1, float("nan")):
+        with pytest.raises(OptionError, match="start_seconds: expected 0 or more"):
+            Limits(60, 1800, start)

@@ -93,7 +93,12 @@ def main(config):
         say("noticed", time.monotonic())
         guard.on_failure(failure)
 
+    def excepthook(*error):
+        say("noticed", time.monotonic())
+        sys.__excepthook__(*error)
+
     secret = config.get("secret")
+    sys.excepthook = excepthook
     guard = Guard(grace_seconds=0.3)
     guard.install()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})

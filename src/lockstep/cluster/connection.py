@@ -35,6 +35,7 @@ class Connection:
         self._socket = connected
         self._frames = Frames(limit)
         self._unsent = bytearray()
+        self._is_deaf = False
         self.ended: str | None = None
         self.address = _prepare(connected)
 
@@ -53,8 +54,9 @@ class Connection:
 
     def send(self, frame: bytes) -> None:
         """Send an encoded message, now or when there is room for it."""
-        self._unsent += frame
-        self.flush()
+        if not self._is_deaf:
+            self._unsent += frame
+            self.flush()
 
     def flush(self) -> None:
         """Send what there is room for."""
@@ -63,7 +65,10 @@ class Connection:
                 del self._unsent[: self._socket.send(self._unsent[:_CHUNK])]
         except BlockingIOError:
             pass
-        except OSError:  # The other end is gone. What it said before can still be read, and tells more than this.
+        except (
+            OSError
+        ):  # Nothing more after half a message. What the other end has said can still be read, and tells why.
+            self._is_deaf = True
             self._unsent.clear()
 
     def receive(self) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from lockstep.cluster.wire import FIRST_BYTES, PROTOCOL, encode, new_nonce, proo
 __all__ = ["HANDSHAKE_SECONDS", "Door", "StrangerError", "answer", "hello", "introduction", "other_secret"]
 
 HANDSHAKE_SECONDS = 5.0
+_TOLD = 3  # Causes for which strangers were turned away; a scanner of ports must not fill the log.
 
 _FIELDS = {
     "index": int,
@@ -40,7 +41,7 @@ class Door:
         chief: whose door it is.
         secret: what a worker must know; None: nothing.
         arrived: gets who has said properly who they are.
-        announce: takes a line about who was turned away, one for each cause.
+        announce: takes a line about who was turned away, one for each of the first causes.
 
     Attributes:
         turned_away: why somebody was, with the address.
@@ -99,9 +100,9 @@ class Door:
         if self._nonces.pop(connection, None) is None:
             return
         self._loop.remove(connection)
-        if reason not in self.turned_away:
+        if reason not in self.turned_away and len(self.turned_away) < _TOLD:
+            self.turned_away[reason] = connection.address
             self._announce(f"a connection from {connection.address} was closed: {reason}")
-        self.turned_away[reason] = connection.address
 
 
 def hello(nonce: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep._errors import ClusterError
 from lockstep.cluster import exit_codes
-from lockstep.cluster.failure import Failure, Kind
+from lockstep.cluster.failure import Failure, Kind, summary_of
 from lockstep.cluster.session import Session
 
 __all__ = ["GRACE_SECONDS", "Guard"]
@@ -91,9 +91,10 @@ class Guard:
     def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Print the traceback as before, tell the others, and end."""
         self._before(kind, error, traceback)
-        if not self._is_installed or os.getpid() != self._process:
-            return  # A forked child ends as it would without us.
-        failure = None if self.session is None else _cause(self.session, f"{kind.__name__}: {error}")
+        is_at_a_prompt = "ps1" in vars(sys)
+        if not self._is_installed or is_at_a_prompt or os.getpid() != self._process:
+            return  # A prompt goes on, and a forked child ends as it would without us.
+        failure = None if self.session is None else _cause(self.session, summary_of(error))
         _within_limit(_flush if failure is None else lambda: self._say(failure))
         self._end(_code(error, failure))
 

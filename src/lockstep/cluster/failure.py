@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.cluster import exit_codes
 
-__all__ = ["Failure", "Kind"]
+__all__ = ["Failure", "Kind", "summary_of"]
 
 
 class Kind(enum.StrEnum):
@@ -63,3 +63,14 @@ class Failure:
     def from_message(cls, message: dict[str, Any]) -> "Failure":
         """What :meth:`as_message` gave."""
         return cls(**{**message, "kind": Kind(message["kind"])})
+
+
+def summary_of(error: BaseException) -> str:
+    """An exception as the last line of its traceback has it.
+
+    Example:
+        >>> summary_of(ValueError("no labels"))
+        'ValueError: no labels'
+    """
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}" if text else name

@@ -56,7 +56,7 @@ def join(
         identity: what must be equal on all workers, values of JSON: versions, the script's digest, options.
         information: what the others may know of this worker, in :attr:`Session.peers`.
         generation: how many times this job was started again. Leftovers of an earlier start are turned away.
-        secret: the workers prove to each other that they know it. None: no proof is asked.
+        secret: the workers prove to each other that they know it. None: whoever reaches the port may join. Nothing is encrypted.
         timeout_seconds: limit of every wait but the two that follow.
         start_seconds: limit of the wait for all workers here; None: ``timeout_seconds``.
         long_seconds: limit for what may take long: a worker in the activity ``"start"`` or ``"compiling"``.
@@ -83,14 +83,13 @@ def join(
         address=group.coordinator if group.is_chief else "",
     )
     introduction(me)
-    limits = Limits(timeout_seconds, long_seconds)
-    seconds = timeout_seconds if start_seconds is None else start_seconds
-    wait = _Wait(group, me, secret, limits, seconds, Notice(announce, clock), announce, clock, sleep)
+    limits = Limits(timeout_seconds, long_seconds, start_seconds)
+    wait = _Wait(group, me, secret, limits, Notice(announce, clock), clock, sleep)
     server = None
     if group.is_chief:
         if listener is None and group.workers > 1:
             listener = open_listener(group.coordinator, bind_host, announce)
-        server = Server(group, me, listener, secret, limits, seconds, announce, clock)
+        server = Server(group, me, listener, secret, limits, announce, clock)
         connection, peers = wait.as_chief(server)
     else:
         connection, peers = wait.as_worker()
@@ -111,19 +110,19 @@ class _Wait:
     me: Peer
     secret: bytes | None
     limits: Limits
-    seconds: float
     notice: Notice
-    announce: Callable[[str], None]
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 
     def as_chief(self, server: Server) -> Met:
         """Wait for the others; where the job cannot start, stay until they have heard why."""
         try:
-            return self._until_all_are_here(server.connection)
-        except BaseException as error:
-            if isinstance(error, ClusterError):
-                server.told.wait(LINGER_SECONDS)
+            try:
+                return self._until_all_are_here(server.connection)
+            except ClusterError:
+                server.all_told.wait(LINGER_SECONDS)
+                raise
+        except BaseException:
             server.stop()
             server.connection.close()
             raise
@@ -135,9 +134,9 @@ class _Wait:
                 return self._try()
             except _NotYetError as error:
                 reason = str(error)
-            if self.notice.seconds > self.seconds:
+            if self.notice.seconds > self.limits.until_all_are_here:
                 raise ClusterError(
-                    f"{self.group.name}: {self._chief} was not met within {self.seconds:g} s: {reason}. Is it started, and "
+                    f"{self.group.name}: {self._chief}, was not met within {self.limits.until_all_are_here:g} s: {reason}. Is it started, and "
                     f"can it be reached from here?",
                     exit_codes.PEER_LOST,
                 )
@@ -146,7 +145,7 @@ class _Wait:
 
     @property
     def _chief(self) -> str:
-        return f"worker 0 of {self.group.workers}, the chief at {self.group.coordinator},"
+        return f"worker 0 of {self.group.workers}, the chief at {self.group.coordinator}"
 
     def _try(self) -> Met:
         connection = self._connect()
@@ -170,7 +169,7 @@ class _Wait:
 
     def _at_most(self, seconds: float) -> float:
         """A limit that also ends this wait in time, and gives the last try a chance."""
-        return min(seconds, max(_RETRY_SECONDS, self.seconds - self.notice.seconds))
+        return min(seconds, max(_RETRY_SECONDS, self.limits.until_all_are_here - self.notice.seconds))
 
     def _introduce(self, connection: Connection) -> None:
         nonce = new_nonce()
@@ -185,7 +184,7 @@ class _Wait:
         except StrangerError as error:
             connection.send(other_secret())
             raise ClusterError(
-                f"{self.group.name} cannot join {self._chief} {challenge.get('process')}: {error}."
+                f"{self.group.name} cannot join {self._chief} ({challenge.get('process')}): {error}."
             ) from None
 
     def _until_all_are_here(self, connection: Connection) -> Met:
@@ -200,7 +199,7 @@ class _Wait:
                 self._listen(message)
             elif connection.ended is not None or self.clock() - heard > self.limits.timeout:
                 what = connection.ended or f"it said nothing for {self.limits.timeout:g} s"
-                raise ClusterError(f"{self._chief} went away before all had joined: {what}.", exit_codes.PEER_LOST)
+                raise ClusterError(f"{self._chief}, went away before all had joined: {what}.", exit_codes.PEER_LOST)
 
     def _listen(self, message: dict[str, Any]) -> None:
         if message["kind"] == "beat" and START in message["missing"]:

@@ -21,7 +21,18 @@ from lockstep.cluster.loop import Loop
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.roster import Refusal, Roster
 from lockstep.cluster.waiting import listed
-from lockstep.cluster.watch import BEAT_SECONDS, MAY_TAKE_LONG, START, Awake, Beat, Limits, failure, look, overdue
+from lockstep.cluster.watch import (
+    BEAT_SECONDS,
+    MAY_TAKE_LONG,
+    START,
+    Awake,
+    Beat,
+    Limits,
+    cause,
+    failure,
+    look,
+    overdue,
+)
 from lockstep.cluster.wire import FIRST_BYTES, MAX_BYTES, encode
 
 __all__ = ["LEAVE", "LINGER_SECONDS", "Server"]
@@ -56,13 +67,12 @@ class Server:
         listener: where the others connect; None for a job of one worker.
         secret: what they must know.
         limits: of waits.
-        start_seconds: limit of the wait for all workers.
         announce: takes lines.
         clock: gives seconds, and is not set back.
 
     Attributes:
         connection: the end for the chief's own session.
-        told: is set when all workers know why the job cannot start, or were waited for in vain.
+        all_told: is set when all workers know why the job cannot start, or were waited for in vain.
     """
 
     def __init__(
@@ -72,12 +82,11 @@ class Server:
         listener: socket.socket | None,
         secret: bytes | None,
         limits: Limits,
-        start_seconds: float,
         announce: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._group, self._limits, self._start_seconds, self._clock = group, limits, start_seconds, clock
-        self._deadline = clock() + start_seconds
+        self._group, self._limits, self._clock = group, limits, clock
+        self._deadline = clock() + limits.until_all_are_here
         self._loop = Loop("lockstep-chief", clock)
         self._roster = Roster(group, chief)
         self._door = Door(self._loop, chief, secret, self._arrived, announce)
@@ -93,9 +102,10 @@ class Server:
         self._seats: dict[int, _Seat] = {}
         self._started = False
         self._refusal: Refusal | None = None
-        self._untold: set[int] = set()
+        self._told: set[int] = set()
+        self._to_tell = 0
         self._failure: Failure | None = None
-        self.told = threading.Event()
+        self.all_told = threading.Event()
         here, there = socket.socketpair()
         self.connection = Connection(there)
         self._sit(Connection(here), chief)
@@ -116,7 +126,7 @@ class Server:
             self._sit(connection, peer)
             return
         if refusal.everyone and self._refusal is None:
-            self._give_up(refusal, {*range(max(peer.workers, self._group.workers))} - {*self._seats})
+            self._give_up(refusal, max(peer.workers, self._group.workers))
         connection.send(encode(_refuse(refusal)))
         self._loop.remove(connection)
         self._tell(peer.index)
@@ -140,23 +150,23 @@ class Server:
         peers = [{name: vars(seat.peer)[name] for name in told} for _, seat in sorted(self._seats.items())]
         self._send_all({"kind": "welcome", "peers": peers})
 
-    def _give_up(self, refusal: Refusal, untold: set[int]) -> None:
-        """The job cannot start: say so to all that are here, and for a while to those that come."""
-        self._refusal, self._untold = refusal, untold
+    def _give_up(self, refusal: Refusal, to_tell: int) -> None:
+        """The job cannot start: say so to all that are here, and for a while to those that come, ``to_tell`` in all."""
+        self._refusal, self._to_tell = refusal, to_tell
         self._send_all(_refuse(refusal))
-        self._loop.later(LINGER_SECONDS, self.told.set)
-        self._tell(0)
+        self._loop.later(LINGER_SECONDS, self.all_told.set)
+        self._tell(*self._seats)
 
-    def _tell(self, index: int) -> None:
-        self._untold.discard(index)
-        if self._refusal is not None and not self._untold:
-            self.told.set()
+    def _tell(self, *indices: int) -> None:
+        self._told.update(indices)
+        if self._refusal is not None and len(self._told) >= self._to_tell:
+            self.all_told.set()
 
     def _missing_at_start(self) -> Refusal:
         away = "".join(f" {address} was turned away: {reason}." for reason, address in self._door.turned_away.items())
         missing = self._roster.missing()
         return Refusal(
-            f"{listed(missing)} did not join within {self._start_seconds:g} s: {'are they' if missing[1:] else 'is it'} "
+            f"{listed(missing)} did not join within {self._limits.until_all_are_here:g} s: {'are they' if missing[1:] else 'is it'} "
             f"started, and can {self._group.coordinator} be reached from there?{away}",
             exit_code=exit_codes.PEER_LOST,
         )
@@ -168,7 +178,7 @@ class Server:
         try:
             if self._started and message["kind"] in self._handlers:
                 self._handlers[message["kind"]](seat, message)
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             seat.connection.ended = f"it sent a {message['kind']!r} that cannot be read ({error!r})"
 
     def _beat(self, seat: _Seat, message: dict[str, Any]) -> None:
@@ -205,8 +215,8 @@ class Server:
         if not self._started:
             sentence = f"{seat.peer} went away before all workers had joined: {seat.connection.ended}."
             if self._refusal is None:
-                absent = {*range(self._group.workers)} - {*self._seats}
-                self._give_up(Refusal(sentence, everyone=True, exit_code=exit_codes.PEER_LOST), absent)
+                gone = Refusal(sentence, everyone=True, exit_code=exit_codes.PEER_LOST)
+                self._give_up(gone, self._group.workers)
         elif not seat.left and not seat.failed:
             self._declare(
                 failure(
@@ -226,7 +236,7 @@ class Server:
             if found is not None:
                 self._declare(found)
         if not self._started and self._refusal is None and now > self._deadline:
-            self._give_up(self._missing_at_start(), set())
+            self._give_up(self._missing_at_start(), 0)
         for index, seat in self._seats.items():
             if not seat.gone:
                 seat.connection.send(encode({"kind": "beat", "missing": self._missing(index)}))
@@ -252,8 +262,8 @@ class Server:
     def _declare(self, found: Failure) -> None:
         """The job has failed: the first cause is told to all, last to this process, which may end at once."""
         if self._failure is None:
-            self._failure = found
-            self._send_all({"kind": "failure", "failure": found.as_message()})
+            self._failure = cause(self._clock(), found, [self._known(seat) for seat in self._seats.values()])
+            self._send_all({"kind": "failure", "failure": self._failure.as_message()})
             self._let_the_chief_go()
 
     def _reply(self, replies: list[Reply]) -> None:

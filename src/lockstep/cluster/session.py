@@ -13,14 +13,14 @@ from lockstep.cluster import exit_codes
 from lockstep.cluster.agreement import disagreement
 from lockstep.cluster.calls import BARRIER, BROADCAST, GATHER
 from lockstep.cluster.connection import Connection
-from lockstep.cluster.failure import Failure, Kind
+from lockstep.cluster.failure import Failure, Kind, summary_of
 from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.lanes import Lane, Lanes
 from lockstep.cluster.loop import Loop
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.server import LEAVE, Server
 from lockstep.cluster.waiting import Notice, listed
-from lockstep.cluster.watch import BEAT_SECONDS, START, WAITING, Awake, Limits, failure
+from lockstep.cluster.watch import BEAT_SECONDS, QUIET, START, WAITING, Awake, Limits, failure
 from lockstep.cluster.wire import encode
 
 __all__ = ["Session"]
@@ -42,7 +42,7 @@ class Session:
         group: who takes part.
         peers: all workers, in order.
         failure: why the job cannot go on; None as long as it can.
-        departed: workers that came to their end.
+        departed: workers that came to their end in order.
 
     Example:
         >>> from lockstep.cluster.group import WorkerGroup
@@ -67,7 +67,7 @@ class Session:
         self.group, self.peers = group, peers
         self.failure: Failure | None = None
         self.departed: set[int] = set()
-        self._connection, self._server, self.limits = connection, server, limits
+        self._connection, self._server, self._limits = connection, server, limits
         self._on_failure, self._announce, self._clock = on_failure, announce, clock
         self._process = os.getpid()
         self._progress: tuple[int, str, float] = (0, START, clock())
@@ -77,7 +77,7 @@ class Session:
         self._lanes = Lanes()
         self._ending = threading.Lock()
         self._noted = threading.Event()
-        self._failing = self._left = False
+        self._failing = self._left = self._is_alone = False
         self._loop = Loop("lockstep-cluster", clock)
         self._loop.add(connection, self._received, self._closed)
         self._loop.later(0.0, self._beat)
@@ -89,7 +89,7 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(summary_of(error))
         self.leave()
 
     @property
@@ -168,6 +168,8 @@ class Session:
             self._failing = True
             self._send({"kind": "fail", "summary": summary[:_LONGEST_SUMMARY]})
             self._noted.wait(_GOODBYE_SECONDS)
+            if self.failure is None and self._silence(self._clock()) > QUIET:
+                self.failure = self._silent_chief()
 
     def leave(self) -> None:
         """End in order, and close the session; where the program ends, this is done by itself.
@@ -196,8 +198,10 @@ class Session:
             frame = encode({"kind": "call", **asked})
             call.begin()
             self.check()  # Not before: whatever ends the session from here on ends this wait.
+            if self._is_alone:
+                raise ClusterError(self._alone())
             self._loop.call(lambda: self._connection.send(frame))
-            self._await(call, what, self.limits.timeout if timeout_seconds is None else timeout_seconds)
+            self._await(call, what, self._limits.timeout if timeout_seconds is None else timeout_seconds)
             return call.values
 
     @contextmanager
@@ -217,8 +221,8 @@ class Session:
         while not call.done.wait(_POLL_SECONDS):
             missing = self._missing.get(call.name)
             names = listed(missing["names"]) if missing else str(self.peers[0])
-            limit = max(seconds, self.limits.long) if missing and missing["long"] else seconds
-            if notice.seconds > limit:
+            limit = max(seconds, self._limits.long) if missing and missing["long"] else seconds
+            if not notice.seconds <= limit:  # Also where the limit is not a number.
                 self._send({"kind": "overdue", "lane": call.name, "what": what, "seconds": limit})
                 raise ClusterError(f"{names}: did not come to {what} within {limit:g} s.", exit_codes.NO_PROGRESS)
             notice.tell(f"{names}, at {what}")
@@ -229,7 +233,7 @@ class Session:
     def _say_goodbye(self) -> None:
         self._send({"kind": "leave"})
         notice = Notice(self._announce, self._clock)
-        seconds = self.limits.timeout if self.group.is_chief else _GOODBYE_SECONDS
+        seconds = self._limits.timeout if self.group.is_chief else _GOODBYE_SECONDS
         while not self._noted.wait(_POLL_SECONDS):
             missing = self._missing.get(LEAVE)
             if notice.seconds > seconds:
@@ -245,6 +249,9 @@ class Session:
         frame = encode(message)
         self._loop.call(lambda: self._connection.send(frame))
 
+    def _alone(self) -> str:
+        return f"{self.peers[0]}, the chief, came to the end before, and nobody passes calls on."
+
     def _is_mine(self) -> bool:
         return os.getpid() == self._process  # Not so in a child that was forked: it must not speak for its parent.
 
@@ -254,7 +261,7 @@ class Session:
         self._heard = self._clock()
         try:
             self._read(message)
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             connection.ended = f"it sent a {message['kind']!r} that cannot be read ({error!r})"
 
     def _read(self, message: dict[str, Any]) -> None:
@@ -274,7 +281,8 @@ class Session:
             self._lose(
                 failure(Kind.DIED, self.peers[0], f"died: {connection.ended} without a goodbye. It was the chief.")
             )
-        self._lanes.finish(f"{self.peers[0]}, the chief, came to the end before, and nobody passes calls on.")
+        self._is_alone = True
+        self._lanes.finish(self._alone())
         self._noted.set()
 
     def _beat(self) -> None:
@@ -282,11 +290,17 @@ class Session:
         step, activity, since = self._progress
         age = max(0.0, now - max(since, self._awake.since))
         self._connection.send(encode({"kind": "beat", "step": int(step), "activity": activity, "seconds": age}))
-        silent = now - max(self._heard, self._awake.since)
-        if silent > self.limits.timeout and self._connection.ended is None:
-            what = f"does not answer: no sign of life for {silent:.0f} s (stopped, or cut off from the network)."
-            self._lose(failure(Kind.SILENT, self.peers[0], f"{what} It was the chief."))
+        if self._silence(now) > self._limits.timeout and not self._is_alone:
+            self._lose(self._silent_chief())
         self._loop.later(BEAT_SECONDS, self._beat)
+
+    def _silence(self, now: float) -> float:
+        return now - max(self._heard, self._awake.since)
+
+    def _silent_chief(self) -> Failure:
+        seconds = self._silence(self._clock())
+        what = f"does not answer: no sign of life for {seconds:.0f} s (stopped, or cut off from the network)."
+        return failure(Kind.SILENT, self.peers[0], f"{what} It was the chief.")
 
     def _lose(self, found: Failure) -> None:
         if self.failure is not None:

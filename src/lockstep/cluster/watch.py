@@ -7,7 +7,7 @@ may be a long one, that takes ``long`` too.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep._errors import OptionError
 from lockstep.cluster.failure import Failure, Kind
@@ -17,12 +17,14 @@ from lockstep.cluster.waiting import listed
 __all__ = [
     "BEAT_SECONDS",
     "MAY_TAKE_LONG",
+    "QUIET",
     "START",
     "STEP",
     "WAITING",
     "Awake",
     "Beat",
     "Limits",
+    "cause",
     "failure",
     "look",
     "overdue",
@@ -34,6 +36,7 @@ STEP = "step"
 WAITING = "waiting for others at "  # and the topic: in a call of the session.
 MAY_TAKE_LONG = (START, "compiling")
 
+QUIET = 6 * BEAT_SECONDS  # Heartbeats are not that late.
 _PAUSE = 4 * BEAT_SECONDS
 
 
@@ -44,6 +47,7 @@ class Limits:
     Args:
         timeout: a wait, and the silence of a worker.
         long: an activity of ``MAY_TAKE_LONG``, and a step of all workers.
+        start: the wait for all workers at the start; None: ``timeout``.
 
     Raises:
         OptionError: a limit that some heartbeats that are late would break, or that is below the other.
@@ -51,6 +55,12 @@ class Limits:
 
     timeout: float
     long: float
+    start: float | None = None
+
+    @property
+    def until_all_are_here(self) -> float:
+        """Limit of the wait at the start."""
+        return self.timeout if self.start is None else self.start
 
     def __post_init__(self) -> None:
         least = 3 * BEAT_SECONDS
@@ -59,6 +69,8 @@ class Limits:
                 f"timeout_seconds, long_seconds: expected {least:g} or more, and the second no less than the first, as "
                 f"heartbeats come each {BEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}."
             )
+        if not self.until_all_are_here >= 0:
+            raise OptionError(f"start_seconds: expected 0 or more, got {self.until_all_are_here:g}.")
 
 
 @dataclass(frozen=True)
@@ -108,10 +120,25 @@ def overdue(now: float, missing: Sequence[Beat], waits: Peer, what: str) -> Fail
         what: for what it waits, and since when.
     """
     beat = min(missing, key=lambda beat: (beat.activity in MAY_TAKE_LONG, beat.step, beat.since))
-    if now - beat.heard > _PAUSE:
+    if now - beat.heard > QUIET:
         return _silence(now, beat)
     done = f"{beat.doing} for {now - beat.since:.0f} s; worker {waits.index} waits for it at {what}."
     return failure(Kind.STUCK, beat.peer, f"is stuck: {done}")
+
+
+def cause(now: float, found: Failure, beats: Sequence[Beat]) -> Failure:
+    """What ``found`` comes of: a death or an exception may be what another worker's silence has led to.
+
+    Args:
+        now: the time.
+        found: what was seen first.
+        beats: of all workers.
+    """
+    quiet = [beat for beat in beats if not beat.left and beat.peer.index != found.worker and now - beat.heard > QUIET]
+    if not quiet or found.kind not in (Kind.DIED, Kind.FAILED):
+        return found
+    first = _silence(now, min(quiet, key=lambda beat: beat.heard))
+    return replace(first, sentence=f"{first.sentence} Then {found.sentence}")
 
 
 def _silent(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:

@@ -21,6 +21,8 @@ __all__ = ["Job", "job_of_this_process"]
 GENERATION = "LOCKSTEP_GENERATION"  # how many times the launcher has started the job again
 SECRET = "LOCKSTEP_SECRET"  # known to the workers of the job alone; they then prove it to each other
 
+LONG_SECONDS = 1800.0  # limit of compiling, and of what a worker does alone at its end
+
 
 @dataclass(frozen=True)
 class Job:
@@ -42,7 +44,7 @@ class Job:
     def leave(self) -> None:
         """Wait for the others, and end in order; where the job has failed, nobody is waited for."""
         if self.session.failure is None:
-            stop_jax(self.session)
+            stop_jax(self.session, LONG_SECONDS)
         self.session.leave()
         self.guard.restore()
 
@@ -98,6 +100,7 @@ def _join(
         generation=own.whole(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0,
         secret=environ[SECRET].encode() if environ.get(SECRET) else None,
         timeout_seconds=timeout_seconds,
+        long_seconds=max(LONG_SECONDS, timeout_seconds),
         announce=announce,
     )
     job = Job(session, Guard(session))

@@ -61,9 +61,14 @@ def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, enviro
         ) from error
 
 
-def stop_jax(session: Session) -> None:
-    """End JAX's service when all workers have come to their end, that of the chief last."""
-    session.barrier("the end of the program", timeout_seconds=session.limits.long)
+def stop_jax(session: Session, long_seconds: float) -> None:
+    """End JAX's service when all workers have come to their end, that of the chief last.
+
+    Args:
+        session: the workers.
+        long_seconds: limit of the wait for them, who may have work of their own left.
+    """
+    session.barrier("the end of the program", timeout_seconds=long_seconds)
     if not session.group.is_chief:
         jax.distributed.shutdown()
     session.barrier("the end of JAX")
