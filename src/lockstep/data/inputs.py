@@ -18,6 +18,8 @@ from lockstep import _keras
 from lockstep.data.advice import Meter
 from lockstep.data.feed import Direct, Feed, Reader
 from lockstep.data.placement import Rows
+from lockstep.data.position import Position, digest_of_batch, refuse_other_batch
+from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.data.sources import Source
 
 __all__ = ["Check", "Epoch", "Input", "next_batch"]
@@ -29,7 +31,8 @@ Check = Callable[[int, Any], None]  # given the number of a batch and the batch 
 @dataclass(frozen=True)
 class _Read:
     placed: Any
-    host: Any  # None where the source can be asked again
+    host: Any  # None where nobody will ask for it
+    after: dict[str, Any] | None = None  # the random state after it was read, where a thread reads ahead
 
 
 class Epoch:
@@ -43,11 +46,25 @@ class Epoch:
         depth: number of batches that are placed ahead; 0 for none.
         meter: measures the waits.
         check: looks at each batch before it is placed.
+        start: where an earlier process stood in this pass.
+        is_kept: whether :meth:`where` will be asked.
     """
 
-    def __init__(self, source: Source, place: Place, depth: int, meter: Meter, check: Check | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        place: Place,
+        depth: int,
+        meter: Meter,
+        check: Check | None = None,
+        start: Position | None = None,
+        is_kept: bool = False,
+    ) -> None:
         self._source, self._place, self._depth, self._meter = source, place, depth, meter
-        self._check, self._number = check, 0
+        self._check, self._start, self._is_kept = check, start, is_kept
+        self._number = start.batches if start else 0
+        self._at_begin: dict[str, Any] = {}
+        self._last: _Read | None = None
         self._batches: Iterator[Any] | None = None
         self._looked: deque[Any] = deque()
         self._allowance: float | None = None
@@ -68,7 +85,19 @@ class Epoch:
     @property
     def position(self) -> int:
         """Number of batches of this pass that steps have taken: the number of the next one."""
-        return self._reader.taken
+        return self._reader.taken + (self._start.batches if self._start else 0)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has taken a batch from here."""
+        return self._reader.taken > 0
+
+    def where(self) -> Position | None:
+        """Where the pass stands; None before its first batch was taken."""
+        if self._last is None:
+            return self._start
+        after = self._last.after or captured_random_state()
+        return Position(self.position, self._at_begin, after, digest_of_batch(self._last.host))
 
     def allow(self, batches: float) -> None:
         """Let ``batches`` more batches be read than were taken, from the next :meth:`take` on."""
@@ -94,6 +123,8 @@ class Epoch:
         else:
             batch = self._reader.take()
         self._meter.step()
+        if self._is_kept:
+            self._last = batch
         return batch.placed
 
     def close(self, failed: bool = False) -> None:
@@ -102,13 +133,27 @@ class Epoch:
             return
         self._closed = True
         left = [read.host for read in self._reader.close(failed)]
+        self._last = None
         if not self._source.restarts:
             self._source.give_back([*left, *self._looked])
 
     def _next(self) -> Any:
         if self._batches is None:
-            self._batches = self._source.batches()
+            self._batches = self._begin()
         return next(self._batches)
+
+    def _begin(self) -> Iterator[Any]:
+        start = self._start
+        if start is None:
+            if self._is_kept:
+                self._at_begin = captured_random_state()
+            return self._source.batches()
+        self._at_begin = start.at_begin
+        restore_random_state(start.at_begin)
+        batches = self._source.batches_from(start.batches - 1)
+        refuse_other_batch(self._source.name, start, next(batches, None))
+        restore_random_state(start.after)
+        return batches
 
     def _read(self) -> _Read:
         try:
@@ -123,7 +168,9 @@ class Epoch:
         placed = self._place(host)
         if self._depth:
             jax.block_until_ready(placed)
-        return _Read(placed, None if self._source.restarts else host)
+        is_ahead = self._is_kept and self._depth > 0
+        kept = host if self._is_kept or not self._source.restarts else None
+        return _Read(placed, kept, captured_random_state() if is_ahead else None)
 
     def _finish(self) -> None:
         if inspect.isgenerator(self._batches):
@@ -156,6 +203,8 @@ class Input(_keras.DataAdapter):
         self._source, self._place, self._depth = source, place, depth
         self._steps = math.inf if steps is None else steps
         self._tell, self._advise, self._check = tell, advise, check
+        self._start: Position | None = None
+        self._done, self._is_kept = 0, False
         self._meter = Meter()
         self._epoch: Epoch | None = None
         self._within = self._seen = False
@@ -164,9 +213,37 @@ class Input(_keras.DataAdapter):
         """A new pass; what an earlier one has left goes back to the source."""
         if self._epoch:
             self._epoch.close()
-        self._epoch = Epoch(self._source, self._placed, self._depth, self._meter, self._check)
-        self._epoch.allow(self._steps)
+            if self._epoch.has_begun:
+                self._start = None
+        start = self._start
+        if not self._source.restarts and self._epoch:
+            start = None  # It was gone through up to there.
+        self._epoch = Epoch(self._source, self._placed, self._depth, self._meter, self._check, start, self._is_kept)
+        self._epoch.allow(self._steps - self._done)
         return self._epoch
+
+    def keep_position(self) -> None:
+        """From now on :meth:`where` will be asked."""
+        self._is_kept = True
+
+    def go_on_from(self, position: Position | None, steps: int) -> None:
+        """Begin where another process stood.
+
+        Args:
+            position: in the pass; None: a new pass begins.
+            steps: number of steps of the epoch that are done.
+        """
+        self._start, self._done = position, steps
+
+    def where(self, is_epoch_over: bool) -> Position | None:
+        """Where the pass stands; None where a new one begins next.
+
+        Args:
+            is_epoch_over: whether all steps of the epoch are done.
+        """
+        if self._epoch is None or (is_epoch_over and self._steps == math.inf):
+            return None
+        return self._epoch.where()
 
     def _placed(self, batch: Any) -> Any:
         if not self._seen:
@@ -193,11 +270,11 @@ class Input(_keras.DataAdapter):
         self._within = True
         self._source.begin_epoch()
         if self._epoch:
-            self._epoch.allow(self._steps)
+            self._epoch.allow(self._steps - self._done)
 
     def on_epoch_end(self) -> None:
         """Keras says that an epoch has ended."""
-        self._within = False
+        self._within, self._done = False, 0
         self._source.end_epoch()
 
     def close(self, failed: bool = False) -> None:

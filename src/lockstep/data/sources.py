@@ -55,6 +55,10 @@ class Source:
         """A pass over the batches: ``(x,)``, ``(x, y)``, ``(x, y, sample_weight)`` or x alone."""
         return iter(())
 
+    def batches_from(self, number: int) -> Iterator[Any]:
+        """A pass from batch ``number`` on; those before are read again, where the kind knows no shorter way."""
+        return itertools.islice(self.batches(), number, None)
+
     def give_back(self, batches: list[Any]) -> None:
         """Take back batches that were read and not used, in order."""
 
@@ -110,14 +114,46 @@ class _MadeSource(Source):
         """The batches as that code makes them."""
         return iter(())
 
+    def _made_from(self, number: int) -> Iterator[Any]:
+        return itertools.islice(self._made(), number, None)
+
     def batches(self) -> Iterator[Any]:
         """See :class:`Source`."""
+        return self._copied(self._made_from(0))
+
+    def batches_from(self, number: int) -> Iterator[Any]:
+        """See :class:`Source`."""
+        return self._copied(self._made_from(number))
+
+    def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
         # Copied, because such code may write the next batch into the same memory while a step still reads this one.
-        for batch in _keras.get_jax_iterator(self._made()):
+        for batch in _keras.get_jax_iterator(batches):
             yield jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
-class GeneratorSource(_MadeSource):
+class _LeavingSource(_MadeSource):
+    """One that may leave batches over: what was read and not used comes first in the next pass."""
+
+    def __init__(self, name: str, pending: Pending) -> None:
+        super().__init__(name)
+        self._pending = pending
+
+    def batches(self) -> Iterator[Any]:
+        """See :class:`Source`."""
+        while self._pending:
+            yield self._pending.popleft()
+        yield from super().batches()
+
+    def batches_from(self, number: int) -> Iterator[Any]:
+        """See :class:`Source`."""
+        return itertools.islice(self.batches(), number, None)
+
+    def give_back(self, batches: list[Any]) -> None:
+        """See :class:`Source`."""
+        self._pending.extendleft(reversed(batches))
+
+
+class GeneratorSource(_LeavingSource):
     """A Python generator: one pass, which goes on from epoch to epoch and from one ``fit`` to the next.
 
     Args:
@@ -128,15 +164,9 @@ class GeneratorSource(_MadeSource):
     restarts = False
 
     def __init__(self, generator: "GeneratorType[Any, None, None]", pending: Pending) -> None:
-        super().__init__(f"generator {generator.__name__!r}")
-        self._generator, self._pending = generator, pending
+        super().__init__(f"generator {generator.__name__!r}", pending)
+        self._generator = generator
         self._yielded = bool(pending)
-
-    def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
-        while self._pending:
-            yield self._pending.popleft()
-        yield from super().batches()
 
     def _made(self) -> Iterator[Any]:
         for batch in self._generator:
@@ -156,7 +186,7 @@ class GeneratorSource(_MadeSource):
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`Source`."""
-        self._pending.extendleft(reversed(batches))
+        super().give_back(batches)
         self._yielded = self._yielded or bool(batches)
 
 
@@ -178,9 +208,9 @@ class DatasetSource(_MadeSource):
         """See :class:`Source`."""
         return self._dataset.num_batches
 
-    def _made(self) -> Iterator[Any]:
+    def _made_from(self, number: int) -> Iterator[Any]:
         read = self._read if self._dataset.workers > 1 else (lambda order: map(self._dataset.__getitem__, order))
-        for batch in read(self._order()):
+        for batch in read(itertools.islice(self._order(), number, None)):
             yield batch if self._adapter is None else _keras.standard_batch(self._adapter, batch)
 
     def _order(self) -> Iterator[int]:
@@ -226,8 +256,8 @@ class CallableSource(_MadeSource):
         super().__init__(f"function {function!r}")
         self._function = function
 
-    def _made(self) -> Iterator[Any]:
-        for step in itertools.count():
+    def _made_from(self, number: int) -> Iterator[Any]:
+        for step in itertools.count(number):
             try:
                 batch = self._function(step)
             except StopIteration:
@@ -237,7 +267,7 @@ class CallableSource(_MadeSource):
             yield tuple(batch) if isinstance(batch, list) else batch
 
 
-class IterableSource(_MadeSource):
+class IterableSource(_LeavingSource):
     """Any iterable of batches; one that can be gone through once goes on from pass to pass.
 
     Args:
@@ -245,19 +275,9 @@ class IterableSource(_MadeSource):
     """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
-        super().__init__(type(iterable).__name__)
+        super().__init__(type(iterable).__name__, Pending())
         self.restarts = not isinstance(iterable, Iterator)
-        self._iterable, self._pending = iterable, Pending()
-
-    def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
-        while self._pending:
-            yield self._pending.popleft()
-        yield from super().batches()
+        self._iterable = iterable
 
     def _made(self) -> Iterator[Any]:
         return iter(self._iterable)
-
-    def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
-        self._pending.extendleft(reversed(batches))

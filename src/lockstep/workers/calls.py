@@ -10,7 +10,8 @@ import keras
 from lockstep._errors import ClusterError
 from lockstep.cluster.session import Session
 from lockstep.data import calls
-from lockstep.workers.alike import described_model, digest_of_batch
+from lockstep.data.position import digest_of_batch
+from lockstep.workers.alike import described_model
 from lockstep.workers.chief import leave_printing_to_the_chief, refuse_backup
 
 __all__ = ["Together"]
