@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from lockstep._errors import ClusterError
-from lockstep.cluster.addresses import split_address
+from lockstep.cluster.addresses import host_of, is_loopback, split_address
 
-__all__ = ["WorkerGroup"]
+__all__ = ["WorkerGroup", "check_reachable"]
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,44 @@ class WorkerGroup:
         return f"worker {index} of {self.workers}{address}"
 
     def _check_numbers(self) -> None:
+        if self.workers < 1:
+            raise ClusterError(f"{self.source}: expected at least 1 worker, got {self.workers}.")
         if not 0 <= self.index < self.workers:
             raise ClusterError(
-                f"{self.source}: expected an index from 0 to {self.workers - 1}, as there are {self.workers} workers, "
-                f"got {self.index}."
+                f"{self.source}: {self.workers} workers have the indices 0 to {self.workers - 1}; got {self.index}."
             )
         if not 0 <= self.local_index < self.local_workers <= self.workers:
             raise ClusterError(
-                f"{self.source}: this process is number {self.local_index} of {self.local_workers} on its machine, and "
-                f"there are {self.workers} workers in all; expected numbers that rise from 0, and no more here than in all."
+                f"{self.source}: this process is number {self.local_index} of {self.local_workers} on its machine, of "
+                f"{self.workers} in all; expected numbers that count from 0, and no more here than in all."
             )
 
     def _check_addresses(self, addresses: tuple[str, ...]) -> None:
-        if len(addresses) != self.workers:
-            raise ClusterError(f"{self.source}: expected {self.workers} addresses, got {len(addresses)}: {addresses}.")
+        if len(addresses) != self.workers or addresses[0] != self.coordinator:
+            raise ClusterError(
+                f"{self.source}: expected {self.workers} addresses, {self.coordinator} first, got {list(addresses)}."
+            )
         for index, address in enumerate(addresses):
-            split_address(f"{self.source}: worker {index}", address)
+            host, _ = split_address(f"{self.source}: worker {index}", address)
+            if address in addresses[:index]:
+                raise ClusterError(
+                    f"{self.source}: worker {addresses.index(address)} and worker {index} have one address, {address}; "
+                    "give each process its own port."
+                )
+            if not is_loopback(host):
+                check_reachable(self)
+
+
+def check_reachable(group: WorkerGroup) -> None:
+    """Refuse a group that is known to be on several machines and whose worker 0 only its own machine can reach.
+
+    Raises:
+        ClusterError: the coordinator is ``localhost`` or the like.
+    """
+    host = host_of(group.coordinator)
+    if is_loopback(host):
+        raise ClusterError(
+            f"{group.source}: {group.name_of(0)} cannot be reached by workers on other machines, where {host!r} is their "
+            "own machine. Give worker 0 the name or address that its machine has in the network, or set "
+            "LOCKSTEP_COORDINATOR=host:port on every worker."
+        )
