@@ -125,7 +125,9 @@ def _say(failure: Failure) -> None:
     _flush()
     stream = sys.stderr
     if stream is not None:  # As under pythonw, and in daemons.
-        stream.write(f"lockstep: {failure.sentence} This process ends with code {failure.exit_code}.\n")
+        stream.write(
+            f"lockstep: {failure.sentence.removesuffix('.')}. This process ends with code {failure.exit_code}.\n"
+        )
         stream.flush()
     if failure.kind is Kind.STUCK:
         faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)

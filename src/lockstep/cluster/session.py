@@ -102,7 +102,7 @@ class Session:
 
         Args:
             step: a number that never falls and counts the same on all workers, over the life of the session.
-            activity: ``"step"`` while the others are needed to go on. ``"start"`` and ``"compiling"`` may take long. Any other
+            activity: ``"step"`` in the step itself, where the others are needed to go on. ``"start"`` and ``"compiling"`` may take long. Any other
                 word names work of this worker alone: ``"data"``, ``"callback"``, ``"save"``, ``"idle"``.
         """
         self._progress = (step, activity, self._clock())
@@ -166,7 +166,7 @@ class Session:
         """
         if self.failure is None and not self._left and self._is_mine():
             self._failing = True
-            self._send({"kind": "fail", "summary": summary[:_LONGEST_SUMMARY]})
+            self._send_last({"kind": "fail", "summary": summary[:_LONGEST_SUMMARY]})
             self._noted.wait(_GOODBYE_SECONDS)
             if self.failure is None and self._silence(self._clock()) > QUIET:
                 self.failure = self._silent_chief()
@@ -231,7 +231,7 @@ class Session:
             raise ClusterError(call.error)
 
     def _say_goodbye(self) -> None:
-        self._send({"kind": "leave"})
+        self._send_last({"kind": "leave"})
         notice = Notice(self._announce, self._clock)
         seconds = self._limits.timeout if self.group.is_chief else _GOODBYE_SECONDS
         while not self._noted.wait(_POLL_SECONDS):
@@ -244,6 +244,10 @@ class Session:
                 return
             if missing:
                 notice.tell(f"the end of {listed(missing['names'])}")
+
+    def _send_last(self, message: dict[str, Any]) -> None:
+        self._loop.call(self._send_progress)
+        self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
         frame = encode(message)
@@ -287,12 +291,15 @@ class Session:
 
     def _beat(self) -> None:
         now = self._awake.tick()
-        step, activity, since = self._progress
-        age = max(0.0, now - max(since, self._awake.since))
-        self._connection.send(encode({"kind": "beat", "step": int(step), "activity": activity, "seconds": age}))
+        self._send_progress()
         if self._silence(now) > self._limits.timeout and not self._is_alone:
             self._lose(self._silent_chief())
         self._loop.later(BEAT_SECONDS, self._beat)
+
+    def _send_progress(self) -> None:
+        step, activity, since = self._progress
+        age = max(0.0, self._clock() - max(since, self._awake.since))
+        self._connection.send(encode({"kind": "beat", "step": int(step), "activity": activity, "seconds": age}))
 
     def _silence(self, now: float) -> float:
         return now - max(self._heard, self._awake.since)
