@@ -5,7 +5,7 @@ all workers are there and alike, and it notices losses before JAX does.
 """
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -61,19 +61,16 @@ def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, enviro
         ) from error
 
 
-def stop_jax(session: Session, long_seconds: float) -> None:
-    """End JAX's service when all workers have come to their end, that of the chief last.
+def stop_jax(session: Session, others_have_left: Callable[[], None]) -> None:
+    """End JAX's part of the job; at the chief, which serves it, when the others have left.
 
     Args:
         session: the workers.
-        long_seconds: limit of the wait for them, who may have work of their own left.
+        others_have_left: waits for that.
     """
-    session.barrier("the end of the program", timeout_seconds=long_seconds)
-    if not session.group.is_chief:
-        jax.distributed.shutdown()
-    session.barrier("the end of JAX")
     if session.group.is_chief:
-        jax.distributed.shutdown()
+        others_have_left()
+    jax.distributed.shutdown()
 
 
 def refuse_started() -> None:
