@@ -46,7 +46,7 @@ class Together:
         """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments."""
         return nullcontext()
 
-    def checking(self, name: str) -> Check | None:
+    def checking(self, name: str, has_known_length: bool) -> Check | None:
         """What looks at the batches of an input, in the thread that reads them."""
         return None
 
@@ -133,7 +133,7 @@ class Inputs:
             options["steps_per_epoch"],
             tell,
             (lambda rows: about_rows(rows, self._placement.replicas)) if is_fit else (lambda rows: None),
-            self._together.checking(source.name) if source.is_shared else None,
+            self._together.checking(source.name, source.num_batches is not None) if source.is_shared else None,
         )
 
     def _pending_of(self, generator: Any) -> Pending:
