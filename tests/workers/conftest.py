@@ -4,7 +4,6 @@ import pytest
 
 from tests.workers.jobs import Forks, Job
 
-
 collect_ignore = ["programs", "program.py"]  # They are for processes of their own.
 
 

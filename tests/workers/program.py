@@ -10,7 +10,7 @@ config = json.loads(sys.argv[1])
 
 def tell(**values):
     """Tell the test something, as JSON."""
-    print(json.dumps(values), flush=True)
+    print("\n" + json.dumps(values), flush=True)  # A progress bar leaves its line open.
 
 
 def make_strategy(**options):
