@@ -31,7 +31,9 @@ class Together(calls.Together):
         self.processes, self.process = session.group.workers, session.group.index
 
     @contextmanager
-    def during(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> Iterator[None]:
+    def during(
+        self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
+    ) -> Iterator[None]:
         """Agree on a call, and see to it that only the chief prints; the arguments may be changed.
 
         Raises:
@@ -39,9 +41,9 @@ class Together(calls.Together):
         """
         refuse_backup(arguments)
         given = {name: value for name, value in arguments.items() if isinstance(value, _PLAIN) and name != "verbose"}
-        model_now = described_model(model) if call == "fit" else {}
-        batches = arguments["x"].num_batches
-        self._session.agree(f"{call}()", {"call": call, "batches of x": batches, **given, **model_now})
+        given |= {"batches of x": arguments["x"].num_batches, "batch_size": batch_size}
+        self._session.agree("the call", call)
+        self._session.agree(f"{call}()", {"arguments": given, "model": described_model(model)})
         if not self._session.group.is_chief:
             leave_printing_to_the_chief(arguments)
         yield

@@ -14,7 +14,7 @@ from lockstep.cluster.joining import join
 from lockstep.cluster.session import Session
 from lockstep.cluster.variables import Variables
 from lockstep.workers.alike import identity
-from lockstep.workers.processes import refuse_started, start_jax, stop_jax
+from lockstep.workers.processes import start_jax, stop_jax
 
 __all__ = ["Job", "job_of_this_process"]
 
@@ -92,8 +92,8 @@ def _join(
     announce: Callable[[str], None],
     environ: Mapping[str, str],
 ) -> Job:
-    refuse_started()
-    own = Variables("Lockstep", environ, "lockstep run sets it.")
+    own, guard = Variables("Lockstep", environ, "lockstep run sets it."), Guard()
+    guard.install()  # First, so that the process also has the right exit code where nobody comes.
     session = join(
         group,
         identity(),
@@ -101,10 +101,11 @@ def _join(
         secret=environ[SECRET].encode() if environ.get(SECRET) else None,
         timeout_seconds=timeout_seconds,
         long_seconds=max(LONG_SECONDS, timeout_seconds),
+        on_failure=guard.on_failure,
         announce=announce,
     )
-    job = Job(session, Guard(session))
-    job.guard.install()
+    guard.session = session
+    job = Job(session, guard)
     last_words_before_abort(session)
     start_jax(session, cpu_devices, timeout_seconds, environ)
     atexit.register(job.leave)

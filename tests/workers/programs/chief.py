@@ -1,6 +1,5 @@
 """All workers write to the same paths, load what was written, and train it on under a second strategy."""
 
-
 from pathlib import Path
 
 import keras
