@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep._errors import ClusterError
 from lockstep.cluster import exit_codes
-from lockstep.cluster.agreement import disagreement
+from lockstep.cluster.agreement import digest, split
 from lockstep.cluster.calls import BARRIER, BROADCAST, GATHER
 from lockstep.cluster.connection import Connection
 from lockstep.cluster.failure import Failure, Kind, summary_of
@@ -21,7 +21,7 @@ from lockstep.cluster.peer import Peer
 from lockstep.cluster.server import LEAVE, Server
 from lockstep.cluster.waiting import Notice, listed
 from lockstep.cluster.watch import BEAT_SECONDS, QUIET, START, WAITING, Awake, Limits, failure
-from lockstep.cluster.wire import encode
+from lockstep.cluster.wire import encode, plain
 
 __all__ = ["Session"]
 
@@ -130,10 +130,12 @@ class Session:
 
         Args and errors are those of :meth:`gather`.
         """
-        values = self.gather(topic, value, lane=lane, timeout_seconds=timeout_seconds)
-        sentence = disagreement(topic, values, [str(peer) for peer in self.peers])
-        if sentence is not None:
-            raise ClusterError(sentence)
+        mine = plain(value)
+        found = split(self.gather(topic, digest(mine), lane=lane, timeout_seconds=timeout_seconds))
+        if found is not None:  # Values can be long: only two of them travel, and only now.
+            shown = mine if self.group.index in found.pair else None
+            values = self.gather(topic, shown, lane=lane, timeout_seconds=timeout_seconds)
+            raise ClusterError(found.sentence(topic, values, [str(peer) for peer in self.peers]))
 
     def broadcast(
         self, topic: str, value: Any = None, *, lane: str = MAIN, timeout_seconds: float | None = None

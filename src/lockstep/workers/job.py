@@ -17,7 +17,7 @@ from lockstep.cluster.session import Session
 from lockstep.cluster.variables import Variables
 from lockstep.cluster.waiting import Notice, listed
 from lockstep.workers.alike import identity
-from lockstep.workers.processes import refuse_started, start_jax, stop_jax
+from lockstep.workers.processes import start_jax, stop_jax
 
 __all__ = ["Job", "job_of_this_process"]
 
@@ -105,11 +105,9 @@ def _join(
     announce: Callable[[str], None],
     environ: Mapping[str, str],
 ) -> Job:
-    refuse_started()
-    own = Variables("Lockstep", environ, "lockstep run sets it.")
-    guard = Guard()
-    guard.install()
-    guard.session = session = join(
+    own, guard = Variables("Lockstep", environ, "lockstep run sets it."), Guard()
+    guard.install()  # First, so that the process also has the right exit code where nobody comes.
+    session = join(
         group,
         identity(),
         generation=own.whole(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0,
@@ -119,6 +117,7 @@ def _join(
         on_failure=guard.on_failure,
         announce=announce,
     )
+    guard.session = session
     job = Job(session, guard)
     last_words_before_abort(session)
     start_jax(session, cpu_devices, timeout_seconds, environ)
