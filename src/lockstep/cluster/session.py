@@ -71,8 +71,7 @@ class Session:
         self._on_failure, self._announce, self._clock = on_failure, announce, clock
         self._process = os.getpid()
         self._progress: tuple[int, str, float] = (0, START, clock())
-        self._awake = Awake(clock)
-        self._heard = clock()
+        self._awake, self._heard = Awake(clock), clock()
         self._missing: dict[str, dict[str, Any]] = {}
         self._lanes = Lanes()
         self._ending = threading.Lock()
