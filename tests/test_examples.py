@@ -49,7 +49,7 @@ def test_reuters_begins_as_plain_keras_does(devices):
 @pytest.mark.data
 @pytest.mark.full
 @pytest.mark.usefixtures("data_folder")
-@pytest.mark.parametrize("name", sorted(set(PAIRS) - {"reuters"}))
+@pytest.mark.parametrize("name", sorted(set(PAIRS) - {"reuters", "cifar10_towers"}))  # those have tests of their own
 def test_an_example_runs(name):
     printed = run(f"{name}/mirrored.py", steps=6)
     assert re.search(r"accuracy", printed)

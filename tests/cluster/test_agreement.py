@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.cluster.agreement import disagreement, first_difference
+from lockstep.cluster.agreement import digest, first_difference, split
 from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.roster import Roster
@@ -53,7 +53,13 @@ def test_a_long_value_is_cut_in_the_sentence():
     ],
 )
 def test_who_differs_from_the_most_or_from_the_chief_is_named(values, sentence):
-    assert disagreement("options", values, [*NAMES, "worker 4"]) == sentence
+    found = split(values)
+    assert (found and found.sentence("options", values, [*NAMES, "worker 4"])) == sentence
+
+
+def test_equal_values_have_equal_digests():
+    assert digest({"a": 1, "b": [NAN]}) == digest({"b": [NAN], "a": 1})
+    assert digest({"a": 1}) != digest({"a": 1.0})
 
 
 def a_peer(index, workers=3, **more):

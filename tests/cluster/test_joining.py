@@ -55,33 +55,27 @@ def test_a_job_of_one_worker_uses_no_port():
             assert session.gather("rows", 7) == [7]
 
 
-@pytest.mark.parametrize(
-    ("each", "expected"),
-    [
-        (
-            lambda index: {"identity": {"jax": "0.10.2", "script": {"digest": "abc" if index == 2 else "abd"}}},
-            f"""worker 2 of 3 ({ME}) differs from the chief ({ME}) in 'script.digest': it has "abc", the chief "abd". All """
-            f"""workers need the same.""",
-        ),
-        (
-            lambda index: {"group": WorkerGroup(workers=3, index=min(index, 1), coordinator="127.0.0.1:1")},
-            f"Two processes say that they are worker 1 of 3: {ME} and {ME}: start each worker once, with an index of its own.",
-        ),
-    ],
-)
-def test_workers_that_were_started_differently_all_hear_why(each, expected):
-    job = Job(3)
+def test_a_worker_with_another_identity_is_named_to_all():
+    def each(index):
+        return {"identity": {"jax": "0.10.2", "script": {"digest": "abc" if index == 2 else "abd"}}}
 
-    def arguments(index):
-        own = each(index)
-        if "group" in own:
-            own["group"] = WorkerGroup(workers=3, index=own["group"].index, coordinator=job.coordinator)
-        return own
-
-    job.each = arguments
-    with job:
-        assert sentences(job) == {expected}
+    with Job(3, each) as job:
         assert len(job.errors) == 3
+        assert sentences(job) == {
+            f"""worker 2 of 3 ({ME}) differs from the chief ({ME}) in 'script.digest': it has "abc", the chief "abd". All """
+            f"""workers need the same."""
+        }
+
+
+@pytest.mark.full
+def test_two_workers_with_one_index_are_named_to_all():
+    job = Job(3)
+    job.each = lambda index: {"group": WorkerGroup(workers=3, index=min(index, 1), coordinator=job.coordinator)}
+    with job:
+        assert len(job.errors) == 3
+        assert sentences(job) == {
+            f"Two processes say that they are worker 1 of 3: {ME} and {ME}: start each worker once, with an index of its own."
+        }
 
 
 def test_a_worker_with_another_count_is_named_to_all():
@@ -115,20 +109,20 @@ def test_what_is_sent_of_a_worker_must_be_json():
 
 def test_the_missing_are_named_by_all_with_their_addresses_in_time():
     job = Job(4, missing=(1, 3), timeout_seconds=2.5)
-    addresses = (job.coordinator, "b:12421", "c:12421", "d:12421")
+    addresses = (job.coordinator, "127.0.0.2:12421", "127.0.0.3:12421", "127.0.0.4:12421")
     job.each = lambda index: {
         "group": WorkerGroup(workers=4, index=index, coordinator=job.coordinator, addresses=addresses)
     }
     began = time.monotonic()
     with job:
         assert sentences(job) == {
-            f"worker 1 of 4 (b:12421) and worker 3 of 4 (d:12421) did not join within 2.5 s: are they started, and can "
+            f"worker 1 of 4 (127.0.0.2:12421) and worker 3 of 4 (127.0.0.4:12421) did not join within 2.5 s: are they started, and can "
             f"{job.coordinator} be reached from there?"
         }
         assert {error.exit_code for error in job.errors.values()} == {75}
     assert 2.5 < time.monotonic() - began < 6
     waits = [line for line in job.lines[0] if "waiting" in line]
-    assert waits == ["waiting for worker 1 of 4 (b:12421) and worker 3 of 4 (d:12421), 2 s"]
+    assert waits == ["waiting for worker 1 of 4 (127.0.0.2:12421) and worker 3 of 4 (127.0.0.4:12421), 2 s"]
     assert waits == job.lines[2]
 
 

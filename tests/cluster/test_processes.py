@@ -133,7 +133,10 @@ def test_an_exception_of_the_program_is_told_to_all(start, failing):
     for survivor in (worker for worker in workers if worker is not workers[failing]):
         code, said = survivor.end()
         assert code == 13
-        assert f"process {workers[failing].pid}) failed: ValueError: the labels of batch 7 are missing" in said
+        assert (
+            f"process {workers[failing].pid}) failed: ValueError: the labels of batch 7 are missing. This process ends"
+            in said
+        )
         assert f"worker {failing} of 3" in said
 
 
@@ -148,6 +151,7 @@ def test_an_interruption_has_the_code_that_shells_know(start):
     assert "failed: KeyboardInterrupt" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_worker_that_was_stopped_is_named(start, stopped):
     workers = [start(index, "hang_in_a_step", timeout=SHORT) for index in range(3)]
@@ -211,7 +215,7 @@ def test_a_worker_that_ends_before_the_others_is_named_when_they_need_it(start):
     assert workers[1].end() == (0, "")
     code, said = workers[0].end()
     assert code == 13
-    assert f"process {workers[1].pid}) came to its end after step 0; worker 0 waits for it in step 8." in said
+    assert f"process {workers[1].pid}) came to its end after step 7; worker 0 waits for it in step 8." in said
 
 
 def test_a_worker_that_never_starts_is_named_by_all(start):

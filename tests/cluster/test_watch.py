@@ -29,6 +29,7 @@ def seen(*beats):
         [a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 1), a_beat(2, 7, "data", 2)],
         [a_beat(0, 8, "step", 59), a_beat(1, 7, "data", 1700)],
         [a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 30), a_beat(2, 6, "data", 100)],  # One of them goes on.
+        [a_beat(0, 8, "step", 61), a_beat(1, 8, "data", 59)],
         [a_beat(0, 8, "data", 1000), a_beat(1, 7, "save", 1000)],  # Nobody waits.
         [a_beat(0, 8, "step", 100), a_beat(1, 7, "compiling", 100), a_beat(2, 7, "step", 100)],
         [a_beat(0, 1, "step", 1700), a_beat(1, 0, "start", 1700)],
@@ -47,6 +48,8 @@ def test_nobody_is_named_while_all_may_be_well(beats):
     [
         ([a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 1, silent=61)], (Kind.SILENT, 1)),
         ([a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 62)], (Kind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "data", 62)], (Kind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "callback", 62, left=True)], (Kind.LEFT, 1)),
         ([a_beat(0, 8, "step", 61), a_beat(1, 8, "step", 61), a_beat(2, 7, "step", 62)], (Kind.STUCK, 2)),
         ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99), a_beat(2, 7, "data", 62)], (Kind.STUCK, 2)),
         ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99)], (Kind.STUCK, 1)),

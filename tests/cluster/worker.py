@@ -44,6 +44,7 @@ def be_interrupted(session, config):
 
 
 def exit_in_order(session, config):
+    session.report(7, "step")
     sys.exit(config["code"])
 
 

@@ -45,6 +45,9 @@ def last_words_before_abort(session: Knowing) -> Callable[[int], Any]:
         end = time.monotonic() + _WAIT_SECONDS
         while time.monotonic() < end:
             if session.failure is not None:
+                os.write(
+                    _STANDARD_ERROR, f"lockstep: {session.failure.sentence}\n".encode()
+                )  # JAX has said much since.
                 time.sleep(_WAIT_SECONDS)  # The session ends the process after its own grace.
             time.sleep(_POLL_SECONDS)
         os.write(_STANDARD_ERROR, _UNKNOWN)

@@ -69,6 +69,7 @@ class Guard:
         self._is_installed = False
         self._speaking = threading.Lock()
         self._has_said = False
+        self._raised = ""
 
     def install(self) -> None:
         """Take the place of ``sys.excepthook``."""
@@ -94,13 +95,15 @@ class Guard:
         is_at_a_prompt = "ps1" in vars(sys)
         if not self._is_installed or is_at_a_prompt or os.getpid() != self._process:
             return  # A prompt goes on, and a forked child ends as it would without us.
-        failure = None if self.session is None else _cause(self.session, summary_of(error))
+        self._raised = summary_of(error)
+        failure = None if self.session is None else _cause(self.session, self._raised)
         _within_limit(_flush if failure is None else lambda: self._say(failure))
         self._end(_code(error, failure))
 
     def _say(self, failure: Failure) -> None:
         with self._speaking:  # The main thread and the session's may come to this at once.
-            if not self._has_said:
+            is_echo = bool(self._raised) and failure.kind is Kind.FAILED and failure.sentence.endswith(self._raised)
+            if not (self._has_said or is_echo):  # An error that all workers raise alike stands in the traceback above.
                 self._has_said = True
                 _say(failure)
 
@@ -125,7 +128,9 @@ def _say(failure: Failure) -> None:
     _flush()
     stream = sys.stderr
     if stream is not None:  # As under pythonw, and in daemons.
-        stream.write(f"lockstep: {failure.sentence} This process ends with code {failure.exit_code}.\n")
+        stream.write(
+            f"lockstep: {failure.sentence.removesuffix('.')}. This process ends with code {failure.exit_code}.\n"
+        )
         stream.flush()
     if failure.kind is Kind.STUCK:
         faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)

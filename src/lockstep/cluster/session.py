@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep._errors import ClusterError
 from lockstep.cluster import exit_codes
-from lockstep.cluster.agreement import disagreement
+from lockstep.cluster.agreement import digest, split
 from lockstep.cluster.calls import BARRIER, BROADCAST, GATHER
 from lockstep.cluster.connection import Connection
 from lockstep.cluster.failure import Failure, Kind, summary_of
@@ -21,7 +21,7 @@ from lockstep.cluster.peer import Peer
 from lockstep.cluster.server import LEAVE, Server
 from lockstep.cluster.waiting import Notice, listed
 from lockstep.cluster.watch import BEAT_SECONDS, QUIET, START, WAITING, Awake, Limits, failure
-from lockstep.cluster.wire import encode
+from lockstep.cluster.wire import encode, plain
 
 __all__ = ["Session"]
 
@@ -71,8 +71,7 @@ class Session:
         self._on_failure, self._announce, self._clock = on_failure, announce, clock
         self._process = os.getpid()
         self._progress: tuple[int, str, float] = (0, START, clock())
-        self._awake = Awake(clock)
-        self._heard = clock()
+        self._awake, self._heard = Awake(clock), clock()
         self._missing: dict[str, dict[str, Any]] = {}
         self._lanes = Lanes()
         self._ending = threading.Lock()
@@ -102,7 +101,7 @@ class Session:
 
         Args:
             step: a number that never falls and counts the same on all workers, over the life of the session.
-            activity: ``"step"`` while the others are needed to go on. ``"start"`` and ``"compiling"`` may take long. Any other
+            activity: ``"step"`` in the step itself, where the others are needed to go on. ``"start"`` and ``"compiling"`` may take long. Any other
                 word names work of this worker alone: ``"data"``, ``"callback"``, ``"save"``, ``"idle"``.
         """
         self._progress = (step, activity, self._clock())
@@ -130,10 +129,12 @@ class Session:
 
         Args and errors are those of :meth:`gather`.
         """
-        values = self.gather(topic, value, lane=lane, timeout_seconds=timeout_seconds)
-        sentence = disagreement(topic, values, [str(peer) for peer in self.peers])
-        if sentence is not None:
-            raise ClusterError(sentence)
+        mine = plain(value)
+        found = split(self.gather(topic, digest(mine), lane=lane, timeout_seconds=timeout_seconds))
+        if found is not None:  # Values can be long: only two of them travel, and only now.
+            shown = mine if self.group.index in found.pair else None
+            values = self.gather(topic, shown, lane=lane, timeout_seconds=timeout_seconds)
+            raise ClusterError(found.sentence(topic, values, [str(peer) for peer in self.peers]))
 
     def broadcast(
         self, topic: str, value: Any = None, *, lane: str = MAIN, timeout_seconds: float | None = None
@@ -166,7 +167,7 @@ class Session:
         """
         if self.failure is None and not self._left and self._is_mine():
             self._failing = True
-            self._send({"kind": "fail", "summary": summary[:_LONGEST_SUMMARY]})
+            self._send_last({"kind": "fail", "summary": summary[:_LONGEST_SUMMARY]})
             self._noted.wait(_GOODBYE_SECONDS)
             if self.failure is None and self._silence(self._clock()) > QUIET:
                 self.failure = self._silent_chief()
@@ -231,7 +232,7 @@ class Session:
             raise ClusterError(call.error)
 
     def _say_goodbye(self) -> None:
-        self._send({"kind": "leave"})
+        self._send_last({"kind": "leave"})
         notice = Notice(self._announce, self._clock)
         seconds = self._limits.timeout if self.group.is_chief else _GOODBYE_SECONDS
         while not self._noted.wait(_POLL_SECONDS):
@@ -244,6 +245,10 @@ class Session:
                 return
             if missing:
                 notice.tell(f"the end of {listed(missing['names'])}")
+
+    def _send_last(self, message: dict[str, Any]) -> None:
+        self._loop.call(self._send_progress)
+        self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
         frame = encode(message)
@@ -287,12 +292,15 @@ class Session:
 
     def _beat(self) -> None:
         now = self._awake.tick()
-        step, activity, since = self._progress
-        age = max(0.0, now - max(since, self._awake.since))
-        self._connection.send(encode({"kind": "beat", "step": int(step), "activity": activity, "seconds": age}))
+        self._send_progress()
         if self._silence(now) > self._limits.timeout and not self._is_alone:
             self._lose(self._silent_chief())
         self._loop.later(BEAT_SECONDS, self._beat)
+
+    def _send_progress(self) -> None:
+        step, activity, since = self._progress
+        age = max(0.0, self._clock() - max(since, self._awake.since))
+        self._connection.send(encode({"kind": "beat", "step": int(step), "activity": activity, "seconds": age}))
 
     def _silence(self, now: float) -> float:
         return now - max(self._heard, self._awake.since)

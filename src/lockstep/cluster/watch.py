@@ -1,8 +1,8 @@
 """Who is missing or stuck: arithmetic on what was last heard of the workers.
 
 A worker that is not heard of for ``timeout`` is silent. One that does not go on for ``timeout``, in an activity of
-``MAY_TAKE_LONG`` for ``long``, is stuck where another waits in a later step for ``timeout``. Where all stay in one step, which
-may be a long one, that takes ``long`` too.
+``MAY_TAKE_LONG`` for ``long``, is stuck where another waits for ``timeout`` in a step to which it has not come. Where all stay in
+one step, which may be a long one, that takes ``long`` too.
 """
 
 import time
@@ -162,7 +162,7 @@ def _stuck(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
     if not waiting:
         return None
     first = max(waiting, key=lambda beat: beat.step)
-    behind = [beat for beat in beats if beat.step < first.step]
+    behind = [beat for beat in beats if _is_behind(beat, first.step)]
     if not behind or any(_goes_on(now, beat, limits) for beat in behind):
         return None  # One that compiles, say, may be what all the others wait for.
     beat = min(behind, key=lambda beat: (beat.activity.startswith(WAITING), beat.step, beat.since))
@@ -186,6 +186,11 @@ def _standstill(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | 
 def failure(kind: Kind, peer: Peer, what: str) -> Failure:
     """A failure of ``peer``; ``what`` ends the sentence that begins with its name."""
     return Failure(kind, peer.index, peer.host, peer.pid, f"{peer} {what}")
+
+
+def _is_behind(beat: Beat, step: int) -> bool:
+    """Whether it has not come to ``step``: there it may still read the data."""
+    return beat.step < step or (beat.step == step and beat.activity != STEP)
 
 
 def _has_waited(now: float, beat: Beat, seconds: float) -> bool:

@@ -42,11 +42,13 @@ class Together:
 
     processes, process = 1, 0
 
-    def during(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-        """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments."""
+    def during(
+        self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
+    ) -> AbstractContextManager[None]:
+        """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments. The input is made by then."""
         return nullcontext()
 
-    def checking(self, name: str) -> Check | None:
+    def checking(self, name: str, has_known_length: bool) -> Check | None:
         """What looks at the batches of an input, in the thread that reads them."""
         return None
 
@@ -109,7 +111,7 @@ class Inputs:
                 shuffle = given.pop("shuffle", True) if name == "fit" else False
                 made = make(*data, steps_per_epoch=given.get(_STEPS[name]), shuffle=shuffle, **options)
                 given["x"] = stack.enter_context(_closing(made))
-                stack.enter_context(self._together.during(model, name, given))
+                stack.enter_context(self._together.during(model, name, given, options["batch_size"]))
                 return original(*call.args, **call.kwargs)
 
         return method
@@ -133,7 +135,7 @@ class Inputs:
             options["steps_per_epoch"],
             tell,
             (lambda rows: about_rows(rows, self._placement.replicas)) if is_fit else (lambda rows: None),
-            self._together.checking(source.name) if source.is_shared else None,
+            self._together.checking(source.name, source.num_batches is not None) if source.is_shared else None,
         )
 
     def _pending_of(self, generator: Any) -> Pending:

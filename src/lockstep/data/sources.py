@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import AsyncResult, ThreadPool
-from types import GeneratorType
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import jax
@@ -253,7 +253,8 @@ class CallableSource(_MadeSource):
     """
 
     def __init__(self, function: Callable[[int], Any]) -> None:
-        super().__init__(f"function {function!r}")
+        # By its name and not by its repr, as the other processes of a job must see the same.
+        super().__init__(f"function {_name_of(function)!r}")
         self._function = function
 
     def _made_from(self, number: int) -> Iterator[Any]:
@@ -265,6 +266,10 @@ class CallableSource(_MadeSource):
             if batch is None:
                 return
             yield tuple(batch) if isinstance(batch, list) else batch
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return function.__name__ if isinstance(function, (FunctionType, MethodType)) else type(function).__name__
 
 
 class IterableSource(_LeavingSource):

@@ -217,7 +217,7 @@ class LoopTools:
         """
         refuse_in_replica("experimental_distribute_dataset")
         source = source_of_trees(dataset)
-        check = self._together.checking(source.name)
+        check = self._together.checking(source.name, source.num_batches is not None)
         return DistributedDataset(source, self._placement, self._ahead(options), check)
 
     def distribute_datasets_from_function(

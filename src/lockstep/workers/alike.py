@@ -58,11 +58,21 @@ def agree_on_random_numbers(session: Session, announce: Callable[[str], None]) -
 
 
 def described_model(model: keras.Model) -> dict[str, Any]:
-    """A model, as far as it must be equal: its variables with a checksum of each, and how it was compiled."""
+    """A model, as far as it must be equal: its layers, how it was compiled, and its variables with a checksum of each."""
     variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
-    values = {f"variable {x.path}": [list(x.shape), x.dtype, _checksum(x.value)] for x in variables}
-    compiled = json.dumps(model.get_compile_config() or {}, default=lambda other: type(other).__name__, sort_keys=True)
-    return {"compile": _digest(compiled), **values}
+    return {
+        "layers": {layer.name: _config(layer.get_config) for layer in model.layers},
+        "compile": _config(model.get_compile_config),
+        "variables": {x.path: f"{x.dtype} {list(x.shape)}, checksum {_checksum(x.value)}" for x in variables},
+    }
+
+
+def _config(get: Callable[[], Any]) -> Any:
+    """A configuration as JSON; what somebody's own layer or loss does not tell is left out."""
+    try:
+        return json.loads(json.dumps(get(), default=lambda other: type(other).__name__, skipkeys=True))
+    except Exception:
+        return None
 
 
 def _checksum(value: Any) -> int:

@@ -32,7 +32,9 @@ class Together(calls.Together):
         self.processes, self.process = session.group.workers, session.group.index
 
     @contextmanager
-    def during(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> Iterator[None]:
+    def during(
+        self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
+    ) -> Iterator[None]:
         """Agree on a call, and see to it that only the chief prints; the arguments may be changed.
 
         Raises:
@@ -40,15 +42,18 @@ class Together(calls.Together):
         """
         refuse_backup(arguments)
         given = {name: value for name, value in arguments.items() if isinstance(value, _PLAIN) and name != "verbose"}
-        model_now = described_model(model) if call == "fit" else {}
-        batches = arguments["x"].num_batches
-        self._session.agree(f"{call}()", {"call": call, "batches of x": batches, **given, **model_now})
+        given |= {"batches of x": arguments["x"].num_batches, "batch_size": batch_size}
+        self._session.agree("the call", call)
+        self._session.agree(f"{call}()", {"arguments": given, "model": described_model(model)})
         if not self._session.group.is_chief:
             leave_printing_to_the_chief(arguments)
         yield
 
-    def checking(self, name: str) -> Callable[[int, Any], None] | None:
-        """What compares the batches of one input, now and then; to be called with the number of each batch.
+    def checking(self, name: str, has_known_length: bool) -> Callable[[int, Any], None] | None:
+        """What compares the batches of one input; to be called with the number of each batch.
+
+        Digests are compared now and then. That there is a batch at all is agreed on each time, unless the workers have agreed on
+        the length: else one would begin a step into which the others cannot follow.
 
         Raises:
             ClusterError: a worker has read something else, or has come to another end.
@@ -56,11 +61,12 @@ class Together(calls.Together):
         lane = f"input {next(self._inputs)}"
 
         def check(number: int, batch: Any) -> None:
-            if number >= _FIRST and number % _EVERY and batch is not None:
+            is_compared = number < _FIRST or number % _EVERY == 0
+            if has_known_length and not is_compared and batch is not None:
                 return
-            found = "the end" if batch is None else digest_of_batch(batch)
+            found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
             try:
-                self._session.agree(f"a batch of {name}", {"number": number, "batch": found}, lane=lane)
+                self._session.agree(f"batch {number + 1} of {name}", found, lane=lane)
             except ClusterError as error:
                 raise ClusterError(f"{error} {_CURE}", error.exit_code) from None
 

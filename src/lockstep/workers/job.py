@@ -3,24 +3,28 @@
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lockstep._errors import ClusterError
+from lockstep._logging import announce
 from lockstep.cluster.abort import last_words_before_abort
 from lockstep.cluster.ending import Guard
 from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.joining import join
 from lockstep.cluster.session import Session
 from lockstep.cluster.variables import Variables
+from lockstep.cluster.waiting import Notice, listed
 from lockstep.workers.alike import identity
-from lockstep.workers.processes import refuse_started, start_jax, stop_jax
+from lockstep.workers.processes import start_jax, stop_jax
 
 __all__ = ["Job", "job_of_this_process"]
 
 GENERATION = "LOCKSTEP_GENERATION"  # how many times the launcher has started the job again
 SECRET = "LOCKSTEP_SECRET"  # known to the workers of the job alone; they then prove it to each other
 
+_POLL_SECONDS = 0.1
 LONG_SECONDS = 1800.0  # limit of compiling, and of what a worker does alone at its end
 
 
@@ -42,11 +46,20 @@ class Job:
         return self.session.group
 
     def leave(self) -> None:
-        """Wait for the others, and end in order; where the job has failed, nobody is waited for."""
+        """End in order: the chief waits for the others, unless the job has failed."""
         if self.session.failure is None:
-            stop_jax(self.session, LONG_SECONDS)
+            stop_jax(self.session, self._wait_for_others)
         self.session.leave()
         self.guard.restore()
+
+    def _wait_for_others(self) -> None:
+        notice = Notice(announce)
+        while self.session.failure is None and notice.seconds < LONG_SECONDS:
+            missing = [str(peer) for peer in self.session.peers[1:] if peer.index not in self.session.departed]
+            if not missing:
+                return
+            notice.tell(f"the end of {listed(missing)}")
+            time.sleep(_POLL_SECONDS)
 
 
 _joined: list[Job] = []  # at most one: JAX joins its processes once, for as long as they live
@@ -92,8 +105,8 @@ def _join(
     announce: Callable[[str], None],
     environ: Mapping[str, str],
 ) -> Job:
-    refuse_started()
-    own = Variables("Lockstep", environ, "lockstep run sets it.")
+    own, guard = Variables("Lockstep", environ, "lockstep run sets it."), Guard()
+    guard.install()  # First, so that the process also has the right exit code where nobody comes.
     session = join(
         group,
         identity(),
@@ -101,10 +114,11 @@ def _join(
         secret=environ[SECRET].encode() if environ.get(SECRET) else None,
         timeout_seconds=timeout_seconds,
         long_seconds=max(LONG_SECONDS, timeout_seconds),
+        on_failure=guard.on_failure,
         announce=announce,
     )
-    job = Job(session, Guard(session))
-    job.guard.install()
+    guard.session = session
+    job = Job(session, guard)
     last_words_before_abort(session)
     start_jax(session, cpu_devices, timeout_seconds, environ)
     atexit.register(job.leave)

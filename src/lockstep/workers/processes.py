@@ -5,7 +5,7 @@ all workers are there and alike, and it notices losses before JAX does.
 """
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -14,7 +14,9 @@ from lockstep._errors import ClusterError
 from lockstep.cluster.addresses import host_of, is_loopback, join_address
 from lockstep.cluster.session import Session
 from lockstep.cluster.variables import Variables
+from lockstep.cluster.waiting import listed
 from lockstep.topology.cpu import has_started, reserve_threads
+from lockstep.workers.own_address import refuse_unreachable_names
 
 __all__ = ["JAX_PORT", "share_of_gpus", "start_jax", "stop_jax"]
 
@@ -35,10 +37,13 @@ def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, enviro
     Raises:
         ClusterError: JAX runs already, or cannot start.
     """
-    refuse_started()
+    _refuse_started(session)
     group, host = session.group, host_of(session.group.coordinator)
     service = session.broadcast("the address of JAX's service", _service(host, environ) if group.is_chief else None)
-    gpus = share_of_gpus(session.gather("the GPUs", [socket.gethostname(), _visible_gpus(environ)]), group.index)
+    visible = session.gather("the GPUs", [socket.gethostname(), _visible_gpus(environ)])
+    gpus = share_of_gpus(visible, group.index)
+    if not any(seen for _, seen in visible):
+        refuse_unreachable_names(session)
     reserve_threads(cpu_devices)
     jax.config.update("jax_enable_recoverability", True)  # Or JAX aborts a process whose peer has died.
     jax.config.update("jax_enable_preemption_service", False)  # It swallows SIGTERM.
@@ -61,31 +66,26 @@ def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, enviro
         ) from error
 
 
-def stop_jax(session: Session, long_seconds: float) -> None:
-    """End JAX's service when all workers have come to their end, that of the chief last.
+def stop_jax(session: Session, others_have_left: Callable[[], None]) -> None:
+    """End JAX's part of the job; at the chief, which serves it, when the others have left.
 
     Args:
         session: the workers.
-        long_seconds: limit of the wait for them, who may have work of their own left.
+        others_have_left: waits for that.
     """
-    session.barrier("the end of the program", timeout_seconds=long_seconds)
-    if not session.group.is_chief:
-        jax.distributed.shutdown()
-    session.barrier("the end of JAX")
     if session.group.is_chief:
-        jax.distributed.shutdown()
+        others_have_left()
+    jax.distributed.shutdown()
 
 
-def refuse_started() -> None:
-    """Refuse to go on where JAX runs already, on the devices of this process alone.
-
-    Raises:
-        ClusterError: it does.
-    """
-    if has_started():
+def _refuse_started(session: Session) -> None:
+    """Refuse to go on where JAX runs already in a worker, on its own devices alone."""
+    started = session.gather("whether JAX has started", has_started())
+    names = [str(peer) for peer, has in zip(session.peers, started, strict=True) if has]
+    if names:
         raise ClusterError(
-            "JAX has started already, on this process's devices alone, before it could see those of the other workers. JAX starts with "
-            "the first array, model or optimizer: make the MultiWorkerMirroredStrategy before those."
+            f"{listed(names)}: JAX has started already, on the devices of one process alone, before it could see those of the other "
+            "workers. JAX starts with the first array, model or optimizer: make the MultiWorkerMirroredStrategy before those."
         )
 
 

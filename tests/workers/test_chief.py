@@ -1,0 +1,66 @@
+"""Only the chief prints and writes, so that the same script is safe on all workers."""
+
+import json
+
+import keras
+import pytest
+
+import lockstep
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+WRITTEN = {
+    *("epoch-1.keras", "epoch-2.keras", "last.weights.h5", "model.keras", "model.weights.h5", "second.keras"),
+    *("log.csv", "own-0.keras", "own-1.keras"),  # What is in no strategy's scope every worker writes.
+}
+
+
+def test_the_chief_prints_and_writes_and_all_load_it_under_a_second_strategy(job, tmp_path):
+    folder = tmp_path / "written"
+    folder.mkdir()
+    run = job(2)
+    chief, other = run.run("chief", folder=str(folder))
+    assert (chief.pop("chief"), other.pop("chief")) == (True, False)
+    assert chief == other
+    assert chief["same"] == [True, True]
+    assert chief["replicas"] == [2, 4]
+    assert {path.name for path in folder.iterdir()} == WRITTEN
+    assert (folder / "log.csv").read_text().count("\n") == 3
+    for path in folder.glob("*.keras"):
+        keras.models.load_model(path)
+    assert "Save with ModelCheckpoint" in chief["backup"]
+    chief, other = (process.out.read_text() for process in run.processes)
+    assert "Epoch 2/2" in chief
+    assert "━" in chief
+    assert "Epoch" not in other
+    assert "━" not in other
+    assert "lockstep:" not in run.processes[1].said
+
+
+def alone(monkeypatch, cluster, kind="worker", index=0):
+    """A strategy in this process."""
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}}))
+    return lockstep.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+
+
+CLUSTERS = {
+    "one worker": ({"worker": ["localhost:12421"]}, "worker"),
+    "one chief": ({"chief": ["localhost:12421"]}, "chief"),
+    "one worker and two ps": ({"worker": ["localhost:12421"], "ps": ["localhost:1", "localhost:2"]}, "worker"),
+    "evaluator": ({"worker": ["a:12421", "b:12421"], "evaluator": ["c:12421"]}, "evaluator"),
+}
+
+
+@pytest.mark.parametrize("name", [*CLUSTERS, "nothing"])
+def test_one_worker_alone_waits_for_nobody(monkeypatch, caplog, name):
+    caplog.set_level("INFO", "lockstep")
+    if name == "nothing":
+        strategy = lockstep.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"])
+    else:
+        cluster, kind = CLUSTERS[name]
+        strategy = alone(monkeypatch, cluster, kind)
+    assert strategy.is_chief
+    assert strategy.num_replicas_in_sync == 2
+    said = " ".join(caplog.messages)
+    assert ("The 2 ps in the cluster are ignored" in said) == ("ps" in name)
+    assert ("this process is the evaluator: it runs alone" in said) == (name == "evaluator")

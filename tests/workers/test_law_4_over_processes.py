@@ -1,0 +1,33 @@
+"""Law 4 over processes: each row exactly once an epoch, and a worker that reads something else is named."""
+
+import socket
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+SHAPES = [(2, 1), *(pytest.param(*shape, marks=pytest.mark.full) for shape in ((2, 2), (3, 1)))]
+
+
+@pytest.mark.parametrize(("workers", "devices"), SHAPES)
+def test_each_row_once_an_epoch_and_who_reads_something_else_is_named(job, workers, devices):
+    run = job(workers)
+    told = run.run("rows", devices=devices)
+    assert all(one == told[0] for one in told)
+    for kind in ("arrays", "generator", "dataset", "function", "again"):
+        np.testing.assert_array_equal(told[0][kind], np.ones((2, 37)), err_msg=kind)
+    slope, start = told[0]["line"]
+    np.testing.assert_allclose(told[0]["rows"], start + slope * np.arange(37) / 37, rtol=1e-5, atol=1e-6)
+    odd = f"worker {workers - 1} of {workers} ({socket.gethostname()}, process {run.processes[-1].pid}) differs"
+    expected = {
+        "other_rows": f"'batch 1 of ndarray': {odd}: it has \"",
+        "other_order": f'"batch 2 of generator \'generator\'": {odd}: it has "',
+        "fewer_batches": f"'fit()': {odd} in 'batches of x': it has 4, ",
+        "fewer_of_a_generator": f'"batch 7 of generator \'generator\'": {odd}: it has "the end", ',
+        "more_of_a_function": f'"batch 7 of function \'<lambda>\'": {odd}: it has "a batch", ',
+        "other_validation": f"'batch 1 of ndarray': {odd}: it has \"",
+    }
+    for key, sentence in expected.items():
+        assert told[0][key].startswith(f"The workers do not agree on {sentence}"), told[0][key]
+    assert "Give shuffling a seed" in told[0]["other_order"]
