@@ -13,14 +13,15 @@ PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     ("_errors", "_version"),
     ("_keras", "_logging"),
-    ("cluster",),
+    ("cluster", "checkpoint"),
     ("topology",),
     ("collectives", "data"),
     ("step",),
     ("loops",),
+    ("resume",),
     ("workers",),
     ("strategies",),
-    ("cluster_resolver", "config", "datasets", "experimental", "testing"),
+    ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "testing"),
     ("report",),
     ("cli",),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep._errors import (
     BackendError,
+    CheckpointError,
     ClusterError,
     ContractError,
     DeterminismError,
@@ -22,7 +23,7 @@ from lockstep._errors import (
 from lockstep._version import __version__
 
 if TYPE_CHECKING:
-    from lockstep import cluster_resolver, config, datasets, experimental, testing
+    from lockstep import callbacks, cluster_resolver, config, datasets, experimental, testing
     from lockstep.collectives import (
         AutoAllReduce,
         CommunicationImplementation,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoAllReduce",
     "BackendError",
+    "CheckpointError",
     "ClusterError",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -78,6 +80,7 @@ __all__ = [
     "TreeAllReduce",
     "ValueContext",
     "__version__",
+    "callbacks",
     "cluster_resolver",
     "compute_average_loss",
     "config",
@@ -122,7 +125,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("cluster_resolver", "config", "datasets", "experimental", "testing"):
+    if name in ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "testing"):
         return import_module(f"lockstep.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

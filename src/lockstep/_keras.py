@@ -46,6 +46,7 @@ __all__ = [
     "has_no_stated_aggregation",
     "is_arrays",
     "is_seed",
+    "is_synced",
     "is_tf_dataset",
     "keep_values",
     "models_claimed",
@@ -57,6 +58,7 @@ __all__ = [
     "standard_batch",
     "train_validation_split",
     "training_state",
+    "training_variables",
     "unpack_x_y_sample_weight",
 ]
 
@@ -206,15 +208,18 @@ def training_state(model: keras.Model, batch: Any) -> tuple[list[Any], ...]:
         Trainable, non-trainable, optimizer's and metrics' values; the model keeps them too.
     """
     model._symbolic_build(data_batch=batch)
-    return tuple(
-        [variable.value for variable in variables]
-        for variables in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-    )
+    return tuple([variable.value for variable in kind] for kind in training_variables(model))
+
+
+def training_variables(model: keras.Model) -> tuple[list[keras.Variable], ...]:
+    """Trainable, non-trainable, optimizer's and metrics' variables of a compiled model."""
+    optimizer = model.optimizer.variables
+    return model.trainable_variables, model.non_trainable_variables, optimizer, model.metrics_variables
+
+
+def is_synced(model: keras.Model) -> bool:
+    """Whether the variables have the newest values during ``fit``; within an epoch only where a callback asked for them."""
+    return model._jax_state_synced
 
 
 def keep_values(model: keras.Model, names: tuple[str, ...], state: Any) -> None:

@@ -52,6 +52,10 @@ class Together:
         """What looks at the batches of an input, in the thread that reads them."""
         return None
 
+    def shared(self, found: Any) -> Any:
+        """What the chief has found, on every process."""
+        return found
+
     def gathering(self, name: str) -> Callable[[Any], list[Any]] | None:
         """What brings values of JSON of all processes together, for one input; None where there is one process."""
         return None
@@ -64,10 +68,18 @@ class Inputs:
         placement: devices and number of replicas.
         options: what the user has chosen.
         together: what surrounds the calls.
+        around_fit: what surrounds a call of fit besides, given the model and the arguments.
     """
 
-    def __init__(self, placement: Placement, options: InputOptions, together: Together) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        options: InputOptions,
+        together: Together,
+        around_fit: Callable[[keras.Model, dict[str, Any]], AbstractContextManager[None]],
+    ) -> None:
         self._placement, self._options, self._together = placement, options, together
+        self._around_fit = around_fit
         # What was read from a generator and not used waits here for the next call; with the generator it goes away.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
@@ -112,6 +124,8 @@ class Inputs:
                 made = make(*data, steps_per_epoch=given.get(_STEPS[name]), shuffle=shuffle, **options)
                 given["x"] = stack.enter_context(_closing(made))
                 stack.enter_context(self._together.during(model, name, given, options["batch_size"]))
+                if name == "fit":
+                    stack.enter_context(self._around_fit(model, given))
                 return original(*call.args, **call.kwargs)
 
         return method

@@ -63,7 +63,7 @@ class Epoch:
         self._source, self._place, self._depth, self._meter = source, place, depth, meter
         self._check, self._start, self._is_kept = check, start, is_kept
         self._number = start.batches if start else 0
-        self._at_begin: dict[str, Any] = {}
+        self.at_begin: dict[str, Any] = {}  # the random state
         self._last: _Read | None = None
         self._batches: Iterator[Any] | None = None
         self._looked: deque[Any] = deque()
@@ -97,7 +97,7 @@ class Epoch:
         if self._last is None:
             return self._start
         after = self._last.after or captured_random_state()
-        return Position(self.position, self._at_begin, after, digest_of_batch(self._last.host))
+        return Position(self.position, self.at_begin, after, digest_of_batch(self._last.host))
 
     def allow(self, batches: float) -> None:
         """Let ``batches`` more batches be read than were taken, from the next :meth:`take` on."""
@@ -146,10 +146,11 @@ class Epoch:
         start = self._start
         if start is None:
             if self._is_kept:
-                self._at_begin = captured_random_state()
+                self.at_begin = self.at_begin or captured_random_state()
             return self._source.batches()
-        self._at_begin = start.at_begin
-        restore_random_state(start.at_begin)
+        self.at_begin = start.at_begin
+        if self._source.restarts:
+            restore_random_state(start.at_begin)
         batches = self._source.batches_from(start.batches - 1)
         refuse_other_batch(self._source.name, start, next(batches, None))
         restore_random_state(start.after)
@@ -175,6 +176,9 @@ class Epoch:
     def _finish(self) -> None:
         if inspect.isgenerator(self._batches):
             self._batches.close()
+
+
+Hook = list[Any]  # "begin" or "end" of an epoch, and the random state then; where the source has code for these
 
 
 class Input(_keras.DataAdapter):
@@ -205,6 +209,8 @@ class Input(_keras.DataAdapter):
         self._tell, self._advise, self._check = tell, advise, check
         self._start: Position | None = None
         self._done, self._is_kept = 0, False
+        self._is_expecting = False
+        self.hooks: list[Hook] = []
         self._meter = Meter()
         self._epoch: Epoch | None = None
         self._within = self._seen = False
@@ -215,25 +221,55 @@ class Input(_keras.DataAdapter):
             self._epoch.close()
             if self._epoch.has_begun:
                 self._start = None
-        start = self._start
-        if not self._source.restarts and self._epoch:
-            start = None  # It was gone through up to there.
-        self._epoch = Epoch(self._source, self._placed, self._depth, self._meter, self._check, start, self._is_kept)
+        before = self._epoch
+        self._epoch = Epoch(
+            self._source,
+            self._placed,
+            self._depth,
+            self._meter,
+            self._check,
+            self._start,
+            is_kept=self._is_kept,
+        )
+        if before and not self._source.restarts:
+            self._epoch.at_begin = before.at_begin  # What was looked at is still part of this pass.
         self._epoch.allow(self._steps - self._done)
         return self._epoch
 
-    def keep_position(self) -> None:
-        """From now on :meth:`where` will be asked."""
-        self._is_kept = True
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return self._source.name
 
-    def go_on_from(self, position: Position | None, steps: int) -> None:
+    @property
+    def can_seek(self) -> bool:
+        """Whether a pass can begin in the middle, without reading what comes before."""
+        return self._source.can_seek
+
+    def keep_position(self, earlier: Position | None, is_expecting: bool) -> None:
+        """From now on :meth:`where` will be asked.
+
+        Args:
+            earlier: where another process stood.
+            is_expecting: :meth:`go_on_from` will follow when training begins. Until then Keras looks at shapes only.
+        """
+        self._is_kept, self._is_expecting = True, is_expecting
+        if earlier and not self._source.restarts:
+            restore_random_state(earlier.at_begin)  # The first look is the begin of the pass.
+
+    def go_on_from(self, position: Position | None, steps: int, hooks: list[Hook]) -> None:
         """Begin where another process stood.
 
         Args:
             position: in the pass; None: a new pass begins.
             steps: number of steps of the epoch that are done.
+            hooks: what :attr:`hooks` was there.
         """
-        self._start, self._done = position, steps
+        self._start, self._done, self._is_expecting = position, steps, False
+        for kind, state in hooks:
+            restore_random_state(state)
+            (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
+        self.hooks = list(hooks)
 
     def where(self, is_epoch_over: bool) -> Position | None:
         """Where the pass stands; None where a new one begins next.
@@ -268,14 +304,22 @@ class Input(_keras.DataAdapter):
     def on_epoch_begin(self) -> None:
         """Keras says that an epoch begins: it may use ``steps`` batches."""
         self._within = True
-        self._source.begin_epoch()
+        if not (self._done and self.hooks):  # Else this epoch had begun before, and its beginning was done again.
+            self._note_hook("begin")
+            self._source.begin_epoch()
         if self._epoch:
             self._epoch.allow(self._steps - self._done)
 
     def on_epoch_end(self) -> None:
         """Keras says that an epoch has ended."""
         self._within, self._done = False, 0
-        self._source.end_epoch()
+        if not self._is_expecting:
+            self._note_hook("end")
+            self._source.end_epoch()
+
+    def _note_hook(self, kind: str) -> None:
+        if self._is_kept and self._source.has_hooks:
+            self.hooks.append([kind, captured_random_state()])
 
     def close(self, failed: bool = False) -> None:
         """End all work.

@@ -41,6 +41,8 @@ class Source:
     """
 
     restarts = True  # whether a new pass begins with the first batch again
+    can_seek = False  # whether batches_from reads nothing that comes before
+    has_hooks = False  # whether somebody's code runs where an epoch begins or ends
     is_shared = True  # whether all processes that train together read the same
 
     def __init__(self, name: str) -> None:
@@ -93,6 +95,11 @@ class AdapterSource(Source):
     def is_arrays(self) -> bool:
         """Whether it is arrays, which lie in memory as a whole."""
         return _keras.is_arrays(self._adapter)
+
+    @property
+    def can_seek(self) -> bool:  # type: ignore[override]
+        """See :class:`Source`: arrays are sliced, which costs next to nothing."""
+        return self.is_arrays
 
     def batches(self) -> Iterator[Any]:
         """See :class:`Source`."""
@@ -199,8 +206,15 @@ class DatasetSource(_MadeSource):
         shuffle: go through the batches in another order each epoch, the one that Keras would take.
     """
 
+    can_seek = True
+
     def __init__(self, dataset: keras.utils.PyDataset, adapter: Any = None, shuffle: bool = False) -> None:
         super().__init__(type(dataset).__name__)
+        plain = keras.utils.PyDataset
+        self.has_hooks = (type(dataset).on_epoch_begin, type(dataset).on_epoch_end) != (
+            plain.on_epoch_begin,
+            plain.on_epoch_end,
+        )
         self._adapter, self._dataset, self._shuffle = adapter, dataset, shuffle
 
     @property
@@ -251,6 +265,8 @@ class CallableSource(_MadeSource):
     Args:
         function: gives the batch of a step.
     """
+
+    can_seek = True
 
     def __init__(self, function: Callable[[int], Any]) -> None:
         # By its name and not by its repr, as the other processes of a job must see the same.

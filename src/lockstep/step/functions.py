@@ -69,6 +69,8 @@ class StepFunctions:
         self.plan = plan
         self.tell = tell
         self.listener = listener
+        self.is_skipped: Callable[[], bool] = lambda: False  # whether a training step was done by an earlier process
+        self.stepped: Callable[[Any], None] = lambda state: None  # is told what a training step will have left
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """The function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
@@ -78,6 +80,8 @@ class StepFunctions:
 
         def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
             nonlocal last
+            if kind == "train" and self.is_skipped():
+                return None, state
             results = []
             try:
                 for position in range(self.model.steps_per_execution):
@@ -91,6 +95,8 @@ class StepFunctions:
                     self.listener.begins(self.model, kind, batch)
                     last, state = step(state, batch)
                     self.listener.ended(self.model, kind, state)
+                    if kind == "train":
+                        self.stepped(state)
                     results.append(last)
             except BaseException:
                 _keras.keep_values(self.model, STATE[kind], state)

@@ -21,6 +21,7 @@ from lockstep.data.placement import DEVICE_AXIS, Placement
 from lockstep.loops.context import ReplicaContext, open_scopes
 from lockstep.loops.model import call_on_replica
 from lockstep.loops.tools import LoopTools
+from lockstep.resume.around import backed_up
 from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
@@ -68,7 +69,8 @@ class Strategy(LoopTools):
         self._plan = self._plan_for(self._placement)
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._input_options = _options_of(input_options)
-        self._inputs = Inputs(self._placement, self._input_options, self._together)
+        self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit)
+        self._functions: weakref.WeakKeyDictionary[keras.Model, StepFunctions] = weakref.WeakKeyDictionary()
         self._announce(self._summary())
 
     @property
@@ -184,6 +186,7 @@ class Strategy(LoopTools):
                 self._announce(f"Model {model.name!r}: {reason}.")
 
         functions = StepFunctions(model, self._placement, self._plan, tell, self._listener)
+        self._functions[model] = functions
 
         def make(kind: str) -> Any:
             _refuse_other_scope(model, self)
@@ -200,6 +203,10 @@ class Strategy(LoopTools):
     def _together(self) -> Together:  # type: ignore[override]  # made when it is first asked for
         """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
         return Together()
+
+    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
+        return backed_up(model, arguments, self._functions[model], setup, self._together, self._announce)
 
     @cached_property
     def _listener(self) -> StepListener:

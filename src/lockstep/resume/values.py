@@ -1,0 +1,72 @@
+"""Attributes of callbacks as facts and arrays, and back: what is neither is left alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = ["packed_attributes", "unpacked_attributes"]
+
+_LEFT_OUT = ("model", "_model", "params", "validation_data")
+
+
+class _NoValueError(Exception):
+    """Something that is neither numbers, text nor arrays."""
+
+
+def packed_attributes(owner: Any, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The attributes of an object that are values, as JSON.
+
+    Args:
+        owner: a callback.
+        name: begins the names of its arrays.
+        arrays: to which its arrays are added.
+    """
+    found = {}
+    for attribute, value in vars(owner).items():
+        own: dict[str, np.ndarray] = {}
+        if attribute in _LEFT_OUT:
+            continue
+        try:
+            found[attribute] = _packed(value, f"{name}/{attribute}", own)
+        except _NoValueError:
+            continue
+        arrays |= own
+    return found
+
+
+def unpacked_attributes(owner: Any, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Set the attributes that :func:`packed_attributes` gave."""
+    for attribute, fact in facts.items():
+        vars(owner)[attribute] = _unpacked(fact, arrays)
+
+
+def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
+    if value is None or (isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)):
+        return value
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        array = np.asarray(value)
+        if array.dtype.hasobject or array.dtype.kind in "USVMm":
+            raise _NoValueError
+        arrays[name] = array.copy()
+        return {"array": name, "scalar": isinstance(value, np.generic)}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_packed(item, f"{name}/{n}", arrays) for n, item in enumerate(value)]}
+    if type(value) is dict:
+        pairs = [[_packed(key, name, arrays), _packed(item, f"{name}/{key}", arrays)] for key, item in value.items()]
+        return {"dict": pairs}
+    raise _NoValueError
+
+
+def _unpacked(fact: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    if not isinstance(fact, dict):
+        return fact
+    if "array" in fact:
+        array = arrays[fact["array"]]
+        return array[()] if fact["scalar"] else array.copy()
+    if "dict" in fact:
+        return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in fact["dict"]}
+    ((kind, packed),) = fact.items()
+    items = [_unpacked(item, arrays) for item in packed]
+    return tuple(items) if kind == "tuple" else items
