@@ -21,7 +21,7 @@ LAYERS = (
     ("workers",),
     ("strategies",),
     ("cluster_resolver", "config", "datasets", "experimental", "testing"),
-    ("report",),
+    ("launch", "report"),
     ("cli",),
 )
 
