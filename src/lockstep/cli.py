@@ -45,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a program on several workers, here and on other machines")
     add_arguments(run)
     run.set_defaults(run=_run)
+    environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
+    environment.set_defaults(run=_env)
     return parser
 
 
@@ -81,6 +83,13 @@ def _run(options: argparse.Namespace) -> int:
     except LockstepError as error:
         print(f"lockstep run: {error}", file=sys.stderr)
         return 2
+
+
+def _env(options: argparse.Namespace) -> int:
+    from lockstep.report.environment import describe_environment
+
+    print(describe_environment(os.environ))
+    return 0
 
 
 if __name__ == "__main__":
