@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from lockstep._errors import ClusterError
 from lockstep.cluster.session import Session
 from lockstep.data import calls
 from lockstep.workers.alike import described_model, digest_of_batch
@@ -64,10 +63,7 @@ class Together(calls.Together):
             if has_known_length and not is_compared and batch is not None:
                 return
             found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
-            try:
-                self._session.agree(f"batch {number + 1} of {name}", found, lane=lane)
-            except ClusterError as error:
-                raise ClusterError(f"{error} {_CURE}", error.exit_code) from None
+            self._session.agree(f"batch {number + 1} of {name}", found, cure=_CURE, lane=lane)
 
         return check
 
