@@ -45,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a program on several workers, here and on other machines")
     add_arguments(run)
     run.set_defaults(run=_run)
+    test = commands.add_parser("test", help="see that every pair of workers adds right, and how fast")
+    test.add_argument(
+        "-n", type=int, metavar="N", help="start N workers here (default: this is one that a scheduler started)"
+    )
+    test.set_defaults(run=_test)
     environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
     environment.set_defaults(run=_env)
     return parser
@@ -82,6 +87,18 @@ def _run(options: argparse.Namespace) -> int:
         return supervise(job, os.environ, output, messages)
     except LockstepError as error:
         print(f"lockstep run: {error}", file=sys.stderr)
+        return 2
+
+
+def _test(options: argparse.Namespace) -> int:
+    if options.n is not None:
+        return main(["run", "-n", str(options.n), "-m", "lockstep.report.cluster_test"])
+    from lockstep.report import cluster_test
+
+    try:
+        return cluster_test.main()
+    except LockstepError as error:
+        print(f"lockstep test: {error}", file=sys.stderr)
         return 2
 
 

@@ -91,11 +91,6 @@ class Session:
             self.fail(summary_of(error))
         self.leave()
 
-    @property
-    def generation(self) -> int:
-        """How many times this job was started again."""
-        return self.peers[0].generation
-
     def report(self, step: int, activity: str) -> None:
         """Say how far this worker is; costs less than a microsecond, so call it in each step.
 
