@@ -22,7 +22,7 @@ LAYERS = (
     ("workers",),
     ("strategies",),
     ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "testing"),
-    ("report",),
+    ("launch", "report"),
     ("cli",),
 )
 

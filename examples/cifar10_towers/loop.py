@@ -12,7 +12,7 @@ import numpy as np
 def settings():
     """What the command line says."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("devices", nargs="*", help="of the towers; all there are where none is named")
+    parser.add_argument("devices", nargs="*", help="of the towers of mirrored.py; all there are where none is named")
     parser.add_argument("--towers", type=int, default=4, help="that draw a batch each step")
     parser.add_argument("--rows", type=int, default=128, help="of the batch of one tower")
     parser.add_argument("--steps", type=int, default=2000, help="of training")

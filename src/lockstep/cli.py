@@ -1,15 +1,19 @@
 """The command ``lockstep``. One function a subcommand; each module is imported when its command runs."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
+
+from lockstep._errors import LockstepError
+from lockstep.launch.arguments import add_arguments, job_of
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 done, 1 the numbers did not agree, 2 wrong usage.
+    """Run the command line and return the exit code: 0 done, 1 the numbers did not agree, 2 wrong usage, or a worker's.
 
     Args:
         arguments: words after ``lockstep``, by default those of the process.
@@ -38,12 +42,21 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--epochs", type=int, help="passes over the data (default: 10, for mnist 2)")
     demo.add_argument("--output", default="demo_output", metavar="DIR", help="where curves.png goes")
     demo.set_defaults(run=_demo)
+    run = commands.add_parser("run", help="run a program on several workers, here and on other machines")
+    add_arguments(run)
+    run.set_defaults(run=_run)
+    test = commands.add_parser("test", help="see that every pair of workers adds right, and how fast")
+    test.add_argument(
+        "-n", type=int, metavar="N", help="start N workers here (default: this is one that a scheduler started)"
+    )
+    test.set_defaults(run=_test)
+    environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
+    environment.set_defaults(run=_env)
     return parser
 
 
 def _demo(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: nothing imported Keras yet.
-    from lockstep._errors import LockstepError
     from lockstep.report.demo import run_demo
 
     default = 10 if options.data == "digits" else 2
@@ -59,3 +72,42 @@ def _demo(options: argparse.Namespace) -> int:
         print(f"lockstep demo: needs {error.name}; pip install 'keras-lockstep[demo]' brings it.", file=sys.stderr)
         return 2
     return 0 if agreed else 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    from lockstep.launch.print import PRINTERS
+    from lockstep.launch.supervisor import supervise
+
+    try:
+        job = job_of(options)
+        if options.printer is not None:
+            print(PRINTERS[options.printer](job), end="")
+            return 0
+        output, messages = (io.FileIO(file.fileno(), "w", closefd=False) for file in (sys.stdout, sys.stderr))
+        return supervise(job, os.environ, output, messages)
+    except LockstepError as error:
+        print(f"lockstep run: {error}", file=sys.stderr)
+        return 2
+
+
+def _test(options: argparse.Namespace) -> int:
+    if options.n is not None:
+        return main(["run", "-n", str(options.n), "-m", "lockstep.report.cluster_test"])
+    from lockstep.report import cluster_test
+
+    try:
+        return cluster_test.main()
+    except LockstepError as error:
+        print(f"lockstep test: {error}", file=sys.stderr)
+        return 2
+
+
+def _env(options: argparse.Namespace) -> int:
+    from lockstep.report.environment import describe_environment
+
+    print(describe_environment(os.environ))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -113,7 +113,7 @@ def test_a_failure_is_said_first_then_there_is_time_to_unwind_then_comes_the_end
     assert order == [(4, said), 75]
 
 
-def test_a_failure_is_said_once_by_two_threads(capfd):
+def test_what_has_become_of_whom_is_said_below_the_traceback(capfd):
     session = FakeSession(DIED)
     guard = Guard(session, grace_seconds=0, end=lambda code: None)
     guard.install()
@@ -126,14 +126,29 @@ def test_a_failure_is_said_once_by_two_threads(capfd):
             thread.join(30)
     finally:
         guard.restore()
-    assert capfd.readouterr().err.count("died.") == 1
+    said = "lockstep: worker 1 of 2 (node1, process 71) died. This process ends with code 75."
+    *before, last = capfd.readouterr().err.splitlines()
+    assert last == said
+    assert before.count(said) <= 1  # Where the failure was known before the exception came.
 
 
-def test_where_a_worker_is_stuck_the_stacks_are_shown(capfd):
-    Guard(grace_seconds=0, end=lambda code: None).on_failure(STUCK)
+def test_an_error_that_all_workers_raise_alike_is_said_once(capfd):
+    error = ClusterError("the workers do not agree")
+    echo = Failure(
+        Kind.FAILED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) failed: ClusterError: the workers do not agree"
+    )
+    assert ending(error, FakeSession(echo)) == [13]
+    assert capfd.readouterr().err.count("the workers do not agree") == 1
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_is_stuck_shows_its_stacks_and_then_says_so(index, capfd):
+    session = FakeSession(STUCK)
+    session.group.index = index
+    Guard(session, grace_seconds=0, end=lambda code: None).on_failure(STUCK)
     written = capfd.readouterr().err
-    assert "is stuck." in written
-    assert "in test_where_a_worker_is_stuck_the_stacks_are_shown\n" in written
+    assert written.splitlines()[-1].startswith("lockstep: worker 1 of 2 (node1, process 71) is stuck.")
+    assert ("in test_a_worker_that_is_stuck_shows_its_stacks_and_then_says_so\n" in written) == (index == 1)
 
 
 class Blocked(io.StringIO):

@@ -44,7 +44,7 @@ def test_workers_meet_and_know_each_other(workers):
             assert [peer.index for peer in session.peers] == list(range(workers))
             assert [peer.information for peer in session.peers] == [{"devices": index + 1} for index in range(workers)]
             assert {(peer.host, peer.pid) for peer in session.peers} == {(socket.gethostname(), os.getpid())}
-            assert session.generation == 3
+            assert session.peers[0].generation == 3
         assert job.lines == [[]] * workers
 
 

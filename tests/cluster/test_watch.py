@@ -101,8 +101,24 @@ def test_a_silence_that_came_before_is_the_cause(kind):
     assert (named.kind, named.worker) == (Kind.SILENT, 1)
     assert "no sign of life for 9 s" in named.sentence
     assert named.sentence.endswith("Then worker 0 of 3 (node0, process 70) has failed.")
-    for others in ([a_beat(1, 7, "step", 10, silent=1)], [a_beat(1, 7, "step", 10, silent=9, left=True)]):
+    for others in ([a_beat(1, 7, "step", 10, silent=1)], [a_beat(1, 8, "step", 10, silent=9, left=True)]):
         assert cause(NOW, found, [a_beat(0, 8, "step", 1, silent=90), *others]) is found
+
+
+@pytest.mark.parametrize("kind", [Kind.DIED, Kind.FAILED])
+def test_an_end_that_came_too_early_is_the_cause(kind):
+    found = failure(kind, a_beat(0, 8, "step", 1).peer, "has failed.")
+    named = cause(NOW, found, [a_beat(0, 8, "step", 1), a_beat(1, 7, "step", 10, left=True)])
+    assert (named.kind, named.worker) == (Kind.LEFT, 1)
+    assert named.sentence.endswith("in step 8. Then worker 0 of 3 (node0, process 70) has failed.")
+    assert cause(NOW, found, [a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 10, left=True)]) is found
+
+
+def test_nobody_waits_long_for_a_worker_that_has_come_to_its_end():
+    assert seen(a_beat(0, 8, "step", 4), a_beat(1, 7, "step", 9, left=True)) == (Kind.LEFT, 1)
+    assert seen(a_beat(0, 8, "step", 1), a_beat(1, 7, "step", 9, left=True)) is None
+    assert seen(a_beat(0, 8, "data", 4), a_beat(1, 7, "step", 9, left=True)) is None
+    assert seen(a_beat(0, 8, "step", 4), a_beat(1, 8, "step", 9, left=True)) is None
 
 
 def test_a_worker_that_is_stuck_is_not_excused_by_a_silence():

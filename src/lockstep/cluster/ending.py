@@ -30,8 +30,8 @@ class Guard:
     """Ends the process when its job cannot go on, and when nobody has caught an exception; then it tells the other workers.
 
     A failure of the job (:meth:`on_failure`): calls of the session have raised ClusterError by then, so Python code can unwind and
-    end the process itself. Only where it is still alive after the grace is it ended. Where a worker is stuck, the stacks of
-    all threads are written: on that worker they show where.
+    end the process itself. Only where it is still alive after the grace is it ended. A worker that is stuck writes the stacks of
+    all its threads. What has become of whom is the last line: where an exception follows, it is said again below the traceback.
 
     An exception (:meth:`hook`, between :meth:`install` and :meth:`restore`): the exit code is that of the cause: of a
     ClusterError, of the job's failure where that came first, else of an error of the user's program. ``SystemExit`` is left alone.
@@ -84,28 +84,47 @@ class Guard:
 
     def on_failure(self, failure: Failure) -> None:
         """Say why the job cannot go on, and end this process with the code that belongs to it."""
-        _within_limit(lambda: self._say(failure))
+        if not self._raised:
+            _within_limit(lambda: self._say_once(failure))
         self._sleep(self._grace_seconds)
-        _within_limit(_flush)
+        _within_limit(lambda: self._say_once(failure))
         self._end(failure.exit_code)
 
     def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Print the traceback as before, tell the others, and end."""
-        self._before(kind, error, traceback)
         is_at_a_prompt = "ps1" in vars(sys)
         if not self._is_installed or is_at_a_prompt or os.getpid() != self._process:
-            return  # A prompt goes on, and a forked child ends as it would without us.
+            self._before(kind, error, traceback)  # A prompt goes on, and a forked child ends as it would without us.
+            return
         self._raised = summary_of(error)
+        self._before(kind, error, traceback)
         failure = None if self.session is None else _cause(self.session, self._raised)
-        _within_limit(_flush if failure is None else lambda: self._say(failure))
+        _within_limit(_flush if failure is None else lambda: self._say_last(failure))
         self._end(_code(error, failure))
 
+    def _say_once(self, failure: Failure) -> None:
+        with self._speaking:
+            if not self._has_said:
+                self._say(failure)
+        _flush()
+
+    def _say_last(self, failure: Failure) -> None:
+        """An error that all workers raise alike stands in the traceback above."""
+        if not (failure.kind is Kind.FAILED and failure.sentence.endswith(self._raised)):
+            with self._speaking:
+                self._say(failure)
+
     def _say(self, failure: Failure) -> None:
-        with self._speaking:  # The main thread and the session's may come to this at once.
-            is_echo = bool(self._raised) and failure.kind is Kind.FAILED and failure.sentence.endswith(self._raised)
-            if not (self._has_said or is_echo):  # An error that all workers raise alike stands in the traceback above.
-                self._has_said = True
-                _say(failure)
+        is_other = self.session is not None and self.session.group.index != failure.worker
+        if failure.kind is Kind.STUCK and not (is_other or self._has_said):
+            faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
+        self._has_said = True
+        _flush()
+        stream = sys.stderr
+        if stream is not None:  # As under pythonw, and in daemons.
+            stop = "" if failure.sentence.endswith((".", "!", "?")) else "."
+            stream.write(f"lockstep: {failure.sentence}{stop} This process ends with code {failure.exit_code}.\n")
+            stream.flush()
 
 
 def _cause(session: Session, summary: str) -> Failure | None:
@@ -122,18 +141,6 @@ def _code(error: BaseException, failure: Failure | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         return exit_codes.INTERRUPTED
     return exit_codes.USER_ERROR if failure is None else failure.exit_code
-
-
-def _say(failure: Failure) -> None:
-    _flush()
-    stream = sys.stderr
-    if stream is not None:  # As under pythonw, and in daemons.
-        stream.write(
-            f"lockstep: {failure.sentence.removesuffix('.')}. This process ends with code {failure.exit_code}.\n"
-        )
-        stream.flush()
-    if failure.kind is Kind.STUCK:
-        faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
 
 
 def _flush() -> None:

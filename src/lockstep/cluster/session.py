@@ -91,11 +91,6 @@ class Session:
             self.fail(summary_of(error))
         self.leave()
 
-    @property
-    def generation(self) -> int:
-        """How many times this job was started again."""
-        return self.peers[0].generation
-
     def report(self, step: int, activity: str) -> None:
         """Say how far this worker is; costs less than a microsecond, so call it in each step.
 
@@ -124,17 +119,20 @@ class Session:
         """
         return self._meet(GATHER, topic, value, lane, timeout_seconds)
 
-    def agree(self, topic: str, value: Any, *, lane: str = MAIN, timeout_seconds: float | None = None) -> None:
+    def agree(
+        self, topic: str, value: Any, *, cure: str = "", lane: str = MAIN, timeout_seconds: float | None = None
+    ) -> None:
         """See that all workers have an equal value; the same ClusterError on all says who differs in what.
 
-        Args and errors are those of :meth:`gather`.
+        Args and errors are those of :meth:`gather`; ``cure`` is a sentence that follows.
         """
         mine = plain(value)
         found = split(self.gather(topic, digest(mine), lane=lane, timeout_seconds=timeout_seconds))
         if found is not None:  # Values can be long: only two of them travel, and only now.
             shown = mine if self.group.index in found.pair else None
             values = self.gather(topic, shown, lane=lane, timeout_seconds=timeout_seconds)
-            raise ClusterError(found.sentence(topic, values, [str(peer) for peer in self.peers]))
+            sentence = found.sentence(topic, values, [str(peer) for peer in self.peers])
+            raise ClusterError(f"{sentence} {cure}".strip())
 
     def broadcast(
         self, topic: str, value: Any = None, *, lane: str = MAIN, timeout_seconds: float | None = None
@@ -172,10 +170,11 @@ class Session:
             if self.failure is None and self._silence(self._clock()) > QUIET:
                 self.failure = self._silent_chief()
 
-    def leave(self) -> None:
+    def leave(self, wait_seconds: float | None = None) -> None:
         """End in order, and close the session; where the program ends, this is done by itself.
 
-        The chief waits for the others first, for ``timeout_seconds`` at most, as they hear of each other through it.
+        Args:
+            wait_seconds: for how long the chief stays for the others, who hear of each other through it; None: as long as any wait.
         """
         if not self._is_mine():
             return
@@ -185,7 +184,7 @@ class Session:
             self._left = True
         atexit.unregister(self.leave)
         if self.failure is None:
-            self._say_goodbye()
+            self._say_goodbye(self._limits.timeout if wait_seconds is None else wait_seconds)
         self._loop.stop()
         if self._server is not None:
             self._server.stop()
@@ -231,10 +230,10 @@ class Session:
         if call.error is not None:
             raise ClusterError(call.error)
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, wait_seconds: float) -> None:
         self._send_last({"kind": "leave"})
         notice = Notice(self._announce, self._clock)
-        seconds = self._limits.timeout if self.group.is_chief else _GOODBYE_SECONDS
+        seconds = wait_seconds if self.group.is_chief else _GOODBYE_SECONDS
         while not self._noted.wait(_POLL_SECONDS):
             missing = self._missing.get(LEAVE)
             if notice.seconds > seconds:

@@ -1,8 +1,8 @@
 """Who is missing or stuck: arithmetic on what was last heard of the workers.
 
 A worker that is not heard of for ``timeout`` is silent. One that does not go on for ``timeout``, in an activity of
-``MAY_TAKE_LONG`` for ``long``, is stuck where another waits for ``timeout`` in a step to which it has not come. Where all stay in
-one step, which may be a long one, that takes ``long`` too.
+``MAY_TAKE_LONG`` for ``long``, is stuck where another waits for ``timeout`` in a step to which it has not come; one that has come to
+its end never will, so that nobody waits for it for long. Where all stay in one step, which may be a long one, that takes ``long`` too.
 """
 
 import time
@@ -107,7 +107,12 @@ def look(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
         >>> look(65.0, [Beat(here, 65, 8, "step", 4), Beat(there, 64.8, 7, "data", 3)], Limits(60, 1800)).sentence
         "worker 1 of 2 (b, process 71) is stuck: in 'data' at step 7 for 62 s; worker 0 waits for it in step 8."
     """
-    return _silent(now, beats, limits) or _stuck(now, beats, limits) or _standstill(now, beats, limits)
+    return (
+        _silent(now, beats, limits)
+        or _left_too_early(now, beats)
+        or _stuck(now, beats, limits)
+        or _standstill(now, beats, limits)
+    )
 
 
 def overdue(now: float, missing: Sequence[Beat], waits: Peer, what: str) -> Failure:
@@ -127,18 +132,19 @@ def overdue(now: float, missing: Sequence[Beat], waits: Peer, what: str) -> Fail
 
 
 def cause(now: float, found: Failure, beats: Sequence[Beat]) -> Failure:
-    """What ``found`` comes of: a death or an exception may be what another worker's silence has led to.
+    """What ``found`` comes of: a death or an exception may be what another worker's silence, or early end, has led to.
 
     Args:
         now: the time.
         found: what was seen first.
         beats: of all workers.
     """
-    quiet = [beat for beat in beats if not beat.left and beat.peer.index != found.worker and now - beat.heard > QUIET]
-    if not quiet or found.kind not in (Kind.DIED, Kind.FAILED):
+    if found.kind not in (Kind.DIED, Kind.FAILED):
         return found
-    first = _silence(now, min(quiet, key=lambda beat: beat.heard))
-    return replace(first, sentence=f"{first.sentence} Then {found.sentence}")
+    quiet = [beat for beat in beats if not beat.left and beat.peer.index != found.worker and now - beat.heard > QUIET]
+    own = [beat for beat in beats if beat.peer.index == found.worker]
+    first = _silence(now, min(quiet, key=lambda beat: beat.heard)) if quiet else _left_before(own, beats)
+    return found if first is None else replace(first, sentence=f"{first.sentence} Then {found.sentence}")
 
 
 def _silent(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
@@ -155,6 +161,21 @@ def _silence(now: float, beat: Beat) -> Failure:
         f"does not answer: no sign of life for {now - beat.heard:.0f} s, last {beat.doing} "
         f"(stopped, or cut off from the network).",
     )
+
+
+def _left_too_early(now: float, beats: Sequence[Beat]) -> Failure | None:
+    return _left_before([beat for beat in beats if _has_waited(now, beat, QUIET)], beats)
+
+
+def _left_before(going_on: Sequence[Beat], beats: Sequence[Beat]) -> Failure | None:
+    """The end of a worker before a step to which one of those that go on has come."""
+    first = max(going_on, key=lambda beat: beat.step, default=None)
+    early = [beat for beat in beats if first is not None and beat.left and beat.step < first.step]
+    if first is None or not early:
+        return None
+    beat = min(early, key=lambda beat: beat.step)
+    what = f"came to its end after step {beat.step}; worker {first.peer.index} waits for it in step {first.step}."
+    return failure(Kind.LEFT, beat.peer, what)
 
 
 def _stuck(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:

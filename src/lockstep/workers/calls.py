@@ -7,12 +7,13 @@ from typing import Any
 
 import keras
 
-from lockstep._errors import ClusterError
 from lockstep.cluster.session import Session
 from lockstep.data import calls
+from lockstep.data.placement import Placement
 from lockstep.data.position import digest_of_batch
 from lockstep.workers.alike import described_model
 from lockstep.workers.chief import leave_printing_to_the_chief, refuse_backup
+from lockstep.workers.sharing import shared_arrays
 
 __all__ = ["Together"]
 
@@ -25,10 +26,11 @@ class Together(calls.Together):
 
     Args:
         session: the workers.
+        placement: their devices.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._inputs = session, count(1)
+    def __init__(self, session: Session, placement: Placement) -> None:
+        self._session, self._placement, self._inputs = session, placement, count(1)
         self.processes, self.process = session.group.workers, session.group.index
 
     @contextmanager
@@ -65,12 +67,15 @@ class Together(calls.Together):
             if has_known_length and not is_compared and batch is not None:
                 return
             found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
-            try:
-                self._session.agree(f"batch {number + 1} of {name}", found, lane=lane)
-            except ClusterError as error:
-                raise ClusterError(f"{error} {_CURE}", error.exit_code) from None
+            self._session.agree(f"batch {number + 1} of {name}", found, cure=_CURE, lane=lane)
 
         return check
+
+    def shared(self, found: Any) -> Any:
+        """See the base class: a checkpoint, which the chief has read, or None."""
+        step, arrays, facts = found or (None, {}, None)
+        step, facts = self._session.broadcast("the checkpoint", [step, facts])
+        return None if step is None else (step, shared_arrays(self._session, self._placement, arrays), facts)
 
     def gathering(self, name: str) -> Callable[[Any], list[Any]] | None:
         """See the base class; to be called by one thread at a time."""

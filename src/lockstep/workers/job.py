@@ -3,28 +3,26 @@
 import atexit
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import jax
+
 from lockstep._errors import ClusterError
-from lockstep._logging import announce
 from lockstep.cluster.abort import last_words_before_abort
 from lockstep.cluster.ending import Guard
 from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.joining import join
 from lockstep.cluster.session import Session
 from lockstep.cluster.variables import Variables
-from lockstep.cluster.waiting import Notice, listed
 from lockstep.workers.alike import identity
-from lockstep.workers.processes import start_jax, stop_jax
+from lockstep.workers.processes import start_jax
 
 __all__ = ["Job", "job_of_this_process"]
 
 GENERATION = "LOCKSTEP_GENERATION"  # how many times the launcher has started the job again
 SECRET = "LOCKSTEP_SECRET"  # known to the workers of the job alone; they then prove it to each other
 
-_POLL_SECONDS = 0.1
 LONG_SECONDS = 1800.0  # limit of compiling, and of what a worker does alone at its end
 
 
@@ -46,20 +44,13 @@ class Job:
         return self.session.group
 
     def leave(self) -> None:
-        """End in order: the chief waits for the others, unless the job has failed."""
+        """End in order, unless the job has failed: the chief, at whose place JAX's service is, waits until the others have left."""
+        if self.group.is_chief:
+            self.session.leave(LONG_SECONDS)
         if self.session.failure is None:
-            stop_jax(self.session, self._wait_for_others)
+            jax.distributed.shutdown()
         self.session.leave()
         self.guard.restore()
-
-    def _wait_for_others(self) -> None:
-        notice = Notice(announce)
-        while self.session.failure is None and notice.seconds < LONG_SECONDS:
-            missing = [str(peer) for peer in self.session.peers[1:] if peer.index not in self.session.departed]
-            if not missing:
-                return
-            notice.tell(f"the end of {listed(missing)}")
-            time.sleep(_POLL_SECONDS)
 
 
 _joined: list[Job] = []  # at most one: JAX joins its processes once, for as long as they live

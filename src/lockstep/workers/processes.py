@@ -5,7 +5,7 @@ all workers are there and alike, and it notices losses before JAX does.
 """
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -18,7 +18,7 @@ from lockstep.cluster.waiting import listed
 from lockstep.topology.cpu import has_started, reserve_threads
 from lockstep.workers.own_address import refuse_unreachable_names
 
-__all__ = ["JAX_PORT", "share_of_gpus", "start_jax", "stop_jax"]
+__all__ = ["JAX_PORT", "share_of_gpus", "start_jax"]
 
 JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -64,18 +64,6 @@ def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, enviro
         raise ClusterError(
             f"{group.name}: JAX cannot start over the processes of the job at {service}: {error}"
         ) from error
-
-
-def stop_jax(session: Session, others_have_left: Callable[[], None]) -> None:
-    """End JAX's part of the job; at the chief, which serves it, when the others have left.
-
-    Args:
-        session: the workers.
-        others_have_left: waits for that.
-    """
-    if session.group.is_chief:
-        others_have_left()
-    jax.distributed.shutdown()
 
 
 def _refuse_started(session: Session) -> None:

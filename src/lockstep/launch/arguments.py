@@ -1,0 +1,68 @@
+"""The options of ``lockstep run``, and the job that they make. Words may be joined by ``-`` or, as for torchrun, by ``_``."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch.allocator import CHOICES
+from lockstep.launch.job import Job
+from lockstep.launch.print import PRINTERS
+
+__all__ = ["add_arguments", "job_of"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``lockstep run``; what stands after the script belongs to the script."""
+    _add_workers(parser.add_argument_group("workers"))
+    ending = parser.add_argument_group("when they end")
+    _add(ending, "--max-restarts", type=int, default=0, metavar="K", help="start all again when one fails (0)")
+    _add(ending, "--timeout", type=float, metavar="S", help="limit for the whole run in seconds (none)")
+    _add(ending, "--grace", type=float, default=30.0, metavar="S", help="seconds to end in, when asked to (30)")
+    shown = parser.add_argument_group("what is shown")
+    _add(shown, "--log-dir", type=Path, metavar="D", help="write what worker 0 prints to D/worker-0.log, and so on")
+    _add(shown, "--tee", action="store_true", help="show it, too")
+    _add(
+        parser, "--allocator", choices=CHOICES, default="auto", help="of memory, for CPUs (auto: the fastest there is)"
+    )
+    _add(parser, "--print", choices=tuple(PRINTERS), dest="printer", help="print a script for a scheduler, run nothing")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def _add_workers(group: Any) -> None:
+    _add(group, "--nproc-per-node", "-n", type=int, default=1, metavar="N", help="workers on each node (1)")
+    _add(group, "--nnodes", type=int, metavar="M", help="nodes; each runs this command (1, or as many as --hosts)")
+    _add(group, "--node-rank", type=int, metavar="R", help="which node this is, from 0")
+    _add(group, "--coordinator", metavar="HOST:PORT", help="where worker 0 is reached (a free port of this machine)")
+    _add(group, "--hosts", metavar="A,B", help="all nodes in order, each HOST or HOST:PORT")
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """The job that parsed options ask for."""
+    hosts = None if options.hosts is None else tuple(host.strip() for host in options.hosts.split(","))
+    nodes = options.nnodes if options.nnodes is not None else len(hosts or ("this",))
+    return Job(
+        program=(options.script, *options.arguments),
+        is_module=options.is_module,
+        workers=options.nproc_per_node,
+        nodes=nodes,
+        node_rank=options.node_rank,
+        coordinator=options.coordinator,
+        hosts=hosts,
+        max_restarts=options.max_restarts,
+        log_dir=options.log_dir,
+        tee=options.tee,
+        timeout=options.timeout,
+        grace=options.grace,
+        allocator=options.allocator,
+    )
+
+
+def _add(group: Any, option: str, *short: str, **settings: Any) -> None:
+    """Add an option to a parser or a group, also with underscores, which the help does not show."""
+    action = group.add_argument(*short, option, **settings)
+    if "-" in option[2:]:
+        spelled, kind = option[2:].replace("-", "_"), settings.get("type", str)
+        hidden = argparse.SUPPRESS
+        group.add_argument(f"--{spelled}", type=kind, dest=action.dest, default=hidden, help=hidden)

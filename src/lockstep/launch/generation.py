@@ -1,0 +1,177 @@
+"""All local workers from one start to their common end: who is asked to end when, and who is killed."""
+
+import signal
+import time
+from collections.abc import Callable, Sequence, Set
+
+from lockstep.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
+from lockstep.launch.failures import Failure, first_of, job_code
+from lockstep.launch.processes import end_children
+from lockstep.launch.signals import Signals
+from lockstep.launch.worker import Worker
+
+__all__ = ["ENDING", "Generation"]
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+_CAUSE_SECONDS = 1.0  # The end of a worker that ends because of another may be seen before the other's.
+_DUMP_SECONDS = 0.5  # For each to print where it is, before it is asked to end.
+_BURY_SECONDS = 5.0
+_PRINT_SECONDS = 2.0  # For what was printed last to be written.
+
+
+class Generation:
+    """Watches workers until each has ended.
+
+    Args:
+        workers: of this node; they may be started while this object exists.
+        received: the signals of the supervisor. SIGPIPE stands for an output that nobody reads any more.
+        grace: seconds that a worker has to end when it is asked to.
+        stop_at: when the run must be over, on the monotonic clock.
+        spared: children of this process that are none of the workers.
+        say: takes lines for the user.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        received: Signals,
+        grace: float,
+        stop_at: float | None,
+        spared: Set[int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._workers = workers
+        self._received = received
+        self._grace = grace
+        self._stop_at = stop_at
+        self._spared = spared
+        self._say = say
+        self._asked_at: float | None = None  # When the workers were asked to end; all times are of the monotonic clock.
+        self._killed_at: float | None = None
+        self._why: int | None = None  # The signal because of which they were asked.
+        self.is_late = False
+        self.is_unwanted = False  # Somebody has asked the supervisor to end.
+
+    def run(self) -> None:
+        """Wait until all workers have ended, and end those who must not go on."""
+        while self._running and not self._has_waited_enough:
+            numbers, ready = self._received.wait(self._seconds_to_next(), [worker.file for worker in self._running])
+            for worker in self._running:
+                if worker.file in ready:
+                    worker.look()
+            for number in numbers:
+                self._on_signal(number)
+            self._on_failure()
+            self._on_time()
+
+    def bury(self) -> None:
+        """Kill what is left, and wait until nothing is and all that was printed is written."""
+        for worker in self._workers:
+            worker.kill()
+        until = time.monotonic() + _BURY_SECONDS
+        for worker in self._workers:
+            worker.wait(until)
+        if not end_children(0, self._spared):  # Only where a keeper was killed is there any.
+            self._say("a process could not be ended; a driver or a disk may hold it.")
+        until = time.monotonic() + _PRINT_SECONDS
+        for worker in self._workers:
+            worker.drain(until)
+            if worker.log_error is not None:
+                self._say(f"the log file of worker {worker.rank} is not complete: {worker.log_error}.")
+
+    @property
+    def failure(self) -> Failure | None:
+        """The worker that failed first, where that is why all have ended."""
+        failures = self._failures()
+        return first_of(failures) if failures and self._why is None and not self.is_late else None
+
+    @property
+    def code(self) -> int:
+        """The exit code that this generation ends the job with."""
+        if self.is_late:
+            return NO_PROGRESS
+        if self._why is not None:
+            codes = {worker.code for worker in self._workers}
+            return 128 + self._why if codes - {DONE, PEER_LOST} else PEER_LOST if PEER_LOST in codes else DONE
+        return DONE if self.failure is None else job_code(self.failure.code)
+
+    @property
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.code is None]
+
+    def _failures(self) -> list[Failure]:
+        """Who has failed by itself: not those who ended because we asked them to."""
+        failures = [worker.failure for worker in self._workers]
+        return [one for one in failures if one and (self._asked_at is None or one.when <= self._asked_at)]
+
+    def _on_signal(self, number: int) -> None:
+        if number not in ENDING:
+            self._send(number)
+            return
+        self.is_unwanted = True
+        if self._asked_at is None:
+            self._why = None if self._failures() else number
+            again = "; again kills them at once" if number == signal.SIGINT else ""
+            self._say(f"{signal.Signals(number).name}: the workers have {self._grace:g} s to end{again}.")
+            self._ask(signal.SIGTERM if number == signal.SIGPIPE else number)
+        elif number == signal.SIGINT:
+            self._kill("killed.")
+
+    def _on_failure(self) -> None:
+        failures = self._failures() if self._asked_at is None and self._running else []
+        if failures:
+            first = first_of(failures)
+            if not first.is_consequence or time.monotonic() >= first.when + _CAUSE_SECONDS:
+                self._say(f"{first.headline}; the others have {self._grace:g} s to end.")
+                self._ask(signal.SIGTERM)
+
+    def _on_time(self) -> None:
+        now = time.monotonic()
+        if self._asked_at is not None:
+            if self._killed_at is None and now >= self._asked_at + self._grace:
+                self._kill(f"did not end within {self._grace:g} s: killed.")
+        elif self._stop_at is not None and now >= self._stop_at and self._running:
+            self._on_limit()
+
+    def _on_limit(self) -> None:
+        if self.is_late:
+            self._ask(signal.SIGTERM)
+        else:
+            self.is_late = True
+            self._say("the run takes longer than --timeout allows.")
+            self._send(signal.SIGUSR2)
+            self._stop_at = time.monotonic() + _DUMP_SECONDS
+
+    def _ask(self, number: int) -> None:
+        self._asked_at = time.monotonic()
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for worker in self._running:
+            worker.send(number)
+
+    def _kill(self, what: str) -> None:
+        self._killed_at = time.monotonic()
+        if self._running:
+            self._say(f"{_names(self._running)} {what}")
+        for worker in self._running:
+            worker.kill()
+
+    @property
+    def _has_waited_enough(self) -> bool:
+        return self._killed_at is not None and time.monotonic() >= self._killed_at + _BURY_SECONDS
+
+    def _seconds_to_next(self) -> float | None:
+        """Until something is due of which no signal and no worker tells."""
+        if self._killed_at is not None:
+            due = self._killed_at + _BURY_SECONDS
+        elif self._asked_at is not None:
+            due = self._asked_at + self._grace
+        else:
+            causes = [failure.when + _CAUSE_SECONDS for failure in self._failures()]
+            due = min([*causes, *([] if self._stop_at is None else [self._stop_at])], default=float("inf"))
+        return None if due == float("inf") else due - time.monotonic()
+
+
+def _names(workers: Sequence[Worker]) -> str:
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(str(worker.rank) for worker in workers)}"

@@ -1,0 +1,126 @@
+"""What ``lockstep run`` is asked to do: checked once, then only read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep._errors import OptionError, whole_number
+from lockstep.cluster.addresses import join_address, split_address
+from lockstep.cluster.ports import DEFAULT_PORT
+
+__all__ = ["Job"]
+
+_LARGEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program on all workers of all nodes, and which node this is.
+
+    Args:
+        program: a script or the name of a module, then its arguments.
+        is_module: whether it is a module, as after ``python -m``.
+        workers: number of workers on each node.
+        nodes: number of nodes, each with a supervisor of its own.
+        node_rank: this node's number, from 0; None where there is one, or where ``hosts`` tells.
+        coordinator: ``host:port`` where worker 0 is reached; None: chosen on this machine.
+        hosts: of all nodes in order, each ``host`` or ``host:port``; the workers of a node take this port and those above it.
+        max_restarts: how often all workers are started again after one has failed.
+        log_dir: folder for what each worker prints; None: it goes to the terminal.
+        tee: to both.
+        timeout: limit for the whole run in seconds; None: none.
+        grace: seconds that workers have to end by themselves when they are asked to.
+        allocator: "auto", "system", "jemalloc" or "tcmalloc".
+
+    Raises:
+        OptionError: the options do not fit together.
+        ClusterError: an address is none.
+
+    Example:
+        >>> Job(("train.py",), workers=2, nodes=2, hosts=("a", "b:5000")).addresses
+        ('a:12421', 'a:12422', 'b:5000', 'b:5001')
+    """
+
+    program: tuple[str, ...]
+    is_module: bool = False
+    workers: int = 1
+    nodes: int = 1
+    node_rank: int | None = None
+    coordinator: str | None = None
+    hosts: tuple[str, ...] | None = None
+    max_restarts: int = 0
+    log_dir: Path | None = None
+    tee: bool = False
+    timeout: float | None = None
+    grace: float = 30.0
+    allocator: str = "auto"
+
+    def __post_init__(self) -> None:
+        whole_number("--nproc-per-node", self.workers)
+        whole_number("--nnodes", self.nodes)
+        whole_number("--max-restarts", self.max_restarts, 0)
+        self._check_seconds()
+        self._check_place()
+        if self.tee and self.log_dir is None:
+            raise OptionError("--tee: shows on the terminal what --log-dir writes to files; --log-dir is missing.")
+
+    @property
+    def all_workers(self) -> int:
+        """The number of workers on all nodes."""
+        return self.workers * self.nodes
+
+    @property
+    def addresses(self) -> tuple[str, ...] | None:
+        """``host:port`` of every worker, as far as the options tell; else None."""
+        firsts = self._first_addresses
+        if len(firsts) < self.nodes:
+            return None
+        return tuple(address for first in firsts for address in self._addresses_from(first))
+
+    @property
+    def meeting_address(self) -> str | None:
+        """``host:port`` of worker 0, if the options tell."""
+        return next(iter(self._first_addresses), None)
+
+    @property
+    def _first_addresses(self) -> list[str]:
+        """Of the first worker on each node that is known."""
+        if self.hosts is not None:
+            return [_with_port("--hosts", host) for host in self.hosts]
+        return [] if self.coordinator is None else [_with_port("--coordinator", self.coordinator)]
+
+    def _addresses_from(self, first: str) -> list[str]:
+        host, port = split_address("address", first)
+        if port + self.workers - 1 > _LARGEST_PORT:
+            raise OptionError(f"{first}: there are no ports for {self.workers} workers from {port} to {_LARGEST_PORT}.")
+        return [join_address(host, port + local) for local in range(self.workers)]
+
+    def _check_seconds(self) -> None:
+        for name, seconds in (("--timeout", self.timeout), ("--grace", self.grace)):
+            if seconds is not None and not 0 <= seconds < float("inf"):
+                raise OptionError(f"{name}: expected a number of seconds, got {seconds}.")
+
+    def _check_place(self) -> None:
+        if self.hosts is not None and self.coordinator is not None:
+            raise OptionError(
+                "--coordinator: the first of --hosts is the coordinator; name one of the two options only."
+            )
+        if self.hosts is not None and len(self.hosts) != self.nodes:
+            raise OptionError(
+                f"--hosts: expected {self.nodes} hosts, as there are {self.nodes} nodes, got {len(self.hosts)}."
+            )
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
+            raise OptionError(f"--node-rank: expected 0 to {self.nodes - 1}, got {self.node_rank}.")
+        addresses = self.addresses or ()
+        if len(set(addresses)) != len(addresses):
+            twice = next(address for address in addresses if addresses.count(address) > 1)
+            raise OptionError(f"--hosts: two workers would have the address {twice}; give each node ports of its own.")
+
+
+def _with_port(where: str, address: str) -> str:
+    """An address of worker 0's port, unless it names another; a bare IPv6 address has no port."""
+    if address.count(":") > 1 and not address.startswith("["):
+        address = join_address(address, DEFAULT_PORT)
+    elif ":" not in address or address.endswith("]"):
+        address = f"{address}:{DEFAULT_PORT}"
+    split_address(where, address)
+    return address

@@ -1,0 +1,107 @@
+"""Where the workers of this node are: which node it is, which ports they have, and what each is told of it."""
+
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from lockstep._errors import OptionError
+from lockstep.cluster.addresses import split_address
+from lockstep.cluster.ports import COORDINATOR
+from lockstep.launch.job import Job
+
+__all__ = ["find_node", "place_variables", "reserved_addresses"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+def find_node(job: Job) -> int:
+    """This node's rank: what was said, or which of the hosts is this machine.
+
+    Raises:
+        OptionError: neither tells.
+    """
+    if job.nodes > 1 and job.meeting_address is None:
+        raise OptionError(
+            f"--nnodes {job.nodes}: say where worker 0 is, --coordinator HOST:PORT, or --hosts with all nodes."
+        )
+    if job.node_rank is not None or job.nodes == 1:
+        return job.node_rank or 0
+    if job.hosts is None:
+        raise OptionError(f"--nnodes {job.nodes}: say which node this is, --node-rank 0 to {job.nodes - 1}.")
+    first_workers = (job.addresses or ())[:: job.workers]
+    here = [rank for rank, address in enumerate(first_workers) if _is_here(split_address("--hosts", address)[0])]
+    if len(here) != 1:
+        found = "none of the hosts is" if not here else f"{len(here)} of the hosts are"
+        raise OptionError(
+            f"--hosts: {found} this machine ({socket.gethostname()}); say which node it is with --node-rank."
+        )
+    return here[0]
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine: only then can a socket have its address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as test:
+            test.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def reserved_addresses(count: int) -> Iterator[tuple[str, ...]]:
+    """Loopback addresses that nobody else is given meanwhile.
+
+    The sockets stay bound, but do not listen: Linux then gives their ports to those only who ask for them by number and
+    with SO_REUSEADDR, as servers do. Other systems refuse that, so there the ports are free again at once.
+    """
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((_LOOPBACK, 0))
+        addresses = tuple(f"{_LOOPBACK}:{one.getsockname()[1]}" for one in sockets)
+        if sys.platform != "linux":
+            held.close()
+        yield addresses
+
+
+def place_variables(
+    job: Job, node: int, local: int, meeting: str, addresses: Sequence[str] | None, generation: int
+) -> Mapping[str, str]:
+    """What one worker is told: ``TF_CONFIG`` where all addresses are known, and always what torchrun would say.
+
+    Args:
+        job: what runs.
+        node: rank of this node.
+        local: the worker's number on it.
+        meeting: ``host:port`` of worker 0.
+        addresses: of all workers, or None.
+        generation: how many times the workers were started before.
+
+    Example:
+        >>> place_variables(Job(("a.py",), workers=2), 0, 1, "h:1", ("h:1", "h:2"), 0)["TF_CONFIG"]
+        '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": 1}}'
+    """
+    rank = node * job.workers + local
+    host, port = split_address("coordinator", meeting)
+    told = {
+        "RANK": rank,
+        "WORLD_SIZE": job.all_workers,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": job.workers,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": job.nodes,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "LOCKSTEP_GENERATION": generation,
+    }
+    if addresses is None:  # Else MASTER_PORT would be taken for the port of torchrun itself.
+        told[COORDINATOR] = meeting
+    else:
+        task = {"type": "worker", "index": rank}
+        told["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
+    return {name: str(value) for name, value in told.items()}

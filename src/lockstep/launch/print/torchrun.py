@@ -1,0 +1,34 @@
+"""The same job under torchrun: a command line for each node. Its variables are read as well as our own."""
+
+import shlex
+
+from lockstep.cluster.addresses import split_address
+from lockstep.launch.job import Job
+from lockstep.launch.print.common import port_of
+
+__all__ = ["commands"]
+
+
+def commands(job: Job) -> str:
+    """A shell script with one command line a node.
+
+    Example:
+        >>> print(commands(Job(("train.py",), workers=2)), end="")
+        # node 0
+        torchrun --nnodes=1 --node-rank=0 --nproc-per-node=2 --master-addr=127.0.0.1 --master-port=12421 train.py
+    """
+    return "".join(f"# node {node}\n{_command(job, node)}\n" for node in range(job.nodes))
+
+
+def _command(job: Job, node: int) -> str:
+    options = [f"--nnodes={job.nodes}", f"--node-rank={node}", f"--nproc-per-node={job.workers}"]
+    options += [f"--master-addr={_host(job)}", f"--master-port={port_of(job)}"]
+    options += [f"--max-restarts={job.max_restarts}"] if job.max_restarts else []
+    options += [f"--log-dir={shlex.quote(str(job.log_dir))}"] if job.log_dir is not None else []
+    return " ".join(["torchrun", *options, *(["-m"] if job.is_module else []), shlex.join(job.program)])
+
+
+def _host(job: Job) -> str:
+    if job.meeting_address is not None:
+        return shlex.quote(split_address("coordinator", job.meeting_address)[0])
+    return '"${FIRST_NODE:?the host of node 0}"' if job.nodes > 1 else "127.0.0.1"

@@ -1,0 +1,268 @@
+"""However a run ends, it ends in time, and no process is left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import COMMAND, environment, has_ended, program, run, send, started, text_of, wait_until
+
+TWO_GENERATIONS = """
+own = rank + 1
+grandchild = [sys.executable, "-c", "import time; time.sleep(100)"]
+write(f"{rank}.child", str(subprocess.Popen(grandchild).pid))
+write(f"{rank}.session", str(subprocess.Popen(grandchild, start_new_session=True).pid))
+daemon = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=2).pid)"
+write(f"{rank}.daemon", subprocess.run([sys.executable, "-c", daemon, *grandchild], stdout=-1, text=True).stdout.strip())
+write(f"{rank}.worker", str(os.getpid()))
+"""
+KINDS = ("child", "session", "daemon", "worker")
+
+
+def processes_of(folder, workers):
+    return [int(text_of(folder / f"{rank}.{kind}")) for rank in range(workers) for kind in KINDS]
+
+
+@pytest.mark.parametrize("last", ["time.sleep(100)", "import ctypes; ctypes.PyDLL(None).sleep(100)"])
+def test_a_killed_supervisor_leaves_no_process(tmp_path, last):
+    """Not even of a program that holds Python's lock for ever, nor one that has hidden in a session of its own."""
+    with started("-n", 2, program(tmp_path, TWO_GENERATIONS + last)) as supervisor:
+        processes = processes_of(tmp_path, 2)
+        assert not any(has_ended(process) for process in processes)
+        supervisor.kill()
+        wait_until(lambda: all(has_ended(process) for process in processes), "the end of all processes")
+
+
+def test_a_stopped_worker_of_a_killed_supervisor_ends_too(tmp_path):
+    with started(program(tmp_path, TWO_GENERATIONS + "os.kill(os.getpid(), signal.SIGSTOP)")) as supervisor:
+        processes = processes_of(tmp_path, 1)
+        supervisor.kill()
+        wait_until(lambda: all(has_ended(process) for process in processes), "the end of all processes")
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [("", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137), ("raise ValueError", 13)],
+)
+def test_what_a_worker_leaves_behind_ends_with_it(tmp_path, last, code):
+    done = run(program(tmp_path, TWO_GENERATIONS + last))
+    assert done.returncode == code
+    assert all(has_ended(process) for process in processes_of(tmp_path, 1))
+
+
+def test_a_killed_keeper_leaves_no_process(tmp_path):
+    code = TWO_GENERATIONS + "write(f'{rank}.keeper', str(os.getppid()))\ntime.sleep(100)"
+    with started("-n", 2, program(tmp_path, code)) as supervisor:
+        processes = processes_of(tmp_path, 2)
+        send(text_of(tmp_path / "1.keeper"), signal.SIGKILL)
+        assert supervisor.wait(timeout=60) == 137
+        assert all(has_ended(process) for process in processes)
+
+
+@pytest.mark.full
+def test_a_stopped_keeper_does_not_keep_a_run_from_ending(tmp_path):
+    code = (
+        TWO_GENERATIONS + "write('0.keeper', str(os.getppid())); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(100)"
+    )
+    with started("--grace", "0.1", program(tmp_path, code)) as supervisor:
+        processes = [*processes_of(tmp_path, 1), int(text_of(tmp_path / "0.keeper"))]
+        supervisor.terminate()
+        assert supervisor.wait(timeout=60) == 143
+        assert all(has_ended(process) for process in processes)
+
+
+def test_a_worker_ends_also_where_both_above_it_are_killed(tmp_path):
+    code = "write('keeper', str(os.getppid())); write('worker', str(os.getpid())); time.sleep(100)"
+    with started(program(tmp_path, code)) as supervisor:
+        worker, keeper = text_of(tmp_path / "worker"), text_of(tmp_path / "keeper")
+        supervisor.send_signal(signal.SIGSTOP)  # So that it cannot see the end of the keeper.
+        send(keeper, signal.SIGKILL)
+        wait_until(lambda: has_ended(worker), "the end of the worker")
+
+
+def test_what_ends_by_itself_right_after_a_worker_may_do_so(tmp_path):
+    """Python's resource tracker removes shared memory that a program has left."""
+    code = "from multiprocessing.shared_memory import SharedMemory; memory = SharedMemory(create=True, size=1)\n"
+    code += "write('memory', memory.name); memory.close()"
+    done = run(program(tmp_path, code))
+    assert done.returncode == 0
+    assert "leaked shared_memory" in done.stdout
+    assert not os.path.exists(f"/dev/shm/{text_of(tmp_path / 'memory')}")
+
+
+COUNTING = """
+seen = []
+signal.signal({number}, lambda *_: seen.append(1))
+write(f"ready{{rank}}")
+wait_for(lambda: seen)
+time.sleep(0.2)
+print("seen", len(seen))
+{end}
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(75 if rank else 0)", 75), ("sys.exit(1)", None)])
+def test_a_signal_to_the_supervisor_reaches_each_worker_once(tmp_path, number, end, code):
+    with started("-n", 2, program(tmp_path, COUNTING.format(number=int(number), end=end))) as supervisor:
+        text_of(tmp_path / "ready0"), text_of(tmp_path / "ready1")
+        supervisor.send_signal(number)
+        printed, messages = supervisor.communicate(timeout=60)
+    assert sorted(printed.splitlines()) == ["[worker 0] seen 1", "[worker 1] seen 1"]
+    assert supervisor.returncode == (128 + number if code is None else code)
+    assert f"{number.name}: the workers have 30 s to end" in messages
+    assert "Traceback" not in messages
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_other_signals_are_handed_on_and_end_nothing(tmp_path, number):
+    with started("-n", 2, program(tmp_path, COUNTING.format(number=int(number), end=""))) as supervisor:
+        text_of(tmp_path / "ready0"), text_of(tmp_path / "ready1")
+        supervisor.send_signal(number)
+        printed, _ = supervisor.communicate(timeout=60)
+    assert sorted(printed.splitlines()) == ["[worker 0] seen 1", "[worker 1] seen 1"]
+    assert supervisor.returncode == 0
+
+
+def test_usr2_shows_where_each_program_is(tmp_path):
+    code = "def wait_here():\n    write(f'ready{rank}'); wait_for(lambda: is_there('go'))\nwait_here()"
+    with started("-n", 2, program(tmp_path, code)) as supervisor:
+        text_of(tmp_path / "ready0"), text_of(tmp_path / "ready1")
+        supervisor.send_signal(signal.SIGUSR2)
+        shown = ""
+        while shown.count("in wait_here") < 2:
+            shown += supervisor.stdout.readline()
+        (tmp_path / "go").touch()
+        assert supervisor.wait(timeout=60) == 0
+    assert all(f"[worker {rank}]   File" in shown for rank in range(2))
+
+
+def test_a_signal_that_comes_too_early_kills_nobody(tmp_path):
+    with started("-n", 2, program(tmp_path, "write(f'ready{rank}'); wait_for(lambda: is_there('go'))")) as supervisor:
+        assert "2 workers on this machine" in supervisor.stderr.readline()
+        while not ((tmp_path / "ready0").exists() and (tmp_path / "ready1").exists()):
+            assert supervisor.poll() is None
+            supervisor.send_signal(signal.SIGUSR2)
+            time.sleep(0.002)
+        (tmp_path / "go").touch()
+        assert supervisor.wait(timeout=60) == 0
+
+
+def test_ctrl_c_ends_programs_as_python_ends_them(tmp_path):
+    with started("-n", 2, program(tmp_path, "write(f'ready{rank}'); time.sleep(100)")) as supervisor:
+        text_of(tmp_path / "ready0"), text_of(tmp_path / "ready1")
+        supervisor.send_signal(signal.SIGINT)
+        printed, _ = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 130
+    assert printed.count("KeyboardInterrupt") == 2
+    assert "lockstep" not in printed
+
+
+IGNORING = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+IGNORING += TWO_GENERATIONS + "time.sleep(100)"
+
+
+def test_who_does_not_end_in_time_is_killed(tmp_path):
+    with started("-n", 2, "--grace", "0.3", program(tmp_path, IGNORING)) as supervisor:
+        processes = processes_of(tmp_path, 2)
+        supervisor.terminate()
+        assert supervisor.wait(timeout=60) == 143
+        assert all(has_ended(process) for process in processes)
+        messages = supervisor.stderr.read()
+    assert "workers 0, 1 did not end within 0.3 s: killed." in messages
+    assert messages.count("killed") == 1
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path):
+    with started("-n", 2, "--grace", "1000", program(tmp_path, IGNORING)) as supervisor:
+        processes = processes_of(tmp_path, 2)
+        supervisor.send_signal(signal.SIGINT)
+        while "again kills them at once" not in supervisor.stderr.readline():
+            pass
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(timeout=60) == 130
+        assert all(has_ended(process) for process in processes)
+
+
+def test_ctrl_c_kills_who_does_not_end_after_a_failure(tmp_path):
+    code = "if rank == 1: wait_for(lambda: is_there('0.worker')); sys.exit(5)\n" + IGNORING
+    with started("-n", 2, "--grace", "1000", program(tmp_path, code)) as supervisor:
+        while "the others have 1000 s to end" not in supervisor.stderr.readline():
+            pass
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(timeout=60) == 5
+
+
+def test_nohup_is_respected(tmp_path):
+    command = ["nohup", *COMMAND, program(tmp_path, COUNTING.format(number=int(signal.SIGUSR1), end=""))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True)
+    text_of(tmp_path / "ready0")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGUSR1)
+    printed, _ = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (0, "[worker 0] seen 1\n")
+
+
+def test_a_run_has_a_limit_and_shows_where_it_was(tmp_path):
+    code = "def too_long():\n    time.sleep(100)\nif rank == 1: too_long()"
+    done = run("-n", 2, "--timeout", "1.5", program(tmp_path, code))
+    assert done.returncode == 124
+    assert "the run takes longer than --timeout allows" in done.stderr
+    assert "[worker 1]   File" in done.stdout
+    assert "in too_long" in done.stdout
+
+
+def test_a_reader_that_goes_away_ends_the_run(tmp_path):
+    """As with ``| head``."""
+    with started(
+        "-n", 2, program(tmp_path, TWO_GENERATIONS + "while True: print('line'); time.sleep(0.01)")
+    ) as supervisor:
+        processes = processes_of(tmp_path, 2)
+        supervisor.stdout.readline()
+        supervisor.stdout.close()
+        supervisor.stdout = None
+        assert supervisor.wait(timeout=60) == 141
+        assert all(has_ended(process) for process in processes)
+
+
+@pytest.mark.full
+def test_a_reader_that_does_not_read_holds_nothing_up(tmp_path):
+    reader, writer = os.pipe()
+    code = TWO_GENERATIONS + "while True: print('x' * 1000)"
+    with started("-n", 2, program(tmp_path, code), output=writer) as supervisor:
+        os.close(writer)
+        processes = processes_of(tmp_path, 2)
+        supervisor.terminate()
+        assert supervisor.wait(timeout=60) == 143
+        assert all(has_ended(process) for process in processes)
+    os.close(reader)
+
+
+def test_processes_that_the_shell_had_started_before_are_left_alone(tmp_path):
+    """``monitor & exec lockstep run``: the monitor is a child of the supervisor."""
+    path = program(tmp_path, "print('done')")
+    command = f"sleep 100 > /dev/null & echo $!; exec {sys.executable} -m lockstep.cli run {path}"
+    done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, timeout=60, env=environment())
+    sleeper = int(done.stdout.splitlines()[0])
+    assert "[worker 0] done" in done.stdout
+    assert not has_ended(sleeper)
+    send(sleeper, signal.SIGKILL)
+
+
+def test_the_start_costs_little(tmp_path):
+    """A keeper is a fork, not one more Python: what is started for a worker is one process, and it is small."""
+    with started(program(tmp_path, "write('keeper', str(os.getppid())); time.sleep(100)")):
+        keeper = text_of(tmp_path / "keeper")
+        pages = Path(f"/proc/{keeper}/smaps_rollup").read_text()
+        assert int(re.search(r"Private_Dirty: +(\d+) kB", pages)[1]) < 10_000
+
+
+def test_time_is_not_wasted_between_the_end_of_the_workers_and_that_of_the_run(tmp_path):
+    done = run("-n", 2, program(tmp_path, "print(time.monotonic())"))
+    ended = max(float(line.rpartition(" ")[2]) for line in done.stdout.splitlines())
+    assert time.monotonic() - ended < 5

@@ -1,0 +1,36 @@
+"""``docs/launching.md`` says what is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep import cli
+from lockstep.cluster import exit_codes
+from lockstep.cluster.ports import DEFAULT_PORT
+from lockstep.launch.job import Job
+from lockstep.launch.print import PRINTERS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+
+
+def test_its_options_exist(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    named = set(re.findall(r"--[a-z][a-z-]+", PAGE.replace("--epochs", "")))
+    assert named <= known
+    assert known - named <= {"--help", "--nproc-per-node"}
+
+
+def test_its_exit_codes_are_ours():
+    rows = dict(re.findall(r"^\| (\d+) \| (.*?) \|", PAGE, flags=re.MULTILINE))
+    named = {exit_codes.DONE, exit_codes.USER_ERROR, exit_codes.PEER_LOST, exit_codes.NO_PROGRESS, 2, 141}
+    assert {int(code) for code in rows} == named
+    assert str(exit_codes.INTERRUPTED) in PAGE
+
+
+def test_its_ports_and_schedulers_are_ours():
+    assert f"or {DEFAULT_PORT}: worker `k` of a machine has the address `{DEFAULT_PORT} + k`" in PAGE
+    assert Job(("train.py",), workers=2, coordinator="a").addresses == (f"a:{DEFAULT_PORT}", f"a:{DEFAULT_PORT + 1}")
+    assert set(re.findall(r"--print (\w+)", PAGE)) == set(PRINTERS)

@@ -1,0 +1,126 @@
+"""Which workers are where, on one node and on several."""
+
+import json
+import socket
+
+import pytest
+
+from lockstep._errors import ClusterError, OptionError
+from lockstep.launch.gpus import gpus_of, share
+from lockstep.launch.job import Job
+from lockstep.launch.places import find_node, place_variables, reserved_addresses
+from tests.launch.launching import program, started
+
+
+def job(**options):
+    return Job(("train.py",), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "addresses"),
+    [
+        ({}, None),
+        ({"workers": 2, "coordinator": "10.0.0.1"}, ("10.0.0.1:12421", "10.0.0.1:12422")),
+        ({"nodes": 2, "workers": 2, "hosts": ("a", "b:77")}, ("a:12421", "a:12422", "b:77", "b:78")),
+        ({"nodes": 2, "hosts": ("fd00::1", "[fd00::2]:9")}, ("[fd00::1]:12421", "[fd00::2]:9")),
+        ({"coordinator": "[fd00::1]"}, ("[fd00::1]:12421",)),
+        ({"nodes": 2, "coordinator": "a:1"}, None),
+    ],
+)
+def test_addresses_are_known_as_far_as_the_options_tell(options, addresses):
+    assert job(**options).addresses == addresses
+
+
+@pytest.mark.parametrize("address", ["a:0", "a:65536", "a b", "a:x:", "http://a"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises((ClusterError, OptionError)):
+        assert job(coordinator=address)
+
+
+def test_ports_may_not_run_out():
+    with pytest.raises(OptionError, match="a:65535: there are no ports for 2 workers"):
+        job(workers=2, coordinator="a:65535")
+
+
+def test_this_node_is_found_among_the_hosts():
+    hosts = ("198.51.100.1", "127.0.0.1", "no-such-host.invalid")
+    assert find_node(job(nodes=3, hosts=hosts)) == 1
+    with pytest.raises(OptionError, match="2 of the hosts are this machine"):
+        find_node(job(nodes=2, hosts=("127.0.0.1:1", "localhost:2")))
+    assert find_node(job(nodes=2, hosts=("127.0.0.1:1", "localhost:2"), node_rank=1)) == 1
+
+
+def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it():
+    with reserved_addresses(3) as addresses:
+        ports = {int(address.rpartition(":")[2]) for address in addresses}
+        assert len(ports) == 3
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", next(iter(ports))))
+        for port in ports:
+            with socket.create_server(("127.0.0.1", port)):
+                pass
+
+
+def test_workers_are_numbered_over_the_nodes():
+    two = job(workers=2, nodes=2, node_rank=1, coordinator="a:5")
+    told = place_variables(two, 1, 0, "a:5", None, 3)
+    expected = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    expected |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCKSTEP_GENERATION": "3"}
+    assert told == expected | {"LOCKSTEP_COORDINATOR": "a:5"}
+
+
+@pytest.mark.parametrize("where", ["--coordinator 127.0.0.1:{port}", "--hosts 127.0.0.1:{port},localhost:{next}"])
+def test_two_supervisors_make_one_job(tmp_path, where):
+    """Two nodes, here on one machine."""
+    code = """
+cluster = json.loads(os.environ.get("TF_CONFIG", '{"cluster": {}}'))["cluster"]
+told = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCKSTEP_COORDINATOR", "LOCKSTEP_PORT")]
+print(json.dumps([rank, *told, cluster.get("worker")]))
+"""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        words = where.format(port=port, next=port - 2).split()
+        path = program(tmp_path, code)
+        common = ("--nnodes", "2", "-n", "2", *words)
+        variables = {"LOCKSTEP_COORDINATOR": "elsewhere:1", "LOCKSTEP_PORT": "1"}  # What was said here counts more.
+        with (
+            started(*common, "--node-rank", "0", path, **variables) as first,
+            started(*common, "--node-rank", "1", path, **variables) as second,
+        ):
+            printed = [one.communicate(timeout=60)[0].splitlines() for one in (first, second)]
+    addresses = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}", f"localhost:{port - 2}", f"localhost:{port - 1}"]
+    known = addresses if "hosts" in where else None
+    for node, lines in enumerate(printed):
+        for local, line in enumerate(sorted(lines)):
+            rank = 2 * node + local
+            expected = [rank, "4", str(local), None if known else addresses[0], None, known]
+            assert line.startswith(f"[worker {rank}] ")
+            assert json.loads(line.partition("] ")[2]) == expected
+
+
+def test_gpus_are_cut_into_shares(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpus_of({}, tmp_path) == ["0", "1", "2"]
+    assert gpus_of({"CUDA_VISIBLE_DEVICES": "2, GPU-7"}, tmp_path) == ["2", "GPU-7"]
+    assert gpus_of({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert gpus_of({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+    assert gpus_of({"JAX_PLATFORMS": "cpu"}, tmp_path) == []
+    assert gpus_of({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == ["0", "1", "2"]
+    assert gpus_of({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "shares"),
+    [
+        ("0123", 2, ["0,1", "2,3"]),
+        ("0123", 4, ["0", "1", "2", "3"]),
+        ("01234", 2, ["0,1", "2,3,4"]),
+        ("01", 1, [None]),
+        ("0", 2, [None, None]),
+        ("", 2, [None, None]),
+    ],
+)
+def test_each_gpu_belongs_to_one_worker(gpus, workers, shares):
+    assert [share(list(gpus), local, workers) for local in range(workers)] == shares

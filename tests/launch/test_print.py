@@ -1,0 +1,199 @@
+"""Scripts for schedulers do what ``lockstep run`` would do, as far as that can be tried without the scheduler."""
+
+import ast
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from lockstep import cli
+from lockstep.launch.job import Job
+from lockstep.launch.print import PRINTERS
+from tests.launch.block_yaml import documents
+from tests.launch.launching import environment, program, run
+
+WORDS = ("--lr", "$HOME", "a b", "it's", '"', "é😀", "--", "-m")
+
+
+def job(path="train.py", **options):
+    return Job((str(path), *WORDS), **{"workers": 2, "nodes": 2, "max_restarts": 1} | options)
+
+
+@pytest.mark.parametrize("name", PRINTERS)
+def test_the_command_prints_and_runs_nothing(name, capsys):
+    assert (
+        cli.main(["run", "--print", name, "-n", "2", "--nnodes", "2", "--max-restarts", "1", "train.py", *WORDS]) == 0
+    )
+    assert capsys.readouterr().out == PRINTERS[name](job())
+
+
+@pytest.mark.parametrize("name", ["slurm", "torchrun"])
+@pytest.mark.parametrize("options", [{}, {"is_module": True}, {"nodes": 1, "coordinator": "h:5"}])
+def test_shell_scripts_are_shell_scripts(name, options):
+    done = subprocess.run(
+        ["bash", "-n"], input=PRINTERS[name](job(**options)), capture_output=True, text=True, timeout=20
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def command(folder, name, code):
+    path = folder / name
+    path.write_text("#!/bin/bash\n" + code)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """A Slurm of two nodes that are this machine: ``srun`` starts its command on both and returns the largest code."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    command(
+        folder,
+        "scontrol",
+        f'if [ "$1" = show ]; then echo 127.0.0.1; echo localhost; else echo "$@" >> {tmp_path}/queued; fi',
+    )
+    start = (
+        'while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; one=$?; wait $!; two=$?\n'
+    )
+    command(folder, "srun", start + "exit $((one > two ? one : two))")
+    command(folder, "lockstep", f'exec {sys.executable} -m lockstep.cli "$@"')
+
+    def submit(text):
+        variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+        (tmp_path / "job.sh").write_text(text)
+        return subprocess.run(
+            ["bash", tmp_path / "job.sh"], capture_output=True, text=True, timeout=60, env=environment(**variables)
+        )
+
+    return submit
+
+
+def test_the_slurm_script_runs_the_program_on_each_node(slurm, tmp_path):
+    path = program(tmp_path, "print(json.dumps([os.environ['TF_CONFIG'], sys.argv[1:]]))")
+    done = slurm(PRINTERS["slurm"](job(path)))
+    assert done.returncode == 0, done.stderr
+    seen = dict(line.removeprefix("[worker ").split("] ", 1) for line in done.stdout.splitlines())
+    hosts = [f"{host}:{port}" for host in ("127.0.0.1", "localhost") for port in (12421, 12422)]
+    assert sorted(seen) == ["0", "1", "2", "3"]
+    for rank, line in seen.items():
+        config, words = json.loads(line)
+        assert json.loads(config) == {"cluster": {"worker": hosts}, "task": {"type": "worker", "index": int(rank)}}
+        assert words == list(WORDS)
+    assert not (tmp_path / "queued").exists()
+
+
+@pytest.mark.parametrize(("code", "is_queued"), [(75, True), (13, False)])
+def test_a_slurm_job_whose_workers_ask_for_it_is_queued_again(slurm, tmp_path, code, is_queued):
+    done = slurm(PRINTERS["slurm"](job(program(tmp_path, f"sys.exit({code})"), max_restarts=0)))
+    assert done.returncode == code
+    assert (tmp_path / "queued").exists() == is_queued
+
+
+def test_the_slurm_script_asks_slurm_for_what_is_needed():
+    asked = [line.split(maxsplit=1)[1] for line in PRINTERS["slurm"](job()).splitlines() if line.startswith("#SBATCH")]
+    for option in ("--nodes=2", "--ntasks-per-node=1", "--signal=USR1@120", "--requeue", "--job-name=train"):
+        assert option in asked
+    assert signal.SIGUSR1.name == "SIGUSR1"
+
+
+@pytest.mark.parametrize("options", [{}, {"is_module": True, "max_restarts": 0}, {"hosts": ("x:7", "y")}])
+def test_the_kubernetes_manifest_says_what_kubernetes_needs(options):
+    service, batch = documents(PRINTERS["kubernetes"](job(**options)))
+    port = 7 if "hosts" in options else 12421
+    assert (service["apiVersion"], service["kind"], batch["apiVersion"], batch["kind"]) == (
+        "v1",
+        "Service",
+        "batch/v1",
+        "Job",
+    )
+    name = batch["metadata"]["name"]
+    assert service["metadata"]["name"] == name == batch["spec"]["template"]["spec"]["subdomain"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert service["spec"]["ports"] == [{"name": "coordinator", "port": port}]
+    spec = batch["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # As podFailurePolicy demands.
+    assert pod["terminationGracePeriodSeconds"] > 30
+    (container,) = pod["containers"]
+    (rule,) = [rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
+    assert (rule["containerName"], rule["values"]) == (container["name"], [2, 13])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    words = [word.replace("$$", "$") for word in container["command"]]
+    assert words[:3] == ["lockstep", "run", "--hosts"]
+    assert words[3] == f"{name}-0.{name}:{port},{name}-1.{name}:{port}"
+    assert words[4:6] == ["--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    assert words[-len(WORDS) :] == list(WORDS)
+
+
+def test_the_command_in_the_manifest_is_one_that_runs(tmp_path):
+    path = program(tmp_path, "print(json.dumps(sys.argv[1:]))")
+    _, batch = documents(PRINTERS["kubernetes"](job(path, nodes=1)))
+    words = [word.replace("$$", "$") for word in batch["spec"]["template"]["spec"]["containers"][0]["command"][2:]]
+    done = run(*(word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in words))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[worker {rank}] {json.dumps(WORDS)}" for rank in range(2)]
+
+
+def test_a_parser_of_yaml_reads_the_manifest_alike():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    text = PRINTERS["kubernetes"](job())
+    assert list(yaml.safe_load_all(text)) == documents(text)
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.34"])
+def test_the_manifest_fits_the_published_schema(version):
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    for document in documents(PRINTERS["kubernetes"](job())):
+        validator.validate(document, version, strict=True)
+
+
+def test_torchrun_gets_a_command_for_each_node():
+    text = PRINTERS["torchrun"](job(nodes=2, hosts=("a", "b"), is_module=True))
+    commands = [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
+    assert len(commands) == 2
+    for node, words in enumerate(commands):
+        assert words[:4] == ["torchrun", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2"]
+        assert words[4:7] == ["--master-addr=a", "--master-port=12421", "--max-restarts=1"]
+        assert words[7:] == ["-m", "train.py", *WORDS]
+
+
+def test_torchrun_commands_stop_where_nobody_has_said_where_worker_0_is():
+    done = subprocess.run(["bash", "-c", PRINTERS["torchrun"](job())], capture_output=True, text=True, timeout=20)
+    assert done.returncode != 0
+    assert "the host of node 0" in done.stderr
+
+
+def test_the_ray_script_is_python():
+    tree = ast.parse(PRINTERS["ray"](job()))
+    names = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    assert [ast.literal_eval(names[name]) for name in ("NODES", "WORKERS", "PORT")] == [2, 2, 12421]
+    assert ast.literal_eval(names["PROGRAM"]) == ["--", "train.py", *WORDS]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize("code", [0, 13])
+def test_the_ray_script_runs_a_job_of_two_workers(tmp_path, code):
+    body = (
+        f"write(f'{{rank}}', json.dumps([os.environ['TF_CONFIG'], sys.argv[1:]]))\nif rank and {code}: raise ValueError"
+    )
+    path = program(tmp_path, body + "\nwait_for(lambda: is_there('0') and is_there('1'))")
+    (tmp_path / "submit.py").write_text(PRINTERS["ray"](job(path, workers=1, max_restarts=0)))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "submit.py"], capture_output=True, text=True, timeout=200, env=environment()
+    )
+    assert done.returncode == code, done.stderr
+    seen = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    addresses = json.loads(seen[0][0])["cluster"]["worker"]
+    assert len(set(addresses)) == 2
+    for rank, (config, words) in enumerate(seen):
+        assert json.loads(config) == {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        assert words == list(WORDS)

@@ -1,0 +1,65 @@
+"""``--max-restarts``: all workers start again, as a new generation."""
+
+import json
+import signal
+
+import pytest
+
+from tests.launch.launching import program, run, started, text_of
+
+GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\n"
+
+
+def test_all_workers_start_again_with_new_ports_until_the_work_is_done(tmp_path):
+    code = GENERATION + "print(json.dumps([generation, os.environ['TF_CONFIG']]))\nsys.stdout.flush()\n"
+    code += (
+        "write(f'{rank}.{generation}')\nwait_for(lambda: is_there(f'0.{generation}') and is_there(f'1.{generation}'))\n"
+    )
+    code += "if generation < 1 and rank == 1: sys.exit(9)\nif generation < 1: time.sleep(100)"
+    done = run("-n", 2, "--max-restarts", 3, program(tmp_path, code))
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads(line[len("[worker 0] ") :]) for line in done.stdout.splitlines()]
+    assert sorted(generation for generation, _ in seen) == [0, 0, 1, 1]
+    addresses = [set(json.loads(config)["cluster"]["worker"]) for _, config in seen]
+    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
+    assert "worker 1 ended with exit code 9" in done.stderr
+    assert "lockstep run: restart 1 of 3 in 1 s.\n" in done.stderr
+
+
+def test_the_last_failure_stands_last_and_gives_the_code(tmp_path):
+    done = run("--max-restarts", 1, program(tmp_path, GENERATION + "raise ValueError(f'in generation {generation}')"))
+    assert done.returncode == 13
+    assert done.stderr.count("ValueError: in generation 0") == 1
+    assert done.stderr.endswith("ValueError: in generation 1\n")
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_starting_again_cannot_change_is_not_started_again(tmp_path, code):
+    done = run("--max-restarts", 3, program(tmp_path, f"sys.exit({code})"))
+    assert done.returncode == code
+    assert "restart" not in done.stderr
+
+
+def test_a_run_that_was_asked_to_end_does_not_start_again(tmp_path):
+    code = "if is_there('ready'): print('again')\nwrite('ready'); time.sleep(100)"
+    with started("--max-restarts", 3, program(tmp_path, code)) as supervisor:
+        text_of(tmp_path / "ready")
+        supervisor.send_signal(signal.SIGTERM)
+        printed, messages = supervisor.communicate(timeout=60)
+    assert (supervisor.returncode, printed) == (143, "")
+    assert "restart" not in messages
+
+
+def test_the_pause_before_a_restart_can_be_ended(tmp_path):
+    with started("--max-restarts", 9, program(tmp_path, "sys.exit(4)")) as supervisor:
+        while "restart 2 of 9" not in supervisor.stderr.readline():
+            pass
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(timeout=60) == 4
+
+
+def test_log_files_of_all_generations_are_kept(tmp_path):
+    code = GENERATION + "print('generation', generation); sys.exit(1 - generation)"
+    done = run("--max-restarts", 1, "--log-dir", tmp_path / "logs", program(tmp_path, code))
+    assert done.returncode == 0
+    assert (tmp_path / "logs" / "worker-0.log").read_text() == "generation 0\ngeneration 1\n"

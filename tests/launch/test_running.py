@@ -1,0 +1,173 @@
+"""What a program under ``lockstep run`` sees, and what the user sees of it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.launching import environment, program, run
+
+
+def lines_of(done, rank):
+    prefix = f"[worker {rank}] "
+    return [line.removeprefix(prefix) for line in done.stdout.splitlines() if line.startswith(prefix)]
+
+
+def test_each_line_says_which_worker_printed_it(tmp_path):
+    done = run("-n", 3, program(tmp_path, "print('out', rank); print('err', rank, file=sys.stderr)"))
+    assert done.returncode == 0, done.stderr
+    assert all(lines_of(done, rank) == [f"out {rank}", f"err {rank}"] for rank in range(3))
+    assert len(done.stdout.splitlines()) == 6
+    assert "3 workers on this machine; allocator: " in done.stderr
+
+
+@pytest.mark.parametrize("flags", [["package/script.py"], ["link.py"], ["-m", "package.module"], ["-m", "package"]])
+def test_a_program_sees_what_it_sees_without_lockstep(tmp_path, flags):
+    code = """
+import json, sys
+main = sys.modules["__main__"]
+print(json.dumps({
+    "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "name": __name__, "file": __file__,
+    "package": __package__, "spec": __spec__ and __spec__.name, "doc": __doc__, "cached": __cached__,
+    "loader": type(__loader__).__name__, "main": vars(main) is globals(), "stdin": sys.stdin.read(),
+    "builtins": type(__builtins__).__name__, "annotations": globals().get("__annotations__"),
+    "flags": str(sys.flags), "names": sorted(globals()), "cwd": __import__("os").getcwd(),
+}))
+"""
+    (tmp_path / "package").mkdir()
+    for name in ("package/script.py", "package/module.py", "package/__main__.py"):
+        (tmp_path / name).write_text('"""A doc."""\nfrom __future__ import annotations\n' + code)
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "link.py").symlink_to("package/script.py")
+    words = [*flags, "-n", "5", "--", "--tee", "a b", "-m"]
+    common = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL}
+    plain = subprocess.run([sys.executable, *words], env=environment(), **common)
+    ours = subprocess.run([sys.executable, "-m", "lockstep.cli", "run", *words], env=environment(), **common)
+    assert ours.returncode == 0, ours.stderr
+    assert json.loads(ours.stdout.removeprefix("[worker 0] ")) == json.loads(plain.stdout)
+
+
+@pytest.mark.parametrize("before", [[], ["--"]])
+def test_what_stands_after_the_script_is_the_scripts(tmp_path, before):
+    path = program(tmp_path, "print(json.dumps(sys.argv[1:]))")
+    words = ["-n", "7", "--max-restarts", "x", "--", "-m", "--help", "--print=ray"]
+    assert json.loads(lines_of(run("-n", 1, *before, path, *words), 0)[0]) == words
+
+
+def test_options_are_also_spelled_as_for_torchrun(tmp_path):
+    done = run("--nproc_per_node=2", "--max_restarts=0", program(tmp_path, "print('here')"))
+    assert done.stdout.count("here") == 2
+
+
+def test_a_program_may_start_processes_that_import_it_again(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("""
+import multiprocessing
+def square(number):
+    return number**2
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(square, [1, 2, 3]))
+""")
+    assert lines_of(run(path), 0) == ["[1, 4, 9]"]
+
+
+def test_a_fork_of_the_program_ends_as_without_lockstep(tmp_path):
+    code = """
+process = os.fork()
+if process == 0:
+    raise ValueError("of the fork")
+print("code", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+sys.exit(4)
+"""
+    done = run(program(tmp_path, code))
+    assert (done.returncode, lines_of(done, 0)[-1]) == (4, "code 1")
+    assert done.stderr.endswith("code 1\n")
+
+
+def test_code_that_runs_at_the_exit_of_python_runs(tmp_path):
+    done = run(program(tmp_path, "import atexit; atexit.register(print, 'last')"))
+    assert lines_of(done, 0) == ["last"]
+
+
+def test_workers_are_told_who_they_are_and_where_the_others_are(tmp_path):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    code = f"print(json.dumps([os.environ['TF_CONFIG'], *(os.environ[name] for name in {names})]))"
+    done = run("-n", 2, program(tmp_path, code), TF_CONFIG="{}")
+    seen = [json.loads(lines_of(done, rank)[0]) for rank in range(2)]
+    configs = [json.loads(config) for config, *_ in seen]
+    addresses = configs[0]["cluster"]["worker"]
+    assert len(set(addresses)) == 2
+    host, port = addresses[0].split(":")
+    for rank, (config, (_, *rest)) in enumerate(zip(configs, seen, strict=True)):
+        assert config == {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        assert rest == [str(rank), "2", str(rank), "2", "0", host, port]
+    assert "TF_CONFIG of the environment is not used" in done.stderr
+
+
+def test_resolvers_find_the_workers(tmp_path):
+    code = "from lockstep.cluster_resolver import resolve; group = resolve().group()\n"
+    code += "print(group.workers, group.index, group.local_index, group.local_workers, group.source, group.notes)"
+    done = run("-n", 2, program(tmp_path, code))
+    assert [lines_of(done, rank) for rank in range(2)] == [[f"2 {rank} {rank} 2 TF_CONFIG ()"] for rank in range(2)]
+
+
+def test_worker_0_can_listen_where_it_is_said_to_be(tmp_path):
+    code = """
+import socket
+address = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0].split(":")
+if rank == 0:
+    with socket.create_server((address[0], int(address[1]))) as server:
+        write("listens")
+        print(server.accept()[0].recv(10))
+else:
+    wait_for(lambda: is_there("listens"))
+    socket.create_connection(address, timeout=20).sendall(b"hello")
+"""
+    assert lines_of(run("-n", 2, program(tmp_path, code)), 0) == ["b'hello'"]
+
+
+def test_programs_have_no_input(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep.cli", "run", program(tmp_path, "print(sys.stdin.read())")],
+        input="something",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "[worker 0] \n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no_such_file.py"], "no_such_file.py: there is no such file"),
+        (["-n", "0", "x.py"], "--nproc-per-node: expected a whole number of at least 1, got 0"),
+        (["--nnodes", "2", "x.py"], "--nnodes 2: say where worker 0 is"),
+        (["--nnodes", "2", "--coordinator", "a:1", "x.py"], "--nnodes 2: say which node this is, --node-rank 0 to 1"),
+        (["--hosts", "a,b", "--node-rank", "2", "x.py"], "--node-rank: expected 0 to 1, got 2"),
+        (["--hosts", "a,b", "--nnodes", "3", "x.py"], "--hosts: expected 3 hosts"),
+        (["--hosts", "a,b", "--coordinator", "a:1", "x.py"], "name one of the two options"),
+        (["--hosts", "a,a", "--node-rank", "0", "x.py"], "two workers would have the address a:12421"),
+        (["--hosts", "198.51.100.1,198.51.100.2", "x.py"], "none of the hosts is this machine"),
+        (["--coordinator", "a:b", "x.py"], "--coordinator: expected an address"),
+        (["--tee", "x.py"], "--log-dir is missing"),
+        (["--log-dir", "/dev/null/logs", __file__], "--log-dir /dev/null/logs: "),
+        (["--grace", "-1", "x.py"], "--grace: expected a number of seconds, got -1"),
+        (["--timeout", "nan", "x.py"], "--timeout: expected a number of seconds, got nan"),
+    ],
+)
+def test_wrong_usage_ends_with_one_line(words, message):
+    done = run(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lockstep run: ")
+    assert message in done.stderr.splitlines()[-1]
+    assert done.stderr.count("\n") <= 3
+
+
+def test_the_supervisor_loads_nothing_that_is_slow():
+    code = "import sys, lockstep.launch.supervisor, lockstep.launch.child, lockstep.cli\n"
+    code += "print({name.split('.')[0] for name in sys.modules} & {'jax', 'keras', 'numpy'})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stderr

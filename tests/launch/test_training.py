@@ -1,0 +1,53 @@
+"""A training job under ``lockstep run``: the launcher and the strategy tell each other what they must."""
+
+import re
+
+import pytest
+
+from lockstep.launch.job import Job
+from lockstep.launch.places import place_variables
+from lockstep.workers.job import GENERATION, SECRET
+from tests.launch.launching import program, run
+
+TRAINING = """
+os.environ["KERAS_BACKEND"] = "jax"
+import keras, lockstep, numpy as np
+strategy = lockstep.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+def fail(epoch, logs):
+    if rank == 1 and epoch == 1 and os.environ["LOCKSTEP_GENERATION"] == "0":
+        {failure}
+x, y = np.ones((100, 4)), np.ones((100, 1))
+model.fit(x, y, batch_size=32, epochs=3, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=fail)])
+if strategy.is_chief:
+    print("trained on", strategy.num_replicas_in_sync)
+"""
+
+
+def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
+    assert GENERATION in place_variables(Job(("a.py",)), 0, 0, "a:1", None, 0)
+    path = program(tmp_path, f"print(os.environ.get('{SECRET}', 'none'))")
+    secrets = [run(path).stdout.split()[-1] for _ in range(2)]
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
+    assert secrets[0] != secrets[1]
+    assert run(path, **{SECRET: "own"}).stdout == "[worker 0] own\n"
+    assert run("--nnodes", 2, "--node-rank", 0, "--coordinator", "a:1", path).stdout == "[worker 0] none\n"
+
+
+@pytest.mark.full
+def test_the_error_of_one_worker_is_what_stands_last(tmp_path):
+    done = run("-n", 2, "--grace", 10, program(tmp_path, TRAINING.format(failure="raise ValueError('of worker 1')")))
+    assert done.returncode == 13
+    assert done.stderr.endswith("ValueError: of worker 1\n")
+    assert "worker 1 ended with exit code 13" in done.stderr
+
+
+@pytest.mark.full
+def test_a_job_that_lost_a_worker_is_trained_after_a_restart(tmp_path):
+    failure = "os.kill(os.getpid(), signal.SIGKILL)"
+    done = run("-n", 2, "--max-restarts", 1, program(tmp_path, TRAINING.format(failure=failure)))
+    assert done.returncode == 0, done.stderr
+    assert "worker 1 was killed by SIGKILL" in done.stderr
+    assert done.stdout.splitlines()[-1] == "[worker 0] trained on 2"
