@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -23,6 +21,7 @@ from lockstep.data.inputs import Input
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.resume.backup import BackupAndRestore
+from lockstep.resume.checkpoint import copies_of
 from lockstep.resume.values import packed_attributes, unpacked_attributes
 
 __all__ = ["BackedUpFit", "Found"]
@@ -64,7 +63,7 @@ class BackedUpFit:
         self.step, self._arrays, self._facts = found or (0, {}, {})
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
-        self._saved_at, self._epoch_now = clock(), self.epoch
+        self._saved_at, self._epoch_now, self._epochs_done = clock(), self.epoch, self.epoch
         self.is_skipping = False  # whether the step that Keras is at was done by an earlier process
         given = self._facts.get("position")
         self._position = Position(**given) if given else None
@@ -112,13 +111,13 @@ class BackedUpFit:
 
     def epoch_ended(self, epoch: int) -> None:
         """An epoch, with its validation and callbacks, has ended."""
-        self._state = None
+        self._state, self._epochs_done = None, epoch + 1
         self.save(epoch + 1, 0, self._data.where(is_epoch_over=True))
 
     def train_ended(self) -> None:
         """Training has come to its end, and was not broken off."""
         self._state = None
-        self.save(max(self._epoch_now + 1, self.epoch), 0, self._data.where(is_epoch_over=True), is_finished=True)
+        self.save(self._epochs_done, 0, self._data.where(is_epoch_over=True), is_finished=True)
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -149,8 +148,13 @@ class BackedUpFit:
             "setup": self._setup,
             "variables": {name: variable.path for name, variable in _variables(self._model).items()},
         }
-        values = _copied(self._values())  # Here, because the next step takes the memory of this one's state.
-        self._write(self._writer, lambda: Snapshot(arrays | {name: np.asarray(x) for name, x in values.items()}, facts))
+        values = self._values()
+        copies = copies_of(list(values.values()))  # Here, because the next step takes the memory of this one's state.
+
+        def snapshot() -> Snapshot:
+            return Snapshot(arrays | dict(zip(values, map(np.asarray, copies), strict=True)), facts)
+
+        self._write(self._writer, snapshot)
 
     def _write(self, writer: BackgroundWriter, make: Callable[[], Snapshot]) -> None:
         try:
@@ -213,14 +217,3 @@ class BackedUpFit:
 def _variables(model: keras.Model) -> dict[str, keras.Variable]:
     groups = zip(_KINDS, _keras.training_variables(model), strict=True)
     return {f"{kind}/{number}": x for kind, group in groups for number, x in enumerate(group)}
-
-
-@jax.jit
-def _copies(values: list[Any]) -> list[Any]:
-    return [jnp.copy(value) for value in values]
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Copies that the devices make in their own time; of what every device has, the first one's."""
-    own = [x.addressable_shards[0].data if x.is_fully_replicated else x for x in map(jnp.asarray, values.values())]
-    return dict(zip(values, _copies(own), strict=True))

@@ -1,6 +1,7 @@
 """What every strategy has: devices, replicas, and a scope in which models become its own."""
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -22,6 +23,7 @@ from lockstep.loops.context import ReplicaContext, open_scopes
 from lockstep.loops.model import call_on_replica
 from lockstep.loops.tools import LoopTools
 from lockstep.resume.around import backed_up
+from lockstep.resume.checkpoint import Checkpoint
 from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
@@ -165,6 +167,33 @@ class Strategy(LoopTools):
         if self._deterministic and len(self.devices) > 1:
             placements.append(self._placement.on_first_device())
         return compare_steps(model, (x, y, sample_weight), [(p, self._plan_for(p)) for p in placements])
+
+    def checkpoint(self, directory: str | os.PathLike[str], keep: int = 3) -> Checkpoint:
+        """Checkpoints for a loop of one's own, written while it runs.
+
+        Args:
+            directory: where they are; one for each run.
+            keep: how many of the newest stay.
+
+        Raises:
+            CheckpointError: another job writes there, or nobody can.
+            OptionError: ``keep`` is out of its range.
+
+        Example:
+            >>> import jax.numpy as jnp, lockstep, tempfile
+            >>> strategy = lockstep.MirroredStrategy(replicas=2)
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> for stop in 3, 5:  # The second loop goes on where the first has stopped.
+            ...     with strategy.checkpoint(folder.name) as checkpoint:
+            ...         state, start = checkpoint.restore(jnp.zeros(2))
+            ...         for step in range(start, stop):
+            ...             state = state + 1
+            ...         checkpoint.save(stop, state)
+            >>> start, state.tolist()
+            (3, [5.0, 5.0])
+            >>> folder.cleanup()
+        """
+        return Checkpoint(directory, keep, self._placement, self._together, self._announce)
 
     def _plan_for(self, placement: Placement) -> Plan:
         return (

@@ -1,0 +1,121 @@
+"""Checkpoints for a loop of one's own: a tree of arrays and the number of steps that made it."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lockstep._errors import CheckpointError
+from lockstep.checkpoint.background import BackgroundWriter
+from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data.calls import Together
+from lockstep.data.placement import Placement
+from lockstep.data.random_state import captured_random_state, restore_random_state
+
+__all__ = ["Checkpoint", "copies_of"]
+
+
+class Checkpoint:
+    """The checkpoints of a loop; ``strategy.checkpoint`` makes it. A context manager: at its end all is written.
+
+    Args:
+        directory: where they are; one for each run.
+        keep: how many stay.
+        placement: the devices.
+        together: the processes; the first one writes.
+        announce: takes a line for the user.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int,
+        placement: Placement,
+        together: Together,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._placement, self._together, self._announce = placement, together, announce
+        self._store = CheckpointStore(directory, keep, announce=announce)
+        self._writer = BackgroundWriter(self._store, announce=announce) if together.process == 0 else None
+        if self._writer:
+            self._store.lock()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def restore(self, state: Any) -> tuple[Any, int]:
+        """The state to begin with, and the number of steps that are done.
+
+        The global states of ``random`` and ``numpy.random`` are those of the checkpoint, too.
+
+        Args:
+            state: a tree of arrays as the loop begins without a checkpoint.
+
+        Returns:
+            The tree, on the strategy's devices, out of the newest good checkpoint; as given, with 0, where there is none.
+
+        Raises:
+            CheckpointError: none is good, or it is of another tree.
+        """
+        loaded = self._store.newest() if self._writer else None
+        found = self._together.shared((loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None)
+        if found is None:
+            return state, 0
+        step, arrays, facts = found
+        names, structure = _named(state)
+        differ = [name for name, leaf in names.items() if name not in arrays or arrays[name].shape != np.shape(leaf)]
+        if differ or len(names) != len(arrays):
+            raise CheckpointError(
+                f"{self._store.directory}: the checkpoint of step {step} is of another state: {differ[0] if differ else 'it has'} "
+                f"{'is absent or of another shape' if differ else f'{len(arrays)} arrays, and here are {len(names)}'}. Make the state as it "
+                "was, or take another directory."
+            )
+        restore_random_state(facts["random"])
+        self._announce(f"goes on from {self._store.directory} at step {step}")
+        return jax.tree.unflatten(structure, self._placement.put([arrays[name] for name in names])), step
+
+    def save(self, step: int, state: Any) -> None:
+        """Have a checkpoint written while the loop goes on; what fails is told in a line, and older ones stay.
+
+        Args:
+            step: number of steps that are done.
+            state: a tree of arrays, each of which every device has. It may be given away to the next step.
+        """
+        if self._writer is None:
+            return
+        names, _ = _named(state)
+        copies = copies_of(list(names.values()))
+        facts = {"random": captured_random_state(), "replicas": self._placement.replicas}
+        try:
+            self._writer.submit(step, lambda: Snapshot(dict(zip(names, map(np.asarray, copies), strict=True)), facts))
+        except CheckpointError as error:
+            self._announce(f"no checkpoint at step {step}: {error}")
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._writer:
+            self._writer.close()
+            self._store.close()
+
+
+def _named(state: Any) -> tuple[dict[str, Any], Any]:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
+
+
+@jax.jit
+def _copied(values: list[Any]) -> list[Any]:
+    return [jnp.copy(value) for value in values]
+
+
+def copies_of(values: list[Any]) -> list[jax.Array]:
+    """Copies that the devices make in their own time; of what every device has, the first one's."""
+    arrays = map(jnp.asarray, values)
+    return _copied([x.addressable_shards[0].data if x.is_fully_replicated else x for x in arrays])
