@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep._errors import (
     BackendError,
+    CheckpointError,
     ClusterError,
     ContractError,
     DeterminismError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoAllReduce",
     "BackendError",
+    "CheckpointError",
     "ClusterError",
     "CommunicationImplementation",
     "CommunicationOptions",

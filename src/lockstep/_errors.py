@@ -2,6 +2,7 @@
 
 LockstepError
 ├── BackendError      Keras is not what we need: another backend, an unknown version        (RuntimeError)
+├── CheckpointError   a checkpoint cannot be written, or none can be read                    (OSError)
 ├── ClusterError      the workers of a job cannot start, agree or go on together          (RuntimeError)
 ├── ContractError     a cross-device operation does not do what it promises                  (AssertionError)
 ├── DeterminismError  the same step gave different bits                                     (RuntimeError)
@@ -27,6 +28,18 @@ class LockstepError(Exception):
 
 class BackendError(LockstepError, RuntimeError):
     """Keras runs on another backend, or has a shape that this version of Lockstep does not know."""
+
+
+class CheckpointError(LockstepError, OSError):
+    """A checkpoint cannot be written, or cannot be read, or is not what was written.
+
+    Attributes:
+        errno: what the operating system said, as in every OSError; None where it is no failure of it.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 class ClusterError(LockstepError, RuntimeError):
