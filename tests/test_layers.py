@@ -54,8 +54,8 @@ def test_imports_point_downward(path):
         assert layer_of(module) <= own, f"{path.name} imports lockstep.{module}, which lies above it"
 
 
-def test_collectives_and_data_do_not_know_each_other():
-    for one, other in (("collectives", "data"), ("data", "collectives")):
+def test_neighbours_do_not_know_each_other():
+    for one, other in (("collectives", "data"), ("data", "collectives"), ("cluster", "checkpoint")):
         assert all(other not in imports(path) for path in (PACKAGE / one).rglob("*.py"))
 
 

@@ -22,25 +22,25 @@ _LONGEST_NOTE = 1000  # bytes
 class WriterLock:
     """The right to write into a directory.
 
-    Attributes:
-        is_exclusive: whether nobody else can have it; False before it is taken, and where the file system has no locks.
-
     Args:
         path: the file to lock; it is made, and stays.
         announce: takes the line that says that this file system has no locks.
         clock: gives the seconds since 1970, for the message to a second writer.
+
+    Attributes:
+        is_exclusive: whether nobody else can have it; False before it is taken, and where the file system has no locks.
     """
 
     def __init__(self, path: Path, announce: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
         self._path, self._announce, self._clock = path, announce, clock
-        self._descriptor: int | None = None
+        self._held: weakref.finalize[..., WriterLock] | None = None  # Closes the file, also where nobody else does.
         self.is_exclusive = False
         _forget_in_children(self)
 
     @property
     def is_held(self) -> bool:
         """Whether it was taken."""
-        return self._descriptor is not None
+        return self._held is not None and self._held.alive
 
     def take(self) -> None:
         """Take it, or fail at once.
@@ -54,18 +54,17 @@ class WriterLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._lock(descriptor)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, self._note(), 0)
+            note = self._note()  # Over the old one: that needs no space where the disk is full.
+            os.ftruncate(descriptor, os.pwrite(descriptor, note, 0))
         except BaseException:
             os.close(descriptor)
             raise
-        self._descriptor = descriptor
+        self._held = weakref.finalize(self, os.close, descriptor)
 
     def release(self) -> None:
         """Give it back; nothing happens where it is not held."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._held is not None:
+            self._held()
 
     def _lock(self, descriptor: int) -> None:
         try:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep._errors import CheckpointError, whole_number
 from lockstep.checkpoint.dtypes import DTYPES
+from lockstep.checkpoint.snapshot import check_name
 
 __all__ = ["VERSION", "Entry", "Manifest", "decode", "encode"]
 
@@ -119,7 +120,7 @@ def decode(data: bytes, where: Path) -> Manifest:
         raise CheckpointError(f"{where}: is damaged: its bytes have sha256 {found[:16]}…, expected {expected[:16]}….")
     try:
         return _from_fields(json.loads(data), where)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{where}: says what no manifest of version {VERSION} says: {type(error).__name__}: {error}."
         ) from error
@@ -131,6 +132,8 @@ def _from_fields(fields: dict[str, Any], where: Path) -> Manifest:
         raise CheckpointError(
             f"{where}: is of format version {version}; this Lockstep reads versions up to {VERSION}. Read it with the Lockstep that wrote it, or a newer one."
         )
+    for name in fields["arrays"]:
+        check_name(name)
     arrays = {name: Entry(**entry) for name, entry in fields["arrays"].items()}
     step, size = (whole_number(name, fields[name], least=0) for name in ("step", "bytes"))
     return Manifest(step, size, arrays, dict(fields["facts"]))

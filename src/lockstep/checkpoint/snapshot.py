@@ -10,7 +10,7 @@ import numpy as np
 from lockstep._errors import OptionError
 from lockstep.checkpoint.dtypes import DTYPES
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "check_name"]
 
 _LONGEST_NAME = 65_000  # bytes; a zip file has two for the length.
 
@@ -39,7 +39,7 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         for name in self.arrays:
-            _check_name(name)
+            check_name(name)
         object.__setattr__(self, "arrays", {name: _array(name, value) for name, value in self.arrays.items()})
         facts = dict(self.facts)
         _check_fact("facts", facts)
@@ -51,7 +51,8 @@ class Snapshot:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def _check_name(name: Any) -> None:
+def check_name(name: Any) -> None:
+    """Refuse what cannot be the name of an array."""
     if not isinstance(name, str) or "\0" in name:
         raise OptionError(f"Snapshot: arrays: expected names of type str without NUL, got {name!r}.")
     try:

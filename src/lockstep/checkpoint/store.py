@@ -83,19 +83,20 @@ class CheckpointStore:
         Raises:
             CheckpointError: another job has it (host, process and since when are named), or the directory cannot be made.
         """
-        with self._writing("The lock"):
+        with self._writing("no lock can be taken"):
             pass
 
     def close(self) -> None:
         """Give the right to write back, after a write of another thread has ended. The store can still be read."""
-        with self._alone("close"):
+        with self._alone("the lock cannot be given back"):
             self._lock.release()
 
     def write(self, step: int, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove the oldest beyond ``keep``.
 
-        When this returns, the checkpoint is on the disk; when it fails, or the process is killed in between, all is as before. A
-        step that is there already is replaced. Later steps are from a run that was given up: they stay, and a line says so, once.
+        When this returns, the checkpoint is on the disk. When it fails, or the process is killed in between, the older ones are as
+        they were. A step that is there already is replaced. Later steps are from a run that was given up: they stay, and a line
+        says so, once.
 
         Args:
             step: how many steps were trained, 0 or more.
@@ -110,7 +111,7 @@ class CheckpointStore:
             OptionError: ``step`` is out of its range.
         """
         step = whole_number("step", step, least=0)
-        with self._writing(f"The checkpoint of step {step}", snapshot.nbytes):
+        with self._writing(f"the checkpoint of step {step} cannot be written", snapshot.nbytes):
             if self._lock.is_exclusive:
                 self._quietly(lambda: writing.sweep(self.directory))
             name = free_name(step, checkpoints_in(self.directory))
@@ -131,7 +132,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: as for :meth:`write`.
         """
-        with self._writing("What is newer"):
+        with self._writing("newer checkpoints cannot be removed"):
             newer = [path for path in checkpoints_in(self.directory) if _step(path) > step]
             writing.remove(self.directory, newer)
         return newer
@@ -207,14 +208,12 @@ class CheckpointStore:
             except CheckpointError:
                 raise
             except OSError as error:
-                raise writing.unwritable(what, self.directory, error, needed) from error
+                raise writing.failed(what, self.directory, error, needed) from error
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if not self._turn.acquire(timeout=self._timeout):
-            raise CheckpointError(
-                f"{self.directory}: {what}: another thread still writes there after {self._timeout:.0f} s."
-            )
+            raise CheckpointError(f"{self.directory}: {what}: another thread still writes after {self._timeout:.0f} s.")
         try:
             yield
         finally:

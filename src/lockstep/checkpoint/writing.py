@@ -17,7 +17,7 @@ from lockstep.checkpoint.naming import REMOVED, WRITTEN, is_leftover
 from lockstep.checkpoint.reading import ARRAYS, MANIFEST
 from lockstep.checkpoint.snapshot import Snapshot
 
-__all__ = ["make_directory", "publish", "remove", "sweep", "unwritable"]
+__all__ = ["failed", "make_directory", "publish", "remove", "sweep"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -84,16 +84,16 @@ def make_directory(directory: Path) -> None:
         _sync(directory.parent)
 
 
-def unwritable(what: str, directory: Path, error: OSError, needed: int | None = None) -> CheckpointError:
-    """The error that says what could not be written, where and why.
+def failed(what: str, directory: Path, error: OSError, needed: int | None = None) -> CheckpointError:
+    """The error that says where what could not be done, and why.
 
     Args:
-        what: was to be written.
+        what: was to be done.
         directory: of the store.
         error: what the operating system said.
-        needed: its size in bytes, where that is known.
+        needed: what is to be written, in bytes, where that is known.
     """
-    sentence = f"{what} cannot be written into {directory}: {error.strerror or error}"
+    sentence = f"{directory}: {what}: {error.strerror or error}"
     if needed is not None and error.errno in _FULL:
         there = next(path for path in (directory, *directory.parents) if path.exists())
         sentence += f"; it needs {needed:,} bytes, and {shutil.disk_usage(there).free:,} are free"

@@ -20,7 +20,8 @@ from lockstep import _keras
 from lockstep._errors import OptionError
 from lockstep.data.advice import about_kept_order, about_order, about_rows
 from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
-from lockstep.data.inputs import Check, Input
+from lockstep.data.epoch import Check
+from lockstep.data.inputs import Input
 from lockstep.data.kinds import source_of
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import Placement, count_rows
