@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -20,16 +20,35 @@ from lockstep.data.feed import Direct, Feed, Reader
 from lockstep.data.placement import Rows
 from lockstep.data.sources import Source
 
-__all__ = ["Check", "Epoch", "Input", "next_batch"]
+__all__ = ["Check", "Epoch", "Gather", "Input", "next_batch"]
 
 Place = Callable[[Any], Any]
-Check = Callable[[int, Any], None]  # given the number of a batch and the batch on the host; None at the end
+
+
+class Check(Protocol):
+    """Looks at the batches of one pass before they are placed."""
+
+    def __call__(self, number: int, batch: Any) -> None:
+        """Look at a batch on the host, which is the one of that number; None: the pass has come to its end."""
+
+    def close(self) -> None:
+        """The pass is over."""
 
 
 @dataclass(frozen=True)
 class _Read:
     placed: Any
     host: Any  # None where the source can be asked again
+
+
+class Gather(Protocol):
+    """Brings values together that the processes have for the batches of one pass."""
+
+    def __call__(self, value: Any) -> list[Any]:
+        """The values of all, which are of JSON."""
+
+    def close(self) -> None:
+        """The pass is over."""
 
 
 class Epoch:
@@ -102,6 +121,8 @@ class Epoch:
             return
         self._closed = True
         left = [read.host for read in self._reader.close(failed)]
+        if self._check:
+            self._check.close()
         if not self._source.restarts:
             self._source.give_back([*left, *self._looked])
 
@@ -140,7 +161,7 @@ class Input(_keras.DataAdapter):
         steps: number of batches of an epoch, or None for all of them.
         tell: is given a sentence where something could be done better.
         advise: what to say about a batch of so many rows.
-        check: looks at each batch before it is placed.
+        new_check: gives what looks at the batches of a pass; None: nobody does.
     """
 
     def __init__(
@@ -151,11 +172,11 @@ class Input(_keras.DataAdapter):
         steps: int | None,
         tell: Callable[[str], None],
         advise: Callable[[int], str | None] = lambda rows: None,
-        check: Check | None = None,
+        new_check: Callable[[], Check] | None = None,
     ) -> None:
         self._source, self._place, self._depth = source, place, depth
         self._steps = math.inf if steps is None else steps
-        self._tell, self._advise, self._check = tell, advise, check
+        self._tell, self._advise, self._new_check = tell, advise, new_check
         self._meter = Meter()
         self._epoch: Epoch | None = None
         self._within = self._seen = False
@@ -164,7 +185,8 @@ class Input(_keras.DataAdapter):
         """A new pass; what an earlier one has left goes back to the source."""
         if self._epoch:
             self._epoch.close()
-        self._epoch = Epoch(self._source, self._placed, self._depth, self._meter, self._check)
+        check = self._new_check() if self._new_check else None
+        self._epoch = Epoch(self._source, self._placed, self._depth, self._meter, check)
         self._epoch.allow(self._steps)
         return self._epoch
 
