@@ -58,7 +58,6 @@ __all__ = [
     "standard_batch",
     "train_validation_split",
     "training_state",
-    "training_variables",
     "unpack_x_y_sample_weight",
 ]
 
@@ -208,13 +207,8 @@ def training_state(model: keras.Model, batch: Any) -> tuple[list[Any], ...]:
         Trainable, non-trainable, optimizer's and metrics' values; the model keeps them too.
     """
     model._symbolic_build(data_batch=batch)
-    return tuple([variable.value for variable in kind] for kind in training_variables(model))
-
-
-def training_variables(model: keras.Model) -> tuple[list[keras.Variable], ...]:
-    """Trainable, non-trainable, optimizer's and metrics' variables of a compiled model."""
-    optimizer = model.optimizer.variables
-    return model.trainable_variables, model.non_trainable_variables, optimizer, model.metrics_variables
+    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    return tuple([variable.value for variable in kind] for kind in kinds)
 
 
 def is_synced(model: keras.Model) -> bool:

@@ -58,3 +58,14 @@ def test_who_leaves_after_its_last_call_is_no_error():
     calls.put(1, "main", 0, GATHER, "rows", 1)
     assert calls.leave(1, "worker 1") == []
     assert calls.put(0, "main", 0, GATHER, "rows", 0) == [Reply((0, 1), "main", [0, 1])]
+
+
+def test_who_gives_a_lane_up_waits_for_nobody_there():
+    calls = Calls(2)
+    calls.put(0, "input 1", 7, GATHER, "batch 8", 1)
+    calls.put(0, "main", 0, GATHER, "rows", 1)
+    calls.abandon(0, "input 1")
+    assert calls.missing(0) == {"main": [1]}
+    assert calls.put(1, "input 1", 7, GATHER, "batch 8", 1) == []  # It gives up, too, when it comes there.
+    calls.abandon(1, "input 1")
+    assert calls.missing(1) == {}

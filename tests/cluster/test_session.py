@@ -10,6 +10,7 @@ import pytest
 from lockstep import ClusterError, OptionError
 from lockstep.cluster.failure import Kind
 from lockstep.cluster.joining import join
+from lockstep.cluster.waiting import GivenUpError, is_given_up
 from tests.cluster.jobs import DEADLINE, Job
 
 
@@ -85,7 +86,7 @@ def test_a_lane_serves_one_thread_at_a_time():
     with Job(2) as job:
         waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
         waiting.start()
-        until(lambda: job.sessions[0]._progress[1].startswith("waiting"))
+        until(lambda: job.sessions[0]._pulse.progress[1].startswith("waiting"))
         with pytest.raises(ClusterError, match="gather 'logs': another thread waits on lane 'main'"):
             job.sessions[0].gather("logs")
         job.sessions[1].gather("rows")
@@ -282,3 +283,22 @@ def test_jobs_follow_each_other_on_one_port():
         second.sessions[1] = join(**other)
         chief.join(DEADLINE)
         assert second.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+
+
+def test_a_wait_that_nobody_wants_any_more_is_given_up_and_others_lanes_go_on():
+    given_up, ended = threading.Event(), []
+
+    def ahead(session):
+        is_given_up.set(given_up.is_set)
+        with pytest.raises(GivenUpError):
+            session.gather("batch 2", lane="input 1, pass 1")
+        session.forget("input 1, pass 1")
+        ended.append(session)
+
+    with Job(2) as job:
+        thread = threading.Thread(target=ahead, args=(job.sessions[0],), daemon=True)
+        thread.start()
+        given_up.set()
+        thread.join(DEADLINE)
+        assert ended == [job.sessions[0]]
+        assert job.everyone(lambda session: session.gather("rows", 1, lane="input 1, pass 2")) == [[1, 1], [1, 1]]

@@ -1,8 +1,11 @@
 """Jobs for the tests of this folder, one at a time."""
 
+import functools
+
 import pytest
 
-from tests.workers.jobs import Forks, Job
+from tests.workers.jobs import PROGRAMS, Forks, Job
+from tests.workers.outcomes import REPLICAS, arrays
 
 collect_ignore = ["programs", "program.py"]  # They are for processes of their own.
 
@@ -30,3 +33,19 @@ def job(forks, tmp_path):
     yield make
     for each in made:
         each.clean()
+
+
+@pytest.fixture(scope="session")
+def alone(forks, tmp_path_factory):
+    """What one process leaves, made once: of a net on plain Keras, or with determinism on so many devices."""
+
+    @functools.cache
+    def found(net, devices=None):
+        folder = tmp_path_factory.mktemp("alone")
+        config = {"folder": str(folder), "nets": [[net, bool(devices)]], "plain": not devices}
+        config |= {"devices": devices, "replicas": REPLICAS}
+        process = forks[0].start(folder, "alone", PROGRAMS / "laws.py", config, {})
+        assert process.end() == 0, process.said
+        return arrays(folder)
+
+    return found

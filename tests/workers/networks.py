@@ -33,23 +33,22 @@ def ip(*arguments):
 
 
 class Network:
-    """So many machines; ``own_names`` says for what the machine's name stands on each, by default for its address."""
+    """So many machines on one bridge; to be used as a context manager."""
 
-    def __init__(self, machines, own_names=None):
+    def __init__(self, machines):
         tag = f"ls{os.getpid() % 100000}"
         self.bridge = f"{tag}b"
         self.names = [f"{tag}n{number}" for number in range(machines)]
         self.links = [f"{tag}v{number}" for number in range(machines)]
         self.addresses = [f"10.213.{os.getpid() % 250}.{1 + number}" for number in range(machines)]
-        self.own_names = own_names or self.addresses
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
             stack.callback(self._remove)
             ip("link", "add", self.bridge, "type", "bridge")
             ip("link", "set", self.bridge, "up")
-            for machine in zip(self.names, self.links, self.addresses, self.own_names, strict=True):
-                self._add(*machine)
+            for machine in range(len(self.names)):
+                self._add(machine)
             stack.pop_all()
         return self
 
@@ -60,20 +59,28 @@ class Network:
         """What a command is to be preceded by, to run there."""
         return ["ip", "netns", "exec", self.names[machine]]
 
+    def mend(self, machine):
+        """Its plug is in, and its name stands for its address."""
+        self.lead_name(machine, self.addresses[machine])
+        ip("-n", self.names[machine], "link", "set", "eth0", "up")
+
     def cut(self, machine):
         """Pull its plug."""
         ip("-n", self.names[machine], "link", "set", "eth0", "down")
 
-    def _add(self, name, link, address, own_name):
+    def lead_name(self, machine, address):
+        """Have its name stand for an address there."""
+        (HOSTS / self.names[machine] / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+
+    def _add(self, machine):
+        name, link, address = self.names[machine], self.links[machine], self.addresses[machine]
         ip("netns", "add", name)
-        folder = HOSTS / name
-        folder.mkdir(parents=True)
-        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own_name} {socket.gethostname()}\n")
+        (HOSTS / name).mkdir(parents=True)
         ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
         ip("link", "set", link, "master", self.bridge, "up")
         ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "eth0", "up")
         ip("-n", name, "link", "set", "lo", "up")
+        self.mend(machine)
 
     def _remove(self):
         """As far as it was made."""

@@ -23,7 +23,7 @@ def test_each_row_once_an_epoch_and_who_reads_something_else_is_named(job, worke
     expected = {
         "other_rows": f"'batch 1 of ndarray': {odd}: it has \"",
         "other_order": f'"batch 2 of generator \'generator\'": {odd}: it has "',
-        "fewer_batches": f"'fit()': {odd} in 'batches of x': it has 4, ",
+        "fewer_batches": f"'fit()': {odd} in 'arguments.batches of x': it has 4, ",
         "fewer_of_a_generator": f'"batch 7 of generator \'generator\'": {odd}: it has "the end", ',
         "more_of_a_function": f'"batch 7 of function \'<lambda>\'": {odd}: it has "a batch", ',
         "other_validation": f"'batch 1 of ndarray': {odd}: it has \"",

@@ -78,6 +78,14 @@ class Calls:
         self._left[worker] = name
         return self._answered(self._calls.values())
 
+    def abandon(self, worker: int, lane: str) -> None:
+        """A worker waits no longer on a lane, and will make no more calls there."""
+        for key, call in list(self._calls.items()):
+            if call.lane == lane:
+                call.waiting.discard(worker)
+                if not call.waiting:
+                    del self._calls[key]
+
     def missing(self, worker: int) -> dict[str, list[int]]:
         """For each lane on which ``worker`` waits, the workers that have not come."""
         return {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep._errors import ClusterError
+from lockstep.cluster.waiting import GivenUpError, is_given_up
 
 __all__ = ["Lane", "Lanes"]
 
@@ -35,6 +36,14 @@ class Lane:
         self.values, self.error = values, error
         self.done.set()
 
+    def wait(self, seconds: float) -> bool:
+        """Whether the answer is here; GivenUpError where nobody wants it any more."""
+        if self.done.wait(seconds):
+            return True
+        if is_given_up.get()():
+            raise GivenUpError(self.name)
+        return False
+
     def begin(self) -> None:
         """One more call."""
         self.calls, self.error = self.calls + 1, None
@@ -49,6 +58,15 @@ class Lanes:
 
     def __getitem__(self, name: str) -> Lane:
         return self._lanes.setdefault(name, Lane(name))
+
+    def forget(self, name: str) -> None:
+        """Nobody will name that lane again."""
+        self._lanes.pop(name, None)
+
+    def answer(self, name: str, values: list[Any], error: str | None) -> None:
+        """Give the call that waits on a lane its answer, if it still does."""
+        if name in self._lanes:
+            self._lanes[name].finish(values, error)
 
     def finish(self, error: str | None) -> None:
         """Give all calls that wait no answer but this one."""

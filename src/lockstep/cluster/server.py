@@ -94,6 +94,7 @@ class Server:
         self._handlers = {
             "beat": self._beat,
             "call": self._call,
+            "abandon": self._abandon,
             "overdue": self._overdue,
             "fail": self._fail,
             "leave": self._leave,
@@ -196,6 +197,9 @@ class Server:
             self._declare(
                 overdue(self._clock(), [self._known(self._seats[index]) for index in missing], seat.peer, what)
             )
+
+    def _abandon(self, seat: _Seat, message: dict[str, Any]) -> None:
+        self._calls.abandon(seat.peer.index, message["lane"])
 
     def _fail(self, seat: _Seat, message: dict[str, Any]) -> None:
         seat.failed = True

@@ -18,9 +18,10 @@ from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.lanes import Lane, Lanes
 from lockstep.cluster.loop import Loop
 from lockstep.cluster.peer import Peer
+from lockstep.cluster.pulse import Pulse
 from lockstep.cluster.server import LEAVE, Server
-from lockstep.cluster.waiting import Notice, listed
-from lockstep.cluster.watch import BEAT_SECONDS, QUIET, START, WAITING, Awake, Limits, failure
+from lockstep.cluster.waiting import GivenUpError, Notice, listed
+from lockstep.cluster.watch import BEAT_SECONDS, QUIET, WAITING, Limits, failure
 from lockstep.cluster.wire import encode, plain
 
 __all__ = ["Session"]
@@ -70,8 +71,7 @@ class Session:
         self._connection, self._server, self._limits = connection, server, limits
         self._on_failure, self._announce, self._clock = on_failure, announce, clock
         self._process = os.getpid()
-        self._progress: tuple[int, str, float] = (0, START, clock())
-        self._awake, self._heard = Awake(clock), clock()
+        self._pulse = Pulse(peers[0], clock)
         self._missing: dict[str, dict[str, Any]] = {}
         self._lanes = Lanes()
         self._ending = threading.Lock()
@@ -99,7 +99,7 @@ class Session:
             activity: ``"step"`` in the step itself, where the others are needed to go on. ``"start"`` and ``"compiling"`` may take long. Any other
                 word names work of this worker alone: ``"data"``, ``"callback"``, ``"save"``, ``"idle"``.
         """
-        self._progress = (step, activity, self._clock())
+        self._pulse.report(step, activity)
 
     def gather(
         self, topic: str, value: Any = None, *, lane: str = MAIN, timeout_seconds: float | None = None
@@ -115,6 +115,7 @@ class Session:
 
         Raises:
             ClusterError: somebody is missing, has left, or asks something else; or the job has failed.
+            GivenUpError: nobody wants the answer any more (:data:`~lockstep.cluster.waiting.is_given_up`): forget the lane.
             OptionError: the value is not of JSON, or too large.
         """
         return self._meet(GATHER, topic, value, lane, timeout_seconds)
@@ -145,6 +146,10 @@ class Session:
         """Wait until all workers are here. Args and errors are those of :meth:`gather`."""
         self._meet(BARRIER, topic, None, lane, timeout_seconds)
 
+    def forget(self, lane: str) -> None:
+        """Make no more calls on a lane."""
+        self._lanes.forget(lane)
+
     def check(self) -> None:
         """Raise ClusterError if the job has failed; cheap."""
         if self.failure is not None:
@@ -167,8 +172,8 @@ class Session:
             self._failing = True
             self._send_last({"kind": "fail", "summary": summary[:_LONGEST_SUMMARY]})
             self._noted.wait(_GOODBYE_SECONDS)
-            if self.failure is None and self._silence(self._clock()) > QUIET:
-                self.failure = self._silent_chief()
+            if self.failure is None and self._pulse.silence > QUIET:
+                self.failure = self._pulse.silent_chief()
 
     def leave(self, wait_seconds: float | None = None) -> None:
         """End in order, and close the session; where the program ends, this is done by itself.
@@ -201,13 +206,17 @@ class Session:
             if self._is_alone:
                 raise ClusterError(self._alone())
             self._loop.call(lambda: self._connection.send(frame))
-            self._await(call, what, self._limits.timeout if timeout_seconds is None else timeout_seconds)
+            try:
+                self._await(call, what, self._limits.timeout if timeout_seconds is None else timeout_seconds)
+            except GivenUpError:
+                self._send({"kind": "abandon", "lane": lane})
+                raise
             return call.values
 
     @contextmanager
     def _waiting(self, lane: str, what: str) -> Iterator[None]:
         """Others see that this worker waits, and where."""
-        step, activity, _ = self._progress
+        step, activity = self._pulse.progress
         if lane == MAIN:
             self.report(step, f"{WAITING}{what}")
         try:
@@ -218,7 +227,7 @@ class Session:
 
     def _await(self, call: Lane, what: str, seconds: float) -> None:
         notice = Notice(self._announce, self._clock)
-        while not call.done.wait(_POLL_SECONDS):
+        while not call.wait(_POLL_SECONDS):
             missing = self._missing.get(call.name)
             names = listed(missing["names"]) if missing else str(self.peers[0])
             limit = max(seconds, self._limits.long) if missing and missing["long"] else seconds
@@ -236,17 +245,16 @@ class Session:
         seconds = wait_seconds if self.group.is_chief else _GOODBYE_SECONDS
         while not self._noted.wait(_POLL_SECONDS):
             missing = self._missing.get(LEAVE)
+            others = listed(missing["names"]) if missing else ""
             if notice.seconds > seconds:
-                if missing:
-                    self._announce(
-                        f"leaves while others go on, whom nobody watches from now: {listed(missing['names'])}"
-                    )
+                if others:
+                    self._announce(f"leaves while others go on, whom nobody watches from now: {others}")
                 return
-            if missing:
-                notice.tell(f"the end of {listed(missing['names'])}")
+            if others:
+                notice.tell(f"the end of {others}")
 
     def _send_last(self, message: dict[str, Any]) -> None:
-        self._loop.call(self._send_progress)
+        self._send(self._pulse.message)
         self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -262,7 +270,7 @@ class Session:
     # What happens in the session's thread.
 
     def _received(self, connection: Connection, message: dict[str, Any]) -> None:
-        self._heard = self._clock()
+        self._pulse.heard()
         try:
             self._read(message)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
@@ -272,7 +280,7 @@ class Session:
         if message["kind"] == "beat":
             self._missing = message["missing"]
         elif message["kind"] == "result":
-            self._lanes[message["lane"]].finish(message["values"], message["error"])
+            self._lanes.answer(message["lane"], message["values"], message["error"])
         elif message["kind"] == "departed":
             self.departed.add(message["worker"])
         elif message["kind"] == "noted":
@@ -290,24 +298,11 @@ class Session:
         self._noted.set()
 
     def _beat(self) -> None:
-        now = self._awake.tick()
-        self._send_progress()
-        if self._silence(now) > self._limits.timeout and not self._is_alone:
-            self._lose(self._silent_chief())
+        self._pulse.tick()
+        self._connection.send(encode(self._pulse.message))
+        if self._pulse.silence > self._limits.timeout and not self._is_alone:
+            self._lose(self._pulse.silent_chief())
         self._loop.later(BEAT_SECONDS, self._beat)
-
-    def _send_progress(self) -> None:
-        step, activity, since = self._progress
-        age = max(0.0, self._clock() - max(since, self._awake.since))
-        self._connection.send(encode({"kind": "beat", "step": int(step), "activity": activity, "seconds": age}))
-
-    def _silence(self, now: float) -> float:
-        return now - max(self._heard, self._awake.since)
-
-    def _silent_chief(self) -> Failure:
-        seconds = self._silence(self._clock())
-        what = f"does not answer: no sign of life for {seconds:.0f} s (stopped, or cut off from the network)."
-        return failure(Kind.SILENT, self.peers[0], f"{what} It was the chief.")
 
     def _lose(self, found: Failure) -> None:
         if self.failure is not None:

@@ -2,10 +2,19 @@
 
 import time
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 
-__all__ = ["Notice", "listed"]
+__all__ = ["GivenUpError", "Notice", "is_given_up", "listed"]
 
 _FIRST = 2.0  # seconds
+
+
+# Whether anybody still wants what this thread waits for; a thread that works ahead of another one says so.
+is_given_up: ContextVar[Callable[[], bool]] = ContextVar("is_given_up", default=lambda: False)
+
+
+class GivenUpError(Exception):
+    """Nobody wants what was waited for any more."""
 
 
 class Notice:

@@ -20,7 +20,7 @@ from lockstep import _keras
 from lockstep._errors import OptionError
 from lockstep.data.advice import about_kept_order, about_order, about_rows
 from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
-from lockstep.data.epoch import Check
+from lockstep.data.epoch import Check, Gather
 from lockstep.data.inputs import Input
 from lockstep.data.kinds import source_of
 from lockstep.data.options import InputOptions
@@ -49,16 +49,16 @@ class Together:
         """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments. The input is made by then."""
         return nullcontext()
 
-    def checking(self, name: str, has_known_length: bool) -> Check | None:
-        """What looks at the batches of an input, in the thread that reads them."""
+    def checking(self, name: str, has_known_length: bool) -> Callable[[], Check] | None:
+        """Gives, for each pass over an input, what looks at the batches, in the thread that reads them."""
         return None
 
     def shared(self, found: Any) -> Any:
         """What the chief has found, on every process."""
         return found
 
-    def gathering(self, name: str) -> Callable[[Any], list[Any]] | None:
-        """What brings values of JSON of all processes together, for one input; None where there is one process."""
+    def gathering(self, name: str) -> Callable[[], Gather] | None:
+        """Gives, for each pass over an input, what brings values of all processes together; None where there is one process."""
         return None
 
 

@@ -4,7 +4,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -14,10 +14,29 @@ from lockstep.data.position import Position, digest_of_batch, refuse_other_batch
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.data.sources import Source
 
-__all__ = ["Check", "Epoch", "Place"]
+__all__ = ["Check", "Epoch", "Gather", "Place"]
 
 Place = Callable[[Any], Any]
-Check = Callable[[int, Any], None]  # given the number of a batch and the batch on the host; None at the end
+
+
+class Check(Protocol):
+    """Looks at the batches of one pass before they are placed."""
+
+    def __call__(self, number: int, batch: Any) -> None:
+        """Look at a batch on the host, which is the one of that number; None: the pass has come to its end."""
+
+    def close(self) -> None:
+        """The pass is over."""
+
+
+class Gather(Protocol):
+    """Brings values together that the processes have for the batches of one pass."""
+
+    def __call__(self, value: Any) -> list[Any]:
+        """The values of all, which are of JSON."""
+
+    def close(self) -> None:
+        """The pass is over."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +144,8 @@ class Epoch:
             return
         self._closed = True
         left = [read.host for read in self._reader.close(failed)]
+        if self._check:
+            self._check.close()
         self._last = None
         if not self._source.restarts:
             self._source.give_back([*left, *self._looked])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from lockstep._logging import announce
+from lockstep.cluster.waiting import is_given_up
 
 __all__ = ["PATIENCE", "Direct", "Feed", "Reader"]
 
@@ -153,6 +154,7 @@ class Feed:
         self._thread.start()
 
     def _run(self) -> None:
+        is_given_up.set(lambda: self._closed)
         try:
             while self._has_turn():
                 batch = self._read()

@@ -34,7 +34,7 @@ class Input(_keras.DataAdapter):
         steps: number of batches of an epoch, or None for all of them.
         tell: is given a sentence where something could be done better.
         advise: what to say about a batch of so many rows.
-        check: looks at each batch before it is placed.
+        new_check: gives what looks at the batches of a pass; None: nobody does.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Input(_keras.DataAdapter):
         steps: int | None,
         tell: Callable[[str], None],
         advise: Callable[[int], str | None] = lambda rows: None,
-        check: Check | None = None,
+        new_check: Callable[[], Check] | None = None,
     ) -> None:
         self._source, self._place, self._depth = source, place, depth
         self._steps = math.inf if steps is None else steps
-        self._tell, self._advise, self._check = tell, advise, check
+        self._tell, self._advise, self._new_check = tell, advise, new_check
         self._start: Position | None = None
         self._done, self._is_kept = 0, False
         self._is_expecting = False
@@ -70,7 +70,7 @@ class Input(_keras.DataAdapter):
             self._placed,
             self._depth,
             self._meter,
-            self._check,
+            self._new_check() if self._new_check else None,
             self._start,
             is_kept=self._is_kept,
         )

@@ -75,16 +75,19 @@ class DistributedDataset(Source):
         source: batches of the global size.
         placement: devices and number of replicas.
         depth: number of batches to place ahead.
-        check: looks at each batch before it is placed, where several processes should read the same.
+        new_check: gives, for each pass, what looks at the batches, where several processes should read the same.
     """
 
-    def __init__(self, source: Source, placement: Placement, depth: int, check: Check | None = None) -> None:
+    def __init__(
+        self, source: Source, placement: Placement, depth: int, new_check: Callable[[], Check] | None = None
+    ) -> None:
         super().__init__(source.name)
-        self._source, self._placement, self._depth, self._check = source, placement, depth, check
+        self._source, self._placement, self._depth, self._new_check = source, placement, depth, new_check
         self.restarts = source.restarts
 
     def __iter__(self) -> "DistributedIterator":
-        return DistributedIterator(self._source, self._values_of, self._depth, self._check)
+        check = self._new_check() if self._new_check else None
+        return DistributedIterator(self._source, self._values_of, self._depth, check)
 
     def _values_of(self, batch: Any) -> Any:
         """A batch, cut into replicas."""

@@ -8,13 +8,12 @@ import numpy as np
 
 from lockstep._errors import InputError
 
-__all__ = ["Gather", "gathered_trees"]
+__all__ = ["gathered_trees"]
 
-Gather = Callable[[Any], list[Any]]  # of a value of JSON: those of all processes, in their order
 _PIECE = 4 * 2**20  # characters that travel at once
 
 
-def gathered_trees(tree: Any, gather: Gather) -> list[Any]:
+def gathered_trees(tree: Any, gather: Callable[[Any], list[Any]]) -> list[Any]:
     """The trees of all processes, in their order.
 
     Args:

@@ -6,17 +6,19 @@ input has ended brings nothing until those of all have.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import jax
 import numpy as np
 
+from lockstep.cluster.waiting import GivenUpError
+from lockstep.data.epoch import Gather
 from lockstep.data.placement import Placement, count_rows
 from lockstep.data.sources import Source
 from lockstep.loops.datasets import DistributedDataset
-from lockstep.loops.exchange import Gather, gathered_trees
+from lockstep.loops.exchange import gathered_trees
 from lockstep.loops.values import of_own_replicas, of_replicas
 
 __all__ = ["OwnBatches"]
@@ -29,13 +31,17 @@ class OwnBatches(DistributedDataset):
         source: batches of the size of one replica.
         placement: devices and number of replicas.
         depth: number of batches to place ahead, for each replica.
-        gather: brings together what the processes say; None: there is one.
+        new_gather: gives, for each pass, what brings together what the processes say; None: there is one.
     """
 
     is_shared = False
 
-    def __init__(self, source: Source, placement: Placement, depth: int, gather: Gather | None) -> None:
-        drawn = _Drawn(source, placement.replicas) if gather is None else _DrawnTogether(source, placement, gather)
+    def __init__(
+        self, source: Source, placement: Placement, depth: int, new_gather: Callable[[], Gather] | None
+    ) -> None:
+        drawn = (
+            _Drawn(source, placement.replicas) if new_gather is None else _DrawnTogether(source, placement, new_gather)
+        )
         super().__init__(drawn, placement, depth)
         # Batches that fit has read ahead, and what they were made of: it may give them back.
         self._recent: deque[tuple[Any, list[Any]]] = deque(maxlen=2 * depth + 4)
@@ -96,9 +102,9 @@ class _Drawn(Source):
 class _DrawnTogether(_Drawn):
     """As :class:`_Drawn`, in several processes: the batches of this process's replicas, or, where they are uneven, of all."""
 
-    def __init__(self, source: Source, placement: Placement, gather: Gather) -> None:
+    def __init__(self, source: Source, placement: Placement, new_gather: Callable[[], Gather]) -> None:
         super().__init__(source, len(placement.own_replicas))
-        self._all, self._gather = placement.replicas, gather
+        self._all, self._new_gather = placement.replicas, new_gather
         self._divides = placement.replicas % len(placement.devices) == 0
 
     @property
@@ -108,24 +114,32 @@ class _DrawnTogether(_Drawn):
 
     def batches(self) -> Iterator[Any]:
         """See :class:`Source`."""
-        batches = self._source.batches()
-        while True:
-            drawn = _next_of(batches, self._replicas)
-            rows = self._gather([self._replicas, [count_rows(batch) for batch in drawn]])
+        batches, gather = self._source.batches(), self._new_gather()
+        try:
+            while drawn := self._together(_next_of(batches, self._replicas), gather):
+                yield drawn
+        finally:
+            gather.close()
+
+    def _together(self, drawn: list[Any], gather: Gather) -> list[Any]:
+        """What this process has drawn, or all have; nothing where all have come to their ends, or nobody takes batches any more."""
+        try:
+            rows = gather([self._replicas, [count_rows(batch) for batch in drawn]])
             if not any(own for _, own in rows):
-                return
+                return []
             every = [count for _, own in rows for count in own]
             if self._divides and len(every) == self._all and len(set(every)) == 1:
-                yield drawn
-            else:
-                yield self._exchanged(drawn, [replicas for replicas, _ in rows])
+                return drawn
+            return _exchanged(drawn, [replicas for replicas, _ in rows], gather)
+        except GivenUpError:
+            self._source.give_back(drawn)
+            return []
 
-    def _exchanged(self, drawn: list[Any], replicas: list[int]) -> list[Any]:
-        found = gathered_trees(drawn, self._gather)
-        example = next(batch for own in found for batch in own)
-        return [
-            batch for own, count in zip(found, replicas, strict=True) for batch in _filled(list(own), count, example)
-        ]
+
+def _exchanged(drawn: list[Any], replicas: list[int], gather: Gather) -> list[Any]:
+    found = gathered_trees(drawn, gather)
+    example = next(batch for own in found for batch in own)
+    return [batch for own, count in zip(found, replicas, strict=True) for batch in _filled(list(own), count, example)]
 
 
 def _next_of(batches: Iterator[Any], count: int) -> list[Any]:

@@ -215,5 +215,6 @@ class BackedUpFit:
 
 
 def _variables(model: keras.Model) -> dict[str, keras.Variable]:
-    groups = zip(_KINDS, _keras.training_variables(model), strict=True)
+    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    groups = zip(_KINDS, kinds, strict=True)
     return {f"{kind}/{number}": x for kind, group in groups for number, x in enumerate(group)}

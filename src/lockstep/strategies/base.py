@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep import _keras
-from lockstep._errors import ModelError, OptionError, ScopeError, whole_number
+from lockstep._errors import ModelError, ScopeError, whole_number
 from lockstep._logging import announce
-from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
+from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.data.calls import Inputs, Together
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
@@ -26,6 +26,7 @@ from lockstep.resume.around import backed_up
 from lockstep.resume.checkpoint import Checkpoint
 from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
+from lockstep.strategies.arguments import options_of, refuse_with_slices, resolve_ops
 from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
 from lockstep.topology.determinism import describe_determinism, is_deterministic, prepare_determinism
 from lockstep.topology.devices import device_name
@@ -57,10 +58,10 @@ class Strategy(LoopTools):
     ) -> None:
         _keras.check_keras()
         self._deterministic = is_deterministic() if deterministic is None else bool(deterministic)
-        self._ops = _resolve_ops(cross_device_ops, self._deterministic)
+        self._ops = resolve_ops(cross_device_ops, self._deterministic)
         self._shard_optimizer = bool(shard_optimizer)
         if shard_optimizer:
-            _refuse_with_slices(self._ops, self._deterministic)
+            refuse_with_slices(self._ops, self._deterministic)
         if replicas is not None:
             replicas = whole_number("replicas", replicas)
         if self._deterministic:
@@ -70,7 +71,7 @@ class Strategy(LoopTools):
         self._placement = Placement(mesh, replicas or len(found))
         self._plan = self._plan_for(self._placement)
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self._input_options = _options_of(input_options)
+        self._input_options = options_of(input_options)
         self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit)
         self._functions: weakref.WeakKeyDictionary[keras.Model, StepFunctions] = weakref.WeakKeyDictionary()
         self._announce(self._summary())
@@ -273,36 +274,6 @@ class Strategy(LoopTools):
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
-    resolved = TreeAllReduce() if deterministic and ops is None else resolve_cross_device_ops(ops)
-    if deterministic and not isinstance(resolved, TreeAllReduce):
-        raise OptionError(
-            f"cross_device_ops={type(resolved).__name__} adds gradients in an order that depends on the devices, and "
-            "deterministic=True asks for one that does not: leave cross_device_ops and communication_options out, or take "
-            "lockstep.TreeAllReduce()."
-        )
-    return resolved
-
-
-def _options_of(options: InputOptions | None) -> InputOptions:
-    if options is not None and not isinstance(options, InputOptions):
-        raise OptionError(f"input_options: expected a lockstep.InputOptions or None, got {options!r}.")
-    return options or InputOptions()
-
-
-def _refuse_with_slices(ops: CrossDeviceOps, deterministic: bool) -> None:
-    if deterministic:
-        raise OptionError(
-            "shard_optimizer=True and deterministic=True: what a device updates would depend on the number of devices. "
-            "Leave one of them out."
-        )
-    if type(ops) is not AutoAllReduce:
-        raise OptionError(
-            f"shard_optimizer=True adds gradients by the platform's reduce-scatter, not by {type(ops).__name__}. Leave "
-            "cross_device_ops and communication_options out."
-        )
 
 
 def _refuse_other_scope(model: keras.Model, owner: "Strategy") -> None:

@@ -10,14 +10,13 @@ import keras
 from lockstep.cluster.session import Session
 from lockstep.data import calls
 from lockstep.data.placement import Placement
-from lockstep.data.position import digest_of_batch
 from lockstep.workers.alike import described_model
 from lockstep.workers.chief import leave_printing_to_the_chief, refuse_backup
+from lockstep.workers.passes import Comparison, Gathering, of_each_pass
 from lockstep.workers.sharing import shared_arrays
 
 __all__ = ["Together"]
 
-_FIRST, _EVERY = 3, 100  # which batches are compared: the first ones, then one in a hundred
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -51,25 +50,9 @@ class Together(calls.Together):
             leave_printing_to_the_chief(arguments)
         yield
 
-    def checking(self, name: str, has_known_length: bool) -> Callable[[int, Any], None] | None:
-        """What compares the batches of one input; to be called with the number of each batch.
-
-        Digests are compared now and then. That there is a batch at all is agreed on each time, unless the workers have agreed on
-        the length: else one would begin a step into which the others cannot follow.
-
-        Raises:
-            ClusterError: a worker has read something else, or has come to another end.
-        """
-        lane = f"input {next(self._inputs)}"
-
-        def check(number: int, batch: Any) -> None:
-            is_compared = number < _FIRST or number % _EVERY == 0
-            if has_known_length and not is_compared and batch is not None:
-                return
-            found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
-            self._session.agree(f"batch {number + 1} of {name}", found, cure=_CURE, lane=lane)
-
-        return check
+    def checking(self, name: str, has_known_length: bool) -> Callable[[], Comparison]:
+        """See the base class."""
+        return of_each_pass(Comparison, self._session, f"input {next(self._inputs)}", name, has_known_length)
 
     def shared(self, found: Any) -> Any:
         """See the base class: a checkpoint, which the chief has read, or None."""
@@ -77,13 +60,6 @@ class Together(calls.Together):
         step, facts = self._session.broadcast("the checkpoint", [step, facts])
         return None if step is None else (step, shared_arrays(self._session, self._placement, arrays), facts)
 
-    def gathering(self, name: str) -> Callable[[Any], list[Any]] | None:
-        """See the base class; to be called by one thread at a time."""
-        lane = f"own input {next(self._inputs)}"
-        return lambda value: self._session.gather(f"the batches of {name}", value, lane=lane)
-
-
-_CURE = (
-    "Every worker must read the same data in the same order and takes its own rows of them. Give shuffling a seed, or let each worker "
-    "bring its own data with distribute_datasets_from_function."
-)
+    def gathering(self, name: str) -> Callable[[], Gathering]:
+        """See the base class."""
+        return of_each_pass(Gathering, self._session, f"own input {next(self._inputs)}", name)

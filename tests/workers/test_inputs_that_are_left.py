@@ -1,0 +1,13 @@
+"""Inputs that are left in the middle: nobody waits for a batch that nobody takes, and nothing of what was read is lost."""
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+def test_an_input_that_is_left_in_the_middle_goes_on_where_it_was(job):
+    for told in job(2).run("stops", timeout=20):
+        for kind in ("fit", "loop", "own"):
+            assert told[kind] == [0, 1, 2, 3]
+            assert told[f"{kind} goes on"] == [4, 5, 6]
+        assert told["seconds"] < 20

@@ -1,0 +1,57 @@
+"""What a machine's own name must lead to where there are several machines; what they say is made up here."""
+
+import socket
+from dataclasses import dataclass
+
+import pytest
+
+from lockstep import ClusterError
+from lockstep.cluster.group import WorkerGroup
+from lockstep.cluster.peer import Peer
+from lockstep.workers.own_address import refuse_unreachable_names
+
+
+@dataclass
+class Said:
+    """A session in which all other workers say what is given; None: what this one says."""
+
+    others: list
+
+    @property
+    def group(self):
+        return WorkerGroup(3, 0, "192.0.2.1:12421")
+
+    @property
+    def peers(self):
+        return [Peer(index, 3, f"node{index}", 70 + index) for index in range(3)]
+
+    def gather(self, topic, value):
+        self.own = value
+        return [value if one is None else one for one in self.others]
+
+
+FINE = ["elsewhere", "node1", "192.0.2.2", "192.0.2.2"]
+
+
+@pytest.mark.parametrize(
+    ("address", "reachable", "says", "line"),
+    [
+        ("127.0.1.1", "192.0.2.3", "leads to 127.0.1.1 there", "192.0.2.3 node2"),
+        ("::1", "192.0.2.3", "leads to ::1 there", "192.0.2.3 node2"),
+        (None, None, "leads to no address there", "its address in the network node2"),
+    ],
+)
+def test_the_first_machine_that_others_cannot_reach_is_named_with_the_cure(address, reachable, says, line):
+    with pytest.raises(ClusterError) as raised:
+        refuse_unreachable_names(Said([FINE, FINE, ["third", "node2", address, reachable]]))
+    sentence = str(raised.value)
+    assert sentence.startswith(f"worker 2 of 3 (node2, process 72): the name of its machine, 'node2', {says}, which ")
+    assert f"Write the line {line!r} into /etc/hosts there" in sentence
+
+
+def test_on_one_machine_the_name_may_lead_anywhere():
+    session = Said([None, None, None])
+    refuse_unreachable_names(session)
+    machine, name, _, _ = session.own
+    assert machine
+    assert name == socket.gethostname()
