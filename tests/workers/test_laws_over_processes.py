@@ -28,3 +28,15 @@ def test_numbers_and_bits_are_those_of_one_process(job, alone, workers, devices,
     assert found[nets["numbers"]].keys() == plain.keys()
     for name, value in plain.items():
         assert_close(found[nets["numbers"]][name], value, RELATIVE, name)
+
+
+CASES = (
+    *("class_weight", "gradient_accumulation", "batch_normalization_synchronized", "variables_of_every_aggregation"),
+    *("dicts", "own_train_step", "steps_per_execution", "run_eagerly"),
+)
+
+
+@pytest.mark.full
+def test_what_can_be_in_a_step_has_the_numbers_of_plain_keras(job):
+    for told in job(2).run("cases", names=CASES, replicas=3):
+        assert told == dict.fromkeys(CASES, "the same")
