@@ -3,8 +3,11 @@
 import difflib
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,7 +56,9 @@ def test_reuters_begins_as_plain_keras_does(devices):
 @pytest.mark.data
 @pytest.mark.full
 @pytest.mark.usefixtures("data_folder")
-@pytest.mark.parametrize("name", sorted(set(PAIRS) - {"reuters", "cifar10_towers", "cats_vs_dogs"}))  # those have their own
+@pytest.mark.parametrize(
+    "name", sorted(set(PAIRS) - {"reuters", "cifar10_towers", "cats_vs_dogs"})
+)  # those have their own
 def test_an_example_runs(name):
     printed = run(f"{name}/mirrored.py", steps=6)
     assert re.search(r"accuracy", printed)
@@ -76,3 +81,18 @@ def test_cats_and_dogs_run_on_two_devices():
     printed = run("cats_vs_dogs/mirrored.py", "cpu:0", "cpu:1", "--rows", "5", steps=2)
     assert printed.startswith("2/2 - ")
     assert 0 < logs(printed)["loss"] < 5
+
+
+@pytest.mark.data
+@pytest.mark.full
+@pytest.mark.usefixtures("cats_vs_dogs")
+@pytest.mark.timeout(900)
+def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process():
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--rows", "4", "--size", "32", "--deterministic")
+    script = partial(run, "cats_vs_dogs/two_workers.py", *flags, steps=1, timeout=400)
+    with ThreadPoolExecutor(2) as pool:
+        chief, other = pool.map(lambda index: script("--index", index, "--port", str(port)), "01")
+    assert "loss" not in other  # The chief prints.
+    assert logs(chief) == logs(script("cpu:0", "cpu:1"))

@@ -17,6 +17,9 @@ def flags():
     parser.add_argument("--rows", type=int, default=64, help="of a replica in each batch")
     parser.add_argument("--size", type=int, default=96, help="pixels of a side; the tutorial has 224")
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--index", type=int, choices=(0, 1), help="of this worker, for two_workers.py")
+    parser.add_argument("--port", type=int, default=12345, help="of worker 0, for two_workers.py")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits on any devices, for two_workers.py")
     return parser.parse_args()
 
 
