@@ -67,8 +67,11 @@ def test_an_example_runs(name):
 @pytest.mark.data
 @pytest.mark.full
 @pytest.mark.usefixtures("cats_vs_dogs")
+@pytest.mark.timeout(600)
 def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does():
-    single, mirrored = (logs(run(f"cats_vs_dogs/{twin}.py", "--rows", "8", steps=2)) for twin in ("single", "mirrored"))
+    single, mirrored = (
+        logs(run(f"cats_vs_dogs/{twin}.py", "--rows", "8", "--size", "32", steps=2)) for twin in ("single", "mirrored")
+    )
     assert single.keys() == mirrored.keys() >= {"loss", "val_loss", "sparse_categorical_accuracy"}
     for name, value in single.items():
         assert mirrored[name] == pytest.approx(value, abs=1.1e-4), name  # They are printed with four digits.
@@ -77,8 +80,9 @@ def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does():
 @pytest.mark.data
 @pytest.mark.full
 @pytest.mark.usefixtures("cats_vs_dogs")
+@pytest.mark.timeout(600)
 def test_cats_and_dogs_run_on_two_devices():
-    printed = run("cats_vs_dogs/mirrored.py", "cpu:0", "cpu:1", "--rows", "5", steps=2)
+    printed = run("cats_vs_dogs/mirrored.py", "cpu:0", "cpu:1", "--rows", "5", "--size", "32", steps=2)
     assert printed.startswith("2/2 - ")
     assert 0 < logs(printed)["loss"] < 5
 
