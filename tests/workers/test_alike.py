@@ -30,6 +30,7 @@ def test_another_number_of_workers(job):
         assert "with 2 workers: start all with the same number." in said
 
 
+@pytest.mark.full
 def test_one_index_twice(job):
     run = job(3)
     processes = [run.start(index, "starts", timeout=LONG) for index in (0, 1, 1)]
