@@ -1,6 +1,7 @@
 """One process, eight logical CPU devices on a fixed thread pool, and nothing left behind by any test."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -46,4 +47,12 @@ def data_folder():
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
+    return folder
+
+
+@pytest.fixture
+def cats_vs_dogs(data_folder):
+    folder = Path(data_folder) / "cats_vs_dogs"
+    if not folder.is_dir():
+        pytest.skip(f"there is no folder {folder}")
     return folder

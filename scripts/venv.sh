@@ -1,6 +1,6 @@
 # Sourced by the other scripts: makes .venv from the lock file where that is not done yet, and puts it first in PATH.
 # $venv, $lock and $size name another one.
-: "${venv:=.venv}" "${lock:=requirements.lock}" "${size:=600 MB}"
+: "${venv:=.venv}" "${lock:=requirements.lock}" "${size:=1.1 GB}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 find_python() {

@@ -3,8 +3,11 @@
 import difflib
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,25 +34,69 @@ def run(script, *arguments, steps=12, timeout=280):
     return done.stdout
 
 
+def logs(printed):
+    return {name: float(value) for name, value in re.findall(r"(\w+): (\d+\.\d+)", printed.splitlines()[-1])}
+
+
 @pytest.mark.data
 @pytest.mark.full
 @pytest.mark.usefixtures("data_folder")
 @pytest.mark.parametrize("devices", [(), ("cpu:0", "cpu:1")])
 def test_reuters_begins_as_plain_keras_does(devices):
-    logs = []
+    found = []
     for script in (("reuters/single.py",), ("reuters/mirrored.py", *devices)):
         printed = run(*script)
         assert "332,856" in printed
-        logs.append({name: float(value) for name, value in re.findall(r"(\w+): (\d+\.\d+)", printed.splitlines()[-1])})
-    assert logs[0].keys() == logs[1].keys() >= {"loss", "val_loss"}
-    for name, value in logs[0].items():
-        assert logs[1][name] == pytest.approx(value, abs=2e-4), name
+        found.append(logs(printed))
+    assert found[0].keys() == found[1].keys() >= {"loss", "val_loss"}
+    for name, value in found[0].items():
+        assert found[1][name] == pytest.approx(value, abs=2e-4), name
 
 
 @pytest.mark.data
 @pytest.mark.full
 @pytest.mark.usefixtures("data_folder")
-@pytest.mark.parametrize("name", sorted(set(PAIRS) - {"reuters", "cifar10_towers"}))  # those have tests of their own
+@pytest.mark.parametrize(
+    "name", sorted(set(PAIRS) - {"reuters", "cifar10_towers", "cats_vs_dogs"})
+)  # those have their own
 def test_an_example_runs(name):
     printed = run(f"{name}/mirrored.py", steps=6)
     assert re.search(r"accuracy", printed)
+
+
+@pytest.mark.data
+@pytest.mark.full
+@pytest.mark.usefixtures("cats_vs_dogs")
+@pytest.mark.timeout(600)
+def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does():
+    single, mirrored = (
+        logs(run(f"cats_vs_dogs/{twin}.py", "--rows", "8", "--size", "32", steps=2)) for twin in ("single", "mirrored")
+    )
+    assert single.keys() == mirrored.keys() >= {"loss", "val_loss", "sparse_categorical_accuracy"}
+    for name, value in single.items():
+        assert mirrored[name] == pytest.approx(value, abs=1.1e-4), name  # They are printed with four digits.
+
+
+@pytest.mark.data
+@pytest.mark.full
+@pytest.mark.usefixtures("cats_vs_dogs")
+@pytest.mark.timeout(600)
+def test_cats_and_dogs_run_on_two_devices():
+    printed = run("cats_vs_dogs/mirrored.py", "cpu:0", "cpu:1", "--rows", "5", "--size", "32", steps=2)
+    assert printed.startswith("2/2 - ")
+    assert 0 < logs(printed)["loss"] < 5
+
+
+@pytest.mark.data
+@pytest.mark.full
+@pytest.mark.usefixtures("cats_vs_dogs")
+@pytest.mark.timeout(900)
+def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process():
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--rows", "4", "--size", "32", "--deterministic")
+    script = partial(run, "cats_vs_dogs/two_workers.py", *flags, steps=1, timeout=400)
+    with ThreadPoolExecutor(2) as pool:
+        chief, other = pool.map(lambda index: script("--index", index, "--port", str(port)), "01")
+    assert "loss" not in other  # The chief prints.
+    assert logs(chief) == logs(script("cpu:0", "cpu:1"))

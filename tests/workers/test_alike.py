@@ -4,6 +4,11 @@ import socket
 
 import pytest
 
+import lockstep
+from lockstep.cluster.group import WorkerGroup
+from lockstep.cluster.peer import Peer
+from lockstep.workers.jax_service import address_of_jax
+
 pytestmark = pytest.mark.xdist_group("processes")
 
 HOST = socket.gethostname()
@@ -25,6 +30,7 @@ def test_another_number_of_workers(job):
         assert "with 2 workers: start all with the same number." in said
 
 
+@pytest.mark.full
 def test_one_index_twice(job):
     run = job(3)
     processes = [run.start(index, "starts", timeout=LONG) for index in (0, 1, 1)]
@@ -58,6 +64,41 @@ def test_a_port_that_is_in_use(job):
         in other.said
     )
     assert "what answers there is no chief of a Lockstep job" in other.said
+
+
+def test_a_port_of_jax_that_is_in_use(job):
+    run = job(2)
+    with socket.create_server((run.coordinator.split(":")[0], 0)) as taken:
+        port = taken.getsockname()[1]
+        processes = run.start_all("starts", timeout=LONG, environ={"LOCKSTEP_JAX_PORT": str(port)})
+        for said in ends(processes):
+            assert f"worker 0 of 2 ({HOST}, process {processes[0].pid}): JAX's service (LOCKSTEP_JAX_PORT): " in said
+            assert f"cannot listen on port {port} of " in said
+
+
+class Unreached:
+    """As worker 1 of 2 sees its job when the chief's machine lets nobody in."""
+
+    group = WorkerGroup(2, 1, "127.0.0.1:12421")
+    peers = (Peer(0, 2, "node0", 70), Peer(1, 2, "node1", 71))
+
+    def __init__(self, address):
+        self.address = address
+
+    def broadcast(self, topic, value):
+        return [self.address, None]
+
+    def gather(self, topic, value):
+        return [None, value]
+
+
+def test_a_port_of_jax_that_a_worker_does_not_reach():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(lockstep.ClusterError) as raised:
+        address_of_jax(Unreached(address), {}, print)
+    assert str(raised.value).startswith("worker 1 of 2 (node1, process 71) does not reach port ")
+    assert f"at {address}: Connection refused. Open a port for it" in str(raised.value)
 
 
 @pytest.mark.parametrize("early", [0, 1])

@@ -46,7 +46,7 @@ def nobody_is_left(processes):
 
 
 @pytest.mark.parametrize(
-    ("workers", "victim"), [(2, 1), pytest.param(2, 0, marks=pytest.mark.full), pytest.param(3, 0), (4, 2)]
+    ("workers", "victim"), [(2, 1), (3, 0), *(pytest.param(*who, marks=pytest.mark.full) for who in ((2, 0), (4, 2)))]
 )
 def test_a_worker_that_is_killed_in_the_middle_is_named_at_once(job, workers, victim):
     processes = train(job, workers, timeout=LONG)

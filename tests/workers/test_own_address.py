@@ -1,7 +1,6 @@
 """What a machine's own name must lead to where there are several machines; what they say is made up here."""
 
 import socket
-from dataclasses import dataclass
 
 import pytest
 
@@ -11,19 +10,14 @@ from lockstep.cluster.peer import Peer
 from lockstep.workers.own_address import refuse_unreachable_names
 
 
-@dataclass
 class Said:
     """A session in which all other workers say what is given; None: what this one says."""
 
-    others: list
+    group = WorkerGroup(3, 0, "192.0.2.1:12421")
+    peers = tuple(Peer(index, 3, f"node{index}", 70 + index) for index in range(3))
 
-    @property
-    def group(self):
-        return WorkerGroup(3, 0, "192.0.2.1:12421")
-
-    @property
-    def peers(self):
-        return [Peer(index, 3, f"node{index}", 70 + index) for index in range(3)]
+    def __init__(self, others):
+        self.others = others
 
     def gather(self, topic, value):
         self.own = value

@@ -111,6 +111,6 @@ def _join(
     guard.session = session
     job = Job(session, guard)
     last_words_before_abort(session)
-    start_jax(session, cpu_devices, timeout_seconds, environ)
+    start_jax(session, cpu_devices, timeout_seconds, environ, announce)
     atexit.register(job.leave)
     return job

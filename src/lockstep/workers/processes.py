@@ -5,27 +5,32 @@ all workers are there and alike, and it notices losses before JAX does.
 """
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 
 from lockstep._errors import ClusterError
-from lockstep.cluster.addresses import host_of, is_loopback, join_address
+from lockstep.cluster.addresses import host_of, is_loopback
 from lockstep.cluster.session import Session
-from lockstep.cluster.variables import Variables
 from lockstep.cluster.waiting import listed
 from lockstep.topology.cpu import has_started, reserve_threads
+from lockstep.workers.jax_service import address_of_jax
 from lockstep.workers.own_address import refuse_unreachable_names
 
-__all__ = ["JAX_PORT", "share_of_gpus", "start_jax"]
+__all__ = ["share_of_gpus", "start_jax"]
 
-JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, environ: Mapping[str, str]) -> None:
+def start_jax(
+    session: Session,
+    cpu_devices: int,
+    timeout_seconds: float,
+    environ: Mapping[str, str],
+    announce: Callable[[str], None],
+) -> None:
     """Start JAX with the devices of all workers; called once a process.
 
     Args:
@@ -33,17 +38,18 @@ def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, enviro
         cpu_devices: number of logical CPU devices of this process.
         timeout_seconds: limit of the wait for the others.
         environ: may fix the port.
+        announce: takes a line.
 
     Raises:
-        ClusterError: JAX runs already, or cannot start.
+        ClusterError: JAX runs already, or cannot start; or the workers could not reach each other.
     """
     _refuse_started(session)
-    group, host = session.group, host_of(session.group.coordinator)
-    service = session.broadcast("the address of JAX's service", _service(host, environ) if group.is_chief else None)
+    group = session.group
     visible = session.gather("the GPUs", [socket.gethostname(), _visible_gpus(environ)])
     gpus = share_of_gpus(visible, group.index)
     if not any(seen for _, seen in visible):
         refuse_unreachable_names(session)
+    service = address_of_jax(session, environ, announce)
     reserve_threads(cpu_devices)
     jax.config.update("jax_enable_recoverability", True)  # Or JAX aborts a process whose peer has died.
     jax.config.update("jax_enable_preemption_service", False)  # It swallows SIGTERM.
@@ -58,7 +64,7 @@ def start_jax(session: Session, cpu_devices: int, timeout_seconds: float, enviro
             initialization_timeout=limit,
             heartbeat_timeout_seconds=4 * limit,  # The control channel is earlier, and names the worker.
             shutdown_timeout_seconds=limit,
-            coordinator_bind_address=service if is_loopback(host) else None,
+            coordinator_bind_address=service if is_loopback(host_of(service)) else None,
         )
     except RuntimeError as error:
         raise ClusterError(
@@ -105,11 +111,3 @@ def _visible_gpus(environ: Mapping[str, str], gpus: Path = _GPUS) -> str:
     if _VISIBLE in environ:
         return environ[_VISIBLE]
     return ",".join(str(number) for number, _ in enumerate(gpus.iterdir())) if gpus.is_dir() else ""
-
-
-def _service(host: str, environ: Mapping[str, str]) -> str:
-    own = Variables("Lockstep", environ, "Set it to a free port, or leave it out.")
-    if JAX_PORT in environ:
-        return join_address(host, own.whole(JAX_PORT, "the port of JAX's service", least=1, most=65535))
-    with socket.create_server(("127.0.0.1" if is_loopback(host) else "", 0)) as free:
-        return join_address(host, free.getsockname()[1])
