@@ -58,6 +58,7 @@ class BackgroundWriter:
         self._waiting: Job | None = None
         self._written: int | None = None  # The step that is being written.
         self._is_closed = False
+        self._thread: threading.Thread | None = None
         self._process = os.getpid()
         atexit.register(self.close)
 
@@ -88,7 +89,10 @@ class BackgroundWriter:
             self._waiting = (step, make_snapshot)
             if self._written is None:
                 first = self._next()
-                threading.Thread(target=self._run, args=(first,), name="lockstep-checkpoint", daemon=True).start()
+                self._thread = threading.Thread(
+                    target=self._run, args=(first,), name="lockstep-checkpoint", daemon=True
+                )
+                self._thread.start()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until everything submitted is written, or has failed.
@@ -111,6 +115,8 @@ class BackgroundWriter:
         with self._changed:
             self._is_closed = True
         is_done = self.wait(timeout_seconds)
+        if is_done and self._thread:
+            self._thread.join()  # A process that ends must not find it giving back the memory of arrays: JAX aborts there.
         if not is_done:
             self._announce(f"the checkpoint of step {self._written} is not written yet, and lost if the process ends.")
         return is_done

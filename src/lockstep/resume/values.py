@@ -1,9 +1,15 @@
-"""Attributes of callbacks as facts and arrays, and back: what is neither is left alone."""
+"""Attributes of callbacks as facts and arrays, and back: what is neither is left alone.
+
+Functions of ``keras.ops`` are kept by their names, because callbacks that monitor a metric have one, and where they find it for
+themselves they change their other attributes, too.
+"""
 
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 __all__ = ["packed_attributes", "unpacked_attributes"]
@@ -56,6 +62,8 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if type(value) is dict:
         pairs = [[_packed(key, name, arrays), _packed(item, f"{name}/{key}", arrays)] for key, item in value.items()]
         return {"dict": pairs}
+    if isinstance(value, FunctionType) and vars(keras.ops).get(value.__name__) is value:
+        return {"keras.ops": value.__name__}
     raise _NoValueError
 
 
@@ -67,6 +75,8 @@ def _unpacked(fact: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         return array[()] if fact["scalar"] else array.copy()
     if "dict" in fact:
         return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in fact["dict"]}
+    if "keras.ops" in fact:
+        return vars(keras.ops)[fact["keras.ops"]]
     ((kind, packed),) = fact.items()
     items = [_unpacked(item, arrays) for item in packed]
     return tuple(items) if kind == "tuple" else items
