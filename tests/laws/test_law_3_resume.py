@@ -7,7 +7,7 @@ from tests.resume.runs import INPUTS, Run
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 QUICK = {("arrays", 3), ("arrays", 7), ("PyDataset", 8), ("generator", 4), ("function", 6)}
-STEPS = {"arrays, endless": 3}
+STEPS = {"arrays, endless": 3, "PyDataset, endless": 3}
 
 
 def cases():

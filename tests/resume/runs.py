@@ -60,6 +60,8 @@ INPUTS = {
     "arrays": arrays,
     "arrays in blocks": lambda: arrays(shuffle="batch"),
     "arrays, endless": lambda: arrays(steps_per_epoch=3),
+    "arrays, in passes": lambda: arrays(steps_per_epoch=5),
+    "PyDataset, endless": lambda: {"x": Shuffled(), "steps_per_epoch": 3},
     "PyDataset": lambda: {"x": Shuffled()},
     "PyDataset, workers": lambda: {"x": Shuffled(workers=2)},
     "generator": lambda: {"x": drawing(), "steps_per_epoch": 5},
@@ -133,10 +135,11 @@ class Run:
             model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
         return model
 
-    def fit(self, stop=None, backup=True):
+    def fit(self, stop=None, backup=True, callbacks=()):
         """Digest of all that training leaves; None where it was broken off in step ``stop``."""
         model, (x, y) = self.model(), data()
-        callbacks = [lockstep.callbacks.BackupAndRestore(self.folder, **self.options)] if backup else []
+        given = [lockstep.callbacks.BackupAndRestore(self.folder, **self.options)] if backup else []
+        callbacks = [*given, *callbacks]
         callbacks += [
             Hearing(self.heard),
             keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.1),
@@ -145,8 +148,11 @@ class Run:
         callbacks += [BreakOff(stop)] if stop else []
         given = self.given or INPUTS[self.kind]()
         validation = (x[:20], y[:20])
+        batches = {"validation_batch_size": 8}
         try:
-            history = model.fit(**given, epochs=self.epochs, verbose=0, callbacks=callbacks, validation_data=validation)
+            history = model.fit(
+                **given, epochs=self.epochs, verbose=0, callbacks=callbacks, validation_data=validation, **batches
+            )
         except BrokenOffError:
             return None
         return digest_of(model, history)

@@ -39,9 +39,11 @@ class Together:
     Attributes:
         processes: their number.
         process: the number of this one.
+        reason_to_stop: what another process was asked to stop by, soon after that; None: nothing.
     """
 
     processes, process = 1, 0
+    reason_to_stop: str | None = None
 
     def during(
         self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
@@ -56,6 +58,13 @@ class Together:
     def shared(self, found: Any) -> Any:
         """What the chief has found, on every process."""
         return found
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Tell the other processes that this one was asked to stop."""
+
+    def gathered(self, topic: str, value: Any) -> list[Any]:
+        """The values of all processes, each of which calls this for that topic."""
+        return [value]
 
     def gathering(self, name: str) -> Callable[[], Gather] | None:
         """Gives, for each pass over an input, what brings values of all processes together; None where there is one process."""

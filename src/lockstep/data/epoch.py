@@ -3,7 +3,7 @@
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -81,6 +81,7 @@ class Epoch:
         self._allowance: float | None = None
         self._running: deque[Any] = deque()
         self._closed = False
+        self.successor: Epoch | None = None  # gives the batches from now on
         self._reader: Reader = (
             Feed(self._read, self._finish, depth, source.name) if depth else Direct(self._read, self._finish)
         )
@@ -89,6 +90,8 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
+        if self.successor:
+            return next(self.successor)
         batch = self._next()
         self._looked.append(batch)
         return batch
@@ -98,15 +101,16 @@ class Epoch:
         """Number of batches of this pass that steps have taken: the number of the next one."""
         return self._reader.taken + (self._start.batches if self._start else 0)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step has taken a batch from here."""
-        return self._reader.taken > 0
+    def find_start(self) -> None:
+        """Go to where the earlier process stood, before a step asks for a batch."""
+        self._batches = self._batches or self._begin()
 
     def where(self) -> Position | None:
         """Where the pass stands; None before its first batch was taken."""
         if self._last is None:
-            return self._start
+            if self._start is None or self._depth:
+                return self._start
+            return replace(self._start, after=captured_random_state())
         after = self._last.after or captured_random_state()
         return Position(self.position, self.at_begin, after, digest_of_batch(self._last.host))
 
@@ -121,6 +125,8 @@ class Epoch:
             after: what the last step gave. No more than the steps of ``depth + 1`` batches are ever under way, so that
                 memory is bounded where steps are started faster than they run.
         """
+        if self.successor:
+            return self.successor.take(after)
         if self._allowance is not None:
             self._reader.allow(self._allowance)
             self._allowance = None

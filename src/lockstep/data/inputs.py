@@ -5,7 +5,9 @@ step, which takes placed batches from it; Keras itself looks at no more than the
 """
 
 import math
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -56,26 +58,32 @@ class Input(_keras.DataAdapter):
         self.hooks: list[Hook] = []
         self._meter = Meter()
         self._epoch: Epoch | None = None
+        self._handed_out: Epoch | None = None  # the pass that Keras has
+        self._is_going_on = False  # whether this process began in the middle of a pass of several epochs
         self._within = self._seen = False
 
     def get_jax_iterator(self) -> Epoch:
         """A new pass; what an earlier one has left goes back to the source."""
+        self._handed_out = self._new_pass()
+        return self._handed_out
+
+    def _new_pass(self) -> Epoch:
         if self._epoch:
             self._epoch.close()
-            if self._epoch.has_begun:
-                self._start = None
-        before = self._epoch
+        before, start, self._start = self._epoch, self._start, None
         self._epoch = Epoch(
             self._source,
             self._placed,
             self._depth,
             self._meter,
             self._new_check() if self._new_check else None,
-            self._start,
+            start,
             is_kept=self._is_kept,
         )
         if before and not self._source.restarts:
             self._epoch.at_begin = before.at_begin  # What was looked at is still part of this pass.
+        if start:
+            self._epoch.find_start()  # Now, as the random state is that of the checkpoint from here on.
         self._epoch.allow(self._steps - self._done)
         return self._epoch
 
@@ -97,6 +105,7 @@ class Input(_keras.DataAdapter):
             is_expecting: :meth:`go_on_from` will follow when training begins. Until then Keras looks at shapes only.
         """
         self._is_kept, self._is_expecting = True, is_expecting
+        self._is_going_on = bool(earlier and self._steps < math.inf and self._source.num_batches)
         if earlier and not self._source.restarts:
             restore_random_state(earlier.at_begin)  # The first look is the begin of the pass.
 
@@ -122,7 +131,11 @@ class Input(_keras.DataAdapter):
         """
         if self._epoch is None or (is_epoch_over and self._steps == math.inf):
             return None
-        return self._epoch.where()
+        found = self._epoch.where()
+        if found is None or not is_epoch_over:
+            return found
+        # Nothing is read ahead of an epoch's end, but the data's own code may have drawn numbers there, and changed the batches.
+        return replace(found, after=captured_random_state(), digest=None if self._source.has_hooks else found.digest)
 
     def _placed(self, batch: Any) -> Any:
         if not self._seen:
@@ -136,8 +149,12 @@ class Input(_keras.DataAdapter):
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches, where it is known."""
-        return self._source.num_batches
+        """Number of batches, where it is known.
+
+        Keras begins a new pass when it has counted so many, and of one that goes on it has not seen the beginning. That one has
+        no end for Keras: it ends by itself.
+        """
+        return sys.maxsize if self._is_going_on else self._source.num_batches
 
     @property
     def batch_size(self) -> None:
@@ -147,7 +164,7 @@ class Input(_keras.DataAdapter):
     def on_epoch_begin(self) -> None:
         """Keras says that an epoch begins: it may use ``steps`` batches."""
         self._within = True
-        if not (self._done and self.hooks):  # Else this epoch had begun before, and its beginning was done again.
+        if not self._was_done("begin", "end"):
             self._note_hook("begin")
             self._source.begin_epoch()
         if self._epoch:
@@ -155,10 +172,17 @@ class Input(_keras.DataAdapter):
 
     def on_epoch_end(self) -> None:
         """Keras says that an epoch has ended."""
+        was_done = self._was_done("end")
         self._within, self._done = False, 0
-        if not self._is_expecting:
+        if not (self._is_expecting or was_done):
             self._note_hook("end")
             self._source.end_epoch()
+        if self._is_going_on and self._handed_out and self._epoch and self._epoch.position == self._source.num_batches:
+            self._handed_out.successor = self._new_pass()
+
+    def _was_done(self, *kinds: str) -> bool:
+        """Whether an earlier process has come so far in the epoch that goes on; it was done again in :meth:`go_on_from`."""
+        return bool(self._done and self.hooks and self.hooks[-1][0] in kinds)
 
     def _note_hook(self, kind: str) -> None:
         if self._is_kept and self._source.has_hooks:

@@ -12,6 +12,7 @@ from lockstep.data.calls import Together
 from lockstep.data.inputs import Input
 from lockstep.resume.backup import BackupAndRestore
 from lockstep.resume.callbacks import FitCallbacks
+from lockstep.resume.preemption import Preemption
 from lockstep.resume.run import BackedUpFit, Found
 from lockstep.step.functions import StepFunctions
 
@@ -49,9 +50,9 @@ def backed_up(
     data: Input = arguments["x"]
     steps = arguments.get("steps_per_epoch") or data.num_batches
     store = CheckpointStore(backup.directory, backup.keep, announce=announce) if together.process == 0 else None
-    with store or nullcontext():
+    with store or nullcontext(), Preemption(together) as preemption:
         found = together.shared(_newest(store))
-        run = BackedUpFit(backup, model, data, setup | {"steps of an epoch": steps}, found, store, announce)
+        run = BackedUpFit(backup, model, data, setup | {"steps of an epoch": steps}, found, store, preemption, announce)
         _begin(run, backup, arguments, model, steps)
         with _attached(run, backup, functions):
             yield
@@ -59,13 +60,13 @@ def backed_up(
 
 @contextmanager
 def _attached(run: BackedUpFit, backup: BackupAndRestore, functions: StepFunctions) -> Iterator[None]:
-    before = functions.is_skipped, functions.stepped
-    backup.is_attached, functions.is_skipped, functions.stepped = True, lambda: run.is_skipping, run.stepped
+    before = functions.skipped, functions.stepped
+    backup.is_attached, functions.skipped, functions.stepped = True, run.skipped, run.stepped
     try:
         yield
     finally:
         backup.is_attached = False
-        functions.is_skipped, functions.stepped = before
+        functions.skipped, functions.stepped = before
         run.close()
 
 

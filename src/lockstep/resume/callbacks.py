@@ -19,7 +19,7 @@ class FitCallbacks(keras.callbacks.CallbackList):
     """
 
     def __init__(self, run: BackedUpFit, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:
-        self._run, self._epoch = run, 0
+        self._run, self._epoch, self._is_whole = run, 0, True
         super().__init__(callbacks, add_history=True, **options)
         run.callbacks = self.callbacks
 
@@ -43,7 +43,23 @@ class FitCallbacks(keras.callbacks.CallbackList):
         """See Keras."""
         if not self._run.skips(self._epoch, batch):
             super().on_train_batch_end(batch, logs)
-            self._run.batch_ended(batch + 1)
+            self._run.batch_ended(batch + 1, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """See Keras."""
+        self._run.validation_begins()
+        super().on_test_begin(logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See Keras."""
+        super().on_test_batch_end(batch, logs)
+        self._is_whole = self._is_whole and self._run.validation_goes_on()
+        self.model.stop_evaluating = self.model.stop_evaluating or not self._is_whole
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """See Keras."""
+        super().on_test_end(logs)
+        self._run.validation_ended(self._is_whole)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""

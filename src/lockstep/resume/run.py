@@ -6,9 +6,11 @@ resets metrics there.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 
@@ -17,17 +19,44 @@ from lockstep._errors import CheckpointError, InputError
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.inputs import Input
+from lockstep.cluster.exit_codes import PEER_LOST
+from lockstep.data.inputs import Hook, Input
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.resume.backup import BackupAndRestore
 from lockstep.resume.checkpoint import copies_of
+from lockstep.resume.preemption import Preemption
 from lockstep.resume.values import packed_attributes, unpacked_attributes
 
 __all__ = ["BackedUpFit", "Found"]
 
 Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # number of steps, arrays and facts of a checkpoint
 _KINDS = ("trainable", "non_trainable", "optimizer", "metrics")
+_LOGS = "logs/"
+_CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What is kept besides the variables and the callbacks: where training stands.
+
+    Args:
+        epoch: the one that is begun, or begins next.
+        done: number of its steps that are done.
+        is_epoch_over: whether these were all.
+        position: in the data.
+        hooks: what the data's own code has done.
+        random: state of the global generators.
+        values: of variables that have others by the time of writing.
+    """
+
+    epoch: int
+    done: int
+    is_epoch_over: bool
+    position: Position | None
+    hooks: list[Hook]
+    random: dict[str, Any]
+    values: dict[str, Any]
 
 
 class BackedUpFit:
@@ -40,6 +69,7 @@ class BackedUpFit:
         setup: what must be the same in a run that goes on.
         found: the checkpoint to go on from, or None.
         store: takes checkpoints; None on workers that do not write.
+        preemption: says when all processes stop.
         announce: takes a line for the user.
         clock: gives seconds, and is not set back.
     """
@@ -52,19 +82,22 @@ class BackedUpFit:
         setup: dict[str, Any],
         found: Found | None,
         store: CheckpointStore | None,
+        preemption: Preemption,
         announce: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backup, self._model, self._data, self._setup = backup, model, data, setup
-        self._announce, self._clock = announce, clock
+        self._preemption, self._announce, self._clock = preemption, announce, clock
         self._writer = BackgroundWriter(store, announce=announce) if store else None
         self.callbacks: list[keras.callbacks.Callback] = []
         self._state: Any = None  # what the last step gave
         self.step, self._arrays, self._facts = found or (0, {}, {})
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
-        self._saved_at, self._epoch_now, self._epochs_done = clock(), self.epoch, self.epoch
-        self.is_skipping = False  # whether the step that Keras is at was done by an earlier process
+        self._saved_at, self._epoch_now, self._done_now, self._epochs_done = clock(), self.epoch, 0, self.epoch
+        self._before_validation: _Moment | None = None
+        self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
+        self._logs = {name[len(_LOGS) :]: value for name, value in self._arrays.items() if name.startswith(_LOGS)}
         given = self._facts.get("position")
         self._position = Position(**given) if given else None
         if found:
@@ -81,8 +114,19 @@ class BackedUpFit:
 
     def skips(self, epoch: int, step: int) -> bool:
         """Whether an earlier process has done this step."""
-        self.is_skipping = epoch == self.epoch and step < self.done
-        return self.is_skipping
+        self._is_skipping = epoch == self.epoch and (step < self.done or self._facts.get("is_epoch_over", False))
+        self._is_too_far = self._is_skipping and step >= self.done
+        return self._is_skipping
+
+    def skipped(self) -> dict[str, Any] | None:
+        """What the last step of the earlier process gave, where the step that comes is skipped; Keras may want it for the epoch.
+
+        Raises:
+            StopIteration: the epoch has fewer steps than Keras expects.
+        """
+        if self._is_too_far:
+            raise StopIteration
+        return self._logs if self._is_skipping else None
 
     def stepped(self, state: Any) -> None:
         """A step was started that will leave ``state``."""
@@ -98,26 +142,49 @@ class BackedUpFit:
 
     def epoch_begins(self, epoch: int) -> None:
         """All callbacks have heard of it."""
-        self._epoch_now = epoch
-        if epoch == self.epoch and self.done:  # Keras has reset the metrics, and callbacks have begun the epoch anew.
+        self._epoch_now, self._done_now = epoch, self.done if epoch == self.epoch else 0
+        if self._done_now:  # Keras has reset the metrics, and callbacks have begun the epoch anew.
             self._restore()
 
-    def batch_ended(self, done: int) -> None:
+    def batch_ended(self, done: int, logs: Any) -> None:
         """A step has ended, the ``done``-th of its epoch."""
-        before, self.step = self.step, self.step + self._model.steps_per_execution
+        self._logs = {name: value for name, value in logs.items() if np.shape(value) == ()} if logs else {}
+        before, self.step, self._done_now = self.step, self.step + self._model.steps_per_execution, done
         steps, seconds = self._backup.save_steps, self._backup.save_seconds
-        if (steps and self.step // steps > before // steps) or (seconds and self._clock() - self._saved_at >= seconds):
-            self.save(self._epoch_now, done, self._data.where(is_epoch_over=False))
+        is_due = steps and self.step // steps > before // steps
+        is_late = seconds and self._clock() - self._saved_at >= seconds
+        is_last = self._preemption.is_now()
+        if is_due or is_late or is_last:
+            self.save(self._now(self._epoch_now, done, is_epoch_over=False))
+        if is_last:
+            self._leave()
+
+    def validation_begins(self) -> None:
+        """Nothing of it has changed anything yet."""
+        self._before_validation = self._now(self._epoch_now, self._done_now, True, _CHANGED_BY_VALIDATION)
+
+    def validation_goes_on(self) -> bool:
+        """Whether it does after one of its steps; if not, all processes leave where it ends."""
+        return not self._preemption.is_now()
+
+    def validation_ended(self, is_whole: bool) -> None:
+        """Its variables are those of the model again."""
+        if not is_whole and self._before_validation:
+            self.save(self._before_validation)
+            self._leave()
+        self._before_validation = None
 
     def epoch_ended(self, epoch: int) -> None:
         """An epoch, with its validation and callbacks, has ended."""
         self._state, self._epochs_done = None, epoch + 1
-        self.save(epoch + 1, 0, self._data.where(is_epoch_over=True))
+        self.save(self._now(epoch + 1, 0, is_epoch_over=True))
 
     def train_ended(self) -> None:
         """Training has come to its end, and was not broken off."""
         self._state = None
-        self.save(self._epochs_done, 0, self._data.where(is_epoch_over=True), is_finished=True)
+        self.save(self._now(self._epochs_done, 0, is_epoch_over=True), is_finished=True)
+        if self._preemption.is_at_end():
+            self._leave()
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -126,8 +193,8 @@ class BackedUpFit:
 
     # Keeping.
 
-    def save(self, epoch: int, done: int, position: Position | None, is_finished: bool = False) -> None:
-        """Have a checkpoint written of how things are now."""
+    def save(self, moment: _Moment, is_finished: bool = False) -> None:
+        """Have a checkpoint written of a moment, and of the variables and callbacks as they are now."""
         self._saved_at = self._clock()
         if self._writer is None:
             return
@@ -137,24 +204,52 @@ class BackedUpFit:
             for number, callback in enumerate(self.callbacks)
         ]
         facts = {
-            "epoch": epoch,
-            "batch": done,
+            "epoch": moment.epoch,
+            "batch": moment.done,
+            "is_epoch_over": moment.is_epoch_over,
             "is_finished": is_finished,
             "stop_training": bool(self._model.stop_training),
-            "position": position.as_facts() if position else None,
-            "hooks": list(self._data.hooks),
-            "random": captured_random_state(),
+            "position": moment.position.as_facts() if moment.position else None,
+            "hooks": moment.hooks,
+            "random": moment.random,
             "callbacks": attributes,
             "setup": self._setup,
             "variables": {name: variable.path for name, variable in _variables(self._model).items()},
         }
-        values = self._values()
-        copies = copies_of(list(values.values()))  # Here, because the next step takes the memory of this one's state.
+        logs = {f"{_LOGS}{name}": value for name, value in self._logs.items()}
+        copies = _copied(self._values()) | moment.values | logs
 
         def snapshot() -> Snapshot:
-            return Snapshot(arrays | dict(zip(values, map(np.asarray, copies), strict=True)), facts)
+            return Snapshot(arrays | {name: np.asarray(copy) for name, copy in copies.items()}, facts)
 
         self._write(self._writer, snapshot)
+
+    def _now(self, epoch: int, done: int, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _Moment:
+        """This moment, with the values of some kinds of variables."""
+        position, random = self._data.where(is_epoch_over), captured_random_state()
+        values = {name: value for name, value in self._values().items() if name.partition("/")[0] in kinds}
+        return _Moment(
+            epoch,
+            done,
+            is_epoch_over and done > 0,
+            position,
+            list(self._data.hooks),
+            random,
+            _copied(values) if values else {},
+        )
+
+    def _leave(self) -> None:
+        """End the process when the checkpoint is written."""
+        if self._writer:
+            self._writer.wait()
+        where = f"the checkpoint of step {self.step} is in {self._backup.directory}"
+        if self._writer and self._writer.last_error:
+            where = f"{self._backup.directory} has older checkpoints only"
+        self._announce(
+            f"{self._preemption.reason}: stopped after step {self.step}; {where}, and the same program goes on from it. "
+            f"This process ends with code {PEER_LOST}."
+        )
+        raise SystemExit(PEER_LOST)
 
     def _write(self, writer: BackgroundWriter, make: Callable[[], Snapshot]) -> None:
         try:
@@ -212,6 +307,11 @@ class BackedUpFit:
         self._model.stop_training = self._facts["stop_training"]
         if self._position is None:  # Else it belongs to the pass, which restores it.
             restore_random_state(self._facts["random"])
+
+
+def _copied(values: dict[str, Any]) -> dict[str, jax.Array]:
+    """Copies, because the next step takes the memory of what there is."""
+    return dict(zip(values, copies_of(list(values.values())), strict=True))
 
 
 def _variables(model: keras.Model) -> dict[str, keras.Variable]:

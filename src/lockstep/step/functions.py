@@ -69,7 +69,7 @@ class StepFunctions:
         self.plan = plan
         self.tell = tell
         self.listener = listener
-        self.is_skipped: Callable[[], bool] = lambda: False  # whether a training step was done by an earlier process
+        self.skipped: Callable[[], Any] = lambda: None  # logs, where an earlier process has done a training step
         self.stepped: Callable[[Any], None] = lambda state: None  # is told what a training step will have left
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
@@ -80,8 +80,8 @@ class StepFunctions:
 
         def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
             nonlocal last
-            if kind == "train" and self.is_skipped():
-                return None, state
+            if kind == "train" and (logs := self.skipped()) is not None:
+                return logs, state
             results = []
             try:
                 for position in range(self.model.steps_per_execution):
