@@ -98,7 +98,6 @@ class Server:
             "overdue": self._overdue,
             "fail": self._fail,
             "leave": self._leave,
-            "stop": self._stop,
         }
         self._awake = Awake(clock)
         self._seats: dict[int, _Seat] = {}
@@ -206,9 +205,6 @@ class Server:
         seat.failed = True
         found = failure(Kind.FAILED, seat.peer, f"failed: {message['summary']}")
         self._loop.later(_SETTLE_SECONDS, lambda: self._declare(found))
-
-    def _stop(self, seat: _Seat, message: dict[str, Any]) -> None:
-        self._send_all({"kind": "stop", "reason": f"{seat.peer} was asked to stop by {message['reason']}"})
 
     def _leave(self, seat: _Seat, message: dict[str, Any]) -> None:
         seat.left = True

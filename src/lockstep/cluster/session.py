@@ -44,7 +44,6 @@ class Session:
         peers: all workers, in order.
         failure: why the job cannot go on; None as long as it can.
         departed: workers that came to their end in order.
-        reason_to_stop: who was asked to stop, and by what; None: nobody.
 
     Example:
         >>> from lockstep.cluster.group import WorkerGroup
@@ -69,7 +68,6 @@ class Session:
         self.group, self.peers = group, peers
         self.failure: Failure | None = None
         self.departed: set[int] = set()
-        self.reason_to_stop: str | None = None
         self._connection, self._server, self._limits = connection, server, limits
         self._on_failure, self._announce, self._clock = on_failure, announce, clock
         self._process = os.getpid()
@@ -134,13 +132,15 @@ class Session:
         if found is not None:  # Values can be long: only two of them travel, and only now.
             shown = mine if self.group.index in found.pair else None
             values = self.gather(topic, shown, lane=lane, timeout_seconds=timeout_seconds)
-            raise ClusterError(f"{found.sentence(topic, values, [str(peer) for peer in self.peers])} {cure}".strip())
+            sentence = found.sentence(topic, values, [str(peer) for peer in self.peers])
+            raise ClusterError(f"{sentence} {cure}".strip())
 
     def broadcast(
         self, topic: str, value: Any = None, *, lane: str = MAIN, timeout_seconds: float | None = None
     ) -> Any:
         """The chief's value; what the others give is not looked at. Args and errors are those of :meth:`gather`."""
-        return self._meet(BROADCAST, topic, value if self.group.is_chief else None, lane, timeout_seconds)[0]
+        given = value if self.group.is_chief else None
+        return self._meet(BROADCAST, topic, given, lane, timeout_seconds)[0]
 
     def barrier(self, topic: str, *, lane: str = MAIN, timeout_seconds: float | None = None) -> None:
         """Wait until all workers are here. Args and errors are those of :meth:`gather`."""
@@ -158,10 +158,6 @@ class Session:
             raise ClusterError(
                 "This session is closed: the worker has left the job, or this is a process that it has forked."
             )
-
-    def ask_to_stop(self, reason: str) -> None:
-        """Have all workers know soon, by :attr:`reason_to_stop`, that this one was asked to stop by a signal, say."""
-        self._send({"kind": "stop", "reason": reason})
 
     def fail(self, summary: str) -> None:
         """Tell the others that this worker's program has failed; they end with that sentence.
@@ -203,8 +199,8 @@ class Session:
     def _meet(self, operation: str, topic: str, value: Any, lane: str, timeout_seconds: float | None) -> list[Any]:
         what = f"{operation} {topic!r}"
         with self._lanes.only_here(lane, what) as call, self._waiting(lane, what):
-            asked = {"lane": lane, "number": call.calls, "operation": operation, "topic": topic}
-            frame = encode({"kind": "call", "value": value, **asked})
+            asked = {"lane": lane, "number": call.calls, "operation": operation, "topic": topic, "value": value}
+            frame = encode({"kind": "call", **asked})
             call.begin()
             self.check()  # Not before: whatever ends the session from here on ends this wait.
             if self._is_alone:
@@ -289,8 +285,6 @@ class Session:
             self.departed.add(message["worker"])
         elif message["kind"] == "noted":
             self._noted.set()
-        elif message["kind"] == "stop":
-            self.reason_to_stop = self.reason_to_stop or message["reason"]
         elif message["kind"] == "failure":
             self._lose(Failure.from_message(message["failure"]))
 

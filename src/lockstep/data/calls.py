@@ -39,11 +39,9 @@ class Together:
     Attributes:
         processes: their number.
         process: the number of this one.
-        reason_to_stop: what another process was asked to stop by, soon after that; None: nothing.
     """
 
     processes, process = 1, 0
-    reason_to_stop: str | None = None
 
     def during(
         self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
@@ -58,9 +56,6 @@ class Together:
     def shared(self, found: Any) -> Any:
         """What the chief has found, on every process."""
         return found
-
-    def ask_to_stop(self, reason: str) -> None:
-        """Tell the other processes that this one was asked to stop."""
 
     def gathered(self, topic: str, value: Any) -> list[Any]:
         """The values of all processes, each of which calls this for that topic."""

@@ -1,11 +1,15 @@
 """Being asked to stop: by a signal to any process of the job, which all leave after the same step.
 
 Schedulers send SIGTERM before they take a machine away; Slurm sends SIGUSR1, where it was asked to, some time before that.
+
+Several processes ask each other about once a second, each after the same step. One of them cannot simply wait for the others where it
+was signalled: they may be in the next step by then, which does not end without it.
 """
 
-import math
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -14,6 +18,7 @@ from lockstep.data.calls import Together
 __all__ = ["Preemption"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_INTERVAL = 1.0  # seconds from one question to the next
 
 
 class Preemption:
@@ -24,13 +29,18 @@ class Preemption:
 
     Args:
         together: the processes.
+        clock: gives seconds, and is not set back.
+
+    Attributes:
+        reason: why to stop; None where nobody was asked to.
     """
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
+    def __init__(self, together: Together, clock: Callable[[], float] = time.monotonic) -> None:
+        self._together, self._clock = together, clock
+        self.reason: str | None = None
         self._noticed: str | None = None
-        self._boundaries = 0
-        self._last: float | None = None  # the boundary at which all stop; infinite: where they come to their end
+        self._steps, self._asked_at, self._ask_at = 0, 0, 1
+        self._asked_when = clock()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Preemption":
@@ -44,33 +54,35 @@ class Preemption:
             if signal.getsignal(number) == self._notice:
                 signal.signal(number, handler)
 
-    @property
-    def reason(self) -> str | None:
-        """Why the job should stop, as far as this process knows by now."""
-        return self._noticed or self._together.reason_to_stop
-
     def is_now(self) -> bool:
-        """Whether all processes stop here; each asks after the same steps.
+        """Whether all processes stop here; each calls this after the same steps.
 
         Raises:
-            ClusterError: another one does not come to where it could stop.
+            ClusterError: another one does not come here.
         """
-        self._boundaries += 1
-        if self._last is None and self.reason:
-            if self._noticed:
-                self._together.ask_to_stop(self._noticed)
-            self._meet(self._boundaries)
-        return self._last == self._boundaries
+        self._steps += 1
+        if self._steps < self._ask_at:
+            return False
+        steps, now = self._steps - self._asked_at, self._clock()
+        slowest = self._ask((now - self._asked_when) / steps)
+        if self._together.processes > 1:
+            steps = max(1, min(2 * steps, int(_INTERVAL / max(slowest, 1e-6))))
+            self._asked_at, self._asked_when, self._ask_at = self._steps, now, self._steps + steps
+        return self.reason is not None
 
     def is_at_end(self) -> bool:
-        """Whether a process was asked to stop and found no step for it any more; each asks once, where there are no more steps."""
-        return self._last is not None or self._meet(math.inf)
+        """As :meth:`is_now`, where there are no more steps."""
+        self._ask(0.0)
+        return self.reason is not None
 
-    def _meet(self, boundary: float) -> bool:
-        """Agree on the boundary to stop at: the furthest to which a process has come; gives whether one was asked to stop."""
-        found = self._together.gathered("the step to stop after", [boundary, self.reason is not None])
-        self._last = max(boundary for boundary, _ in found)
-        return any(is_asked for _, is_asked in found)
+    def _ask(self, seconds: float) -> float:
+        """Find out whether a process was asked to stop; gives the longest of their ``seconds``."""
+        found = self._together.gathered("whether to stop", [self._noticed, seconds])
+        for process, (signal_name, _) in enumerate(found):
+            if signal_name and self.reason is None:
+                who = "" if len(found) == 1 else f"worker {process} of {len(found)}: "
+                self.reason = f"{who}{signal_name}"
+        return max(seconds for _, seconds in found)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self._noticed = signal.Signals(number).name

@@ -60,15 +60,6 @@ class Together(calls.Together):
         step, facts = self._session.broadcast("the checkpoint", [step, facts])
         return None if step is None else (step, shared_arrays(self._session, self._placement, arrays), facts)
 
-    @property
-    def reason_to_stop(self) -> str | None:  # type: ignore[override]
-        """See the base class."""
-        return self._session.reason_to_stop
-
-    def ask_to_stop(self, reason: str) -> None:
-        """See the base class."""
-        self._session.ask_to_stop(reason)
-
     def gathered(self, topic: str, value: Any) -> list[Any]:
         """See the base class."""
         return self._session.gather(topic, value)
