@@ -61,3 +61,13 @@ def test_what_comes_back_shares_no_memory():
     target = SimpleNamespace()
     unpacked_attributes(target, facts, arrays)
     assert target.value.tolist() == [0, 0, 0]
+
+
+def test_what_has_not_changed_may_be_chosen_anew():
+    owner = SimpleNamespace(patience=3, wait=0, best=None)
+    begun_with = packed_attributes(owner, "", {})
+    owner.wait, owner.best = 2, np.ones(2)
+    arrays = {}
+    target = SimpleNamespace(patience=9, wait=0, best=None)
+    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, begun_with), arrays)
+    assert (target.patience, target.wait, target.best.tolist()) == (9, 2, [1, 1])

@@ -1,18 +1,15 @@
 """The callback that asks for checkpoints; what it asks for is done by the strategy, around the whole call of ``fit``."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from lockstep._errors import OptionError, ScopeError, whole_number
+from lockstep._errors import ScopeError, whole_number
+from lockstep.resume.frequency import SaveFrequency
 
 __all__ = ["BackupAndRestore"]
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -38,7 +35,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     Example:
         >>> import lockstep
         >>> backup = lockstep.callbacks.BackupAndRestore("run", save_freq="10min")
-        >>> backup.save_seconds
+        >>> backup.frequency.seconds
         600.0
     """
 
@@ -55,7 +52,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.directory = Path(directory)
-        self.save_steps, self.save_seconds = _frequency(save_freq)
+        self.frequency = SaveFrequency(save_freq)
         self.keep = whole_number("BackupAndRestore: keep", keep)
         self.async_, self.replay = bool(async_), bool(replay)
         self.allow_changes, self.extend = bool(allow_changes), bool(extend)
@@ -72,18 +69,3 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "lockstep.callbacks.BackupAndRestore works for models of a strategy: build, load or compile the model in "
                 "lockstep.MirroredStrategy().scope(), and leave fit as Keras has it."
             )
-
-
-def _frequency(save_freq: str | int) -> tuple[int | None, float | None]:
-    """Steps or seconds from one checkpoint to the next; both None: only where epochs end."""
-    if save_freq == "epoch":
-        return None, None
-    if not isinstance(save_freq, str):
-        return whole_number("BackupAndRestore: save_freq", save_freq), None
-    match = _DURATION.fullmatch(save_freq)
-    if match is None:
-        raise OptionError(
-            f'BackupAndRestore: save_freq: expected "epoch", a number of steps, or a time such as "30 s", "10min" or "2h", got '
-            f"{save_freq!r}."
-        )
-    return None, float(match[1]) * _SECONDS[match[2]]

@@ -15,6 +15,8 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.calls import Together
 from lockstep.data.placement import Placement
 from lockstep.data.random_state import captured_random_state, restore_random_state
+from lockstep.resume.frequency import SaveFrequency
+from lockstep.resume.preemption import Preemption, leave
 
 __all__ = ["Checkpoint", "copies_of"]
 
@@ -24,6 +26,7 @@ class Checkpoint:
 
     Args:
         directory: where they are; one for each run.
+        frequency: of what is written.
         keep: how many stay.
         placement: the devices.
         together: the processes; the first one writes.
@@ -33,6 +36,7 @@ class Checkpoint:
     def __init__(
         self,
         directory: str | os.PathLike[str],
+        frequency: SaveFrequency,
         keep: int,
         placement: Placement,
         together: Together,
@@ -40,15 +44,19 @@ class Checkpoint:
     ) -> None:
         self._placement, self._together, self._announce = placement, together, announce
         self._store = CheckpointStore(directory, keep, announce=announce)
+        self._frequency, self._step = frequency, 0
+        self._preemption = Preemption(together)
         self._writer = BackgroundWriter(self._store, announce=announce) if together.process == 0 else None
         if self._writer:
             self._store.lock()
 
     def __enter__(self) -> "Checkpoint":
+        self._preemption.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+        self._preemption.__exit__(*error)
 
     def restore(self, state: Any) -> tuple[Any, int]:
         """The state to begin with, and the number of steps that are done.
@@ -78,16 +86,32 @@ class Checkpoint:
                 "was, or take another directory."
             )
         restore_random_state(facts["random"])
+        self._step = step
         self._announce(f"goes on from {self._store.directory} at step {step}")
         return jax.tree.unflatten(structure, self._placement.put([arrays[name] for name in names])), step
 
     def save(self, step: int, state: Any) -> None:
-        """Have a checkpoint written while the loop goes on; what fails is told in a line, and older ones stay.
+        """Say that a step is done; where ``save_freq`` says so a checkpoint is written while the loop goes on.
+
+        What cannot be written is told in a line, and older ones stay. Where this process, or another of the job, was asked to stop by
+        SIGTERM or SIGUSR1, all write their last checkpoint and end: to be called after the same steps in all processes.
 
         Args:
             step: number of steps that are done.
             state: a tree of arrays, each of which every device has. It may be given away to the next step.
+
+        Raises:
+            SystemExit: the process was asked to stop; with code 75.
         """
+        before, self._step = self._step, step
+        is_last = self._preemption.is_now()
+        if is_last or self._frequency.is_due(before, step):
+            self._write(step, state)
+        if is_last:
+            leave(self._preemption, step, self._store.directory, self._writer, self._announce)
+
+    def _write(self, step: int, state: Any) -> None:
+        self._frequency.saved()
         if self._writer is None:
             return
         names, _ = _named(state)

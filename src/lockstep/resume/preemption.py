@@ -10,12 +10,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep.checkpoint.background import BackgroundWriter
+from lockstep.cluster.exit_codes import PEER_LOST
 from lockstep.data.calls import Together
 
-__all__ = ["Preemption"]
+__all__ = ["Preemption", "leave"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _INTERVAL = 1.0  # seconds from one question to the next
@@ -53,6 +56,8 @@ class Preemption:
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._notice:
                 signal.signal(number, handler)
+        if self._noticed and self.reason is None and error[0] is None:
+            signal.raise_signal(signal.Signals[self._noticed])  # Nobody has asked since: it takes effect now.
 
     def is_now(self) -> bool:
         """Whether all processes stop here; each calls this after the same steps.
@@ -87,3 +92,28 @@ class Preemption:
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self._noticed = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL)
+
+
+def leave(
+    preemption: Preemption, step: int, directory: Path, writer: BackgroundWriter | None, announce: Callable[[str], None]
+) -> None:
+    """End the process when its last checkpoint is written.
+
+    Args:
+        preemption: says why.
+        step: the last one.
+        directory: of the checkpoints.
+        writer: writes that checkpoint; None on workers that do not.
+        announce: takes the line that says so.
+    """
+    if writer:
+        writer.wait()
+    is_written = writer is None or writer.last_error is None
+    kept = (
+        f"the checkpoint of step {step} is in {directory}" if is_written else f"{directory} has older checkpoints only"
+    )
+    announce(
+        f"{preemption.reason}: stopped after step {step}; {kept}, and the same program goes on from it. This process ends with "
+        f"code {PEER_LOST}."
+    )
+    raise SystemExit(PEER_LOST)

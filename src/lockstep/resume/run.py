@@ -5,7 +5,6 @@ hear of them. What was kept is restored where training begins, and once more whe
 resets metrics there.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +18,12 @@ from lockstep._errors import CheckpointError, InputError
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.cluster.exit_codes import PEER_LOST
 from lockstep.data.inputs import Hook, Input
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.resume.backup import BackupAndRestore
 from lockstep.resume.checkpoint import copies_of
-from lockstep.resume.preemption import Preemption
+from lockstep.resume.preemption import Preemption, leave
 from lockstep.resume.values import packed_attributes, unpacked_attributes
 
 __all__ = ["BackedUpFit", "Found"]
@@ -71,7 +69,6 @@ class BackedUpFit:
         store: takes checkpoints; None on workers that do not write.
         preemption: says when all processes stop.
         announce: takes a line for the user.
-        clock: gives seconds, and is not set back.
     """
 
     def __init__(
@@ -84,17 +81,17 @@ class BackedUpFit:
         store: CheckpointStore | None,
         preemption: Preemption,
         announce: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backup, self._model, self._data, self._setup = backup, model, data, setup
-        self._preemption, self._announce, self._clock = preemption, announce, clock
+        self._preemption, self._announce = preemption, announce
         self._writer = BackgroundWriter(store, announce=announce) if store else None
         self.callbacks: list[keras.callbacks.Callback] = []
+        self._begun_with: list[dict[str, Any]] = []  # the attributes of the others
         self._state: Any = None  # what the last step gave
         self.step, self._arrays, self._facts = found or (0, {}, {})
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
-        self._saved_at, self._epoch_now, self._done_now, self._epochs_done = clock(), self.epoch, 0, self.epoch
+        self._epoch_now, self._done_now, self._epochs_done = self.epoch, 0, self.epoch
         self._before_validation: _Moment | None = None
         self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
         self._logs = {name[len(_LOGS) :]: value for name, value in self._arrays.items() if name.startswith(_LOGS)}
@@ -109,6 +106,11 @@ class BackedUpFit:
     def is_finished(self) -> bool:
         """Whether the earlier run came to its end."""
         return bool(self._facts.get("is_finished"))
+
+    @property
+    def _others(self) -> list[keras.callbacks.Callback]:
+        """The callbacks that are not ours."""
+        return [callback for callback in self.callbacks if callback is not self._backup]
 
     # What the loop asks.
 
@@ -134,6 +136,7 @@ class BackedUpFit:
 
     def train_begins(self) -> None:
         """All callbacks have begun."""
+        self._begun_with = [packed_attributes(callback, "", {}) for callback in self._others]
         if self._facts:
             self._data.go_on_from(self._position, self.done, self._facts["hooks"])
             self._restore()
@@ -150,11 +153,8 @@ class BackedUpFit:
         """A step has ended, the ``done``-th of its epoch."""
         self._logs = {name: value for name, value in logs.items() if np.shape(value) == ()} if logs else {}
         before, self.step, self._done_now = self.step, self.step + self._model.steps_per_execution, done
-        steps, seconds = self._backup.save_steps, self._backup.save_seconds
-        is_due = steps and self.step // steps > before // steps
-        is_late = seconds and self._clock() - self._saved_at >= seconds
         is_last = self._preemption.is_now()
-        if is_due or is_late or is_last:
+        if is_last or self._backup.frequency.is_due(before, self.step):
             self.save(self._now(self._epoch_now, done, is_epoch_over=False))
         if is_last:
             self._leave()
@@ -195,13 +195,13 @@ class BackedUpFit:
 
     def save(self, moment: _Moment, is_finished: bool = False) -> None:
         """Have a checkpoint written of a moment, and of the variables and callbacks as they are now."""
-        self._saved_at = self._clock()
+        self._backup.frequency.saved()
         if self._writer is None:
             return
         arrays: dict[str, np.ndarray] = {}
         attributes = [
-            [type(callback).__name__, packed_attributes(callback, f"callback {number}", arrays)]
-            for number, callback in enumerate(self.callbacks)
+            [type(callback).__name__, packed_attributes(callback, f"callback {number}", arrays, begun_with)]
+            for number, (callback, begun_with) in enumerate(zip(self._others, self._begun_with, strict=True))
         ]
         facts = {
             "epoch": moment.epoch,
@@ -239,17 +239,7 @@ class BackedUpFit:
         )
 
     def _leave(self) -> None:
-        """End the process when the checkpoint is written."""
-        if self._writer:
-            self._writer.wait()
-        where = f"the checkpoint of step {self.step} is in {self._backup.directory}"
-        if self._writer and self._writer.last_error:
-            where = f"{self._backup.directory} has older checkpoints only"
-        self._announce(
-            f"{self._preemption.reason}: stopped after step {self.step}; {where}, and the same program goes on from it. "
-            f"This process ends with code {PEER_LOST}."
-        )
-        raise SystemExit(PEER_LOST)
+        leave(self._preemption, self.step, self._backup.directory, self._writer, self._announce)
 
     def _write(self, writer: BackgroundWriter, make: Callable[[], Snapshot]) -> None:
         try:
@@ -299,7 +289,7 @@ class BackedUpFit:
         for name, variable in variables.items():
             variable.assign(self._arrays[name])
         entries: list[Any] = list(self._facts["callbacks"])
-        for callback in self.callbacks:  # Of several of one class, in their order; others may have come or gone.
+        for callback in self._others:  # Of several of one class, in their order; others may have come or gone.
             own = next((entry for entry in entries if entry[0] == type(callback).__name__), None)
             if own:
                 entries.remove(own)

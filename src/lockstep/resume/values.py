@@ -21,13 +21,16 @@ class _NoValueError(Exception):
     """Something that is neither numbers, text nor arrays."""
 
 
-def packed_attributes(owner: Any, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def packed_attributes(
+    owner: Any, name: str, arrays: dict[str, np.ndarray], begun_with: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The attributes of an object that are values, as JSON.
 
     Args:
         owner: a callback.
         name: begins the names of its arrays.
         arrays: to which its arrays are added.
+        begun_with: what this gave before; what has not changed since is left out, so that another run may choose it anew.
     """
     found = {}
     for attribute, value in vars(owner).items():
@@ -35,10 +38,12 @@ def packed_attributes(owner: Any, name: str, arrays: dict[str, np.ndarray]) -> d
         if attribute in _LEFT_OUT:
             continue
         try:
-            found[attribute] = _packed(value, f"{name}/{attribute}", own)
+            packed = _packed(value, f"{name}/{attribute}", own)
         except _NoValueError:
             continue
-        arrays |= own
+        if own or begun_with is None or attribute not in begun_with or begun_with[attribute] != packed:
+            found[attribute] = packed
+            arrays |= own
     return found
 
 

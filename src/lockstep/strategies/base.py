@@ -24,6 +24,7 @@ from lockstep.loops.model import call_on_replica
 from lockstep.loops.tools import LoopTools
 from lockstep.resume.around import backed_up
 from lockstep.resume.checkpoint import Checkpoint
+from lockstep.resume.frequency import SaveFrequency
 from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.arguments import options_of, refuse_with_slices, resolve_ops
@@ -169,16 +170,17 @@ class Strategy(LoopTools):
             placements.append(self._placement.on_first_device())
         return compare_steps(model, (x, y, sample_weight), [(p, self._plan_for(p)) for p in placements])
 
-    def checkpoint(self, directory: str | os.PathLike[str], keep: int = 3) -> Checkpoint:
+    def checkpoint(self, directory: str | os.PathLike[str], save_freq: str | int = 1, keep: int = 3) -> Checkpoint:
         """Checkpoints for a loop of one's own, written while it runs.
 
         Args:
             directory: where they are; one for each run.
+            save_freq: how many steps, or how long, from one to the next: 100, or ``"10min"``.
             keep: how many of the newest stay.
 
         Raises:
             CheckpointError: another job writes there, or nobody can.
-            OptionError: ``keep`` is out of its range.
+            OptionError: ``save_freq`` or ``keep`` is out of its range.
 
         Example:
             >>> import jax.numpy as jnp, lockstep, tempfile
@@ -189,12 +191,12 @@ class Strategy(LoopTools):
             ...         state, start = checkpoint.restore(jnp.zeros(2))
             ...         for step in range(start, stop):
             ...             state = state + 1
-            ...         checkpoint.save(stop, state)
+            ...             checkpoint.save(step + 1, state)
             >>> start, state.tolist()
             (3, [5.0, 5.0])
             >>> folder.cleanup()
         """
-        return Checkpoint(directory, keep, self._placement, self._together, self._announce)
+        return Checkpoint(directory, SaveFrequency(save_freq), keep, self._placement, self._together, self._announce)
 
     def _plan_for(self, placement: Placement) -> Plan:
         return (
