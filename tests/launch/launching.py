@@ -48,10 +48,10 @@ def environment(**variables):
     return {**own, **variables}
 
 
-def run(*arguments, **variables):
+def run(*arguments, deadline=DEADLINE, **variables):
     """Run to the end; stdout and stderr as text."""
     done = subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, timeout=DEADLINE, env=environment(**variables)
+        [*COMMAND, *map(str, arguments)], capture_output=True, timeout=deadline, env=environment(**variables)
     )
     done.stdout, done.stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     return done
