@@ -27,12 +27,10 @@ class Said:
     Args:
         to: its key.
         message: what is said.
-        is_last: whether the node takes no part any more.
     """
 
     to: int
     message: dict[str, Any]
-    is_last: bool = False
 
 
 class Assembly:
@@ -78,7 +76,7 @@ class Assembly:
     def come(self, key: int, node: Node) -> list[Said]:
         """Somebody is there now."""
         self.nodes[key] = node
-        return [Said(key, self._end, is_last=True)] if self.is_over else self.step()
+        return [Said(key, self._end)] if self.is_over else self.step()
 
     def go(self, key: int, why: str) -> list[Said]:
         """Somebody is not there any more."""
@@ -114,7 +112,7 @@ class Assembly:
         self.is_over = True
         self._end = {"kind": "end", "code": code, "sentence": sentence}
         for key in self.nodes:
-            yield Said(key, {**self._end, "sentence": ""} if key == cause else self._end, is_last=True)
+            yield Said(key, {**self._end, "sentence": ""} if key == cause else self._end)
 
     def waits_for(self) -> str:
         """For whom a node waits that runs nothing."""
@@ -151,7 +149,7 @@ class Assembly:
             round_.note(key, Outcome(PEER_LOST, "it did not end in time"), now)
             self._gone[round_.members[key]] = "it did not end in time"
             if self.nodes.pop(key, None):
-                yield Said(key, {"kind": "end", "code": PEER_LOST, "sentence": "this node did not end in time"}, True)
+                yield Said(key, {"kind": "end", "code": PEER_LOST, "sentence": "this node did not end in time"})
         if not round_.running:
             yield from self._decide(round_)
 
