@@ -58,10 +58,14 @@ def run(*arguments, deadline=DEADLINE, **variables):
 
 
 @contextlib.contextmanager
-def started(*arguments, output=subprocess.PIPE, **variables):
-    """Run in the background; it is killed at the end of the block."""
+def started(*arguments, output=subprocess.PIPE, before=(), **variables):
+    """Run in the background, with a command ``before`` it; it is killed at the end of the block."""
     process = subprocess.Popen(
-        [*COMMAND, *map(str, arguments)], stdout=output, stderr=subprocess.PIPE, text=True, env=environment(**variables)
+        [*before, *COMMAND, *map(str, arguments)],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**variables),
     )
     try:
         yield process

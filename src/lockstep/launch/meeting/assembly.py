@@ -114,8 +114,12 @@ class Assembly:
         for key in self.nodes:
             yield Said(key, {**self._end, "sentence": ""} if key == cause else self._end)
 
+    def waiting(self) -> list[int]:
+        """The nodes that run nothing."""
+        return [key for key in self.nodes if self._round is None or key not in self._round.running]
+
     def waits_for(self) -> str:
-        """For whom a node waits that runs nothing."""
+        """For whom these wait."""
         if self._round is None:
             return self._gathering.missing(self.nodes.values())
         return f"{listed(self._round.names or ['nobody'])} to end"

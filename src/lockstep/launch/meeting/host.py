@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lockstep._errors import LockstepError
 from lockstep.cluster.addresses import split_address
 from lockstep.cluster.connection import CLOSED, Connection
 from lockstep.cluster.door import Door
@@ -17,10 +18,11 @@ from lockstep.cluster.wire import FIRST_BYTES, MAX_BYTES, encode
 from lockstep.launch.meeting.assembly import Assembly, Said
 from lockstep.launch.meeting.nodes import Node, Outcome, Terms
 
-__all__ = ["BEAT_SECONDS", "Host"]
+__all__ = ["Host"]
 
-BEAT_SECONDS = 1.0
+_BEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.1
+_DEAD_SECONDS = 35.0  # After these a machine that answers no more is lost; the same as for one that nothing is sent to.
 _LINGER_SECONDS = 2.0  # For the others to hear that the job is over.
 _OWN = 0  # The key of the node that the meeting is at.
 
@@ -76,7 +78,7 @@ class Host:
         try:
             refusal = self._assembly.judge(peer)
             node = None if refusal else Node.of(peer, _host_of(connection))
-        except (TypeError, ValueError) as error:
+        except (LockstepError, TypeError, ValueError) as error:
             node, refusal = None, Refusal(f"{peer.process} did not say properly which node it is ({error})")
         if node is not None:
             connection.send(encode({"kind": "welcome"}))
@@ -90,6 +92,7 @@ class Host:
         key, self._next_key = self._next_key, self._next_key + 1
         self._connections[key] = connection
         connection.allow(MAX_BYTES)
+        connection.give_up_after(_DEAD_SECONDS)
         self._loop.add(connection, lambda _, message: self._received(key, message), lambda _: self._closed(key))
         self._say(self._assembly.come(key, node))
 
@@ -112,10 +115,10 @@ class Host:
     def _tick(self) -> None:
         self._say(self._assembly.step())
         self._ticks += 1
-        if self._ticks % round(BEAT_SECONDS / _TICK_SECONDS) == 0:
+        if self._ticks % round(_BEAT_SECONDS / _TICK_SECONDS) == 0:
             beat = encode({"kind": "beat", "waits": self._assembly.waits_for()})
-            for connection in self._connections.values():
-                connection.send(beat)
+            for key in self._assembly.waiting():
+                self._connections[key].send(beat)
         self._loop.later(_TICK_SECONDS, self._tick)
 
     def _say(self, said: Iterable[Said]) -> None:

@@ -4,10 +4,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep._errors import OptionError, whole_number
+from lockstep.cluster.addresses import join_address, split_address
 from lockstep.cluster.peer import Peer
 from lockstep.launch.job import Job
 
 __all__ = ["Node", "Outcome", "Terms"]
+
+_MOST_WORKERS = 1024  # on one node
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,21 @@ class Node:
 
     @classmethod
     def of(cls, peer: Peer, address: str, is_host: bool = False) -> "Node":
-        """What a supervisor has said; ``address`` is that of its machine where it has not said one."""
+        """What a supervisor has said; ``address`` is that of its machine where it has not said one.
+
+        Raises:
+            OptionError: a number is none, or out of its range.
+            ClusterError: host and port are no address.
+        """
         said = peer.information
-        rank = None if said["rank"] is None else int(said["rank"])
-        return cls(peer.process, rank, peer.workers, str(said["host"] or address), int(said["port"]), is_host)
+        rank = None if said["rank"] is None else whole_number("rank", said["rank"], 0)
+        workers = whole_number("workers", peer.workers)
+        if workers > _MOST_WORKERS:
+            raise OptionError(f"workers: expected at most {_MOST_WORKERS} on one node, got {workers}.")
+        host, port = split_address(
+            "address", join_address(str(said["host"] or address), whole_number("port", said["port"]))
+        )
+        return cls(peer.process, rank, workers, host, port, is_host)
 
 
 @dataclass(frozen=True)
