@@ -270,6 +270,15 @@ def test_two_nodes_of_one_rank_do_not_both_come(job, tmp_path):
     assert end_of(first)[0] == 75
 
 
+def test_two_jobs_do_not_meet_at_one_place(job):
+    nodes = job("", "2:2")
+    first = nodes.start("--node-rank", 0)
+    hear(first, "waiting for ")
+    code, _, messages = end_of(nodes.start("--node-rank", 0))
+    assert code == 2
+    assert f", process {first.pid}) uses it. End that, or give" in messages
+
+
 @pytest.mark.parametrize("nnodes", ["2:1", "0:2", "a:2", ":2", "1:2:3"])
 def test_other_ranges_are_refused(tmp_path, nnodes):
     done = run("--nnodes", nnodes, "--coordinator", "127.0.0.1:1", program(tmp_path, ""))

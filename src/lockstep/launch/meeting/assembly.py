@@ -83,9 +83,11 @@ class Assembly:
         node = self.nodes.pop(key, None)
         if node is None or self.is_over:
             return []
+        outcome, name = Outcome(PEER_LOST, f"lost, {why}"), node.process
         if self._round is not None and key in self._round.running:
-            self._round.note(key, Outcome(PEER_LOST, f"lost, {why}"), self._clock())
-            self._gone[self._round.members[key]] = f"lost, {why}"
+            self._round.note(key, outcome, self._clock())
+            name = self._round.members[key]
+        self._gone[name] = outcome.sentence
         return self.step()
 
     def note(self, key: int, outcome: Outcome) -> list[Said]:
@@ -137,6 +139,7 @@ class Assembly:
         addresses = [_addresses(node, taken) for _, node in chosen]
         flat = tuple(address for own in addresses for address in own)
         self._generation += 1
+        self._gone.clear()
         self._round = Round(
             {key: f"node {rank} ({node.process})" for rank, (key, node) in enumerate(chosen)}, self._terms.grace
         )

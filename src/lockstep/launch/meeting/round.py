@@ -37,7 +37,7 @@ class Round:
 
     def note(self, key: int, outcome: Outcome, now: float) -> None:
         """How it has ended on one node."""
-        self.outcomes.setdefault(key, outcome)
+        self.outcomes[key] = outcome
         if outcome.code and self._failed_at is None:
             self._failed_at = now
 
