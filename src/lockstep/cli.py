@@ -131,10 +131,6 @@ def _env(options: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def _catching(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     def run(options: argparse.Namespace) -> int:
         try:
