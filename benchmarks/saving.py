@@ -29,6 +29,7 @@ class Clock(keras.callbacks.Callback):
         self.times = []
 
     def on_train_batch_end(self, batch, logs=None):
+        """Wait for the step, and look at the clock."""
         float(logs["loss"])
         self.times.append(time.perf_counter())
 
@@ -65,7 +66,9 @@ def main() -> None:
     rows = []
     for way, rounds in found.items():
         after = [seconds for one in rounds for seconds in one[EVERY - 1 :: EVERY]]  # the steps that follow a save
-        ratio = np.median([np.mean(one) for one in rounds]) / np.median([np.mean(one) for one in found["no checkpoints"]])
+        ratio = np.median([np.mean(one) for one in rounds]) / np.median(
+            [np.mean(one) for one in found["no checkpoints"]]
+        )
         held_up = np.median(after) - step
         rows.append((way, f"{1e3 * held_up:.0f}", f"{held_up / step:.2f}", f"{ratio:.2f}"))
     title = f"Saving 101 MB each {EVERY} steps of {1e3 * step:.0f} ms"
