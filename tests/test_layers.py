@@ -15,7 +15,7 @@ LAYERS = (
     ("_keras", "_logging"),
     ("cluster", "checkpoint"),
     ("topology",),
-    ("collectives", "data"),
+    ("collectives", "data", "parameters"),
     ("step",),
     ("loops",),
     ("resume",),

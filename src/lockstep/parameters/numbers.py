@@ -1,0 +1,38 @@
+"""Which of the numbers 0, 1, 2, … are done: all below one, and some above."""
+
+__all__ = ["Done"]
+
+
+class Done:
+    """A set of whole numbers that is small while they come nearly in order.
+
+    Attributes:
+        below: all smaller numbers are done, this one is not.
+
+    Example:
+        >>> done = Done()
+        >>> done.add(0), done.add(2), done.add(2), done.below, 2 in done
+        (True, True, False, 1, True)
+        >>> done.add(1), done.below
+        (True, 3)
+    """
+
+    def __init__(self) -> None:
+        self.below = 0
+        self._above: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.below or number in self._above
+
+    def __len__(self) -> int:
+        return self.below + len(self._above)
+
+    def add(self, number: int) -> bool:
+        """One more is done; False where it was already."""
+        if number in self:
+            return False
+        self._above.add(number)
+        while self.below in self._above:
+            self._above.remove(self.below)
+            self.below += 1
+        return True

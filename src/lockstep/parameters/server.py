@@ -1,0 +1,142 @@
+"""A server of variables: it listens where it is told to, and serves each worker in a thread of its own."""
+
+import contextlib
+import hashlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lockstep._logging import announce as announce_line
+from lockstep.cluster.door import StrangerError
+from lockstep.cluster.peer import Peer
+from lockstep.parameters.entrance import let_in
+from lockstep.parameters.service import Service, Visit
+from lockstep.parameters.shards import Plan
+from lockstep.parameters.wire import Link, LostError, MalformedError
+
+__all__ = ["VariableServer", "identity_of"]
+
+_MOST_AT_THE_DOOR = 32  # Who has not said yet who they are; more are closed at once.
+_TOLD = 3  # A scanner of ports must not fill the log.
+_MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send an answer.
+
+
+def identity_of(plan: Plan, server: int) -> dict[str, Any]:
+    """What a worker and a server must have in common: the variables, and which of the servers it is."""
+    said = repr((plan.variables, plan.shards)).encode()
+    return {"number": server, "of": plan.servers, "variables": hashlib.sha256(said).hexdigest()[:16]}
+
+
+class VariableServer:
+    """Serves until it is stopped.
+
+    Args:
+        number: of this server.
+        plan: where all variables are.
+        service: has the store of this server.
+        listener: a socket that listens; it belongs to this object from now on.
+        secret: what workers must know; None: nothing.
+        announce: takes lines.
+
+    Attributes:
+        turned_away: why connections were closed, as far as it was told.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        service: Service,
+        listener: socket.socket,
+        *,
+        secret: bytes | None = None,
+        announce: Callable[[str], None] = announce_line,
+    ) -> None:
+        self._service, self._secret, self._listener, self._announce = service, secret, listener, announce
+        self._me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=identity_of(plan, number))
+        self._links: set[Link] = set()
+        self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
+        self._is_stopped = False
+        self.turned_away: list[str] = []
+        self._thread = threading.Thread(target=self._accept, name=f"lockstep-ps-{number}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close everything; updates that have begun come to their end."""
+        self._is_stopped = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            links = tuple(self._links)
+        for link in links:
+            link.cut()
+
+    def _accept(self) -> None:
+        while not self._is_stopped:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:  # Closed; or no descriptors are left, and others are served all the same.
+                select.select([], [], [], 0.0 if self._is_stopped else 0.05)
+                continue
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._receive, args=(connected,), daemon=True).start()
+            else:
+                connected.close()
+
+    def _receive(self, connected: socket.socket) -> None:
+        """One connection, from its first byte to its last."""
+        link = Link(connected, _MESSAGE_SECONDS)
+        with self._lock:
+            self._links.add(link)
+        try:
+            visit = self._meet(link)
+            if visit is not None:
+                self._serve(link, visit)
+        finally:
+            with self._lock:
+                self._links.discard(link)
+            link.close()
+
+    def _meet(self, link: Link) -> Visit | None:
+        try:
+            return Visit(let_in(link, self._me, self._secret), is_gone=link.is_closed)
+        except (LostError, MalformedError, StrangerError) as error:
+            self._turn_away(link, "it", error)
+            return None
+        finally:
+            self._places.release()
+
+    def _serve(self, link: Link, visit: Visit) -> None:
+        link.give_up_after(_MESSAGE_SECONDS)
+        try:
+            while True:
+                link.wait_at_most(None)  # A worker may compute for as long as it likes.
+                link.expect()
+                link.wait_at_most(_MESSAGE_SECONDS)
+                link.send(*self._service.answer(visit, *link.receive(self._service.judge)))
+        except LostError:
+            pass  # It has ended, or died: whoever started it knows.
+        except MalformedError as error:
+            self._turn_away(link, str(visit), error)
+        finally:
+            self._service.leave(visit)
+
+    def _turn_away(self, link: Link, who: str, error: Exception) -> None:
+        if self._is_stopped:
+            return
+        sentence = f"a connection from {link.address} was closed: {who}: {error}"
+        with self._lock:
+            is_told = len(self.turned_away) < _TOLD
+            if is_told:
+                self.turned_away.append(sentence)
+        if is_told:
+            self._announce(sentence)
+        link.refuse({"kind": "refused", "sentence": str(error)})

@@ -1,0 +1,63 @@
+"""Servers and workers of a test: threads of this process that talk over real sockets."""
+
+import contextlib
+import socket
+
+import keras
+import numpy as np
+
+from lockstep.cluster.peer import Peer
+from lockstep.parameters.client import VariableClient
+from lockstep.parameters.server import VariableServer
+from lockstep.parameters.service import Service
+from lockstep.parameters.shards import Spec, plan
+from lockstep.parameters.store import Store
+
+DEADLINE = 30.0  # seconds, of each wait of a test
+
+SPECS = (Spec("dense/kernel", (3, 2), "float32"), Spec("table", (7, 2), "float32"), Spec("scale", (), "float32"))
+
+
+def values_of(specs=SPECS, seed=0):
+    random = np.random.default_rng(seed)
+    return {spec.name: random.normal(size=spec.shape).astype(spec.dtype) for spec in specs}
+
+
+def peer(index, workers=4):
+    return Peer(index, workers, "here", 1000 + index)
+
+
+class Servers(contextlib.ExitStack):
+    """So many servers, with what their workers need to reach them."""
+
+    def __init__(
+        self,
+        count=1,
+        *,
+        specs=SPECS,
+        partitioner=None,
+        optimizer=lambda: keras.optimizers.SGD(0.5),
+        secret=None,
+        max_staleness=None,
+    ):
+        super().__init__()
+        self.plan = plan(specs, count, partitioner)
+        self.secret, self.said = secret, []
+        self.services, self.servers, self.addresses = [], [], []
+        for number in range(count):
+            listener = socket.create_server(("127.0.0.1", 0))
+            self.addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
+            service = Service(Store(self.plan.specs_at(number), optimizer()), max_staleness)
+            server = VariableServer(number, self.plan, service, listener, secret=secret, announce=self.said.append)
+            server.start()
+            self.callback(server.stop)
+            self.services.append(service)
+            self.servers.append(server)
+
+    def client(self, index=0, *, plan=None, addresses=None, timeout_seconds=DEADLINE, **options):
+        options = {"secret": self.secret, "announce": self.said.append} | options
+        client = VariableClient(
+            plan or self.plan, addresses or self.addresses, peer(index), timeout_seconds=timeout_seconds, **options
+        )
+        self.callback(client.close)
+        return client

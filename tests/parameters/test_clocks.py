@@ -1,0 +1,113 @@
+"""How far workers run ahead of each other, in every order of events."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep import OptionError
+from lockstep.parameters.clocks import Clocks
+from lockstep.parameters.numbers import Done
+from lockstep.parameters.rounds import Rounds
+from lockstep.parameters.store import Push
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["step", "rest", "leave"]), st.integers(0, 3)), max_size=120)
+
+
+@given(EVENTS, st.integers(0, 3))
+def test_somebody_can_always_go_on(events, bound):
+    clocks, here = Clocks(bound), set()
+    for event, worker in events:
+        if event == "step":
+            here.add(worker)
+            if not clocks.holds_up(worker):
+                clocks.tick(worker)
+        else:
+            here.discard(worker)
+            {"rest": clocks.rest, "leave": clocks.leave}[event](worker)
+        assert not here or any(not clocks.holds_up(worker) for worker in here)
+
+
+@given(st.lists(st.integers(0, 2), max_size=100), st.integers(0, 3))
+def test_those_who_start_together_differ_by_the_bound_and_one_step_at_most(order, bound):
+    clocks, steps = Clocks(bound), [0, 0, 0]
+    for worker in range(3):
+        clocks.join(worker)
+    for worker in order:
+        waits = clocks.holds_up(worker)
+        assert bool(waits) == (steps[worker] - min(steps) > bound)
+        if not waits:
+            clocks.tick(worker)
+            steps[worker] += 1
+        assert max(steps) - min(steps) <= bound + 1
+
+
+def test_without_a_bound_nobody_waits():
+    clocks = Clocks(None)
+    clocks.join(0)
+    for _ in range(1000):
+        clocks.tick(1)
+    assert clocks.holds_up(1) == []
+
+
+def test_who_dies_or_rests_is_waited_for_no_more():
+    for goes in (Clocks.leave, Clocks.rest):
+        clocks = Clocks(0)
+        for worker in (0, 1):
+            clocks.join(worker)
+        clocks.tick(0)
+        assert clocks.holds_up(0) == ["1"]
+        goes(clocks, 1)
+        assert clocks.holds_up(0) == []
+
+
+def test_who_comes_late_or_comes_back_stands_where_the_slowest_is():
+    clocks = Clocks(0)
+    clocks.join("early")
+    clocks.rest("early")
+    for _ in range(5):
+        clocks.join("busy")
+        clocks.tick("busy")
+    clocks.join("late")
+    clocks.join("early")
+    assert clocks.holds_up("busy") == []
+    clocks.tick("busy")
+    assert sorted(clocks.holds_up("busy")) == ["early", "late"]
+
+
+@pytest.mark.parametrize("bound", [-1, 1.5, "2", True])
+def test_a_bound_is_a_whole_number(bound):
+    with pytest.raises(OptionError, match="max_staleness: expected a whole number of at least 0"):
+        Clocks(bound)
+
+
+@given(st.lists(st.integers(0, 20)))
+def test_numbers_that_are_done_are_a_set(numbers):
+    done, naive = Done(), set()
+    for number in numbers:
+        assert done.add(number) == (number not in naive)
+        naive.add(number)
+        assert len(done) == len(naive)
+        assert done.below == next(n for n in range(30) if n not in naive)
+        assert all((n in done) == (n in naive) for n in range(30))
+
+
+@given(st.integers(1, 5).flatmap(lambda parts: st.lists(st.integers(0, parts - 1)).map(lambda order: (parts, order))))
+def test_a_round_ends_once_with_its_parts_in_their_order(case):
+    parts, order = case
+    rounds, pushes, here = Rounds(), [Push({}, weight=n + 1) for n in range(parts)], set()
+    for part in order:
+        complete = rounds.add(0, part, parts, pushes[part])
+        is_last = len(here | {part}) == parts > len(here)
+        here.add(part)
+        assert complete == (pushes if is_last else None)
+    assert rounds.number == (len(here) == parts)
+
+
+@pytest.mark.parametrize(("number", "part", "parts"), [(1, 0, 2), (0, 2, 2), (0, 1, 3)])
+def test_a_part_that_cannot_be_is_refused(number, part, parts):
+    rounds = Rounds()
+    rounds.add(0, 0, 2, Push({}))
+    with pytest.raises(
+        OptionError, match=f"part {part} of {parts} of round {number}: round 0 is due, which has 2 parts"
+    ):
+        rounds.add(number, part, parts, Push({}))
