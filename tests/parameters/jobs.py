@@ -8,10 +8,8 @@ import numpy as np
 
 from lockstep.cluster.peer import Peer
 from lockstep.parameters.client import VariableClient
-from lockstep.parameters.server import VariableServer
-from lockstep.parameters.service import Service
+from lockstep.parameters.serving import serve
 from lockstep.parameters.shards import Spec, plan
-from lockstep.parameters.store import Store
 
 DEADLINE = 30.0  # seconds, of each wait of a test
 
@@ -43,15 +41,20 @@ class Servers(contextlib.ExitStack):
         super().__init__()
         self.plan = plan(specs, count, partitioner)
         self.secret, self.said = secret, []
-        self.services, self.servers, self.addresses = [], [], []
+        self.servers, self.addresses = [], []
         for number in range(count):
             listener = socket.create_server(("127.0.0.1", 0))
             self.addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
-            service = Service(Store(self.plan.specs_at(number), optimizer()), max_staleness)
-            server = VariableServer(number, self.plan, service, listener, secret=secret, announce=self.said.append)
-            server.start()
+            server = serve(
+                number,
+                self.plan,
+                optimizer(),
+                listener,
+                max_staleness=max_staleness,
+                secret=secret,
+                announce=self.said.append,
+            )
             self.callback(server.stop)
-            self.services.append(service)
             self.servers.append(server)
 
     def client(self, index=0, *, plan=None, addresses=None, timeout_seconds=DEADLINE, **options):

@@ -13,7 +13,6 @@ from lockstep.cluster.peer import Peer
 from lockstep.parameters.courier import Answer, Courier, Judge, connect
 from lockstep.parameters.gradients import Gradient, share
 from lockstep.parameters.requests import INDICES, VALUE, as_arrays, judge_of_values, no_arrays, only_values, value_of
-from lockstep.parameters.server import identity_of
 from lockstep.parameters.shards import Plan, Shard
 from lockstep.parameters.wire import Message
 
@@ -94,7 +93,7 @@ class VariableClient:
         self.versions = [0] * plan.servers
         try:
             for number, address in enumerate(addresses):
-                known = replace(me, identity=identity_of(plan, number))
+                known = replace(me, identity=plan.identity_of(number))
                 self._couriers.append(connect(f"ps {number}", address, known, secret, timeout_seconds, announce))
         except ClusterError:
             self.close()

@@ -1,44 +1,50 @@
-"""A server of variables: it listens where it is told to, and serves each worker in a thread of its own."""
+"""The shell with sockets: it listens where it is told to, and serves each worker in a thread of its own."""
 
 import contextlib
-import hashlib
-import os
 import select
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
 
 from lockstep._logging import announce as announce_line
 from lockstep.cluster.door import StrangerError
 from lockstep.cluster.peer import Peer
 from lockstep.parameters.entrance import let_in
-from lockstep.parameters.service import Service, Visit
-from lockstep.parameters.shards import Plan
-from lockstep.parameters.wire import Link, LostError, MalformedError
+from lockstep.parameters.shards import Spec
+from lockstep.parameters.visits import Answer, Visit
+from lockstep.parameters.wire import Link, LostError, MalformedError, Message
 
-__all__ = ["VariableServer", "identity_of"]
+__all__ = ["Answers", "ArrayServer"]
 
 _MOST_AT_THE_DOOR = 32  # Who has not said yet who they are; more are closed at once.
 _TOLD = 3  # A scanner of ports must not fill the log.
 _MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send an answer.
 
 
-def identity_of(plan: Plan, server: int) -> dict[str, Any]:
-    """What a worker and a server must have in common: the variables, and which of the servers it is."""
-    said = repr((plan.variables, plan.shards)).encode()
-    return {"number": server, "of": plan.servers, "variables": hashlib.sha256(said).hexdigest()[:16]}
+class Answers(Protocol):
+    """What is served: :class:`lockstep.parameters.service.Service` and :class:`lockstep.parameters.desk.Desk`."""
+
+    def judge(self, message: Message, given: tuple[Spec, ...]) -> None:
+        """Refuse a message by MalformedError, before its arrays are received."""
+
+    def answer(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        """Do what is asked, and wait for it where needed; MalformedError where it cannot be asked."""
+
+    def leave(self, visit: Visit) -> None:
+        """Who came has gone."""
 
 
-class VariableServer:
+class ArrayServer:
     """Serves until it is stopped.
 
     Args:
-        number: of this server.
-        plan: where all variables are.
-        service: has the store of this server.
+        me: this process; who comes must have the same identity.
+        answers: answers what is asked.
         listener: a socket that listens; it belongs to this object from now on.
-        secret: what workers must know; None: nothing.
+        secret: what others must know; None: nothing.
         announce: takes lines.
 
     Attributes:
@@ -47,22 +53,21 @@ class VariableServer:
 
     def __init__(
         self,
-        number: int,
-        plan: Plan,
-        service: Service,
+        me: Peer,
+        answers: Answers,
         listener: socket.socket,
         *,
         secret: bytes | None = None,
         announce: Callable[[str], None] = announce_line,
     ) -> None:
-        self._service, self._secret, self._listener, self._announce = service, secret, listener, announce
-        self._me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=identity_of(plan, number))
+        self._me, self._answers, self._listener = me, answers, listener
+        self._secret, self._announce = secret, announce
         self._links: set[Link] = set()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
         self._is_stopped = False
         self.turned_away: list[str] = []
-        self._thread = threading.Thread(target=self._accept, name=f"lockstep-ps-{number}", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name=f"lockstep-accept-{me.index}", daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -121,13 +126,13 @@ class VariableServer:
                 link.wait_at_most(None)  # A worker may compute for as long as it likes.
                 link.expect()
                 link.wait_at_most(_MESSAGE_SECONDS)
-                link.send(*self._service.answer(visit, *link.receive(self._service.judge)))
+                link.send(*self._answers.answer(visit, *link.receive(self._answers.judge)))
         except LostError:
             pass  # It has ended, or died: whoever started it knows.
         except MalformedError as error:
             self._turn_away(link, str(visit), error)
         finally:
-            self._service.leave(visit)
+            self._answers.leave(visit)
 
     def _turn_away(self, link: Link, who: str, error: Exception) -> None:
         if self._is_stopped:

@@ -9,36 +9,18 @@ from typing import Any
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.cluster.peer import Peer
 from lockstep.parameters.clocks import Clocks
 from lockstep.parameters.numbers import Done
 from lockstep.parameters.requests import ROWS, VALUE, as_gradients, asked_rows, judge, whole
 from lockstep.parameters.rounds import Rounds
 from lockstep.parameters.shards import Spec
 from lockstep.parameters.store import Push, Store
+from lockstep.parameters.visits import Answer, Visit, seconds_of
 from lockstep.parameters.wire import MalformedError, Message
 
-__all__ = ["Service", "Visit"]
+__all__ = ["Service"]
 
 _LOOK_SECONDS = 0.25  # How often a waiting worker is looked after: it may have gone.
-_LONGEST_SECONDS = 3600.0
-
-Answer = tuple[Message, Mapping[str, np.ndarray]]
-
-
-class Visit:
-    """A worker from its coming to its going; one that comes again makes another visit.
-
-    Args:
-        peer: the worker.
-        is_gone: whether it went away while it waits for an answer.
-    """
-
-    def __init__(self, peer: Peer, is_gone: Callable[[], bool] = lambda: False) -> None:
-        self.peer, self.is_gone = peer, is_gone
-
-    def __str__(self) -> str:
-        return str(self.peer)
 
 
 class Service:
@@ -125,7 +107,7 @@ class Service:
     def _pull(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         asked = asked_rows(arrays, self._store.specs)
         at_least = whole(message, "at_least", 0)
-        deadline = self._clock() + _seconds(message)
+        deadline = self._clock() + seconds_of(message)
         who = None if message.get("takes_part") is False else visit
         with self._changed:
             while waits_for := self._waits_for(who, at_least):
@@ -175,10 +157,3 @@ def _weight(message: Message) -> float:
     if isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 < weight < float("inf"):
         return float(weight)
     raise MalformedError(f"weight: expected a number above 0, got {str(weight)[:40]!r}")
-
-
-def _seconds(message: Message) -> float:
-    seconds = message.get("seconds")
-    if isinstance(seconds, (int, float)) and 0 <= seconds <= _LONGEST_SECONDS:
-        return float(seconds)
-    raise MalformedError(f"seconds: expected a number from 0 to {_LONGEST_SECONDS:g}, got {str(seconds)[:40]!r}")

@@ -1,8 +1,10 @@
 """Which server holds which rows of which variable, and how a whole value becomes shards and back."""
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -88,6 +90,11 @@ class Plan:
     def specs_at(self, server: int) -> tuple[Spec, ...]:
         """What one server holds."""
         return tuple(shard.spec for shard in self.at(server))
+
+    def identity_of(self, server: int) -> dict[str, Any]:
+        """What a worker and a server must have in common: the variables, and which of the servers it is."""
+        said = repr((self.variables, self.shards)).encode()
+        return {"number": server, "of": self.servers, "variables": hashlib.sha256(said).hexdigest()[:16]}
 
     def split(self, values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
         """For each server the values of its shards, by name."""
