@@ -1,0 +1,129 @@
+"""Claim: workers that push to servers do not hold each other up: one that is ten times slower costs the others nothing.
+
+A process serves 332,856 float32 in 20 variables (the size of the Reuters model of the examples), applies Adam to each gradient, and
+hands out batches; each worker is a process that takes a batch, pulls, sleeps as long as a gradient would take elsewhere, pushes, and
+says that it is done. As sleeping needs no core, what is measured is what waiting for each other costs, not what two cores can compute.
+"""
+
+import multiprocessing
+import socket
+import time
+
+import numpy as np
+from results_file import write
+
+SECONDS = 6.0  # of each measurement
+COMPUTE = 0.04  # seconds of a batch
+VARIABLES = 20
+SIZE = 332_856 // VARIABLES
+
+# Seconds of a batch, for each worker.
+CASES = {
+    "1 worker": [COMPUTE],
+    "2 workers": [COMPUTE] * 2,
+    "3 workers": [COMPUTE] * 3,
+    "4 workers": [COMPUTE] * 4,
+    "3 workers and one 10 times slower": [COMPUTE] * 3 + [10 * COMPUTE],
+    "the same, bound 4": [COMPUTE] * 3 + [10 * COMPUTE],
+    "1 worker that computes nothing": [0.0],
+    "4 workers that compute nothing": [0.0] * 4,
+}
+BOUNDS = {"the same, bound 4": 4}
+
+
+def plan_of():
+    from lockstep.parameters.shards import Spec, plan
+
+    return plan([Spec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
+
+
+def serve_all(found, bound):
+    import keras
+
+    from lockstep.cluster.peer import Peer
+    from lockstep.parameters.desk import Desk
+    from lockstep.parameters.server import ArrayServer
+    from lockstep.parameters.serving import serve
+
+    variables, work = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    desk = Desk()
+    serve(0, plan_of(), keras.optimizers.Adam(1e-6), variables, max_staleness=bound)
+    ArrayServer(Peer(0, 1, "here", 0), desk, work).start()
+    for _ in range(100_000):
+        desk.schedule({})
+    found.put([each.getsockname()[1] for each in (variables, work)])
+    time.sleep(3600)
+
+
+def drive(index, workers, ports, seconds, start, results):
+    from lockstep.cluster.peer import Peer
+    from lockstep.parameters.client import VariableClient
+    from lockstep.parameters.courier import connect
+
+    me = Peer(index, workers, "here", index)
+    client = VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me)
+    courier = connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print)
+    gradient = {f"w{number}": np.ones(SIZE, np.float32) for number in range(VARIABLES)}
+    if index == 0:
+        client.fill(gradient)
+    client.pull(takes_part=False)
+    start.wait(100)
+    begin, count, before = time.perf_counter(), 0, sum(client.traffic)
+    while time.perf_counter() - begin < SECONDS:
+        task = courier.ask({"kind": "take", "seconds": 60.0}, {}, lambda *_: None).result()[0]["task"]
+        client.pull()
+        time.sleep(seconds)
+        client.push(gradient, task=task).wait()
+        courier.ask({"kind": "finish", "task": task, "result": {}}, {}, lambda *_: None).result()
+        count += 1
+    used = time.perf_counter() - begin
+    results.put((index, count / used, (sum(client.traffic) - before) / used, client.statistics()[0]["staleness"]))
+    start.wait(100)  # Nobody goes before all are done: whoever goes is waited for no more.
+    client.close()
+    courier.close()
+
+
+def measure(processes, seconds, bound):
+    found, results, start = processes.Queue(), processes.Queue(), processes.Barrier(len(seconds))
+    server = processes.Process(target=serve_all, args=(found, bound), daemon=True)
+    server.start()
+    ports = found.get(timeout=100)
+    workers = [
+        processes.Process(target=drive, args=(index, len(seconds), ports, each, start, results), daemon=True)
+        for index, each in enumerate(seconds)
+    ]
+    for worker in workers:
+        worker.start()
+    measured = sorted(results.get(timeout=100) for _ in workers)
+    for worker in workers:
+        worker.join(60)
+    server.kill()
+    return measured
+
+
+def main():
+    processes = multiprocessing.get_context("spawn")
+    rows = []
+    for name, seconds in CASES.items():
+        measured = measure(processes, seconds, BOUNDS.get(name))
+        staleness = {
+            s: count for s, count in max((each[3] for each in measured), key=lambda pairs: sum(c for _, c in pairs))
+        }
+        mean = sum(s * count for s, count in staleness.items()) / sum(staleness.values())
+        rates = [rate for _, rate, _, _ in measured]
+        rows.append(
+            (
+                name,
+                f"{sum(rates):.1f}",
+                f"{sum(rates[:3]):.1f}" if len(rates) > 3 else "",
+                f"{sum(sent for *_, sent, _ in measured) / 1e6:.0f}",
+                f"{mean:.1f}",
+                max(staleness),
+            )
+        )
+    columns = ("case", "updates/s", "of these by the first three", "MB/s", "mean staleness", "largest")
+    write("variables_on_servers", "Workers that push to a server", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
