@@ -326,6 +326,7 @@ WRONG = {
     "a weight of nothing": ({"kind": "push", "weight": 0}, {}, "weight: expected a number above 0, got '0'"),
     "a task of text": ({"kind": "push", "task": "one"}, {}, "task: expected a whole number"),
     "a round to come": ({"kind": "push", "round": 5, "part": 0, "parts": 1}, {}, "round 0 is due"),
+    "a part without a number": ({"kind": "push", "round": 0, "parts": 1}, {}, "part: expected a whole number"),
     "no gradient": ({"kind": "push"}, {"gradient/table": None}, "lacks the gradient of 'table'"),
     "an unknown word": ({"kind": "sing"}, {}, "there is no 'sing'"),
 }
@@ -338,6 +339,7 @@ def test_a_wrong_message_closes_that_connection_and_harms_nothing_else(message, 
         client.fill(values_of())
         arrays = {f"gradient/{name}": value for name, value in values_of().items()} | change
         arrays = {name: array for name, array in arrays.items() if array is not None}
+        message = {"pulled": 0} | message
         answer = wrong._couriers[0].ask(message, arrays, lambda reply, given: None)
         with pytest.raises(ClusterError, match=f"ps 0 at .* has refused a '{message['kind']}': .*{reason}"):
             answer.result(DEADLINE)

@@ -5,7 +5,6 @@ A gradient of a whole variable travels as ``gradient/NAME``; one of some rows as
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -163,9 +162,9 @@ def value_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.partition("/")[2]: array for name, array in arrays.items()}
 
 
-def whole(message: Message, name: str, otherwise: int | None = None) -> Any:
-    """A whole number of at least 0 in a message; MalformedError where something else stands there."""
-    value = message.get(name, otherwise)
-    if value is otherwise or (type(value) is int and value >= 0):
+def whole(message: Message, name: str) -> int:
+    """A whole number of at least 0 in a message; MalformedError where it is not there or something else."""
+    value = message.get(name)
+    if type(value) is int and value >= 0:
         return value
     raise MalformedError(f"{name}: expected a whole number in a {message['kind']!r}, got {str(value)[:40]!r}")

@@ -1,7 +1,6 @@
 """The shell with sockets: it listens where it is told to, and serves each worker in a thread of its own."""
 
 import contextlib
-import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +19,8 @@ from lockstep.parameters.wire import Link, LostError, MalformedError, Message
 __all__ = ["Answers", "ArrayServer"]
 
 _MOST_AT_THE_DOOR = 32  # Who has not said yet who they are; more are closed at once.
+_AGAIN_SECONDS = 0.05
+_LONGEST_REASON = 300  # Strangers may send any text.
 _TOLD = 3  # A scanner of ports must not fill the log.
 _MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send an answer.
 
@@ -65,7 +66,7 @@ class ArrayServer:
         self._links: set[Link] = set()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
-        self._is_stopped = False
+        self._stopped = threading.Event()
         self.turned_away: list[str] = []
         self._thread = threading.Thread(target=self._accept, name=f"lockstep-accept-{me.index}", daemon=True)
 
@@ -75,7 +76,7 @@ class ArrayServer:
 
     def stop(self) -> None:
         """Close everything; updates that have begun come to their end."""
-        self._is_stopped = True
+        self._stopped.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -85,11 +86,11 @@ class ArrayServer:
             link.cut()
 
     def _accept(self) -> None:
-        while not self._is_stopped:
+        while not self._stopped.is_set():
             try:
                 connected, _ = self._listener.accept()
             except OSError:  # Closed; or no descriptors are left, and others are served all the same.
-                select.select([], [], [], 0.0 if self._is_stopped else 0.05)
+                self._stopped.wait(_AGAIN_SECONDS)
                 continue
             if self._places.acquire(blocking=False):
                 threading.Thread(target=self._receive, args=(connected,), daemon=True).start()
@@ -101,6 +102,8 @@ class ArrayServer:
         link = Link(connected, _MESSAGE_SECONDS)
         with self._lock:
             self._links.add(link)
+        if self._stopped.is_set():  # It came in the same moment.
+            link.cut()
         try:
             visit = self._meet(link)
             if visit is not None:
@@ -135,13 +138,14 @@ class ArrayServer:
             self._answers.leave(visit)
 
     def _turn_away(self, link: Link, who: str, error: Exception) -> None:
-        if self._is_stopped:
+        if self._stopped.is_set():
             return
-        sentence = f"a connection from {link.address} was closed: {who}: {error}"
+        reason = str(error)[:_LONGEST_REASON]
+        sentence = f"a connection from {link.address} was closed: {who}: {reason}"
         with self._lock:
             is_told = len(self.turned_away) < _TOLD
             if is_told:
                 self.turned_away.append(sentence)
         if is_told:
             self._announce(sentence)
-        link.refuse({"kind": "refused", "sentence": str(error)})
+        link.refuse({"kind": "refused", "sentence": reason})

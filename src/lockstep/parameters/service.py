@@ -73,7 +73,7 @@ class Service:
             raise MalformedError("only worker 0 may set the values")
         with self._changed:
             if message.get("overwrite") is True or not self._store.is_filled:
-                version = whole(message, "version", 0)
+                version = whole(message, "version")
                 self._store.fill({name.removeprefix(VALUE): array for name, array in arrays.items()}, version)
                 self._rounds, self._done = Rounds(version), Done()
                 self._changed.notify_all()
@@ -82,7 +82,7 @@ class Service:
     def _push(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         if not self._store.is_filled:
             raise MalformedError("a gradient came before there were values")
-        push, pulled = Push(as_gradients(arrays, self._store.specs), _weight(message)), whole(message, "pulled", 0)
+        push, pulled = Push(as_gradients(arrays, self._store.specs), _weight(message)), whole(message, "pulled")
         with self._changed:
             pushes = self._due(message, push)
         version = self._store.apply(pushes) if pushes else None  # Who pulls meanwhile need not wait.
@@ -101,12 +101,13 @@ class Service:
                 return self._rounds.add(number, part, parts, push)
             except OptionError as error:
                 raise MalformedError(str(error)) from None
-        task = whole(message, "task", None)
-        return [push] if task is None or self._done.add(task) else None
+        if "task" in message:
+            return [push] if self._done.add(whole(message, "task")) else None
+        return [push]
 
     def _pull(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         asked = asked_rows(arrays, self._store.specs)
-        at_least = whole(message, "at_least", 0)
+        at_least = whole(message, "at_least")
         deadline = self._clock() + seconds_of(message)
         who = None if message.get("takes_part") is False else visit
         with self._changed:
