@@ -132,7 +132,7 @@ def test_parts_of_a_round_make_one_update_whoever_pushes_them_in_whatever_order(
         for number, order in enumerate(([2, 0, 1], [1, 1, 2, 0, 0])):
             for turn, part in enumerate(order):
                 workers[turn % 2].push(parts[part], weight=pushes[part].weight, part=Part(number, part, 3)).wait()
-        found = workers[1].pull(at_least=2, takes_part=False)
+        found = workers[1].pull(at_least=2)
         assert all(found[name].tobytes() == np.array(value).tobytes() for name, value in alone.snapshot.values.items())
 
 
