@@ -69,6 +69,15 @@ def test_what_is_pushed_is_applied_and_pulled(count, partitioner):
         assert chief.traffic[0] > sum(value.nbytes for value in expected.values())
 
 
+def test_a_server_without_variables_does_as_the_others():
+    with Servers(2, specs=SPECS[:1]) as servers:
+        chief = servers.client(0)
+        chief.fill(values_of(SPECS[:1]))
+        chief.push(values_of(SPECS[:1], seed=1)).wait()
+        assert list(chief.pull()) == ["dense/kernel"]
+        assert chief.versions == [1, 1]
+
+
 def test_only_the_rows_that_are_asked_for_or_touched_travel():
     specs = (Spec("table", (100_000, 8), "float32"),)
     with Servers(2, specs=specs, partitioner=FixedShardsPartitioner(2)) as servers:

@@ -16,6 +16,7 @@ OPTIMIZERS = {
     "Adam": lambda: keras.optimizers.Adam(0.01),
     "AdamW": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, clipvalue=0.5),
     "Nadam": lambda: keras.optimizers.Nadam(0.01),
+    "schedule-free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
     "schedule": lambda: keras.optimizers.RMSprop(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
     "average": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
     "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),

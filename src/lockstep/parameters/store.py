@@ -55,6 +55,10 @@ class Store:
     Raises:
         OptionError: the optimizer is built for other variables already.
 
+    Attributes:
+        snapshot: the newest values.
+        is_filled: whether there are any yet; a server may have no variables at all.
+
     Example:
         >>> import keras, numpy as np
         >>> from lockstep.parameters.shards import Spec
@@ -79,10 +83,10 @@ class Store:
         self._names = [spec.name for spec in self.specs]
         self._updating = threading.Lock()
         with jax.default_device(self._device):
-            optimizer.build([_variable(spec) for spec in self.specs])
+            optimizer.build([_variable(spec, np.zeros(spec.shape, spec.dtype)) for spec in self.specs])
         self._optimizer_values: list[jax.Array] = []
         self._update = jax.jit(self._updated, donate_argnums=1)
-        self.snapshot = Snapshot(0, {})
+        self.snapshot, self.is_filled = Snapshot(0, {}), False
 
     @property
     def optimizer_specs(self) -> tuple[Spec, ...]:
@@ -90,23 +94,19 @@ class Store:
         variables = enumerate(self._optimizer.variables)
         return tuple(Spec(f"{_OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables)
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether there are values."""
-        return len(self.snapshot.values) == len(self._names)
-
     def fill(self, state: Mapping[str, np.ndarray], version: int = 0) -> None:
         """Set all values.
 
         Args:
-            state: by name; the optimizer's too, as :meth:`state` gives them, or what is not there begins anew.
+            state: by name; the optimizer's too, as :meth:`state` gives them, or it begins anew.
             version: number of updates that made them.
         """
         with self._updating:
-            fresh = [variable.value for variable in self._optimizer.variables]
-            kept = [state.get(f"{_OPTIMIZER}{number}", value) for number, value in enumerate(fresh)]
-            self._optimizer_values = [self._copied(value) for value in kept]
+            is_new = not all(spec.name in state for spec in self.optimizer_specs)
+            known = self._fresh(state) if is_new else [state[spec.name] for spec in self.optimizer_specs]
+            self._optimizer_values = [self._copied(value) for value in known]
             self.snapshot = Snapshot(version, {name: self._copied(state[name]) for name in self._names})
+            self.is_filled = True
 
     def apply(self, pushes: Sequence[Push]) -> int:
         """Apply the optimizer once, to the mean of what was pushed; gives the number of updates so far.
@@ -134,6 +134,13 @@ class Store:
         means = [as_update(value, weights, each) for value, each in zip(values, gradients, strict=True)]
         return self._optimizer.stateless_apply(optimizer_values, means, values)
 
+    def _fresh(self, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """What the optimizer knows before its first update; some begin with the values of the variables (ScheduleFreeAdamW)."""
+        another = type(self._optimizer).from_config(self._optimizer.get_config())
+        with jax.default_device(self._device):
+            another.build([_variable(spec, state[spec.name]) for spec in self.specs])
+        return [np.array(variable.value) for variable in another.variables]
+
     def _copied(self, value: Any) -> jax.Array:
         """On the device; JAX would share the memory of an array that somebody else may write to."""
         return jax.device_put(np.array(value), self._device)
@@ -142,6 +149,6 @@ class Store:
         return padded(gradient, spec.shape[0]) if isinstance(gradient, Rows) else gradient
 
 
-def _variable(spec: Spec) -> keras.Variable:
-    """What the optimizer is built for: it has name, shape and dtype; its value is never used."""
-    return keras.Variable(np.zeros(spec.shape, spec.dtype), dtype=spec.dtype, name=spec.name.replace("/", "_"))
+def _variable(spec: Spec, value: np.ndarray) -> keras.Variable:
+    """What an optimizer is built for."""
+    return keras.Variable(value, dtype=spec.dtype, name=spec.name.replace("/", "_"))
