@@ -1,0 +1,85 @@
+"""A training that goes through any number of processes: each attempt goes on where the one before was ended by its fault."""
+
+import signal
+from pathlib import Path
+
+from tests.workers.jobs import Job
+
+PROGRAM = Path(__file__).parent / "programs" / "trains.py"
+EPOCHS, STEPS = 5, 3  # STEPS of an epoch, as the program has them
+ROWS, HELD_OUT = 23, 8
+KILLED, LOST = -signal.SIGKILL, 75
+
+
+class Training:
+    """One training, in one directory.
+
+    Args:
+        forks: start processes.
+        folder: for what processes say, and for checkpoints unless ``directory`` is given.
+        workers: number of processes.
+        config: further settings of the program, the same in all attempts unless an attempt has its own.
+    """
+
+    def __init__(self, forks, folder, workers=1, **config):
+        self.forks, self.folder, self.workers = forks, folder, workers
+        config = {"net": "mlp", "backup": {"save_freq": 1}, "timeout": 60} | config
+        config |= {"devices": 3 - workers, "log": str(folder / "steps.log")}
+        self.config = {"directory": str(folder / "checkpoints")} | config
+        self.jobs = []
+
+    @property
+    def directory(self):
+        return Path(self.config["directory"])
+
+    @property
+    def started(self):
+        """How many steps were started, in all attempts together."""
+        log = Path(self.config["log"])
+        return log.read_text().split().count("0") if log.exists() else 0
+
+    def begin(self, fault=None, on=(0,), **config):
+        """Start the processes of an attempt.
+
+        Args:
+            fault: arguments of ``places.Fault``.
+            on: the workers that have it.
+            **config: what is different in this attempt.
+        """
+        folder = self.folder / f"attempt{len(self.jobs)}"
+        folder.mkdir(parents=True)
+        config = self.config | config
+        job = Job(self.forks, folder, config.get("workers", self.workers))
+        self.jobs.append(job)
+        return job.start_all(PROGRAM, lambda index: {"fault": fault if index in on else None}, **config)
+
+    def killed(self, at, nth=1, on=(0,), **config):
+        """An attempt in which workers are killed at a place; the others end by themselves."""
+        processes = self.begin({"at": at, "nth": nth}, on, **config)
+        codes = [process.end() for process in processes]
+        expected = [KILLED if index in on else LOST for index in range(len(processes))]
+        assert codes == expected, "\n\n".join(process.said for process in processes)
+        assert all(processes[index].told["happens"] == at for index in on)
+
+    def finished(self, **config):
+        """An attempt that comes to the end; gives what the chief tells of it."""
+        processes = self.begin(**config)
+        codes = [process.end() for process in processes]
+        assert codes == [0] * len(processes), "\n\n".join(process.said for process in processes)
+        told = processes[0].told
+        assert all(process.told["digest"] == told["digest"] for process in processes)
+        return told
+
+    def finished_as_a_whole(self, **config):
+        """The digest of :meth:`finished`, where as many steps are in the weights as belong there, and each row was trained on, and
+        looked at, once an epoch."""
+        told = self.finished(**config)
+        assert told["steps"] == EPOCHS * STEPS
+        counts = {"rows": ROWS, "rows once": ROWS, "val_rows": HELD_OUT, "val_rows once": HELD_OUT}
+        assert told["rows"] == {name: [count] * EPOCHS for name, count in counts.items()}
+        return told["digest"]
+
+    def clean(self):
+        for job in self.jobs:
+            job.clean()
+
