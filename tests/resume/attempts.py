@@ -1,9 +1,10 @@
 """A training that goes through any number of processes: each attempt goes on where the one before was ended by its fault."""
 
 import signal
+import time
 from pathlib import Path
 
-from tests.workers.jobs import Job
+from tests.workers.jobs import DEADLINE, Job
 
 PROGRAM = Path(__file__).parent / "programs" / "trains.py"
 EPOCHS, STEPS = 5, 3  # STEPS of an epoch, as the program has them
@@ -37,6 +38,11 @@ class Training:
         """How many steps were started, in all attempts together."""
         log = Path(self.config["log"])
         return log.read_text().split().count("0") if log.exists() else 0
+
+    @property
+    def done_again(self):
+        """How many steps were started more than once, when the training has come to its end."""
+        return self.started - EPOCHS * STEPS
 
     def begin(self, fault=None, on=(0,), **config):
         """Start the processes of an attempt.
@@ -83,3 +89,12 @@ class Training:
         for job in self.jobs:
             job.clean()
 
+
+
+def until_stopped(process):
+    """Wait until a process has stopped itself."""
+    process.until("happens")
+    deadline = time.monotonic() + DEADLINE
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "it was not stopped"
+        time.sleep(0.01)
