@@ -24,7 +24,7 @@ class Training:
 
     def __init__(self, forks, folder, workers=1, **config):
         self.forks, self.folder, self.workers = forks, folder, workers
-        config = {"net": "mlp", "backup": {"save_freq": 1}, "timeout": 60} | config
+        config = {"net": "mlp", "epochs": EPOCHS, "backup": {"save_freq": 1}, "timeout": 60} | config
         config |= {"devices": 3 - workers, "log": str(folder / "steps.log")}
         self.config = {"directory": str(folder / "checkpoints")} | config
         self.jobs = []
@@ -32,6 +32,11 @@ class Training:
     @property
     def directory(self):
         return Path(self.config["directory"])
+
+    @property
+    def steps(self):
+        """How many steps belong to it."""
+        return self.config["epochs"] * STEPS
 
     @property
     def started(self):
@@ -42,7 +47,7 @@ class Training:
     @property
     def done_again(self):
         """How many steps were started more than once, when the training has come to its end."""
-        return self.started - EPOCHS * STEPS
+        return self.started - self.steps
 
     def begin(self, fault=None, on=(0,), **config):
         """Start the processes of an attempt.
@@ -80,15 +85,18 @@ class Training:
         """The digest of :meth:`finished`, where as many steps are in the weights as belong there, and each row was trained on, and
         looked at, once an epoch."""
         told = self.finished(**config)
-        assert told["steps"] == EPOCHS * STEPS
-        counts = {"rows": ROWS, "rows once": ROWS, "val_rows": HELD_OUT, "val_rows once": HELD_OUT}
-        assert told["rows"] == {name: [count] * EPOCHS for name, count in counts.items()}
+        assert told["steps"] == self.steps
+        assert self.counts_each_row_once(told), told["rows"]
         return told["digest"]
+
+    def counts_each_row_once(self, told):
+        """Whether in each epoch all rows were trained on, and all others looked at, once."""
+        counts = {"rows": ROWS, "rows once": ROWS, "val_rows": HELD_OUT, "val_rows once": HELD_OUT}
+        return told["rows"] == {name: [count] * self.config["epochs"] for name, count in counts.items()}
 
     def clean(self):
         for job in self.jobs:
             job.clean()
-
 
 
 def until_stopped(process):

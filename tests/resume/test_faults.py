@@ -65,7 +65,12 @@ def test_a_pause_shorter_than_the_limit_changes_nothing(stopped, training, whole
         ("data are read", 5, 1),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in (("a step has ended", 4, 1), ("an epoch ends", 2, 1), ("data are read", 5, 2), ("validation", 2, 2))
+            for case in (
+                ("a step has ended", 4, 1),
+                ("an epoch ends", 2, 1),
+                ("data are read", 5, 2),
+                ("validation", 2, 2),
+            )
         ),
     ],
 )

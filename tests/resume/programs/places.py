@@ -43,7 +43,11 @@ class Fault:
             self.come_by("a step runs")
 
         def written(file, arrays):
-            return write_arrays(file, HalfWritten(arrays, lambda: (file.flush(), self.come_by("the arrays are written"))))
+            def half_way():
+                file.flush()
+                self.come_by("the arrays are written")
+
+            return write_arrays(file, HalfWritten(arrays, half_way))
 
         def renamed(source, target):
             is_new = writing.WRITTEN in str(source)

@@ -29,6 +29,7 @@ KILLS = [
     ("fit has returned", 1, BOTH),
 ]
 QUICK = [kill for kill in KILLS if kill[0] in ("a step runs", "the arrays are written", "an epoch ends")][1:4]
+NOT_ONLY_ONE = [kill for kill in KILLS if kill[2] != ONE]
 
 
 def go_through(run, kills):
@@ -41,9 +42,13 @@ def go_through(run, kills):
     [
         pytest.param("cnn", 1, QUICK, id="quick"),
         *(
-            pytest.param(net, workers, KILLS, id=f"{net} {workers}", marks=pytest.mark.full)
-            for net in ("mlp", "cnn")
-            for workers in (1, 2)
+            pytest.param(net, workers, kills, id=f"{net} {workers}", marks=[pytest.mark.full, pytest.mark.timeout(900)])
+            for net, workers, kills in (
+                ("mlp", 1, KILLS),
+                ("cnn", 1, KILLS),
+                ("mlp", 2, NOT_ONLY_ONE),
+                ("cnn", 2, KILLS),
+            )
         ),
     ],
 )
@@ -51,3 +56,13 @@ def test_killed_at_each_place_in_turn(net, workers, kills, training, whole):
     run = training(workers, net=net)
     go_through(run, kills)
     assert run.finished_as_a_whole() == whole(net=net, workers=workers)
+    assert run.done_again <= 3 * len(kills)  # One step runs, one checkpoint is being written, and one waits.
+
+
+@pytest.mark.full
+def test_with_determinism_the_number_of_workers_may_change(training, whole):
+    run = training(net="cnn", deterministic=True)
+    run.killed("a step has ended", 4, workers=2)
+    run.killed("an epoch ends", 1, workers=1)
+    run.killed("a step runs", 2, OTHER, workers=2)
+    assert run.finished_as_a_whole() == whole(net="cnn", deterministic=True)
