@@ -30,7 +30,7 @@ def soaked(forks, folder, workers, save_freq, seed, kills):
     found = Soak(forks, folder / str(workers), workers, save_freq, seed).run(kills)
     seconds = time.monotonic() - began
     print(f"{workers} workers: {found.places}", flush=True)
-    counted = found.kills, found.trainings, found.differ, found.steps_in_weights, found.rows
+    counted = found.kills, found.trainings, found.differ, found.steps_in_weights, found.rows, found.other_codes
     means = found.done_again / found.kills, found.median_seconds, seconds / found.kills
     return workers, *counted, *(f"{value:.2f}" for value in means)
 
@@ -52,6 +52,7 @@ def main(kills=KILLS, save_freq=SAVE_FREQ, seed=None):
         "digests that differ",
         "steps lost or repeated",
         "trainings with a row not once",
+        "workers with another code than 75",
         "steps done again a kill",
         "seconds to the first step after a resume",
         "seconds a kill",

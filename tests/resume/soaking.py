@@ -9,7 +9,7 @@ import signal
 import statistics
 from dataclasses import dataclass, field
 
-from tests.resume.attempts import KILLED, Training
+from tests.resume.attempts import KILLED, LOST, Training
 
 PLACES = {  # and how often a process may come by before it is killed there
     "training begins": 1,
@@ -43,6 +43,7 @@ class Soaked:
     steps_in_weights: int = 0  # more or fewer than belong there
     rows: int = 0  # trainings in which a row did not count once in each epoch
     done_again: int = 0  # steps that were started again, because they were after the last checkpoint
+    other_codes: int = 0  # workers that were not killed, and ended with another code than 75 or 0
     places: dict = field(default_factory=dict)
     seconds: list = field(default_factory=list)  # from the start of a process that goes on to the end of its first step
 
@@ -109,6 +110,7 @@ class Soak:
             processes = run.begin({"at": place, "nth": self.rng.randint(1, places[place])}, on=victims)
         codes = [process.end() for process in processes]
         self.seconds(processes[0])
+        self.found.other_codes += sum(code not in (KILLED, LOST, 0) for code in codes)
         if KILLED in codes:
             self.found.kills += 1
             self.found.places[place] = self.found.places.get(place, 0) + 1
