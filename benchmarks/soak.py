@@ -29,10 +29,10 @@ def soaked(forks, folder, workers, save_freq, seed, kills):
     began = time.monotonic()
     found = Soak(forks, folder / str(workers), workers, save_freq, seed).run(kills)
     seconds = time.monotonic() - began
-    print(f"{workers} workers: {found.places}", flush=True)
+    places = ", ".join(f"{place} {count}" for place, count in sorted(found.places.items()))
     counted = found.kills, found.trainings, found.differ, found.steps_in_weights, found.rows, found.other_codes
     means = found.done_again / found.kills, found.median_seconds, seconds / found.kills
-    return workers, *counted, *(f"{value:.2f}" for value in means)
+    return (workers, *counted, *(f"{value:.2f}" for value in means)), f"Kills with {workers}: {places}."
 
 
 def main(kills=KILLS, save_freq=SAVE_FREQ, seed=None):
@@ -42,7 +42,7 @@ def main(kills=KILLS, save_freq=SAVE_FREQ, seed=None):
     with tempfile.TemporaryDirectory() as folder:
         alone = kills * 3 // 5  # A job of two workers takes several times as long to start.
         shares = {1: alone, 2: kills - alone}
-        rows = [soaked(forks, Path(folder), workers, save_freq, seed, share) for workers, share in shares.items()]
+        found = [soaked(forks, Path(folder), workers, save_freq, seed, share) for workers, share in shares.items()]
     for each in forks:
         each.close()
     columns = (
@@ -59,9 +59,11 @@ def main(kills=KILLS, save_freq=SAVE_FREQ, seed=None):
     )
     note = (
         f"Seed {seed}; a checkpoint each {save_freq} steps. A CNN with BatchNorm and dropout, 3 replicas, 23 rows in batches of 8, {EPOCHS} epochs. "
-        "Processes are forked from one that has imported Keras, and keep their compiled programs: importing and compiling are not in the seconds."
+        "Processes are forked from one that has imported Keras, and keep their compiled programs: importing and compiling are not in the seconds. "
+        "Other work ran on the machine, so the seconds are above what they need be."
     )
-    write("soak", "Killed at random and resumed", columns, rows, note)
+    rows, places = zip(*found, strict=True)
+    write("soak", "Killed at random and resumed", columns, list(rows), "\n\n".join([note, *places]))
 
 
 if __name__ == "__main__":

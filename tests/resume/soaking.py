@@ -49,7 +49,7 @@ class Soaked:
 
     @property
     def median_seconds(self):
-        return statistics.median(self.seconds)
+        return statistics.median(self.seconds) if self.seconds else float("nan")
 
 
 class Soak:
