@@ -30,7 +30,6 @@ __all__ = ["BackedUpFit", "Found"]
 
 Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # number of steps, arrays and facts of a checkpoint
 _KINDS = ("trainable", "non_trainable", "optimizer", "metrics")
-_LOGS = "logs/"
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
 
 
@@ -94,7 +93,7 @@ class BackedUpFit:
         self._epoch_now, self._done_now, self._epochs_done = self.epoch, 0, self.epoch
         self._before_validation: _Moment | None = None
         self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
-        self._logs = {name[len(_LOGS) :]: value for name, value in self._arrays.items() if name.startswith(_LOGS)}
+        self._logs = jax.tree.map(lambda number: self._arrays[f"logs/{number}"], self._facts.get("logs", {}))
         given = self._facts.get("position")
         self._position = Position(**given) if given else None
         if found:
@@ -151,7 +150,7 @@ class BackedUpFit:
 
     def batch_ended(self, done: int, logs: Any) -> None:
         """A step has ended, the ``done``-th of its epoch."""
-        self._logs = {name: value for name, value in logs.items() if np.shape(value) == ()} if logs else {}
+        self._logs = logs or {}
         before, self.step, self._done_now = self.step, self.step + self._model.steps_per_execution, done
         is_last = self._preemption.is_now()
         if is_last or self._backup.frequency.is_due(before, self.step):
@@ -203,6 +202,7 @@ class BackedUpFit:
             [type(callback).__name__, packed_attributes(callback, f"callback {number}", arrays, begun_with)]
             for number, (callback, begun_with) in enumerate(zip(self._others, self._begun_with, strict=True))
         ]
+        logs, structure = jax.tree.flatten(self._logs)  # A metric may have several results, in a dict.
         facts = {
             "epoch": moment.epoch,
             "batch": moment.done,
@@ -213,11 +213,11 @@ class BackedUpFit:
             "hooks": moment.hooks,
             "random": moment.random,
             "callbacks": attributes,
+            "logs": jax.tree.unflatten(structure, range(len(logs))),
             "setup": self._setup,
             "variables": {name: variable.path for name, variable in _variables(self._model).items()},
         }
-        logs = {f"{_LOGS}{name}": value for name, value in self._logs.items()}
-        copies = _copied(self._values()) | moment.values | logs
+        copies = _copied(self._values()) | moment.values | {f"logs/{n}": value for n, value in enumerate(logs)}
 
         def snapshot() -> Snapshot:
             return Snapshot(arrays | {name: np.asarray(copy) for name, copy in copies.items()}, facts)
