@@ -64,6 +64,7 @@ class BackedUpFit:
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
         self._saved_at, self._epoch_now, self._epochs_done = clock(), self.epoch, self.epoch
+        self.before_saving: Callable[[], None] = lambda: None  # may end the training
         self.is_skipping = False  # whether the step that Keras is at was done by an earlier process
         given = self._facts.get("position")
         self._position = Position(**given) if given else None
@@ -124,10 +125,19 @@ class BackedUpFit:
         if self._writer:
             self._writer.close()
 
+    def newest(self) -> Found | None:
+        """The newest good checkpoint of the directory; None on workers that do not write."""
+        if self._writer is None:
+            return None
+        self._writer.wait()
+        loaded = self._writer.store.newest()
+        return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None
+
     # Keeping.
 
     def save(self, epoch: int, done: int, position: Position | None, is_finished: bool = False) -> None:
         """Have a checkpoint written of how things are now."""
+        self.before_saving()
         self._saved_at = self._clock()
         if self._writer is None:
             return

@@ -76,7 +76,9 @@ class StepFunctions:
         self.listener = listener
         self.is_skipped: Callable[[], bool] = lambda: False  # whether a training step was done by an earlier process
         self.stepped: Callable[[Any], None] = lambda state: None  # is told what a training step will have left
-        self.watch: Callable[[GatedStep, Any, Any], tuple[Any, Any]] | None = None  # makes the training steps, if there is one
+        self.watch: Callable[[GatedStep, Any, Any], tuple[Any, Any]] | None = (
+            None  # makes the training steps, if there is one
+        )
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """The function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""

@@ -78,7 +78,9 @@ class _Choice:
         donated: see :class:`Gate`.
     """
 
-    def __init__(self, where: Sequence[Place], values: list[jax.Array], losses: Sequence[str], *, donated: bool) -> None:
+    def __init__(
+        self, where: Sequence[Place], values: list[jax.Array], losses: Sequence[str], *, donated: bool
+    ) -> None:
         looked_at = [i for i, (p, _) in enumerate(where) if p < _LOOKED_AT and _varies(values[i])]
         self.names: list[Place | str] = [*(where[i] for i in looked_at), *losses]
         places = [value.sharding for value in values]
@@ -133,4 +135,3 @@ def _varies(value: Any) -> bool:
 
 def _whole(place: Sharding) -> Sharding:
     return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-
