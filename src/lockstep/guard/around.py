@@ -57,8 +57,8 @@ def guarded(
         )
     watch = Watch(guard, functions, lambda: _newest(functions, run, together), announce)
     guard.watch, functions.watch = watch, watch.step
-    if run and guard.asked.action == "stop":
-        run.before_saving = watch.settle  # So that no checkpoint counts a bad step as done.
+    if run:
+        run.may_save = watch.may_save
     try:
         yield
     finally:

@@ -158,7 +158,7 @@ def _about_forward(record: Record, words: _Words) -> Diagnosis | None:
 def _about_loss(record: Record, words: _Words) -> Diagnosis | None:
     if record.loss is None:
         return None
-    replicas = tuple(record.losses)
+    replicas = tuple(record.losses) or words.replicas([seen.replica for seen in record.backward])
     text = f"{words.on(replicas)}all outputs of the model are finite, and the loss is {record.loss}."
     return Diagnosis(_sentence(text), replicas)
 

@@ -12,9 +12,11 @@ from jax.sharding import NamedSharding
 
 from lockstep.data.placement import Placement, Rows, count_rows, joined
 from lockstep.data.random_state import captured_random_state, restore_random_state
+from lockstep.guard.bad import kind_of
 from lockstep.guard.record import Record
 from lockstep.step.devices import Forward, forward_eagerly
 from lockstep.step.functions import StepFunctions
+from lockstep.step.gate import losses_of
 from lockstep.step.replica import Result
 from lockstep.topology.layout import Layout
 
@@ -61,9 +63,10 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> Record:
     random = captured_random_state()
     try:
         with jax.default_device(device), record.watching():
-            functions.step_by(plan, "train")(_on_one_device(state, placement), batch)
+            logs, _ = functions.step_by(plan, "train")(_on_one_device(state, placement), batch)
     finally:
         restore_random_state(random)
+    record.loss = record.loss or next(filter(None, map(kind_of, losses_of(logs).values())), None)
     return record
 
 

@@ -90,6 +90,12 @@ class Watch:
                 for variable, value in zip(kind, values, strict=True):
                     variable.assign(value)
 
+    def may_save(self) -> bool:
+        """Whether a checkpoint may be written now: none counts a step as done that will end the training, or have it go back."""
+        if self.guard.asked.action == "stop":
+            self.settle()
+        return self.guard.asked.action != "rollback" or self._started is None or not self._started.bad()
+
     def _look(self, state: Any) -> Any:
         """The state to go on from where the step before was bad, else None; ``state`` is that before it, if it was."""
         before, self._started = self._started, None

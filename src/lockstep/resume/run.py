@@ -64,7 +64,7 @@ class BackedUpFit:
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
         self._saved_at, self._epoch_now, self._epochs_done = clock(), self.epoch, self.epoch
-        self.before_saving: Callable[[], None] = lambda: None  # may end the training
+        self.may_save: Callable[[], bool] = lambda: True  # whether a checkpoint that is due is wanted
         self.is_skipping = False  # whether the step that Keras is at was done by an earlier process
         given = self._facts.get("position")
         self._position = Position(**given) if given else None
@@ -137,7 +137,8 @@ class BackedUpFit:
 
     def save(self, epoch: int, done: int, position: Position | None, is_finished: bool = False) -> None:
         """Have a checkpoint written of how things are now."""
-        self.before_saving()
+        if not self.may_save():
+            return
         self._saved_at = self._clock()
         if self._writer is None:
             return

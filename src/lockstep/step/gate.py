@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-__all__ = ["Gate", "GatedStep"]
+__all__ = ["Gate", "GatedStep", "losses_of"]
 
 _LOOKED_AT = 3  # parts of the state: trainable, non-trainable and the optimizer's; a metric may be what it likes
 
@@ -55,7 +55,7 @@ class Gate:
         new = tuple(list(part) for part in new)
         where = tuple((p, n) for p, part in enumerate(new) for n, value in enumerate(part) if value is not old[p][n])
         olds, news = [old[p][n] for p, n in where], [new[p][n] for p, n in where]
-        losses = _losses(logs)
+        losses = losses_of(logs)
         key = where, tuple(losses)
         if key not in self._programs:
             self._programs[key] = _Choice(where, news, tuple(losses), donated=self._donated)
@@ -115,7 +115,8 @@ class GatedStep:
         return self._step(state, batch)
 
 
-def _losses(logs: Any) -> dict[str, Any]:
+def losses_of(logs: Any) -> dict[str, Any]:
+    """What is a loss among the logs of a step, by its name."""
     named = logs.items() if isinstance(logs, dict) else ()
     return {
         name: value
