@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lockstep._errors import CheckpointError
@@ -17,8 +16,9 @@ from lockstep.data.placement import Placement
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.resume.frequency import SaveFrequency
 from lockstep.resume.preemption import Preemption, leave
+from lockstep.resume.variables import copies_of
 
-__all__ = ["Checkpoint", "copies_of"]
+__all__ = ["Checkpoint"]
 
 
 class Checkpoint:
@@ -132,14 +132,3 @@ class Checkpoint:
 def _named(state: Any) -> tuple[dict[str, Any], Any]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
-
-
-@jax.jit
-def _copied(values: list[Any]) -> list[Any]:
-    return [jnp.copy(value) for value in values]
-
-
-def copies_of(values: list[Any]) -> list[jax.Array]:
-    """Copies that the devices make in their own time; of what every device has, the first one's."""
-    arrays = map(jnp.asarray, values)
-    return _copied([x.addressable_shards[0].data if x.is_fully_replicated else x for x in arrays])
