@@ -244,6 +244,19 @@ def test_random_numbers_of_the_program_are_left_alone():
     assert np.random.rand() == after
 
 
+class Idle(keras.Model):
+    """Trains nothing."""
+
+    def train_step(self, state, batch):
+        return {"loss": ops.sum(batch[0])}, state
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_that_trains_nothing_has_nothing_to_guard(deterministic):
+    run = Run(deterministic, model_class=Idle)
+    assert run.fit(*data("input"), NanGuard())[1] == run.fit(*data())[1]
+
+
 def test_what_cannot_be_is_refused():
     for options in ({"action": "ignore"}, {"max_in_a_row": 0}, {"max_rollbacks": 1.5}):
         with pytest.raises(lockstep.OptionError, match=f"NanGuard: {next(iter(options))}"):
