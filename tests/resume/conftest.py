@@ -1,7 +1,6 @@
 """Trainings of real processes. They keep their compiled programs in one folder: most of what a process does here would be compiling."""
 
 import functools
-import os
 
 import pytest
 
