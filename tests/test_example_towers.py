@@ -59,7 +59,30 @@ def test_every_ten_steps_a_line_and_checkpoints_with_the_step_in_their_names(scr
     for _, _, examples, seconds in lines:
         assert examples * seconds == pytest.approx(4, rel=0.1)  # rows of one tower's batch; the figures are rounded
     assert re.search(r"^test accuracy \d\.\d{4}", done.stdout, re.MULTILINE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model-step-000020.keras", "model-step-000025.keras"]
+    assert sorted(path.name for path in tmp_path.glob("*.keras")) == [
+        "model-step-000020.keras",
+        "model-step-000025.keras",
+    ]
+
+
+@pytest.mark.full
+def test_what_was_stopped_goes_on_with_the_same_weights(pictures, tmp_path):
+    options = ("--checkpoint-steps", 40, "--save-freq", "0.001 s")
+    whole = run("mirrored.py", pictures, tmp_path / "whole", "--steps", 40, *options)
+    assert whole.returncode == 0, whole.stderr
+    for steps in (20, 40):
+        done = run("mirrored.py", pictures, tmp_path / "parts", "--steps", steps, *options)
+        assert done.returncode == 0, done.stderr
+    assert [int(found[0]) for found in LINE.findall(done.stdout)] == [30, 40]
+    found, expected = (
+        keras.models.load_model(tmp_path / name / "model-step-000040.keras") for name in ("parts", "whole")
+    )
+    for one, other in zip(
+        [*found.variables, *found.optimizer.variables],
+        [*expected.variables, *expected.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.full
@@ -67,7 +90,7 @@ def test_a_loss_that_is_no_number_ends_training_and_leaves_the_last_good_checkpo
     stairs_up = ("--decay", "1e30", "--decay-steps", 5)  # the learning rate is too high from step 6 on
     done = run("mirrored.py", pictures, tmp_path, "--steps", 20, "--checkpoint-steps", 2, *stairs_up)
     assert done.returncode == 1
-    saved = sorted(tmp_path.iterdir())
+    saved = sorted(tmp_path.glob("*.keras"))
     error = done.stderr.splitlines()[-1]
     assert re.match(
         r"FloatingPointError: (The loss of step|After step) \d+.* is no finite number, so training ends here\.", error
@@ -91,7 +114,7 @@ def test_nan_weights_are_not_written_although_every_loss_was_a_number(example, t
     with pytest.raises(
         FloatingPointError, match=r"After step 2, .*kernel is no finite number.*model-step-000001\.keras"
     ):
-        loop.train(model, step, [1, 2], given)
+        loop.train(model, step, lambda start: [1, 2], given)
     assert [path.name for path in tmp_path.iterdir()] == ["model-step-000001.keras"]
 
 
@@ -188,7 +211,7 @@ def test_the_averages_of_the_weights_are_what_is_evaluated(example, tmp_path, ca
         lambda context: module.batches(x, np.arange(30) % 10, 4, context.num_replicas_in_sync, 3, 0)
     )
     given = SimpleNamespace(folder=tmp_path, steps=3, checkpoint_steps=1)
-    loop.train(model, example("mirrored").make_step(model, strategy), dataset, given)
+    loop.train(model, example("mirrored").make_step(model, strategy), lambda start: dataset, given)
     loop.evaluate(model, np.zeros((2, 24, 24, 3)), np.zeros(2))
     saved = [keras.models.load_model(path).trainable_variables for path in sorted(tmp_path.iterdir())]
     for variable, first, *others in zip(model.trainable_variables, *saved, strict=True):

@@ -20,31 +20,49 @@ def settings():
     parser.add_argument("--decay", type=float, default=0.3, help="factor of the learning rate from stair to stair")
     parser.add_argument("--decay-steps", type=int, default=500, help="from stair to stair")
     parser.add_argument("--checkpoint-steps", type=int, default=1000, help="from checkpoint to checkpoint")
-    parser.add_argument("--folder", type=Path, help="of the checkpoints; a new temporary one where none is named")
+    parser.add_argument(
+        "--save-freq", default="1min", help="how often mirrored.py keeps where it is, so that it can go on"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="of the checkpoints, from which mirrored.py goes on; by default a new one"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and changes")
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.folder = given.folder or Path(tempfile.mkdtemp(prefix="cifar10_towers-"))
+    return given
 
 
-def train(model, step, batches, given):
+def train(model, step, batches_from, given, checkpoint=None):
     """Call ``step(state, batch) -> (loss, state)`` with each batch; the model has the last state afterwards.
+
+    With a ``checkpoint``, the loop goes on after the step where an earlier run has stopped.
 
     Raises:
         FloatingPointError: a loss or a weight is no finite number. The checkpoints that were written before stay.
     """
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="cifar10_towers-"))
     state = tuple([variable.value for variable in kind] for kind in variables_of(model))
+    state, done = checkpoint.restore(state) if checkpoint else (state, 0)
     losses, saved, start = {}, "none yet", time.perf_counter()
-    for number, batch in enumerate(batches, 1):
+    for number, batch in enumerate(batches_from(done), done + 1):
         losses[f"The loss of step {number}"], state = step(state, batch)
-        if number % 10 == 0:
-            refuse_nan(losses, saved)  # waits for the devices, to which the steps were sent ahead
+        is_told, is_saved = number % 10 == 0, number % given.checkpoint_steps == 0 or number == given.steps
+        if is_told or is_saved:
+            keep(model, state)
+            refuse_nan(
+                losses | weights_after(number, model), saved
+            )  # waits for the devices, to which steps were sent ahead
+        if is_told:
             report(number, list(losses.values()), time.perf_counter() - start, given)
             losses, start = {}, time.perf_counter()
-        if number % given.checkpoint_steps == 0 or number == given.steps:
-            keep(model, state)
-            numbers = {f"After step {number}, {v.path}": v for kind in variables_of(model) for v in kind}
-            refuse_nan(losses | numbers, saved)
-            saved = save(model, folder / f"model-step-{number:06}.keras")
+        if is_saved:
+            saved = save(model, given.folder / f"model-step-{number:06}.keras")
+        if checkpoint and (is_told or is_saved):
+            checkpoint.save(number, state)
+    keep(model, state)
+
+
+def weights_after(number, model):
+    return {f"After step {number}, {v.path}": v for kind in variables_of(model) for v in kind}
 
 
 def variables_of(model):

@@ -42,8 +42,14 @@ def main():
     with lockstep.MirroredStrategy(given.devices or None, replicas=given.towers).scope() as strategy:
         model = build(given.learning_rate, given.decay, given.decay_steps)
     draw = partial(batches, *pictures, steps=given.steps, seed=given.seed)
-    dataset = strategy.distribute_datasets_from_function(lambda context: draw(given.rows, context.num_replicas_in_sync))
-    train(model, make_step(model, strategy), dataset, given)
+
+    def batches_from(step):
+        return strategy.distribute_datasets_from_function(
+            lambda context: draw(given.rows, context.num_replicas_in_sync, start=step)
+        )
+
+    with strategy.checkpoint(given.folder / "steps", save_freq=given.save_freq) as checkpoint:
+        train(model, make_step(model, strategy), batches_from, given, checkpoint)
     evaluate(model, *testing)
 
 

@@ -17,13 +17,13 @@ def load():
     return (x[:10_000], y[:10_000]), (scaled(x_test[:, edge:-edge, edge:-edge]), y_test)
 
 
-def batches(x, y, rows, towers, steps, seed):
-    """``rows`` changed pictures and their labels for each tower in turn, step after step.
+def batches(x, y, rows, towers, steps, seed, start=0):
+    """``rows`` changed pictures and their labels for each tower in turn, step after step from ``start`` on.
 
     A batch depends on (seed, step, tower) alone. Epochs follow each other without a gap, so that all batches are full and an
     epoch, each in its own order, holds every picture once.
     """
-    for step in range(steps):
+    for step in range(start, steps):
         for tower in range(towers):
             drawn = rows_of_batch(step * towers + tower, rows, len(x), seed)
             yield changed(x[drawn], np.random.default_rng((seed, CHANGES, step, tower))), y[drawn]

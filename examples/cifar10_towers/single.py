@@ -38,8 +38,7 @@ def main():
     pictures, testing = load()
     model = build(given.learning_rate, given.decay, given.decay_steps)
     draw = partial(batches, *pictures, steps=given.steps, seed=given.seed)
-    dataset = draw(given.rows * given.towers, 1)
-    train(model, make_step(model), dataset, given)
+    train(model, make_step(model), lambda step: draw(given.rows * given.towers, 1, start=step), given)
     evaluate(model, *testing)
 
 

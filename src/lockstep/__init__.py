@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep._errors import (
     BackendError,
+    CheckpointError,
     ClusterError,
     ContractError,
     DeterminismError,
@@ -16,13 +17,14 @@ from lockstep._errors import (
     InputError,
     LockstepError,
     ModelError,
+    NonFiniteError,
     OptionError,
     ScopeError,
 )
 from lockstep._version import __version__
 
 if TYPE_CHECKING:
-    from lockstep import cluster_resolver, config, datasets, experimental, testing
+    from lockstep import callbacks, cluster_resolver, config, datasets, experimental, testing
     from lockstep.collectives import (
         AutoAllReduce,
         CommunicationImplementation,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoAllReduce",
     "BackendError",
+    "CheckpointError",
     "ClusterError",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -68,6 +71,7 @@ __all__ = [
     "ModelError",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
+    "NonFiniteError",
     "OptionError",
     "PerReplica",
     "ReduceOp",
@@ -78,6 +82,7 @@ __all__ = [
     "TreeAllReduce",
     "ValueContext",
     "__version__",
+    "callbacks",
     "cluster_resolver",
     "compute_average_loss",
     "config",
@@ -122,7 +127,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("cluster_resolver", "config", "datasets", "experimental", "testing"):
+    if name in ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "testing"):
         return import_module(f"lockstep.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

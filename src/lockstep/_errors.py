@@ -2,12 +2,14 @@
 
 LockstepError
 ├── BackendError      Keras is not what we need: another backend, an unknown version        (RuntimeError)
+├── CheckpointError   a checkpoint cannot be written, or none can be read                    (OSError)
 ├── ClusterError      the workers of a job cannot start, agree or go on together          (RuntimeError)
 ├── ContractError     a cross-device operation does not do what it promises                  (AssertionError)
 ├── DeterminismError  the same step gave different bits                                     (RuntimeError)
 ├── DeviceError       a device is unknown, absent, named twice, or it is too late to make it  (ValueError)
 ├── InputError        a batch cannot be split into replicas                                   (ValueError)
 ├── ModelError        a model cannot be split into replicas                                   (ValueError)
+├── NonFiniteError    a training step gave NaN or Inf                                  (FloatingPointError)
 ├── OptionError       an argument is out of its range                                         (ValueError)
 └── ScopeError        strategies are mixed, or a scope is used where it cannot work           (RuntimeError)
 
@@ -27,6 +29,18 @@ class LockstepError(Exception):
 
 class BackendError(LockstepError, RuntimeError):
     """Keras runs on another backend, or has a shape that this version of Lockstep does not know."""
+
+
+class CheckpointError(LockstepError, OSError):
+    """A checkpoint cannot be written, or cannot be read, or is not what was written.
+
+    Attributes:
+        errno: what the operating system said, as in every OSError; None where it is no failure of it.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 class ClusterError(LockstepError, RuntimeError):
@@ -59,6 +73,33 @@ class InputError(LockstepError, ValueError):
 
 class ModelError(LockstepError, ValueError):
     """A model cannot be split into replicas."""
+
+
+class NonFiniteError(LockstepError, FloatingPointError):
+    """A training step gave NaN or Inf.
+
+    Attributes:
+        epoch: number of the epoch, from 0, as callbacks hear it.
+        batch: number of the batch in it, from 0.
+        replicas: whose numbers were bad; empty where that cannot be told.
+        layer: path of the first bad layer, or None.
+        variable: path of the variable whose gradient was bad first, or None.
+        rows: rows of the batch that were bad, from 0, where they can be told.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        epoch: int,
+        batch: int,
+        replicas: tuple[int, ...] = (),
+        layer: str | None = None,
+        variable: str | None = None,
+        rows: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.epoch, self.batch, self.replicas = epoch, batch, replicas
+        self.layer, self.variable, self.rows = layer, variable, rows
 
 
 class OptionError(LockstepError, ValueError):

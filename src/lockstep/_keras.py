@@ -46,6 +46,7 @@ __all__ = [
     "has_no_stated_aggregation",
     "is_arrays",
     "is_seed",
+    "is_synced",
     "is_tf_dataset",
     "keep_values",
     "models_claimed",
@@ -206,15 +207,13 @@ def training_state(model: keras.Model, batch: Any) -> tuple[list[Any], ...]:
         Trainable, non-trainable, optimizer's and metrics' values; the model keeps them too.
     """
     model._symbolic_build(data_batch=batch)
-    return tuple(
-        [variable.value for variable in variables]
-        for variables in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-    )
+    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    return tuple([variable.value for variable in kind] for kind in kinds)
+
+
+def is_synced(model: keras.Model) -> bool:
+    """Whether the variables have the newest values during ``fit``; within an epoch only where a callback asked for them."""
+    return model._jax_state_synced
 
 
 def keep_values(model: keras.Model, names: tuple[str, ...], state: Any) -> None:

@@ -4,7 +4,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lockstep._errors import LockstepError
 from lockstep.launch.arguments import add_arguments, job_of
@@ -13,7 +13,9 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 done, 1 the numbers did not agree, 2 wrong usage, or a worker's.
+    """Run the command line and return the exit code.
+
+    0 done, 1 the numbers did not agree or a checkpoint is damaged, 2 wrong usage, or a worker's.
 
     Args:
         arguments: words after ``lockstep``, by default those of the process.
@@ -52,7 +54,27 @@ def _parser() -> argparse.ArgumentParser:
     test.set_defaults(run=_test)
     environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
     environment.set_defaults(run=_env)
+    _add_checkpoint(commands)
     return parser
+
+
+def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, check them, take arrays out of one")
+    actions = checkpoint.add_subparsers(title="actions", required=True)
+    for name, run, text in (
+        ("show", _show, "list the checkpoints of a directory"),
+        ("verify", _verify, "read every array; the exit code is 1 if any is not as it was written"),
+        ("export", _export, "write the arrays of one as a plain .npz file"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("directory", metavar="DIR", help="of all checkpoints, or of one")
+        action.set_defaults(run=_catching(run))
+        if name == "show":
+            action.add_argument("-v", "--verbose", action="store_true", help="list the arrays, too")
+        if name == "export":
+            action.add_argument("output", metavar="FILE", help="a file that is there is replaced")
+            action.add_argument("--step", type=int, help="which one (default: the newest good one)")
+            action.add_argument("--only", default="*", metavar="PATTERN", help="names of arrays, for example 'model/*'")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -106,6 +128,46 @@ def _env(options: argparse.Namespace) -> int:
     from lockstep.report.environment import describe_environment
 
     print(describe_environment(os.environ))
+    return 0
+
+
+def _catching(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    def run(options: argparse.Namespace) -> int:
+        try:
+            return action(options)
+        except LockstepError as error:
+            print(f"lockstep checkpoint: {error}", file=sys.stderr)
+            return 2
+
+    return run
+
+
+def _show(options: argparse.Namespace) -> int:
+    from lockstep.report.checkpoints import chosen, table
+
+    for line in table(chosen(options.directory), options.verbose):
+        print(line)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from lockstep.checkpoint.reading import verify
+    from lockstep.report.checkpoints import chosen
+
+    code = 0
+    for path in chosen(options.directory):
+        problems = verify(path)
+        code = 1 if problems else code
+        print(f"{path.name}: {'damaged' if problems else 'good'}", *problems, sep="\n  ")
+    return code
+
+
+def _export(options: argparse.Namespace) -> int:
+    from lockstep.report.checkpoints import export, loaded_from
+
+    loaded = loaded_from(options.directory, options.step)
+    count = export(loaded, options.output, options.only)
+    print(f"{options.output}: {count} arrays of step {loaded.step}")
     return 0
 
 

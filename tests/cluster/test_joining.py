@@ -265,16 +265,18 @@ def test_a_worker_of_a_later_start_waits_for_its_own_chief():
 @pytest.mark.parametrize(
     ("chief", "worker", "said"),
     [
-        (b"one", b"two", "the chief and this worker were given different secrets"),
-        (b"one", None, "the chief asks for a secret that this worker was not given"),
-        (None, b"two", "the chief was given no secret, this worker was"),
+        (b"one", b"two", "it and this process were given different secrets"),
+        (b"one", None, "it asks for a secret that this process was not given"),
+        (None, b"two", "it was given no secret, this process was"),
     ],
 )
 def test_who_does_not_know_the_secret_stays_outside(chief, worker, said):
     with Job(2, lambda index: {"secret": worker if index else chief}, start_seconds=1) as job:
         assert said in str(job.errors[1])
         assert str(job.errors[0]).startswith("worker 1 of 2 did not join within 1 s")
-        assert "was turned away: it was given another secret than the chief, or one of them none." in str(job.errors[0])
+        assert "was turned away: it was given another secret than this process, or one of them none." in str(
+            job.errors[0]
+        )
 
 
 @pytest.mark.parametrize("given", ["0" * 64, "\ud800", None, 7])

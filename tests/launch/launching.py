@@ -48,20 +48,24 @@ def environment(**variables):
     return {**own, **variables}
 
 
-def run(*arguments, **variables):
+def run(*arguments, deadline=DEADLINE, **variables):
     """Run to the end; stdout and stderr as text."""
     done = subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, timeout=DEADLINE, env=environment(**variables)
+        [*COMMAND, *map(str, arguments)], capture_output=True, timeout=deadline, env=environment(**variables)
     )
     done.stdout, done.stderr = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
     return done
 
 
 @contextlib.contextmanager
-def started(*arguments, output=subprocess.PIPE, **variables):
-    """Run in the background; it is killed at the end of the block."""
+def started(*arguments, output=subprocess.PIPE, before=(), **variables):
+    """Run in the background, with a command ``before`` it; it is killed at the end of the block."""
     process = subprocess.Popen(
-        [*COMMAND, *map(str, arguments)], stdout=output, stderr=subprocess.PIPE, text=True, env=environment(**variables)
+        [*before, *COMMAND, *map(str, arguments)],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**variables),
     )
     try:
         yield process

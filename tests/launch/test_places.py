@@ -8,7 +8,7 @@ import pytest
 from lockstep._errors import ClusterError, OptionError
 from lockstep.launch.gpus import gpus_of, share
 from lockstep.launch.job import Job
-from lockstep.launch.places import find_node, place_variables, reserved_addresses
+from lockstep.launch.places import Place, find_node, reserved_addresses
 from tests.launch.launching import program, started
 
 
@@ -62,8 +62,7 @@ def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it():
 
 
 def test_workers_are_numbered_over_the_nodes():
-    two = job(workers=2, nodes=2, node_rank=1, coordinator="a:5")
-    told = place_variables(two, 1, 0, "a:5", None, 3)
+    told = Place(3, 1, 2, workers=2, first=2, all_workers=4, meeting="a:5", addresses=None).variables(0)
     expected = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
     expected |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCKSTEP_GENERATION": "3"}
     assert told == expected | {"LOCKSTEP_COORDINATOR": "a:5"}

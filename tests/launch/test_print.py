@@ -13,10 +13,12 @@ import sys
 import pytest
 
 from lockstep import cli
+from lockstep._errors import OptionError
 from lockstep.launch.job import Job
 from lockstep.launch.print import PRINTERS
 from tests.launch.block_yaml import documents
 from tests.launch.launching import environment, program, run
+from tests.workers.jobs import own_host
 
 WORDS = ("--lr", "$HOME", "a b", "it's", '"', "é😀", "--", "-m")
 
@@ -34,7 +36,7 @@ def test_the_command_prints_and_runs_nothing(name, capsys):
 
 
 @pytest.mark.parametrize("name", ["slurm", "torchrun"])
-@pytest.mark.parametrize("options", [{}, {"is_module": True}, {"nodes": 1, "coordinator": "h:5"}])
+@pytest.mark.parametrize("options", [{}, {"is_module": True}, {"nodes": 1, "coordinator": "h:5"}, {"least_nodes": 1}])
 def test_shell_scripts_are_shell_scripts(name, options):
     done = subprocess.run(
         ["bash", "-n"], input=PRINTERS[name](job(**options)), capture_output=True, text=True, timeout=20
@@ -95,6 +97,34 @@ def test_a_slurm_job_whose_workers_ask_for_it_is_queued_again(slurm, tmp_path, c
     assert (tmp_path / "queued").exists() == is_queued
 
 
+@pytest.mark.parametrize("code", [0, 9])
+def test_a_slurm_job_that_may_go_on_with_fewer_nodes_ends_with_the_code_of_node_0(slurm, tmp_path, code):
+    command(tmp_path / "bin", "scontrol", f"printf '%s\\n' {own_host()} {own_host()}")
+    body = "supervisor = Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[1]\n"
+    body += "if rank == 1: os.kill(int(supervisor), signal.SIGKILL)\n"
+    body += "if os.environ['WORLD_SIZE'] == '2': time.sleep(100)\n"
+    path = program(tmp_path, body + f"print('alone'); sys.exit({code})")
+    done = slurm(PRINTERS["slurm"](job(path, workers=1, least_nodes=1, nodes=3, join_seconds=3)))
+    assert (done.returncode, done.stdout) == (code, "[worker 0] alone\n"), done.stderr
+
+
+def test_ray_needs_one_number_of_nodes():
+    with pytest.raises(OptionError, match=r"--print ray: Ray gives all nodes of a placement group or none.*1:2"):
+        PRINTERS["ray"](job(least_nodes=1))
+
+
+def test_kubernetes_and_torchrun_are_told_that_there_may_be_fewer_nodes():
+    _, batch = documents(PRINTERS["kubernetes"](job(least_nodes=1)))
+    assert batch["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    words = batch["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert words[words.index("--nnodes") + 1] == "1:2"
+    (words,) = (
+        shlex.split(line) for line in PRINTERS["torchrun"](job(least_nodes=1, coordinator="a:5")).splitlines()[1:]
+    )
+    assert words[:5] == ["torchrun", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=train"]
+    assert words[5:7] == ["--rdzv-endpoint=a:5", "--rdzv-conf=join_timeout=600,last_call_timeout=30"]
+
+
 def test_the_slurm_script_asks_slurm_for_what_is_needed():
     asked = [line.split(maxsplit=1)[1] for line in PRINTERS["slurm"](job()).splitlines() if line.startswith("#SBATCH")]
     for option in ("--nodes=2", "--ntasks-per-node=1", "--signal=USR1@120", "--requeue", "--job-name=train"):
@@ -150,9 +180,10 @@ def test_a_parser_of_yaml_reads_the_manifest_alike():
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
-def test_the_manifest_fits_the_published_schema(version):
+@pytest.mark.parametrize("least", [None, 1])
+def test_the_manifest_fits_the_published_schema(version, least):
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    for document in documents(PRINTERS["kubernetes"](job())):
+    for document in documents(PRINTERS["kubernetes"](job(least_nodes=least))):
         validator.validate(document, version, strict=True)
 
 
@@ -161,7 +192,7 @@ def test_torchrun_gets_a_command_for_each_node():
     commands = [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
     assert len(commands) == 2
     for node, words in enumerate(commands):
-        assert words[:4] == ["torchrun", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2"]
+        assert words[:4] == ["torchrun", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"]
         assert words[4:7] == ["--master-addr=a", "--master-port=12421", "--max-restarts=1"]
         assert words[7:] == ["-m", "train.py", *WORDS]
 

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from lockstep.launch.job import Job
-from lockstep.launch.places import place_variables
+from lockstep.launch.places import Place
 from lockstep.workers.job import GENERATION, SECRET
 from tests.launch.launching import program, run
 
@@ -27,7 +26,7 @@ if strategy.is_chief:
 
 
 def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
-    assert GENERATION in place_variables(Job(("a.py",)), 0, 0, "a:1", None, 0)
+    assert GENERATION in Place(0, 0, 1, 1, 0, 1, "a:1", None).variables(0)
     path = program(tmp_path, f"print(os.environ.get('{SECRET}', 'none'))")
     secrets = [run(path).stdout.split()[-1] for _ in range(2)]
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)

@@ -105,6 +105,11 @@ class Process:
         assert self.begun.wait(DEADLINE)
         os.kill(self.pid, number)
 
+    def send_if_there(self, number):
+        """A signal, unless it has ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self.send(number)
+
     def clean(self):
         """End it and whatever it has started, if it still runs."""
         if self.begun.wait(DEADLINE):

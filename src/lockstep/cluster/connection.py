@@ -52,6 +52,12 @@ class Connection:
         """Take messages of up to ``limit`` bytes."""
         self._frames.limit = limit
 
+    def give_up_after(self, seconds: float) -> None:
+        """Have the system end it when what was sent is not confirmed for so long (Linux): else that takes a quarter of an hour."""
+        option = vars(socket).get("TCP_USER_TIMEOUT")
+        if option is not None and self._socket.family in (socket.AF_INET, socket.AF_INET6):
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, round(1000 * seconds))
+
     def send(self, frame: bytes) -> None:
         """Send an encoded message, now or when there is room for it."""
         if not self._is_deaf:

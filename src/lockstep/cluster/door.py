@@ -88,7 +88,7 @@ class Door:
             del self._nonces[connection]
             self._arrived(connection, peer)
         elif message["kind"] == "other secret":
-            raise StrangerError("it was given another secret than the chief, or one of them none")
+            raise StrangerError("it was given another secret than this process, or one of them none")
         else:
             raise StrangerError(f"it began with {message['kind']!r}")
 
@@ -125,10 +125,10 @@ def answer(challenge: dict[str, Any], nonce: str, me: Peer, secret: bytes | None
     theirs = _nonce_of(challenge)
     _check_protocol(challenge)
     if (challenge.get("proof") is None) != (secret is None):
-        who = "the chief asks for a secret that this worker was not given"
-        raise StrangerError(who if secret is None else "the chief was given no secret, this worker was")
+        who = "it asks for a secret that this process was not given"
+        raise StrangerError(who if secret is None else "it was given no secret, this process was")
     if secret is not None and not proves(challenge["proof"], secret, "chief", nonce, theirs):
-        raise StrangerError("the chief and this worker were given different secrets")
+        raise StrangerError("it and this process were given different secrets")
     return introduction(me, None if secret is None else proof(secret, "worker", nonce, theirs))
 
 

@@ -30,7 +30,7 @@ class Guard:
     """Ends the process when its job cannot go on, and when nobody has caught an exception; then it tells the other workers.
 
     A failure of the job (:meth:`on_failure`): calls of the session have raised ClusterError by then, so Python code can unwind and
-    end the process itself. Only where it is still alive after the grace is it ended. A worker that is stuck writes the stacks of
+    end the process itself. Only where it is still alive after the grace is it ended. Where a worker is stuck, each writes the stacks of
     all its threads. What has become of whom is the last line: where an exception follows, it is said again below the traceback.
 
     An exception (:meth:`hook`, between :meth:`install` and :meth:`restore`): the exit code is that of the cause: of a
@@ -115,8 +115,7 @@ class Guard:
                 self._say(failure)
 
     def _say(self, failure: Failure) -> None:
-        is_other = self.session is not None and self.session.group.index != failure.worker
-        if failure.kind is Kind.STUCK and not (is_other or self._has_said):
+        if failure.kind is Kind.STUCK and not self._has_said:
             faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
         self._has_said = True
         _flush()

@@ -10,19 +10,19 @@ from typing import Any
 from lockstep._errors import ClusterError
 from lockstep._logging import announce as announce_line
 from lockstep.cluster import exit_codes
-from lockstep.cluster.addresses import split_address
 from lockstep.cluster.connection import Connection
-from lockstep.cluster.door import HANDSHAKE_SECONDS, StrangerError, answer, hello, introduction, other_secret
+from lockstep.cluster.door import HANDSHAKE_SECONDS, StrangerError, introduction
 from lockstep.cluster.ending import Guard
 from lockstep.cluster.failure import Failure
 from lockstep.cluster.group import WorkerGroup
+from lockstep.cluster.knocking import NotYetError, connect, introduce
 from lockstep.cluster.listening import open_listener
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.server import LINGER_SECONDS, Server
 from lockstep.cluster.session import Session
 from lockstep.cluster.waiting import Notice, listed
 from lockstep.cluster.watch import START, Limits
-from lockstep.cluster.wire import new_nonce, plain
+from lockstep.cluster.wire import plain
 
 __all__ = ["join"]
 
@@ -98,10 +98,6 @@ def join(
     return Session(group, peers, connection, server, limits, on_failure or Guard().on_failure, announce, clock)
 
 
-class _NotYetError(Exception):
-    """The chief is not there yet."""
-
-
 @dataclass(frozen=True)
 class _Wait:
     """The wait of one worker until all are here: its arguments are those of :func:`join`."""
@@ -132,7 +128,7 @@ class _Wait:
         while True:
             try:
                 return self._try()
-            except _NotYetError as error:
+            except NotYetError as error:
                 reason = str(error)
             if self.notice.seconds > self.limits.until_all_are_here:
                 raise ClusterError(
@@ -148,44 +144,20 @@ class _Wait:
         return f"worker 0 of {self.group.workers}, the chief at {self.group.coordinator}"
 
     def _try(self) -> Met:
-        connection = self._connect()
+        connection = connect(self.group.coordinator, self._at_most(_CONNECT_SECONDS))
         try:
-            self._introduce(connection)
+            introduce(connection, self.me, self.secret, self._at_most(HANDSHAKE_SECONDS))
             return self._until_all_are_here(connection)
+        except StrangerError as error:
+            connection.close()
+            raise ClusterError(f"{self.group.name} cannot join {self._chief} {error}.") from None
         except BaseException:
             connection.close()
             raise
 
-    def _connect(self) -> Connection:
-        address = split_address("the coordinator", self.group.coordinator)
-        try:
-            connected = socket.create_connection(address, self._at_most(_CONNECT_SECONDS))
-        except OSError as error:
-            raise _NotYetError(error.strerror or str(error)) from None
-        if connected.getsockname() == connected.getpeername():
-            connected.close()  # A free port can be given to the very socket that tries to reach it.
-            raise _NotYetError("nobody listens there")
-        return Connection(connected)
-
     def _at_most(self, seconds: float) -> float:
         """A limit that also ends this wait in time, and gives the last try a chance."""
         return min(seconds, max(_RETRY_SECONDS, self.limits.until_all_are_here - self.notice.seconds))
-
-    def _introduce(self, connection: Connection) -> None:
-        nonce = new_nonce()
-        connection.send(hello(nonce))
-        challenge = connection.wait(self._at_most(HANDSHAKE_SECONDS))
-        if challenge is None or challenge["kind"] != "challenge":
-            raise _NotYetError(
-                f"what answers there is no chief of a Lockstep job: {connection.ended or 'it says nothing'}"
-            )
-        try:
-            connection.send(answer(challenge, nonce, self.me, self.secret))
-        except StrangerError as error:
-            connection.send(other_secret())
-            raise ClusterError(
-                f"{self.group.name} cannot join {self._chief} ({challenge.get('process')}): {error}."
-            ) from None
 
     def _until_all_are_here(self, connection: Connection) -> Met:
         """All workers, as soon as the chief says that they are here; it also says when the wait is over."""
@@ -205,7 +177,7 @@ class _Wait:
         if message["kind"] == "beat" and START in message["missing"]:
             self.notice.tell(listed(message["missing"][START]["names"]))
         elif message["kind"] == "refuse" and message["again"]:
-            raise _NotYetError(message["sentence"])
+            raise NotYetError(message["sentence"])
         elif message["kind"] == "refuse":
             raise ClusterError(message["sentence"], message["exit_code"])
 

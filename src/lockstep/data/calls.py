@@ -20,7 +20,8 @@ from lockstep import _keras
 from lockstep._errors import OptionError
 from lockstep.data.advice import about_kept_order, about_order, about_rows
 from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
-from lockstep.data.inputs import Check, Gather, Input
+from lockstep.data.epoch import Check, Gather
+from lockstep.data.inputs import Input
 from lockstep.data.kinds import source_of
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import Placement, count_rows
@@ -52,6 +53,14 @@ class Together:
         """Gives, for each pass over an input, what looks at the batches, in the thread that reads them."""
         return None
 
+    def shared(self, found: Any) -> Any:
+        """What the chief has found, on every process."""
+        return found
+
+    def gathered(self, topic: str, value: Any) -> list[Any]:
+        """The values of all processes, each of which calls this for that topic."""
+        return [value]
+
     def gathering(self, name: str) -> Callable[[], Gather] | None:
         """Gives, for each pass over an input, what brings values of all processes together; None where there is one process."""
         return None
@@ -64,10 +73,18 @@ class Inputs:
         placement: devices and number of replicas.
         options: what the user has chosen.
         together: what surrounds the calls.
+        around_fit: what surrounds a call of fit besides, given the model and the arguments.
     """
 
-    def __init__(self, placement: Placement, options: InputOptions, together: Together) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        options: InputOptions,
+        together: Together,
+        around_fit: Callable[[keras.Model, dict[str, Any]], AbstractContextManager[None]],
+    ) -> None:
         self._placement, self._options, self._together = placement, options, together
+        self._around_fit = around_fit
         # What was read from a generator and not used waits here for the next call; with the generator it goes away.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
@@ -112,6 +129,8 @@ class Inputs:
                 made = make(*data, steps_per_epoch=given.get(_STEPS[name]), shuffle=shuffle, **options)
                 given["x"] = stack.enter_context(_closing(made))
                 stack.enter_context(self._together.during(model, name, given, options["batch_size"]))
+                if name == "fit":
+                    stack.enter_context(self._around_fit(model, given))
                 return original(*call.args, **call.kwargs)
 
         return method

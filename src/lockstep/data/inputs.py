@@ -4,151 +4,26 @@ Keras takes an :class:`Input` for a data adapter of its own kind. Its loop asks 
 step, which takes placed batches from it; Keras itself looks at no more than the first batch, to learn shapes.
 """
 
-import inspect
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from lockstep import _keras
 from lockstep.data.advice import Meter
-from lockstep.data.feed import Direct, Feed, Reader
+from lockstep.data.epoch import Check, Epoch, Place
 from lockstep.data.placement import Rows
+from lockstep.data.position import Position
+from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.data.sources import Source
 
-__all__ = ["Check", "Epoch", "Gather", "Input", "next_batch"]
+__all__ = ["Hook", "Input", "next_batch"]
 
-Place = Callable[[Any], Any]
-
-
-class Check(Protocol):
-    """Looks at the batches of one pass before they are placed."""
-
-    def __call__(self, number: int, batch: Any) -> None:
-        """Look at a batch on the host, which is the one of that number; None: the pass has come to its end."""
-
-    def close(self) -> None:
-        """The pass is over."""
-
-
-@dataclass(frozen=True)
-class _Read:
-    placed: Any
-    host: Any  # None where the source can be asked again
-
-
-class Gather(Protocol):
-    """Brings values together that the processes have for the batches of one pass."""
-
-    def __call__(self, value: Any) -> list[Any]:
-        """The values of all, which are of JSON."""
-
-    def close(self) -> None:
-        """The pass is over."""
-
-
-class Epoch:
-    """Iterator over the batches of one pass, which may last several epochs where those have a number of steps.
-
-    ``next`` looks at the next batch on the host, and what was looked at is not taken yet; :meth:`take` takes a placed one.
-
-    Args:
-        source: where the batches come from.
-        place: puts a batch on the devices.
-        depth: number of batches that are placed ahead; 0 for none.
-        meter: measures the waits.
-        check: looks at each batch before it is placed.
-    """
-
-    def __init__(self, source: Source, place: Place, depth: int, meter: Meter, check: Check | None = None) -> None:
-        self._source, self._place, self._depth, self._meter = source, place, depth, meter
-        self._check, self._number = check, 0
-        self._batches: Iterator[Any] | None = None
-        self._looked: deque[Any] = deque()
-        self._allowance: float | None = None
-        self._running: deque[Any] = deque()
-        self._closed = False
-        self._reader: Reader = (
-            Feed(self._read, self._finish, depth, source.name) if depth else Direct(self._read, self._finish)
-        )
-
-    def __iter__(self) -> "Epoch":
-        return self
-
-    def __next__(self) -> Any:
-        batch = self._next()
-        self._looked.append(batch)
-        return batch
-
-    @property
-    def position(self) -> int:
-        """Number of batches of this pass that steps have taken: the number of the next one."""
-        return self._reader.taken
-
-    def allow(self, batches: float) -> None:
-        """Let ``batches`` more batches be read than were taken, from the next :meth:`take` on."""
-        self._allowance = batches
-
-    def take(self, after: Any) -> Any:
-        """The next batch, on the devices.
-
-        Args:
-            after: what the last step gave. No more than the steps of ``depth + 1`` batches are ever under way, so that
-                memory is bounded where steps are started faster than they run.
-        """
-        if self._allowance is not None:
-            self._reader.allow(self._allowance)
-            self._allowance = None
-        self._running.append(after)
-        if len(self._running) > max(self._depth, 1):
-            jax.block_until_ready(self._running.popleft())
-        if self._reader.is_waiting():
-            jax.block_until_ready(after)  # Until here devices were at work, and nobody waited for data.
-            with self._meter.waiting():
-                batch = self._reader.take()
-        else:
-            batch = self._reader.take()
-        self._meter.step()
-        return batch.placed
-
-    def close(self, failed: bool = False) -> None:
-        """End the reading ahead; batches that were not taken go back to a source that cannot yield them again."""
-        if self._closed:
-            return
-        self._closed = True
-        left = [read.host for read in self._reader.close(failed)]
-        if self._check:
-            self._check.close()
-        if not self._source.restarts:
-            self._source.give_back([*left, *self._looked])
-
-    def _next(self) -> Any:
-        if self._batches is None:
-            self._batches = self._source.batches()
-        return next(self._batches)
-
-    def _read(self) -> _Read:
-        try:
-            host = self._looked.popleft() if self._looked else self._next()
-        except StopIteration:
-            if self._check:
-                self._check(self._number, None)
-            raise
-        if self._check:
-            self._check(self._number, host)
-        self._number += 1
-        placed = self._place(host)
-        if self._depth:
-            jax.block_until_ready(placed)
-        return _Read(placed, None if self._source.restarts else host)
-
-    def _finish(self) -> None:
-        if inspect.isgenerator(self._batches):
-            self._batches.close()
+Hook = list[Any]  # "begin" or "end" of an epoch, and the random state then; where the source has code for these
 
 
 class Input(_keras.DataAdapter):
@@ -177,18 +52,90 @@ class Input(_keras.DataAdapter):
         self._source, self._place, self._depth = source, place, depth
         self._steps = math.inf if steps is None else steps
         self._tell, self._advise, self._new_check = tell, advise, new_check
+        self._start: Position | None = None
+        self._done, self._is_kept = 0, False
+        self._is_expecting = False
+        self.hooks: list[Hook] = []
         self._meter = Meter()
         self._epoch: Epoch | None = None
+        self._handed_out: Epoch | None = None  # the pass that Keras has
+        self._is_going_on = False  # whether this process began in the middle of a pass of several epochs
         self._within = self._seen = False
 
     def get_jax_iterator(self) -> Epoch:
         """A new pass; what an earlier one has left goes back to the source."""
+        self._handed_out = self._new_pass()
+        return self._handed_out
+
+    def _new_pass(self) -> Epoch:
         if self._epoch:
             self._epoch.close()
-        check = self._new_check() if self._new_check else None
-        self._epoch = Epoch(self._source, self._placed, self._depth, self._meter, check)
-        self._epoch.allow(self._steps)
+        before, start, self._start = self._epoch, self._start, None
+        self._epoch = Epoch(
+            self._source,
+            self._placed,
+            self._depth,
+            self._meter,
+            self._new_check() if self._new_check else None,
+            start,
+            is_kept=self._is_kept,
+        )
+        if before and not self._source.restarts:
+            self._epoch.at_begin = before.at_begin  # What was looked at is still part of this pass.
+        if start:
+            self._epoch.find_start()  # Now, as the random state is that of the checkpoint from here on.
+        self._epoch.allow(self._steps - self._done)
         return self._epoch
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return self._source.name
+
+    @property
+    def can_seek(self) -> bool:
+        """Whether a pass can begin in the middle, without reading what comes before."""
+        return self._source.can_seek
+
+    def keep_position(self, earlier: Position | None, is_expecting: bool) -> None:
+        """From now on :meth:`where` will be asked.
+
+        Args:
+            earlier: where another process stood.
+            is_expecting: :meth:`go_on_from` will follow when training begins. Until then Keras looks at shapes only.
+        """
+        self._is_kept, self._is_expecting = True, is_expecting
+        self._is_going_on = bool(earlier and self._steps < math.inf and self._source.num_batches)
+        if earlier and not self._source.restarts:
+            restore_random_state(earlier.at_begin)  # The first look is the begin of the pass.
+
+    def go_on_from(self, position: Position | None, steps: int, hooks: list[Hook]) -> None:
+        """Begin where another process stood.
+
+        Args:
+            position: in the pass; None: a new pass begins.
+            steps: number of steps of the epoch that are done.
+            hooks: what :attr:`hooks` was there.
+        """
+        self._start, self._done, self._is_expecting = position, steps, False
+        for kind, state in hooks:
+            restore_random_state(state)
+            (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
+        self.hooks = list(hooks)
+
+    def where(self, is_epoch_over: bool) -> Position | None:
+        """Where the pass stands; None where a new one begins next.
+
+        Args:
+            is_epoch_over: whether all steps of the epoch are done.
+        """
+        if self._epoch is None or (is_epoch_over and self._steps == math.inf):
+            return None
+        found = self._epoch.where()
+        if found is None or not is_epoch_over:
+            return found
+        # Nothing is read ahead of an epoch's end, but the data's own code may have drawn numbers there, and changed the batches.
+        return replace(found, after=captured_random_state(), digest=None if self._source.has_hooks else found.digest)
 
     def _placed(self, batch: Any) -> Any:
         if not self._seen:
@@ -202,8 +149,12 @@ class Input(_keras.DataAdapter):
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches, where it is known."""
-        return self._source.num_batches
+        """Number of batches, where it is known.
+
+        Keras begins a new pass when it has counted so many, and of one that goes on it has not seen the beginning. That one has
+        no end for Keras: it ends by itself.
+        """
+        return sys.maxsize if self._is_going_on else self._source.num_batches
 
     @property
     def batch_size(self) -> None:
@@ -213,14 +164,29 @@ class Input(_keras.DataAdapter):
     def on_epoch_begin(self) -> None:
         """Keras says that an epoch begins: it may use ``steps`` batches."""
         self._within = True
-        self._source.begin_epoch()
+        if not self._was_done("begin", "end"):
+            self._note_hook("begin")
+            self._source.begin_epoch()
         if self._epoch:
-            self._epoch.allow(self._steps)
+            self._epoch.allow(self._steps - self._done)
 
     def on_epoch_end(self) -> None:
         """Keras says that an epoch has ended."""
-        self._within = False
-        self._source.end_epoch()
+        was_done = self._was_done("end")
+        self._within, self._done = False, 0
+        if not (self._is_expecting or was_done):
+            self._note_hook("end")
+            self._source.end_epoch()
+        if self._is_going_on and self._handed_out and self._epoch and self._epoch.position == self._source.num_batches:
+            self._handed_out.successor = self._new_pass()
+
+    def _was_done(self, *kinds: str) -> bool:
+        """Whether an earlier process has come so far in the epoch that goes on; it was done again in :meth:`go_on_from`."""
+        return bool(self._done and self.hooks and self.hooks[-1][0] in kinds)
+
+    def _note_hook(self, kind: str) -> None:
+        if self._is_kept and self._source.has_hooks:
+            self.hooks.append([kind, captured_random_state()])
 
     def close(self, failed: bool = False) -> None:
         """End all work.

@@ -41,6 +41,8 @@ class Source:
     """
 
     restarts = True  # whether a new pass begins with the first batch again
+    can_seek = False  # whether batches_from reads nothing that comes before
+    has_hooks = False  # whether somebody's code runs where an epoch begins or ends
     is_shared = True  # whether all processes that train together read the same
 
     def __init__(self, name: str) -> None:
@@ -54,6 +56,10 @@ class Source:
     def batches(self) -> Iterator[Any]:
         """A pass over the batches: ``(x,)``, ``(x, y)``, ``(x, y, sample_weight)`` or x alone."""
         return iter(())
+
+    def batches_from(self, number: int) -> Iterator[Any]:
+        """A pass from batch ``number`` on; those before are read again, where the kind knows no shorter way."""
+        return itertools.islice(self.batches(), number, None)
 
     def give_back(self, batches: list[Any]) -> None:
         """Take back batches that were read and not used, in order."""
@@ -90,6 +96,11 @@ class AdapterSource(Source):
         """Whether it is arrays, which lie in memory as a whole."""
         return _keras.is_arrays(self._adapter)
 
+    @property
+    def can_seek(self) -> bool:  # type: ignore[override]
+        """See :class:`Source`: arrays are sliced, which costs next to nothing."""
+        return self.is_arrays
+
     def batches(self) -> Iterator[Any]:
         """See :class:`Source`."""
         return iter(self._adapter.get_jax_iterator())
@@ -110,14 +121,46 @@ class _MadeSource(Source):
         """The batches as that code makes them."""
         return iter(())
 
+    def _made_from(self, number: int) -> Iterator[Any]:
+        return itertools.islice(self._made(), number, None)
+
     def batches(self) -> Iterator[Any]:
         """See :class:`Source`."""
+        return self._copied(self._made_from(0))
+
+    def batches_from(self, number: int) -> Iterator[Any]:
+        """See :class:`Source`."""
+        return self._copied(self._made_from(number))
+
+    def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
         # Copied, because such code may write the next batch into the same memory while a step still reads this one.
-        for batch in _keras.get_jax_iterator(self._made()):
+        for batch in _keras.get_jax_iterator(batches):
             yield jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
-class GeneratorSource(_MadeSource):
+class _LeavingSource(_MadeSource):
+    """One that may leave batches over: what was read and not used comes first in the next pass."""
+
+    def __init__(self, name: str, pending: Pending) -> None:
+        super().__init__(name)
+        self._pending = pending
+
+    def batches(self) -> Iterator[Any]:
+        """See :class:`Source`."""
+        while self._pending:
+            yield self._pending.popleft()
+        yield from super().batches()
+
+    def batches_from(self, number: int) -> Iterator[Any]:
+        """See :class:`Source`."""
+        return itertools.islice(self.batches(), number, None)
+
+    def give_back(self, batches: list[Any]) -> None:
+        """See :class:`Source`."""
+        self._pending.extendleft(reversed(batches))
+
+
+class GeneratorSource(_LeavingSource):
     """A Python generator: one pass, which goes on from epoch to epoch and from one ``fit`` to the next.
 
     Args:
@@ -128,15 +171,9 @@ class GeneratorSource(_MadeSource):
     restarts = False
 
     def __init__(self, generator: "GeneratorType[Any, None, None]", pending: Pending) -> None:
-        super().__init__(f"generator {generator.__name__!r}")
-        self._generator, self._pending = generator, pending
+        super().__init__(f"generator {generator.__name__!r}", pending)
+        self._generator = generator
         self._yielded = bool(pending)
-
-    def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
-        while self._pending:
-            yield self._pending.popleft()
-        yield from super().batches()
 
     def _made(self) -> Iterator[Any]:
         for batch in self._generator:
@@ -156,7 +193,7 @@ class GeneratorSource(_MadeSource):
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`Source`."""
-        self._pending.extendleft(reversed(batches))
+        super().give_back(batches)
         self._yielded = self._yielded or bool(batches)
 
 
@@ -169,8 +206,15 @@ class DatasetSource(_MadeSource):
         shuffle: go through the batches in another order each epoch, the one that Keras would take.
     """
 
+    can_seek = True
+
     def __init__(self, dataset: keras.utils.PyDataset, adapter: Any = None, shuffle: bool = False) -> None:
         super().__init__(type(dataset).__name__)
+        plain = keras.utils.PyDataset
+        self.has_hooks = (type(dataset).on_epoch_begin, type(dataset).on_epoch_end) != (
+            plain.on_epoch_begin,
+            plain.on_epoch_end,
+        )
         self._adapter, self._dataset, self._shuffle = adapter, dataset, shuffle
 
     @property
@@ -178,9 +222,9 @@ class DatasetSource(_MadeSource):
         """See :class:`Source`."""
         return self._dataset.num_batches
 
-    def _made(self) -> Iterator[Any]:
+    def _made_from(self, number: int) -> Iterator[Any]:
         read = self._read if self._dataset.workers > 1 else (lambda order: map(self._dataset.__getitem__, order))
-        for batch in read(self._order()):
+        for batch in read(itertools.islice(self._order(), number, None)):
             yield batch if self._adapter is None else _keras.standard_batch(self._adapter, batch)
 
     def _order(self) -> Iterator[int]:
@@ -222,13 +266,15 @@ class CallableSource(_MadeSource):
         function: gives the batch of a step.
     """
 
+    can_seek = True
+
     def __init__(self, function: Callable[[int], Any]) -> None:
         # By its name and not by its repr, as the other processes of a job must see the same.
         super().__init__(f"function {_name_of(function)!r}")
         self._function = function
 
-    def _made(self) -> Iterator[Any]:
-        for step in itertools.count():
+    def _made_from(self, number: int) -> Iterator[Any]:
+        for step in itertools.count(number):
             try:
                 batch = self._function(step)
             except StopIteration:
@@ -242,7 +288,7 @@ def _name_of(function: Callable[..., Any]) -> str:
     return function.__name__ if isinstance(function, (FunctionType, MethodType)) else type(function).__name__
 
 
-class IterableSource(_MadeSource):
+class IterableSource(_LeavingSource):
     """Any iterable of batches; one that can be gone through once goes on from pass to pass.
 
     Args:
@@ -250,19 +296,9 @@ class IterableSource(_MadeSource):
     """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
-        super().__init__(type(iterable).__name__)
+        super().__init__(type(iterable).__name__, Pending())
         self.restarts = not isinstance(iterable, Iterator)
-        self._iterable, self._pending = iterable, Pending()
-
-    def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
-        while self._pending:
-            yield self._pending.popleft()
-        yield from super().batches()
+        self._iterable = iterable
 
     def _made(self) -> Iterator[Any]:
         return iter(self._iterable)
-
-    def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
-        self._pending.extendleft(reversed(batches))

@@ -32,25 +32,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_workers(group: Any) -> None:
     _add(group, "--nproc-per-node", "-n", type=int, default=1, metavar="N", help="workers on each node (1)")
-    _add(group, "--nnodes", type=int, metavar="M", help="nodes; each runs this command (1, or as many as --hosts)")
+    text = "nodes, or MIN:MAX; each runs this command (1, or as many as --hosts)"
+    _add(group, "--nnodes", type=_nodes, metavar="M", help=text)
     _add(group, "--node-rank", type=int, metavar="R", help="which node this is, from 0")
     _add(group, "--coordinator", metavar="HOST:PORT", help="where worker 0 is reached (a free port of this machine)")
     _add(group, "--hosts", metavar="A,B", help="all nodes in order, each HOST or HOST:PORT")
+    text = "with MIN:MAX, wait so long for more nodes when MIN are there (30)"
+    _add(group, "--join-seconds", type=float, default=30.0, metavar="S", help=text)
+    text = "with MIN:MAX, limit of the wait for MIN nodes (600)"
+    _add(group, "--start-seconds", type=float, default=600.0, metavar="S", help=text)
+
+
+def _nodes(text: str) -> tuple[int | None, int]:
+    """The fewest nodes, if the job may go on with fewer, and the most."""
+    least, is_range, most = text.rpartition(":")
+    return int(least) if is_range else None, int(most)
 
 
 def job_of(options: argparse.Namespace) -> Job:
     """The job that parsed options ask for."""
     hosts = None if options.hosts is None else tuple(host.strip() for host in options.hosts.split(","))
-    nodes = options.nnodes if options.nnodes is not None else len(hosts or ("this",))
+    least, most = options.nnodes or (None, len(hosts or ("this",)))
     return Job(
         program=(options.script, *options.arguments),
         is_module=options.is_module,
         workers=options.nproc_per_node,
-        nodes=nodes,
+        nodes=most,
+        least_nodes=least,
         node_rank=options.node_rank,
         coordinator=options.coordinator,
         hosts=hosts,
         max_restarts=options.max_restarts,
+        join_seconds=options.join_seconds,
+        start_seconds=options.start_seconds,
         log_dir=options.log_dir,
         tee=options.tee,
         timeout=options.timeout,

@@ -2,7 +2,8 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Protocol
 
 from lockstep.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
 from lockstep.launch.failures import Failure, first_of, job_code
@@ -10,13 +11,23 @@ from lockstep.launch.processes import end_children
 from lockstep.launch.signals import Signals
 from lockstep.launch.worker import Worker
 
-__all__ = ["ENDING", "Generation"]
+__all__ = ["ENDING", "Generation", "News"]
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 _CAUSE_SECONDS = 1.0  # The end of a worker that ends because of another may be seen before the other's.
 _DUMP_SECONDS = 0.5  # For each to print where it is, before it is asked to end.
 _BURY_SECONDS = 5.0
 _PRINT_SECONDS = 2.0  # For what was printed last to be written.
+
+
+class News(Protocol):
+    """Where others may say that all workers must end."""
+
+    def fileno(self) -> int:
+        """What becomes readable when something is said."""
+
+    def read(self) -> str | None:
+        """Why all workers must end; None where that was not said."""
 
 
 class Generation:
@@ -29,6 +40,7 @@ class Generation:
         stop_at: when the run must be over, on the monotonic clock.
         spared: children of this process that are none of the workers.
         say: takes lines for the user.
+        news: from other nodes, if there are any.
     """
 
     def __init__(
@@ -39,6 +51,7 @@ class Generation:
         stop_at: float | None,
         spared: Set[int],
         say: Callable[[str], None],
+        news: News | None = None,
     ) -> None:
         self._workers = workers
         self._received = received
@@ -46,22 +59,25 @@ class Generation:
         self._stop_at = stop_at
         self._spared = spared
         self._say = say
+        self._news = news
         self._asked_at: float | None = None  # When the workers were asked to end; all times are of the monotonic clock.
         self._killed_at: float | None = None
         self._why: int | None = None  # The signal because of which they were asked.
         self.is_late = False
         self.is_unwanted = False  # Somebody has asked the supervisor to end.
+        self._is_called_off = False  # Another node has failed.
 
     def run(self) -> None:
         """Wait until all workers have ended, and end those who must not go on."""
         while self._running and not self._has_waited_enough:
-            numbers, ready = self._received.wait(self._seconds_to_next(), [worker.file for worker in self._running])
+            numbers, ready = self._received.wait(self._seconds_to_next(), [*self._files])
             for worker in self._running:
                 if worker.file in ready:
                     worker.look()
             for number in numbers:
                 self._on_signal(number)
             self._on_failure()
+            self._on_news(ready)
             self._on_time()
 
     def bury(self) -> None:
@@ -93,7 +109,15 @@ class Generation:
         if self._why is not None:
             codes = {worker.code for worker in self._workers}
             return 128 + self._why if codes - {DONE, PEER_LOST} else PEER_LOST if PEER_LOST in codes else DONE
+        if self._is_called_off and self.failure is None:
+            return PEER_LOST if any(worker.code for worker in self._workers) else DONE
         return DONE if self.failure is None else job_code(self.failure.code)
+
+    @property
+    def _files(self) -> Iterator[int]:
+        yield from (worker.file for worker in self._running)
+        if self._news is not None and self._asked_at is None:  # Else all end already.
+            yield self._news.fileno()
 
     @property
     def _running(self) -> list[Worker]:
@@ -124,6 +148,15 @@ class Generation:
             if not first.is_consequence or time.monotonic() >= first.when + _CAUSE_SECONDS:
                 self._say(f"{first.headline}; the others have {self._grace:g} s to end.")
                 self._ask(signal.SIGTERM)
+
+    def _on_news(self, ready: Set[int]) -> None:
+        if self._news is None or self._asked_at is not None or self._news.fileno() not in ready:
+            return
+        why = self._news.read()
+        if why is not None:
+            self._is_called_off = True
+            self._say(f"{why}; the workers here have {self._grace:g} s to end.")
+            self._ask(signal.SIGTERM)
 
     def _on_time(self) -> None:
         now = time.monotonic()

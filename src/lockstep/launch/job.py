@@ -20,11 +20,14 @@ class Job:
         program: a script or the name of a module, then its arguments.
         is_module: whether it is a module, as after ``python -m``.
         workers: number of workers on each node.
-        nodes: number of nodes, each with a supervisor of its own.
-        node_rank: this node's number, from 0; None where there is one, or where ``hosts`` tells.
+        nodes: number of nodes, each with a supervisor of its own; the most where there may be fewer.
+        least_nodes: the fewest that the job goes on with; None: it needs all.
+        node_rank: this node's number, from 0; None where there is one, or where ``hosts`` or the meeting tells.
         coordinator: ``host:port`` where worker 0 is reached; None: chosen on this machine.
         hosts: of all nodes in order, each ``host`` or ``host:port``; the workers of a node take this port and those above it.
         max_restarts: how often all workers are started again after one has failed.
+        join_seconds: how long to wait for more nodes when the fewest are there; only with ``least_nodes``.
+        start_seconds: limit of the wait for the fewest nodes; only with ``least_nodes``.
         log_dir: folder for what each worker prints; None: it goes to the terminal.
         tee: to both.
         timeout: limit for the whole run in seconds; None: none.
@@ -44,10 +47,13 @@ class Job:
     is_module: bool = False
     workers: int = 1
     nodes: int = 1
+    least_nodes: int | None = None
     node_rank: int | None = None
     coordinator: str | None = None
     hosts: tuple[str, ...] | None = None
     max_restarts: int = 0
+    join_seconds: float = 30.0
+    start_seconds: float = 600.0
     log_dir: Path | None = None
     tee: bool = False
     timeout: float | None = None
@@ -58,20 +64,27 @@ class Job:
         whole_number("--nproc-per-node", self.workers)
         whole_number("--nnodes", self.nodes)
         whole_number("--max-restarts", self.max_restarts, 0)
+        if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
+            raise OptionError(f"--nnodes: expected MIN:MAX with 1 <= MIN <= MAX, got {self.least_nodes}:{self.nodes}.")
         self._check_seconds()
         self._check_place()
         if self.tee and self.log_dir is None:
             raise OptionError("--tee: shows on the terminal what --log-dir writes to files; --log-dir is missing.")
 
     @property
-    def all_workers(self) -> int:
-        """The number of workers on all nodes."""
-        return self.workers * self.nodes
+    def is_elastic(self) -> bool:
+        """Whether the nodes meet before each start, as nobody knows how many there will be."""
+        return self.least_nodes is not None
+
+    @property
+    def nodes_said(self) -> str:
+        """The number of nodes as ``--nnodes`` takes it."""
+        return f"{self.least_nodes}:{self.nodes}" if self.is_elastic else str(self.nodes)
 
     @property
     def addresses(self) -> tuple[str, ...] | None:
         """``host:port`` of every worker, as far as the options tell; else None."""
-        firsts = self._first_addresses
+        firsts = self.first_addresses
         if len(firsts) < self.nodes:
             return None
         return tuple(address for first in firsts for address in self._addresses_from(first))
@@ -79,10 +92,10 @@ class Job:
     @property
     def meeting_address(self) -> str | None:
         """``host:port`` of worker 0, if the options tell."""
-        return next(iter(self._first_addresses), None)
+        return next(iter(self.first_addresses), None)
 
     @property
-    def _first_addresses(self) -> list[str]:
+    def first_addresses(self) -> list[str]:
         """Of the first worker on each node that is known."""
         if self.hosts is not None:
             return [_with_port("--hosts", host) for host in self.hosts]
@@ -95,7 +108,8 @@ class Job:
         return [join_address(host, port + local) for local in range(self.workers)]
 
     def _check_seconds(self) -> None:
-        for name, seconds in (("--timeout", self.timeout), ("--grace", self.grace)):
+        waits = {"--join-seconds": self.join_seconds, "--start-seconds": self.start_seconds}
+        for name, seconds in {"--timeout": self.timeout, "--grace": self.grace, **waits}.items():
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise OptionError(f"{name}: expected a number of seconds, got {seconds}.")
 

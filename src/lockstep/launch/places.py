@@ -5,33 +5,95 @@ import json
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from lockstep._errors import OptionError
 from lockstep.cluster.addresses import split_address
 from lockstep.cluster.ports import COORDINATOR
 from lockstep.launch.job import Job
 
-__all__ = ["find_node", "place_variables", "reserved_addresses"]
+__all__ = ["Place", "find_node", "is_here", "reserved_addresses"]
 
 _LOOPBACK = "127.0.0.1"
 
 
-def find_node(job: Job) -> int:
-    """This node's rank: what was said, or which of the hosts is this machine.
+@dataclass(frozen=True)
+class Place:
+    """What the workers of this node are in one generation.
+
+    Args:
+        generation: how many times the workers were started before.
+        node: rank of this node.
+        nodes: number of nodes.
+        workers: number of workers on this node.
+        first: rank of the first of them.
+        all_workers: number of workers on all nodes.
+        meeting: ``host:port`` of worker 0.
+        addresses: of all workers, or None where they are not known.
+    """
+
+    generation: int
+    node: int
+    nodes: int
+    workers: int
+    first: int
+    all_workers: int
+    meeting: str
+    addresses: Sequence[str] | None
+
+    def variables(self, local: int) -> Mapping[str, str]:
+        """What one worker is told: ``TF_CONFIG`` where all addresses are known, and always what torchrun would say.
+
+        Args:
+            local: the worker's number on this node.
+
+        Example:
+            >>> Place(0, 0, 1, 2, 0, 2, "h:1", ("h:1", "h:2")).variables(1)["TF_CONFIG"]
+            '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": 1}}'
+        """
+        rank = self.first + local
+        host, port = split_address("coordinator", self.meeting)
+        told = {
+            "RANK": rank,
+            "WORLD_SIZE": self.all_workers,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": self.workers,
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": self.nodes,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "LOCKSTEP_GENERATION": self.generation,
+        }
+        if self.addresses is None:  # Else MASTER_PORT would be taken for the port of torchrun itself.
+            told[COORDINATOR] = self.meeting
+        else:
+            task = {"type": "worker", "index": rank}
+            told["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
+        return {name: str(value) for name, value in told.items()}
+
+
+def find_node(job: Job) -> int | None:
+    """This node's rank: what was said, or which of the hosts is this machine; None where nodes that meet have not said it.
 
     Raises:
         OptionError: neither tells.
     """
-    if job.nodes > 1 and job.meeting_address is None:
+    if job.meeting_address is None and (job.nodes > 1 or job.is_elastic):
         raise OptionError(
-            f"--nnodes {job.nodes}: say where worker 0 is, --coordinator HOST:PORT, or --hosts with all nodes."
+            f"--nnodes {job.nodes_said}: say where worker 0 is, --coordinator HOST:PORT, or --hosts with all nodes."
         )
-    if job.node_rank is not None or job.nodes == 1:
-        return job.node_rank or 0
-    if job.hosts is None:
+    if job.node_rank is not None:
+        return job.node_rank
+    if job.hosts is not None and job.nodes > 1:
+        return _find_among_hosts(job)
+    if job.nodes > 1 and not job.is_elastic:
         raise OptionError(f"--nnodes {job.nodes}: say which node this is, --node-rank 0 to {job.nodes - 1}.")
+    return None if job.is_elastic else 0
+
+
+def _find_among_hosts(job: Job) -> int:
     first_workers = (job.addresses or ())[:: job.workers]
-    here = [rank for rank, address in enumerate(first_workers) if _is_here(split_address("--hosts", address)[0])]
+    here = [rank for rank, address in enumerate(first_workers) if is_here(split_address("--hosts", address)[0])]
     if len(here) != 1:
         found = "none of the hosts is" if not here else f"{len(here)} of the hosts are"
         raise OptionError(
@@ -40,7 +102,7 @@ def find_node(job: Job) -> int:
     return here[0]
 
 
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
     """Whether a host is this machine: only then can a socket have its address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -67,41 +129,3 @@ def reserved_addresses(count: int) -> Iterator[tuple[str, ...]]:
         if sys.platform != "linux":
             held.close()
         yield addresses
-
-
-def place_variables(
-    job: Job, node: int, local: int, meeting: str, addresses: Sequence[str] | None, generation: int
-) -> Mapping[str, str]:
-    """What one worker is told: ``TF_CONFIG`` where all addresses are known, and always what torchrun would say.
-
-    Args:
-        job: what runs.
-        node: rank of this node.
-        local: the worker's number on it.
-        meeting: ``host:port`` of worker 0.
-        addresses: of all workers, or None.
-        generation: how many times the workers were started before.
-
-    Example:
-        >>> place_variables(Job(("a.py",), workers=2), 0, 1, "h:1", ("h:1", "h:2"), 0)["TF_CONFIG"]
-        '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": 1}}'
-    """
-    rank = node * job.workers + local
-    host, port = split_address("coordinator", meeting)
-    told = {
-        "RANK": rank,
-        "WORLD_SIZE": job.all_workers,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": job.workers,
-        "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": job.nodes,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "LOCKSTEP_GENERATION": generation,
-    }
-    if addresses is None:  # Else MASTER_PORT would be taken for the port of torchrun itself.
-        told[COORDINATOR] = meeting
-    else:
-        task = {"type": "worker", "index": rank}
-        told["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
-    return {name: str(value) for name, value in told.items()}

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep._errors import OptionError
 from lockstep.data.advice import Meter
-from lockstep.data.inputs import Check, Epoch
+from lockstep.data.epoch import Check, Epoch
 from lockstep.data.placement import Placement, count_rows
 from lockstep.data.sources import Source
 from lockstep.loops.values import rows_of_batch

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lockstep.cluster.waiting import GivenUpError
-from lockstep.data.inputs import Gather
+from lockstep.data.epoch import Gather
 from lockstep.data.placement import Placement, count_rows
 from lockstep.data.sources import Source
 from lockstep.loops.datasets import DistributedDataset

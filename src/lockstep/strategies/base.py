@@ -1,6 +1,7 @@
 """What every strategy has: devices, replicas, and a scope in which models become its own."""
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -12,17 +13,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep import _keras
-from lockstep._errors import ModelError, OptionError, ScopeError, whole_number
+from lockstep._errors import ModelError, ScopeError, whole_number
 from lockstep._logging import announce
-from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
+from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.data.calls import Inputs, Together
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
+from lockstep.guard.around import guard_among, guarded
 from lockstep.loops.context import ReplicaContext, open_scopes
 from lockstep.loops.model import call_on_replica
 from lockstep.loops.tools import LoopTools
+from lockstep.resume.around import backed_up
+from lockstep.resume.checkpoint import Checkpoint
+from lockstep.resume.frequency import SaveFrequency
 from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
+from lockstep.strategies.arguments import options_of, refuse_with_slices, resolve_ops
 from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
 from lockstep.topology.determinism import describe_determinism, is_deterministic, prepare_determinism
 from lockstep.topology.devices import device_name
@@ -54,10 +60,10 @@ class Strategy(LoopTools):
     ) -> None:
         _keras.check_keras()
         self._deterministic = is_deterministic() if deterministic is None else bool(deterministic)
-        self._ops = _resolve_ops(cross_device_ops, self._deterministic)
+        self._ops = resolve_ops(cross_device_ops, self._deterministic)
         self._shard_optimizer = bool(shard_optimizer)
         if shard_optimizer:
-            _refuse_with_slices(self._ops, self._deterministic)
+            refuse_with_slices(self._ops, self._deterministic)
         if replicas is not None:
             replicas = whole_number("replicas", replicas)
         if self._deterministic:
@@ -67,8 +73,9 @@ class Strategy(LoopTools):
         self._placement = Placement(mesh, replicas or len(found))
         self._plan = self._plan_for(self._placement)
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self._input_options = _options_of(input_options)
-        self._inputs = Inputs(self._placement, self._input_options, self._together)
+        self._input_options = options_of(input_options)
+        self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit)
+        self._functions: weakref.WeakKeyDictionary[keras.Model, StepFunctions] = weakref.WeakKeyDictionary()
         self._announce(self._summary())
 
     @property
@@ -164,6 +171,34 @@ class Strategy(LoopTools):
             placements.append(self._placement.on_first_device())
         return compare_steps(model, (x, y, sample_weight), [(p, self._plan_for(p)) for p in placements])
 
+    def checkpoint(self, directory: str | os.PathLike[str], save_freq: str | int = 1, keep: int = 3) -> Checkpoint:
+        """Checkpoints for a loop of one's own, written while it runs.
+
+        Args:
+            directory: where they are; one for each run.
+            save_freq: how many steps, or how long, from one to the next: 100, or ``"10min"``.
+            keep: how many of the newest stay.
+
+        Raises:
+            CheckpointError: another job writes there, or nobody can.
+            OptionError: ``save_freq`` or ``keep`` is out of its range.
+
+        Example:
+            >>> import jax.numpy as jnp, lockstep, tempfile
+            >>> strategy = lockstep.MirroredStrategy(replicas=2)
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> for stop in 3, 5:  # The second loop goes on where the first has stopped.
+            ...     with strategy.checkpoint(folder.name) as checkpoint:
+            ...         state, start = checkpoint.restore(jnp.zeros(2))
+            ...         for step in range(start, stop):
+            ...             state = state + 1
+            ...             checkpoint.save(step + 1, state)
+            >>> start, state.tolist()
+            (3, [5.0, 5.0])
+            >>> folder.cleanup()
+        """
+        return Checkpoint(directory, SaveFrequency(save_freq), keep, self._placement, self._together, self._announce)
+
     def _plan_for(self, placement: Placement) -> Plan:
         return (
             DeterministicPlan(placement)
@@ -184,6 +219,7 @@ class Strategy(LoopTools):
                 self._announce(f"Model {model.name!r}: {reason}.")
 
         functions = StepFunctions(model, self._placement, self._plan, tell, self._listener)
+        self._functions[model] = functions
 
         def make(kind: str) -> Any:
             _refuse_other_scope(model, self)
@@ -200,6 +236,17 @@ class Strategy(LoopTools):
     def _together(self) -> Together:  # type: ignore[override]  # made when it is first asked for
         """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
         return Together()
+
+    @contextlib.contextmanager
+    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
+        setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
+        functions, together, announce = self._functions[model], self._together, self._announce
+        guard = guard_among(arguments.get("callbacks"))
+        with (
+            backed_up(model, arguments, functions, setup, together, announce) as run,
+            guarded(guard, functions, run, together, announce),
+        ):
+            yield
 
     @cached_property
     def _listener(self) -> StepListener:
@@ -237,36 +284,6 @@ class Strategy(LoopTools):
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
-    resolved = TreeAllReduce() if deterministic and ops is None else resolve_cross_device_ops(ops)
-    if deterministic and not isinstance(resolved, TreeAllReduce):
-        raise OptionError(
-            f"cross_device_ops={type(resolved).__name__} adds gradients in an order that depends on the devices, and "
-            "deterministic=True asks for one that does not: leave cross_device_ops and communication_options out, or take "
-            "lockstep.TreeAllReduce()."
-        )
-    return resolved
-
-
-def _options_of(options: InputOptions | None) -> InputOptions:
-    if options is not None and not isinstance(options, InputOptions):
-        raise OptionError(f"input_options: expected a lockstep.InputOptions or None, got {options!r}.")
-    return options or InputOptions()
-
-
-def _refuse_with_slices(ops: CrossDeviceOps, deterministic: bool) -> None:
-    if deterministic:
-        raise OptionError(
-            "shard_optimizer=True and deterministic=True: what a device updates would depend on the number of devices. "
-            "Leave one of them out."
-        )
-    if type(ops) is not AutoAllReduce:
-        raise OptionError(
-            f"shard_optimizer=True adds gradients by the platform's reduce-scatter, not by {type(ops).__name__}. Leave "
-            "cross_device_ops and communication_options out."
-        )
 
 
 def _refuse_other_scope(model: keras.Model, owner: "Strategy") -> None:

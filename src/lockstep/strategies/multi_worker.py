@@ -126,7 +126,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @cached_property
     def _together(self) -> calls.Together:  # type: ignore[override]
-        return Together(self._job.session) if self._job else calls.Together()
+        return Together(self._job.session, self._placement) if self._job else calls.Together()
 
     @cached_property
     def _listener(self) -> StepListener:

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 
@@ -19,7 +18,7 @@ from lockstep import _keras
 from lockstep._version import __version__
 from lockstep.cluster.session import Session
 
-__all__ = ["agree_on_random_numbers", "described_model", "digest_of_batch", "identity"]
+__all__ = ["agree_on_random_numbers", "described_model", "identity"]
 
 _PACKAGES = ("keras", "jax", "jaxlib", "numpy")
 
@@ -66,18 +65,6 @@ def described_model(model: keras.Model) -> dict[str, Any]:
         "compile": _config(model.get_compile_config),
         "variables": {x.path: f"{x.dtype} {list(x.shape)}, checksum {_checksum(x.value)}" for x in variables},
     }
-
-
-def digest_of_batch(batch: Any) -> str | None:
-    """A digest of the arrays of a batch; None where they lie on devices."""
-    found = hashlib.blake2b(digest_size=8)
-    for leaf in jax.tree.leaves(batch):
-        if isinstance(leaf, jax.Array):
-            return None
-        array = np.ascontiguousarray(leaf)
-        found.update(f"{array.shape} {array.dtype}".encode())
-        found.update(repr(array).encode() if array.dtype == object else array.tobytes())
-    return found.hexdigest()
 
 
 def _config(get: Callable[[], Any]) -> Any:

@@ -9,9 +9,11 @@ import keras
 
 from lockstep.cluster.session import Session
 from lockstep.data import calls
+from lockstep.data.placement import Placement
 from lockstep.workers.alike import described_model
 from lockstep.workers.chief import leave_printing_to_the_chief, refuse_backup
 from lockstep.workers.passes import Comparison, Gathering, of_each_pass
+from lockstep.workers.sharing import shared_arrays
 
 __all__ = ["Together"]
 
@@ -23,10 +25,11 @@ class Together(calls.Together):
 
     Args:
         session: the workers.
+        placement: their devices.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._inputs = session, count(1)
+    def __init__(self, session: Session, placement: Placement) -> None:
+        self._session, self._placement, self._inputs = session, placement, count(1)
         self.processes, self.process = session.group.workers, session.group.index
 
     @contextmanager
@@ -50,6 +53,16 @@ class Together(calls.Together):
     def checking(self, name: str, has_known_length: bool) -> Callable[[], Comparison]:
         """See the base class."""
         return of_each_pass(Comparison, self._session, f"input {next(self._inputs)}", name, has_known_length)
+
+    def shared(self, found: Any) -> Any:
+        """See the base class: a checkpoint, which the chief has read, or None."""
+        step, arrays, facts = found or (None, {}, None)
+        step, facts = self._session.broadcast("the checkpoint", [step, facts])
+        return None if step is None else (step, shared_arrays(self._session, self._placement, arrays), facts)
+
+    def gathered(self, topic: str, value: Any) -> list[Any]:
+        """See the base class."""
+        return self._session.gather(topic, value)
 
     def gathering(self, name: str) -> Callable[[], Gathering]:
         """See the base class."""

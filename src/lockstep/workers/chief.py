@@ -43,5 +43,5 @@ def refuse_backup(arguments: dict[str, Any]) -> None:
     if isinstance(callbacks, (list, tuple)) and any(isinstance(x, keras.callbacks.BackupAndRestore) for x in callbacks):
         raise ModelError(
             "keras.callbacks.BackupAndRestore writes and deletes its files on every worker at once, and restores the beginning of an "
-            "epoch only. Save with ModelCheckpoint, and load the model in scope()."
+            "epoch only. Take lockstep.callbacks.BackupAndRestore."
         )

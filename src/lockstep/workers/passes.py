@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.cluster.session import Session
 from lockstep.cluster.waiting import GivenUpError
-from lockstep.workers.alike import digest_of_batch
+from lockstep.data.position import digest_of_batch
 
 __all__ = ["Comparison", "Gathering", "of_each_pass"]
 

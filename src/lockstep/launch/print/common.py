@@ -11,8 +11,10 @@ __all__ = ["job_name", "port_of", "program_of", "run_options"]
 
 def run_options(job: Job) -> list[str]:
     """The options of ``lockstep run`` that are the same on each node, but for where the nodes are."""
-    options = ["-n", str(job.workers), "--nnodes", str(job.nodes)]
+    options = ["-n", str(job.workers), "--nnodes", job.nodes_said]
     options += ["--max-restarts", str(job.max_restarts)] if job.max_restarts else []
+    if job.is_elastic:
+        options += ["--join-seconds", f"{job.join_seconds:g}", "--start-seconds", f"{job.start_seconds:g}"]
     options += ["--timeout", f"{job.timeout:g}"] if job.timeout is not None else []
     options += ["--grace", f"{job.grace:g}"]
     options += ["--allocator", job.allocator]

@@ -33,7 +33,7 @@ spec:
   completions: {nodes}
   parallelism: {nodes}
   backoffLimit: {failures}
-  podFailurePolicy:
+{success}  podFailurePolicy:
     rules:
       - action: Ignore
         onPodConditions:
@@ -64,8 +64,19 @@ spec:
 """
 
 
+# From Kubernetes 1.31 on: a node that was left out at the end must not keep the job from being done.
+_SUCCESS = """\
+  successPolicy:
+    rules:
+      - succeededIndexes: "0"
+"""
+
+
 def manifest(job: Job) -> str:
-    """The manifest for ``kubectl apply``; a pod whose program has an error ends the job, any other one is replaced."""
+    """The manifest for ``kubectl apply``; a pod whose program has an error ends the job, any other one is replaced.
+
+    Where nodes meet, the job is done when node 0 is, as it ends with the code of the job.
+    """
     name, port = job_name(job), port_of(job)
     hosts = ",".join(f"{name}-{node}.{name}:{port}" for node in range(job.nodes))
     where = ["--hosts", hosts, "--node-rank", "$(JOB_COMPLETION_INDEX)"]
@@ -79,6 +90,7 @@ def manifest(job: Job) -> str:
         command=lines,
         codes=f"{USAGE}, {USER_ERROR}",
         failures=job.nodes * (job.max_restarts + 1),
+        success=_SUCCESS if job.is_elastic else "",
         seconds=int(job.grace) + _SECONDS_MORE,
     )
 

@@ -1,5 +1,6 @@
 """The same job under Ray: a Python script that starts ``lockstep run`` on each node. Ray Train is not needed."""
 
+from lockstep._errors import OptionError
 from lockstep.launch.job import Job
 from lockstep.launch.print.common import job_name, port_of, program_of, run_options
 
@@ -55,7 +56,15 @@ if __name__ == "__main__":
 
 
 def script(job: Job) -> str:
-    """The script, for ``python`` on a machine of the Ray cluster or for ``ray job submit``."""
+    """The script, for ``python`` on a machine of the Ray cluster or for ``ray job submit``.
+
+    Raises:
+        OptionError: the number of nodes is a range.
+    """
+    if job.is_elastic:
+        raise OptionError(
+            f"--print ray: Ray gives all nodes of a placement group or none, so it needs one number, got --nnodes {job.nodes_said}."
+        )
     return _SCRIPT.format(
         name=job_name(job),
         nodes=job.nodes,

@@ -1,0 +1,1 @@
+"""What survives: checkpoints on disk, whole or not at all."""

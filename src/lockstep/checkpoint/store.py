@@ -1,0 +1,245 @@
+"""A directory of checkpoints: one writer, any number of readers, and the newest good one."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep._errors import CheckpointError, OptionError, whole_number
+from lockstep._logging import announce as announce_line
+from lockstep.checkpoint import reading, writing
+from lockstep.checkpoint.lock import WriterLock
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.naming import checkpoints_in, free_name, step_of
+from lockstep.checkpoint.reading import Loaded
+from lockstep.checkpoint.snapshot import Snapshot
+
+__all__ = ["CheckpointStore"]
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Reading needs nothing. Writing needs the directory's lock, which :meth:`lock`, ``with`` or the first :meth:`write` takes, and
+    :meth:`close` or the end of the process, however it ends, gives back. Methods may be called from any thread.
+
+    Args:
+        directory: where they are; it is made by the first write.
+        keep: how many of the newest stay, at least 1. With 1, a checkpoint that is damaged later leaves none.
+        timeout_seconds: how long a write waits for one of another thread.
+        announce: takes a line for the user.
+        clock: gives the seconds since 1970, for the lock's message only.
+
+    Raises:
+        OptionError: ``keep`` is out of its range, or the directory is an address of the network.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with CheckpointStore(folder.name) as store:
+        ...     path = store.write(7, Snapshot({"kernel": np.ones((2, 3), np.float32)}, {"epoch": 1}))
+        >>> path.name
+        'step-000000007'
+        >>> loaded = store.newest()
+        >>> loaded.step, loaded.snapshot.arrays["kernel"].shape, loaded.snapshot.facts
+        (7, (2, 3), {'epoch': 1})
+        >>> store.verify(path)
+        []
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 3,
+        *,
+        timeout_seconds: float = 600.0,
+        announce: Callable[[str], None] = announce_line,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if "://" in os.fspath(directory):
+            raise OptionError(f"CheckpointStore: directory: expected a path of this machine, got {directory!r}.")
+        self.directory = Path(directory).absolute()
+        self.keep = whole_number("CheckpointStore: keep", keep)
+        self._timeout, self._announce = timeout_seconds, announce
+        self._lock = WriterLock(self.directory / ".lock", announce, clock)
+        self._turn = threading.Lock()
+        self._has_told_of_newer = False
+
+    def __enter__(self) -> "CheckpointStore":
+        self.lock()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def lock(self) -> None:
+        """Take the right to write; to do so early lets a second job fail before it trains.
+
+        Raises:
+            CheckpointError: another job has it (host, process and since when are named), or the directory cannot be made.
+        """
+        with self._writing("no lock can be taken"):
+            pass
+
+    def close(self) -> None:
+        """Give the right to write back, after a write of another thread has ended. The store can still be read."""
+        with self._alone("the lock cannot be given back"):
+            self._lock.release()
+
+    def write(self, step: int, snapshot: Snapshot) -> Path:
+        """Write a checkpoint, then remove the oldest beyond ``keep``.
+
+        When this returns, the checkpoint is on the disk. When it fails, or the process is killed in between, the older ones are as
+        they were. A step that is there already is replaced. Later steps are from a run that was given up: they stay, and a line
+        says so, once.
+
+        Args:
+            step: how many steps were trained, 0 or more.
+            snapshot: what to write.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: no space, no permission, another job writes here, or whatever else is in the way. ``errno`` is that
+                of the operating system.
+            OptionError: ``step`` is out of its range.
+        """
+        step = whole_number("step", step, least=0)
+        with self._writing(f"the checkpoint of step {step} cannot be written", snapshot.nbytes):
+            if self._lock.is_exclusive:
+                self._quietly(lambda: writing.sweep(self.directory))
+            name = free_name(step, checkpoints_in(self.directory))
+            path = writing.publish(self.directory, name, step, snapshot)
+            self._quietly(lambda: writing.remove(self.directory, self._outdated(path)))
+            self._tell_of_newer(step)
+        return path
+
+    def discard_newer(self, step: int) -> list[Path]:
+        """Remove the checkpoints of all later steps: a run that goes back to ``step`` must not be resumed from those.
+
+        Args:
+            step: the last that stays.
+
+        Returns:
+            What was removed.
+
+        Raises:
+            CheckpointError: as for :meth:`write`.
+        """
+        with self._writing("newer checkpoints cannot be removed"):
+            newer = [path for path in checkpoints_in(self.directory) if _step(path) > step]
+            writing.remove(self.directory, newer)
+        return newer
+
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, in order; whether these are good is not looked at."""
+        return sorted({_step(path) for path in self.paths()})
+
+    def paths(self) -> list[Path]:
+        """The checkpoints' directories, the newest last; whether these are good is not looked at.
+
+        Raises:
+            CheckpointError: the directory cannot be read.
+        """
+        try:
+            return checkpoints_in(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: cannot be read: {error.strerror}.", error.errno) from error
+
+    def newest(self) -> Loaded | None:
+        """The newest good checkpoint; None where there is none at all.
+
+        A line tells of each newer one that is damaged, and what was found.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is good.
+        """
+        refused: dict[Path, str] = {}
+        while fresh := [path for path in self.paths() if path not in refused]:
+            try:
+                return self.read(fresh[-1])
+            except CheckpointError as error:
+                if fresh[-1].exists():  # Else a writer has removed it meanwhile, for a newer one.
+                    refused[fresh[-1]] = str(error)
+                    self._announce(f"checkpoint refused: {error}")
+        if not refused:
+            return None
+        found = "\n".join(f"  {sentence}" for sentence in refused.values())
+        raise CheckpointError(
+            f"{self.directory}: no checkpoint there is good:\n{found}\nStart with an empty directory to train from the beginning."
+        )
+
+    def read(self, path: str | os.PathLike[str]) -> Loaded:
+        """Read one checkpoint, and see that it is what was written.
+
+        Args:
+            path: its directory, also outside this store.
+
+        Raises:
+            CheckpointError: it is torn, truncated, damaged, foreign or of a newer version.
+        """
+        return reading.read(Path(path))
+
+    def describe(self, path: str | os.PathLike[str]) -> Manifest:
+        """What one checkpoint says of itself, without reading its arrays. Args and errors are those of :meth:`read`."""
+        return reading.describe(Path(path))
+
+    def verify(self, path: str | os.PathLike[str]) -> list[str]:
+        """A sentence for each thing in a checkpoint that is not as it was written; none where all is right.
+
+        Args:
+            path: its directory, also outside this store.
+        """
+        return reading.verify(Path(path))
+
+    @contextmanager
+    def _writing(self, what: str, needed: int | None = None) -> Iterator[None]:
+        with self._alone(what):
+            try:
+                writing.make_directory(self.directory)
+                self._lock.take()
+                yield
+            except CheckpointError:
+                raise
+            except OSError as error:
+                raise writing.failed(what, self.directory, error, needed) from error
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._turn.acquire(timeout=self._timeout):
+            raise CheckpointError(f"{self.directory}: {what}: another thread still writes after {self._timeout:.0f} s.")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _outdated(self, newest: Path) -> list[Path]:
+        """The oldest first. Of several checkpoints of one step the last counts."""
+        last = {_step(path): path for path in checkpoints_in(self.directory) if _step(path) <= _step(newest)}
+        kept = {last[step] for step in sorted(last)[-self.keep :]}
+        return [path for path in checkpoints_in(self.directory) if _step(path) <= _step(newest) and path not in kept]
+
+    def _quietly(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self._announce(f"{self.directory}: what is no longer needed cannot be removed yet: {error}")
+
+    def _tell_of_newer(self, step: int) -> None:
+        newest = self.steps()[-1]
+        if newest > step and not self._has_told_of_newer:
+            self._has_told_of_newer = True
+            self._announce(
+                f"{self.directory}: step {step} was written, but there is step {newest}, which a resumed run would start from. "
+                f"If that belongs to a run that was given up, remove it: discard_newer({step})."
+            )
+
+
+def _step(path: Path) -> int:
+    return step_of(path.name) or 0

@@ -1,0 +1,102 @@
+"""What surrounds a call of ``fit``: with a BackupAndRestore among its callbacks, the call is backed up."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import keras
+
+from lockstep._errors import OptionError
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data.calls import Together
+from lockstep.data.inputs import Input
+from lockstep.resume.backup import BackupAndRestore
+from lockstep.resume.callbacks import FitCallbacks
+from lockstep.resume.preemption import Preemption
+from lockstep.resume.run import BackedUpFit, Found
+from lockstep.step.functions import StepFunctions
+
+__all__ = ["backed_up"]
+
+
+@contextmanager
+def backed_up(
+    model: keras.Model,
+    arguments: dict[str, Any],
+    functions: StepFunctions,
+    setup: dict[str, Any],
+    together: Together,
+    announce: Callable[[str], None],
+) -> Iterator[BackedUpFit | None]:
+    """Is open during a call of ``fit``, whose arguments may be changed.
+
+    Args:
+        model: of a strategy.
+        arguments: of the call; x is an :class:`Input`.
+        functions: of the model.
+        setup: what must be the same in a run that goes on.
+        together: the processes.
+        announce: takes a line for the user.
+
+    Raises:
+        CheckpointError: no checkpoint is good, or it is one of another run; or another job writes to the directory.
+        InputError: the place in the data cannot be found.
+        OptionError: there are several backups.
+    """
+    backup = _backup_among(arguments.get("callbacks"))
+    if backup is None:
+        yield None
+        return
+    data: Input = arguments["x"]
+    steps = arguments.get("steps_per_epoch") or data.num_batches
+    store = CheckpointStore(backup.directory, backup.keep, announce=announce) if together.process == 0 else None
+    with store or nullcontext(), Preemption(together) as preemption:
+        found = together.shared(_newest(store))
+        run = BackedUpFit(backup, model, data, setup | {"steps of an epoch": steps}, found, store, preemption, announce)
+        _begin(run, backup, arguments, model, steps)
+        with _attached(run, backup, functions):
+            yield run
+
+
+@contextmanager
+def _attached(run: BackedUpFit, backup: BackupAndRestore, functions: StepFunctions) -> Iterator[None]:
+    before = functions.skipped, functions.stepped
+    backup.is_attached, functions.skipped, functions.stepped = True, run.skipped, run.stepped
+    try:
+        yield
+    finally:
+        backup.is_attached = False
+        functions.skipped, functions.stepped = before
+        run.close()
+
+
+def _begin(
+    run: BackedUpFit, backup: BackupAndRestore, arguments: dict[str, Any], model: keras.Model, steps: int | None
+) -> None:
+    """Have Keras's loop begin where the earlier run stood, and tell its callbacks through ours."""
+    epochs, verbose = arguments.get("epochs", 1), arguments.get("verbose", "auto")
+    if backup.extend and run.is_finished:
+        epochs += run.epoch
+    arguments["epochs"], arguments["initial_epoch"] = epochs, max(run.epoch, arguments.get("initial_epoch", 0))
+    arguments["callbacks"] = FitCallbacks(
+        run,
+        arguments["callbacks"],
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=steps,
+        model=model,
+    )
+
+
+def _backup_among(callbacks: Any) -> BackupAndRestore | None:
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    found = [callback for callback in given if isinstance(callback, BackupAndRestore)]
+    if len(found) > 1:
+        raise OptionError(f"fit: callbacks: expected one BackupAndRestore, got {len(found)}.")
+    return found[0] if found else None
+
+
+def _newest(store: CheckpointStore | None) -> Found | None:
+    loaded = store.newest() if store else None
+    return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None

@@ -1,0 +1,164 @@
+"""Checkpoints are written while training goes on: in order, none left out, and what fails is told."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lockstep import CheckpointError
+from lockstep.checkpoint.background import BackgroundWriter
+from lockstep.checkpoint.store import CheckpointStore
+
+from .cases import assert_equal, silent, small
+
+PATIENCE = 60.0  # seconds; what is waited for in these tests comes at once.
+
+
+class Gate:
+    """Snapshots that are made when the test says so."""
+
+    def __init__(self):
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, step):
+        def make():
+            self.begun.set()
+            assert self.go.wait(PATIENCE)
+            return small(step)
+
+        return make
+
+
+def writing_to(directory, announce=silent, timeout_seconds=PATIENCE):
+    store = CheckpointStore(directory, keep=20, announce=announce)
+    return BackgroundWriter(store, announce=announce, timeout_seconds=timeout_seconds)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "lockstep-checkpoint"]
+
+
+def test_training_goes_on_while_one_is_written_and_another_waits(tmp_path):
+    gate = Gate()
+    with writing_to(tmp_path) as writer:
+        writer.submit(1, gate(1))
+        writer.submit(2, gate(2))
+        assert gate.begun.wait(PATIENCE)
+        assert writer.store.steps() == []
+        assert [thread.daemon for thread in threads()] == [True]
+        gate.go.set()
+        assert writer.wait()
+        assert writer.last_error is None
+    assert writer.store.steps() == [1, 2]
+    assert_equal(writer.store.newest().snapshot, small(2))
+    assert threads() == []
+
+
+def test_nothing_that_is_submitted_is_left_out(tmp_path):
+    with writing_to(tmp_path) as writer:
+        for step in range(1, 16):
+            writer.submit(step, lambda step=step: small(step))
+    assert writer.store.steps() == list(range(1, 16))
+
+
+def test_a_third_waits_until_the_second_is_begun_and_not_without_end(tmp_path):
+    gate, lines = Gate(), []
+    writer = writing_to(tmp_path, announce=lines.append, timeout_seconds=0.05)
+    for step in (1, 2):
+        writer.submit(step, gate(step))
+    assert gate.begun.wait(PATIENCE)
+    message = (
+        "the checkpoint of step 3 is not taken: after 0 s that of step 1 is still being written, and another waits"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        writer.submit(3, gate(3))
+    assert not writer.wait(0.01)
+    assert not writer.close(0)
+    assert lines == ["the checkpoint of step 1 is not written yet, and lost if the process ends."]
+    gate.go.set()
+    assert writer.wait(PATIENCE)
+    assert writer.store.steps() == [1, 2]
+
+
+def test_a_long_wait_is_told(tmp_path):
+    gate, told = Gate(), threading.Event()
+    lines = []
+
+    def announce(line):
+        lines.append(line)
+        gate.go.set()
+        told.set()
+
+    writer = writing_to(tmp_path, announce=announce)
+    for step in (1, 2, 3):
+        writer.submit(step, gate(step))
+    assert told.is_set()
+    assert writer.close()
+    assert lines == ["waiting for the checkpoint of step 1 to be written, 2 s"]
+    assert writer.store.steps() == [1, 2, 3]
+
+
+def test_what_fails_is_told_and_kept_and_the_next_one_is_written(tmp_path, monkeypatch):
+    lines = []
+    writer = writing_to(tmp_path, announce=lines.append)
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        writer.submit(1, lambda: small(1))
+        assert writer.wait()
+    assert isinstance(writer.last_error, CheckpointError)
+    assert writer.last_error.errno == errno.ENOSPC
+    assert lines[-1].startswith(
+        f"the checkpoint of step 1 was not written, and training goes on: {tmp_path}: the checkpoint of step 1 cannot be"
+    )
+    writer.submit(2, lambda: 1 / 0)
+    assert writer.wait()
+    assert isinstance(writer.last_error, ZeroDivisionError)
+    assert lines[-1].endswith("of step 2 was not written, and training goes on: ZeroDivisionError: division by zero")
+    writer.submit(3, lambda: sys.exit(3))
+    assert writer.wait()
+    assert lines[-1].endswith("of step 3 was not written, and training goes on: SystemExit: 3")
+    writer.submit(4, lambda: small(4))
+    assert writer.close()
+    assert writer.last_error is None
+    assert writer.store.steps() == [4]
+    assert len(lines) == 3
+
+
+def test_after_the_end_nothing_is_taken(tmp_path):
+    writer = writing_to(tmp_path)
+    assert writer.close()
+    assert writer.close()
+    with pytest.raises(CheckpointError, match="The checkpoint of step 5 comes too late: the writer is closed"):
+        writer.submit(5, small)
+
+
+PROGRAM = """
+import os, sys, time
+from lockstep.checkpoint.background import BackgroundWriter
+from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.store import CheckpointStore
+writer = BackgroundWriter(CheckpointStore(sys.argv[1]))
+def make(step):
+    time.sleep(0.2)  # So that the program has ended before.
+    return Snapshot({}, {"step": step})
+writer.submit(1, lambda: make(1))
+writer.submit(2, lambda: make(2))
+if os.fork() == 0:
+    sys.exit(0)  # Waits for nothing: the thread is its parent's.
+os.wait()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_end_of_a_program_waits_for_what_was_submitted(tmp_path):
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert CheckpointStore(tmp_path, announce=silent).steps() == [1, 2]

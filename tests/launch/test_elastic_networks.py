@@ -1,0 +1,44 @@
+"""Nodes on machines with addresses of their own, as network namespaces make them: one is cut off."""
+
+import pytest
+
+from tests.launch.launching import DEADLINE, program, started, text_of
+from tests.workers.networks import Network, why_not
+
+pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.full]
+
+CODE = """
+generation = int(os.environ["LOCKSTEP_GENERATION"])
+write(f"{generation}.{rank}", os.environ["TF_CONFIG"])
+if generation == 0: time.sleep(200)
+print("done by", os.environ["WORLD_SIZE"])
+"""
+
+
+@pytest.fixture
+def network():
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with Network(2) as made:
+        yield made
+
+
+def test_a_node_that_is_cut_off_is_left_out_and_ends(network, tmp_path):
+    """Nothing closes a connection there: each side finds out by itself."""
+    limits = ("--nnodes", "1:2", "--join-seconds", 5, "--max-restarts", 1)
+    common = (*limits, "--coordinator", f"{network.addresses[0]}:12421")
+    path = program(tmp_path, CODE)
+    with (
+        started(*common, "--node-rank", 1, path, before=network.inside(1)) as second,
+        started(*common, path, before=network.inside(0)) as first,
+    ):
+        addresses = [f"{address}:12422" for address in network.addresses]
+        assert all(f'"{address}"' in text_of(tmp_path / f"0.{rank}") for rank in range(2) for address in addresses)
+        network.cut(1)
+        printed, messages = first.communicate(timeout=2 * DEADLINE)
+        assert (first.returncode, printed) == (0, "[worker 0] done by 1\n"), messages
+        assert f"process {second.pid}): lost, its connection closed" in messages
+        _, messages = second.communicate(timeout=2 * DEADLINE)
+        assert second.returncode == 75
+        assert "was lost (its connection closed" in messages.splitlines()[-1]

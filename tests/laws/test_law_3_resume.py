@@ -1,0 +1,75 @@
+"""Law 3: a run that is broken off anywhere and taken up again ends with the same bits.
+
+With arrays a net of convolutions is trained, and the run that nobody broke off compiles everything for itself; the others keep their programs.
+"""
+
+import pytest
+
+from tests.resume.compiling import programs_kept
+from tests.resume.runs import INPUTS, Run
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+
+QUICK = {("arrays", 3), ("arrays", 7), ("PyDataset", 8), ("generator", 4), ("function", 6)}
+STEPS = {"arrays, endless": 3, "PyDataset, endless": 3}
+
+
+def cases():
+    for kind in INPUTS:
+        steps = STEPS.get(kind, 5)
+        for stop in (1, 3, 4, steps, steps + 1, steps + 3, 2 * steps):
+            yield pytest.param(kind, stop, marks=() if (kind, stop) in QUICK else pytest.mark.full)
+
+
+def run_of(kind, folder=None, **options):
+    return Run(folder, kind, net="convolutions" if kind == "arrays" else "dense", **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    with programs_kept(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def whole(compiled):
+    """Digest and steps of the run that nobody broke off, once for each kind."""
+    known = {}
+
+    def of(kind):
+        if kind not in known:
+            run = run_of(kind)
+            with programs_kept(None if kind == "arrays" else compiled):
+                known[kind] = run.fit(backup=False), run.heard
+        return known[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "stop"), list(cases()))
+def test_the_same_bits_and_no_step_twice(kind, stop, whole, tmp_path):
+    expected, steps = whole(kind)
+    first = run_of(kind, tmp_path)
+    assert first.fit(stop) is None
+    second = run_of(kind, tmp_path)
+    assert second.fit() == expected
+    assert second.heard == steps[len(steps) - len(second.heard) :]
+    assert len(first.heard) + len(second.heard) - len(steps) <= 2  # save_freq: so much is done again, and no more
+
+
+def test_broken_off_again_and_again(whole, tmp_path):
+    for stop in (3, 2, 4, 1, 3):
+        assert Run(tmp_path, "PyDataset").fit(stop) is None
+    assert Run(tmp_path, "PyDataset").fit() == whole("PyDataset")[0]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_on_other_devices_with_deterministic(devices, tmp_path):
+    expected = Run(None, devices=2, deterministic=True).fit(backup=False)
+    assert Run(tmp_path, devices=2, deterministic=True).fit(7) is None
+    assert Run(tmp_path, devices=devices, deterministic=True).fit() == expected
+
+
+def test_backing_up_changes_no_bit(whole, tmp_path):
+    assert run_of("arrays", tmp_path, options={"save_freq": 1}).fit() == whole("arrays")[0]

@@ -1,0 +1,181 @@
+"""BackupAndRestore besides law 3: what is refused, what goes on, and what is kept when."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.checkpoint.store import CheckpointStore
+
+from .runs import Run, data
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+
+
+def test_what_is_finished_is_not_trained_again_unless_asked(tmp_path):
+    expected = Run(tmp_path).fit()
+    again = Run(tmp_path)
+    assert again.fit() == expected
+    assert again.heard == []
+    more = Run(tmp_path, epochs=2, options={"save_freq": 2, "extend": True})
+    more.fit()
+    assert more.heard == [(epoch, step) for epoch in (3, 4) for step in range(5)]
+
+
+def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):
+    Run(tmp_path, epochs=2).fit()
+    further = Run(tmp_path, epochs=3)
+    assert further.fit() == Run(None, epochs=3).fit(backup=False)
+    assert further.heard == [(2, step) for step in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"replicas": 2}, r"replicas: 3 then, 2 now"),
+        ({"deterministic": True}, r"deterministic: False then, True now"),
+        ({"width": 5}, r"another model: for .*kernel of shape \(72, 5\) it has .*kernel of shape \(72, 4\)"),
+        ({"given": {"x": data()[0], "y": data()[1], "batch_size": 10}}, r"steps of an epoch: 5 then, 7 now"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_another_run_is_refused_with_both_sides(changed, message, tmp_path):
+    Run(tmp_path).fit(4)
+    before = CheckpointStore(tmp_path).steps()
+    with pytest.raises(lockstep.CheckpointError, match=message):
+        Run(tmp_path, **changed).fit()
+    assert CheckpointStore(tmp_path).steps() == before
+
+
+def test_another_number_of_replicas_goes_on_if_asked(tmp_path):
+    Run(tmp_path).fit(4)
+    other = Run(tmp_path, replicas=2, options={"save_freq": 2, "allow_changes": True})
+    assert other.fit() is not None
+    assert other.heard[0] == (0, 2)
+
+
+def test_other_data_are_refused(tmp_path):
+    x, y = data()
+    Run(tmp_path).fit(4)
+    with pytest.raises(lockstep.InputError, match=r"batch 2 of this pass is not the one that was trained on"):
+        Run(tmp_path, given={"x": x + 1, "y": y, "batch_size": 16}).fit()
+
+
+def test_a_replay_may_be_refused(tmp_path):
+    Run(tmp_path, "generator").fit(4)
+    options = {"save_freq": 2, "replay": False}
+    with pytest.raises(lockstep.InputError, match=r"generator 'drawing' stands at batch 2.*replay=True"):
+        Run(tmp_path, "generator", options=options).fit()
+    assert Run(tmp_path / "other", "function", options=options).fit(4) is None
+    assert Run(tmp_path / "other", "function", options=options).fit() is not None
+
+
+def test_a_damaged_newest_one_is_passed_over(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    Run(tmp_path).fit(8)
+    newest = CheckpointStore(tmp_path).paths()[-1] / "arrays.npz"
+    content = bytearray(newest.read_bytes())
+    content[::64] = bytes(byte ^ 1 for byte in content[::64])  # the arrays' own bytes among them
+    newest.write_bytes(content)
+    assert Run(tmp_path).fit() == Run(None).fit(backup=False)
+    assert "checkpoint refused" in caplog.text
+
+
+class Halves(keras.metrics.Metric):
+    """Has two results."""
+
+    def __init__(self):
+        super().__init__(name="halves")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.cast(keras.ops.sum(y_true), "float32"))
+
+    def result(self):
+        return {"one": self.total / 2, "two": {"other": self.total / 2}}
+
+
+def test_a_metric_of_several_results_is_kept(tmp_path):
+    expected = Run(None, metrics=("accuracy", Halves())).fit(backup=False)
+    assert Run(tmp_path, metrics=("accuracy", Halves())).fit(6) is None
+    assert CheckpointStore(tmp_path).steps() == [2, 4, 5]
+    again = Run(tmp_path, metrics=("accuracy", Halves()))
+    assert again.fit() == expected
+    assert again.heard[0] == (1, 0)
+
+
+def test_a_disk_that_fails_costs_checkpoints_and_no_training(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "lockstep")
+
+    def full(store, step, snapshot):
+        raise lockstep.CheckpointError("No space left on device", 28)
+
+    monkeypatch.setattr(CheckpointStore, "write", full)
+    assert Run(tmp_path).fit() == Run(None).fit(backup=False)
+    assert "No space left on device" in caplog.text
+
+
+def test_times_count_as_steps_do(tmp_path):
+    Run(tmp_path, options={"save_freq": "0.000001 s", "keep": 100}).fit(4)
+    assert CheckpointStore(tmp_path).steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("save_freq", ["often", "10 days", 0, -1, 2.5, True])
+def test_other_frequencies_are_refused(save_freq):
+    with pytest.raises(lockstep.OptionError, match="save_freq"):
+        lockstep.callbacks.BackupAndRestore("x", save_freq)
+
+
+def test_without_a_strategy_it_says_so(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(lockstep.ScopeError, match="works for models of a strategy"):
+        model.fit(
+            np.ones((4, 2)), np.ones((4, 1)), callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path)], verbose=0
+        )
+
+
+def test_two_of_them_are_refused(tmp_path):
+    model, (x, y) = Run(tmp_path).model(), data()
+    backups = [lockstep.callbacks.BackupAndRestore(tmp_path / name) for name in "ab"]
+    with pytest.raises(lockstep.OptionError, match="expected one BackupAndRestore, got 2"):
+        model.fit(x, y, callbacks=backups, verbose=0)
+
+
+def test_a_loop_of_ones_own_goes_on(tmp_path):
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
+    begin = {"weights": [np.zeros(3, "float32"), np.ones(2, "float32")], "moment": np.float32(1)}
+
+    def loop(steps):
+        with strategy.checkpoint(tmp_path) as checkpoint:
+            state, start = checkpoint.restore(begin)
+            for step in range(start, steps):
+                state = {
+                    "weights": [w * 0.5 + np.random.rand() for w in state["weights"]],
+                    "moment": state["moment"] + 1,
+                }
+                checkpoint.save(step + 1, state)
+        return start, state
+
+    np.random.seed(3)
+    loop(4)
+    np.random.seed(99)
+    start, state = loop(7)
+    assert start == 4
+    np.random.seed(3)
+    expected = begin
+    for _ in range(7):
+        expected = {
+            "weights": [w * 0.5 + np.random.rand() for w in expected["weights"]],
+            "moment": expected["moment"] + 1,
+        }
+    np.testing.assert_allclose(state["weights"][0], expected["weights"][0], rtol=1e-6)
+    assert float(state["moment"]) == 8.0
+    other = {"weights": [np.zeros(4, "float32"), np.ones(2, "float32")], "moment": np.float32(1)}
+    with (
+        strategy.checkpoint(tmp_path) as checkpoint,
+        pytest.raises(lockstep.CheckpointError, match=r"another state: \['weights'\]\[0\]"),
+    ):
+        checkpoint.restore(other)

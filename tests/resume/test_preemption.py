@@ -1,0 +1,70 @@
+"""Preemption: a signal has training stop after a step, with a checkpoint, and the next run goes on from there with the same bits."""
+
+import os
+import signal
+
+import keras
+import pytest
+
+from lockstep.checkpoint.store import CheckpointStore
+
+from .runs import INPUTS, Run
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+RARELY = {"save_freq": 1000}
+ENDS_WITH = 75
+
+
+class Signalled(keras.callbacks.Callback):
+    """Sends its own process a signal in the ``number``-th call of a method."""
+
+    def __init__(self, method, number, signals=(signal.SIGTERM,)):
+        super().__init__()
+        self.number, self.heard = number, 0
+        setattr(self, method, self.hear)
+        self.tell = lambda: [os.kill(os.getpid(), one) for one in signals]
+
+    def hear(self, *args, **kwargs):
+        self.heard += 1
+        if self.heard == self.number:
+            self.tell()
+
+
+def preempted(run, *where):
+    """What the process ends with."""
+    with pytest.raises(SystemExit) as ended:
+        run.fit(callbacks=[Signalled(*where)])
+    return ended.value.code
+
+
+MOMENTS = {
+    "in the first step": ("on_train_batch_end", 1, 1),
+    "in the middle of the second epoch": ("on_train_batch_end", 8, 8),
+    "in the first step of validation": ("on_test_batch_end", 1, 5),
+    "in the second validation": ("on_test_batch_end", 4, 10),
+    "where the last validation ends": ("on_test_end", 3, 15),
+    "where an epoch ends": ("on_epoch_end", 1, 6),
+    "where the last epoch ends": ("on_epoch_end", 3, 15),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["arrays", "PyDataset"])
+def test_it_stops_with_a_checkpoint_and_goes_on_with_the_same_bits(kind, moment, tmp_path, caplog):
+    expected = Run(None, kind).fit(backup=False)
+    method, number, step = MOMENTS[moment]
+    first = Run(tmp_path, kind, options=RARELY)
+    assert preempted(first, method, number) == ENDS_WITH
+    assert max(CheckpointStore(tmp_path).steps()) == step
+    second = Run(tmp_path, kind, options=RARELY)
+    assert second.fit() == expected
+    assert len(first.heard) + len(second.heard) == 15
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [kind for kind in INPUTS if kind not in ("arrays", "PyDataset")])
+@pytest.mark.parametrize("number", [2, 4])
+def test_every_input_goes_on_from_a_validation(kind, number, tmp_path):
+    expected = Run(None, kind).fit(backup=False)
+    assert preempted(Run(tmp_path, kind, options=RARELY), "on_test_batch_end", number) == ENDS_WITH
+    assert Run(tmp_path, kind, options=RARELY).fit() == expected

@@ -1,0 +1,73 @@
+"""Attributes of callbacks go to a checkpoint and come back; what is no value stays with its process."""
+
+import json
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep.resume.values import packed_attributes, unpacked_attributes
+
+VALUES = [
+    None,
+    True,
+    3,
+    0.1,
+    float("inf"),
+    "text",
+    [1, (2, "three")],
+    {"a": [1.5], 2: None, (1, 2): "x"},
+    np.arange(6, dtype="int16").reshape(2, 3),
+    np.float32(0.25),
+    keras.ops.less,
+]
+
+
+def there_and_back(owner, target):
+    arrays = {}
+    facts = json.loads(json.dumps(packed_attributes(owner, "callback 0", arrays)))
+    unpacked_attributes(target, facts, arrays)
+    return target
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_comes_back_as_it_was(value):
+    found = there_and_back(SimpleNamespace(value=value), SimpleNamespace()).value
+    assert type(found) is type(value)
+    assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
+
+
+UNKEPT = {
+    "object": object(),
+    "builtin": print,
+    "function": there_and_back,
+    "set": {1},
+    "list": [object()],
+    "text": np.array(["a"]),
+}
+
+
+@pytest.mark.parametrize("value", UNKEPT.values(), ids=UNKEPT)
+def test_what_is_no_value_is_left_alone(value):
+    assert vars(there_and_back(SimpleNamespace(value=value), SimpleNamespace(value="own"))) == {"value": "own"}
+
+
+def test_what_comes_back_shares_no_memory():
+    owner = SimpleNamespace(value=np.zeros(3))
+    arrays = {}
+    facts = packed_attributes(owner, "callback 0", arrays)
+    owner.value[:] = 1
+    target = SimpleNamespace()
+    unpacked_attributes(target, facts, arrays)
+    assert target.value.tolist() == [0, 0, 0]
+
+
+def test_what_has_not_changed_may_be_chosen_anew():
+    owner = SimpleNamespace(patience=3, wait=0, best=None)
+    begun_with = packed_attributes(owner, "", {})
+    owner.wait, owner.best = 2, np.ones(2)
+    arrays = {}
+    target = SimpleNamespace(patience=9, wait=0, best=None)
+    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, begun_with), arrays)
+    assert (target.patience, target.wait, target.best.tolist()) == (9, 2, [1, 1])

@@ -1,0 +1,31 @@
+"""A signal to one worker stops all of them after the same step, with one checkpoint; fewer or more go on with the same bits."""
+
+import pytest
+
+from lockstep.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+STEPS = 5  # of an epoch, and of its validation
+MOMENTS = {
+    "in a step": ("on_train_batch_end", 3, "SIGTERM", range(3, 6)),
+    "in a validation": ("on_test_batch_end", 2, "SIGUSR1", range(5, 6)),
+    "where the other comes to its end": ("on_train_end", 1, "SIGTERM", range(10, 11)),
+}
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_all_stop_after_the_same_step_and_other_workers_go_on(job, moment, worker, tmp_path):
+    method, number, signal, steps = MOMENTS[moment]
+    folder = str(tmp_path / "run")
+    expected = job(1).run("preempted", folder=None)[0]["digest"]
+    first = job(2)
+    told = {"worker": worker, "method": method, "number": number, "signal": signal}
+    processes = first.start_all("preempted", folder=folder, **told)
+    assert [process.end() for process in processes] == [75, 75], processes[0].said
+    (step, *_) = set(CheckpointStore(folder).steps()) - {STEPS} or {STEPS}
+    assert step in steps
+    stopped = f"worker {worker} of 2: {signal}: stopped after step {step}; the checkpoint of step {step} is in {folder}"
+    assert stopped in processes[0].said
+    assert job(1 if worker else 3).run("preempted", folder=folder)[0]["digest"] == expected
