@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep._version import used_versions
 from lockstep.checkpoint.store import CheckpointStore
 
 from .runs import Run, data
@@ -179,3 +180,12 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
         pytest.raises(lockstep.CheckpointError, match=r"another state: \['weights'\]\[0\]"),
     ):
         checkpoint.restore(other)
+
+
+def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "lockstep")
+    Run(tmp_path).fit(4)
+    assert CheckpointStore(tmp_path).newest().snapshot.facts["versions"] == used_versions()
+    monkeypatch.setattr("lockstep.resume.run.used_versions", lambda: used_versions() | {"jax": "99.1"})
+    assert Run(tmp_path).fit() == Run(None).fit(backup=False)
+    assert f"jax {used_versions()['jax']} then, 99.1 now" in caplog.text

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from lockstep._errors import CheckpointError
+from lockstep._version import used_versions
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
@@ -44,7 +45,7 @@ class Checkpoint:
     ) -> None:
         self._placement, self._together, self._announce = placement, together, announce
         self._store = CheckpointStore(directory, keep, announce=announce)
-        self._frequency, self._step = frequency, 0
+        self._frequency, self._step, self._versions = frequency, 0, used_versions()
         self._preemption = Preemption(together)
         self._writer = BackgroundWriter(self._store, announce=announce) if together.process == 0 else None
         if self._writer:
@@ -116,7 +117,7 @@ class Checkpoint:
             return
         names, _ = _named(state)
         copies = copies_of(list(names.values()))
-        facts = {"random": captured_random_state(), "replicas": self._placement.replicas}
+        facts = {"random": captured_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
         try:
             self._writer.submit(step, lambda: Snapshot(dict(zip(names, map(np.asarray, copies), strict=True)), facts))
         except CheckpointError as error:

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import CheckpointError, InputError
+from lockstep._version import used_versions
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
@@ -84,7 +85,7 @@ class BackedUpFit:
         self._writer = BackgroundWriter(store, announce=announce) if store else None
         self.callbacks: list[keras.callbacks.Callback] = []
         self._begun_with: list[dict[str, Any]] = []  # the attributes of the others
-        self._variables = ModelVariables(model)
+        self._variables, self._versions = ModelVariables(model), used_versions()
         self.step, self._arrays, self._facts = found or (0, {}, {})
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
@@ -140,6 +141,7 @@ class BackedUpFit:
             self._restore()
             at = f"step {self.step}: epoch {self.epoch + 1}, after {self.done} of its steps"
             self._announce(f"goes on from {self._backup.directory} at {at}")
+            self._tell_of_versions()
 
     def epoch_begins(self, epoch: int) -> None:
         """All callbacks have heard of it."""
@@ -224,6 +226,8 @@ class BackedUpFit:
             "callbacks": attributes,
             "logs": jax.tree.unflatten(structure, range(len(logs))),
             "setup": self._setup,
+            "replicas": self._setup["replicas"],
+            "versions": self._versions,
             "variables": {name: variable.path for name, variable in self._variables.named().items()},
         }
         copies = self._variables.copies() | moment.values | {f"logs/{n}": value for n, value in enumerate(logs)}
@@ -261,6 +265,14 @@ class BackedUpFit:
                 f"{self._backup.directory}: the checkpoint of step {self.step} is from a run with another set-up, and going on would "
                 f"give other numbers than either: {lines}. Make it the same, say BackupAndRestore(allow_changes=True), or take another directory."
             )
+
+    def _tell_of_versions(self) -> None:
+        then = self._facts.get("versions", self._versions)
+        changed = [
+            f"{name} {then.get(name)} then, {new} now" for name, new in self._versions.items() if then.get(name) != new
+        ]
+        if changed:
+            self._announce(f"the bits may be others from here on, as other programs compute them: {'; '.join(changed)}")
 
     def _refuse_replay(self) -> None:
         position = self._position
