@@ -74,6 +74,16 @@ def test_the_code_about_inputs_runs_as_it_stands(tmp_path):
     assert done.stdout == "[0, 0, 1, 2, 3, 4]\n"
 
 
+@pytest.mark.full
+def test_the_code_about_nan_says_what_the_page_says(tmp_path):
+    page = (ROOT / "docs" / "nan_guard.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (printed,) = re.findall(r"```\n(NanGuard: .*?)```", page, flags=re.DOTALL)
+    assert done.stdout.split() == printed.split()
+
+
 def test_the_code_about_clusters_runs_as_it_stands(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), flags=re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)

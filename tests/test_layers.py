@@ -12,13 +12,13 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up: a file may import from its own layer and from those above it in this list.
 LAYERS = (
     ("_errors", "_version"),
-    ("_keras", "_logging"),
+    ("_keras", "_keras_layers", "_logging"),
     ("cluster", "checkpoint"),
     ("topology",),
     ("collectives", "data", "parameters"),
     ("step",),
     ("loops",),
-    ("resume",),
+    ("resume", "guard"),
     ("workers",),
     ("strategies",),
     ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "testing"),
@@ -66,9 +66,9 @@ def test_the_picture_in_architecture_md_shows_these_layers():
     assert tuple(shown) == LAYERS
 
 
-def test_only_one_file_touches_the_internals_of_keras():
+def test_only_the_seam_touches_the_internals_of_keras():
     for path in FILES:
-        if path.name != "_keras.py":
+        if path.name not in ("_keras.py", "_keras_layers.py"):
             text = path.read_text()
             assert "keras.src" not in text, path
             private = re.findall(r"\b(?:model|layer|variable|optimizer|metric)\._\w+", text)

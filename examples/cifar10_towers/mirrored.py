@@ -44,9 +44,7 @@ def main():
     draw = partial(batches, *pictures, steps=given.steps, seed=given.seed)
 
     def batches_from(step):
-        return strategy.distribute_datasets_from_function(
-            lambda context: draw(given.rows, context.num_replicas_in_sync, start=step)
-        )
+        return strategy.distribute_datasets_from_function(lambda context: draw(given.rows, given.towers, start=step))
 
     with strategy.checkpoint(given.folder / "steps", save_freq=given.save_freq) as checkpoint:
         train(model, make_step(model, strategy), batches_from, given, checkpoint)

@@ -38,7 +38,11 @@ def main():
     pictures, testing = load()
     model = build(given.learning_rate, given.decay, given.decay_steps)
     draw = partial(batches, *pictures, steps=given.steps, seed=given.seed)
-    train(model, make_step(model), lambda step: draw(given.rows * given.towers, 1, start=step), given)
+
+    def batches_from(step):
+        return draw(given.rows * given.towers, 1, start=step)
+
+    train(model, make_step(model), batches_from, given)
     evaluate(model, *testing)
 
 

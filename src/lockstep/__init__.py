@@ -17,6 +17,7 @@ from lockstep._errors import (
     InputError,
     LockstepError,
     ModelError,
+    NonFiniteError,
     OptionError,
     ScopeError,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "ModelError",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
+    "NonFiniteError",
     "OptionError",
     "PerReplica",
     "ReduceOp",

@@ -9,6 +9,7 @@ LockstepError
 ├── DeviceError       a device is unknown, absent, named twice, or it is too late to make it  (ValueError)
 ├── InputError        a batch cannot be split into replicas                                   (ValueError)
 ├── ModelError        a model cannot be split into replicas                                   (ValueError)
+├── NonFiniteError    a training step gave NaN or Inf                                  (FloatingPointError)
 ├── OptionError       an argument is out of its range                                         (ValueError)
 └── ScopeError        strategies are mixed, or a scope is used where it cannot work           (RuntimeError)
 
@@ -72,6 +73,33 @@ class InputError(LockstepError, ValueError):
 
 class ModelError(LockstepError, ValueError):
     """A model cannot be split into replicas."""
+
+
+class NonFiniteError(LockstepError, FloatingPointError):
+    """A training step gave NaN or Inf.
+
+    Attributes:
+        epoch: number of the epoch, from 0, as callbacks hear it.
+        batch: number of the batch in it, from 0.
+        replicas: whose numbers were bad; empty where that cannot be told.
+        layer: path of the first bad layer, or None.
+        variable: path of the variable whose gradient was bad first, or None.
+        rows: rows of the batch that were bad, from 0, where they can be told.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        epoch: int,
+        batch: int,
+        replicas: tuple[int, ...] = (),
+        layer: str | None = None,
+        variable: str | None = None,
+        rows: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.epoch, self.batch, self.replicas = epoch, batch, replicas
+        self.layer, self.variable, self.rows = layer, variable, rows
 
 
 class OptionError(LockstepError, ValueError):

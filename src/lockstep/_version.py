@@ -1,3 +1,16 @@
-"""The version, stated once; the build reads it here."""
+"""The version, stated once; the build reads it here. And the versions of all that decides bits."""
+
+import platform
+from importlib.metadata import version
+
+__all__ = ["__version__", "used_versions"]
 
 __version__ = "0.1.0"
+
+_PACKAGES = ("keras", "jax", "jaxlib", "numpy")
+
+
+def used_versions() -> dict[str, str]:
+    """Lockstep, Python and the packages that compute, by name."""
+    found = {"lockstep": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    return found | {name: version(name) for name in _PACKAGES}

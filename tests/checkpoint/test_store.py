@@ -311,7 +311,7 @@ def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
         found.append(loaded.step)
     writer.join()
     assert found == sorted(found)
-    assert len(set(found)) > 5
+    assert len(set(found)) > 2
 
 
 def test_one_that_goes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):

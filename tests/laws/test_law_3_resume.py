@@ -1,7 +1,11 @@
-"""Law 3: a run that is broken off anywhere and taken up again ends with the same bits."""
+"""Law 3: a run that is broken off anywhere and taken up again ends with the same bits.
+
+With arrays a net of convolutions is trained, and the run that nobody broke off compiles everything for itself; the others keep their programs.
+"""
 
 import pytest
 
+from tests.resume.compiling import programs_kept
 from tests.resume.runs import INPUTS, Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -17,15 +21,27 @@ def cases():
             yield pytest.param(kind, stop, marks=() if (kind, stop) in QUICK else pytest.mark.full)
 
 
+def run_of(kind, folder=None, **options):
+    return Run(folder, kind, net="convolutions" if kind == "arrays" else "dense", **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    with programs_kept(folder):
+        yield folder
+
+
 @pytest.fixture(scope="module")
-def whole():
+def whole(compiled):
     """Digest and steps of the run that nobody broke off, once for each kind."""
     known = {}
 
     def of(kind):
         if kind not in known:
-            run = Run(None, kind)
-            known[kind] = run.fit(backup=False), run.heard
+            run = run_of(kind)
+            with programs_kept(None if kind == "arrays" else compiled):
+                known[kind] = run.fit(backup=False), run.heard
         return known[kind]
 
     return of
@@ -34,9 +50,9 @@ def whole():
 @pytest.mark.parametrize(("kind", "stop"), list(cases()))
 def test_the_same_bits_and_no_step_twice(kind, stop, whole, tmp_path):
     expected, steps = whole(kind)
-    first = Run(tmp_path, kind)
+    first = run_of(kind, tmp_path)
     assert first.fit(stop) is None
-    second = Run(tmp_path, kind)
+    second = run_of(kind, tmp_path)
     assert second.fit() == expected
     assert second.heard == steps[len(steps) - len(second.heard) :]
     assert len(first.heard) + len(second.heard) - len(steps) <= 2  # save_freq: so much is done again, and no more
@@ -56,4 +72,4 @@ def test_on_other_devices_with_deterministic(devices, tmp_path):
 
 
 def test_backing_up_changes_no_bit(whole, tmp_path):
-    assert Run(tmp_path, "arrays", options={"save_freq": 1}).fit() == whole("arrays")[0]
+    assert run_of("arrays", tmp_path, options={"save_freq": 1}).fit() == whole("arrays")[0]

@@ -1,6 +1,7 @@
 """One small run that is broken off and taken up again, in all kinds of input."""
 
 import hashlib
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,24 @@ INPUTS = {
 }
 
 
+def normalized():
+    return [layers.BatchNormalization(), layers.Activation("tanh")]
+
+
+def dense(width):
+    """The default, because most of a run here is compiling, and this takes the least."""
+    inner = [layers.Flatten(), layers.Dense(width), *normalized(), layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input((6, 6, 2)), *inner, layers.Dense(5)])
+
+
+def convolutions(width):
+    inner = [layers.Conv2D(width, 3), *normalized(), layers.Flatten(), layers.Dropout(0.3)]
+    return keras.Sequential([keras.Input((6, 6, 2)), *inner, layers.Dense(5)])
+
+
+NETS = {"dense": dense, "convolutions": convolutions}
+
+
 class BrokenOffError(Exception):
     """The process would have died here."""
 
@@ -78,11 +97,10 @@ class BreakOff(keras.callbacks.Callback):
 
     def __init__(self, number):
         super().__init__()
-        self.number, self.heard = number, 0
+        self.number, self.steps = number, itertools.count(1)  # no value, so it counts anew in each process
 
     def on_train_batch_end(self, batch, logs=None):
-        self.heard += 1
-        if self.heard == self.number:
+        if next(self.steps) == self.number:
             raise BrokenOffError
 
 
@@ -110,7 +128,9 @@ class Run:
     devices: int = 2
     epochs: int = 3
     deterministic: bool = False
+    net: str = "dense"
     width: int = 4
+    metrics: tuple = ("accuracy",)
     given: Any = None
     options: dict = field(default_factory=lambda: {"save_freq": 2})
     heard: list = field(default_factory=list)
@@ -120,19 +140,9 @@ class Run:
         names = [f"cpu:{number}" for number in range(self.devices)]
         strategy = lockstep.MirroredStrategy(names, replicas=self.replicas, deterministic=self.deterministic)
         with strategy.scope():
-            model = keras.Sequential(
-                [
-                    keras.Input((6, 6, 2)),
-                    layers.Conv2D(self.width, 3),
-                    layers.BatchNormalization(),
-                    layers.Activation("tanh"),
-                    layers.Flatten(),
-                    layers.Dropout(0.3),
-                    layers.Dense(5),
-                ]
-            )
+            model = NETS[self.net](self.width)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+            model.compile(keras.optimizers.Adam(0.01), loss, metrics=list(self.metrics))
         return model
 
     def fit(self, stop=None, backup=True, callbacks=()):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep._version import used_versions
 from lockstep.checkpoint.store import CheckpointStore
 
 from .runs import Run, data
@@ -36,7 +37,7 @@ def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):
     [
         ({"replicas": 2}, r"replicas: 3 then, 2 now"),
         ({"deterministic": True}, r"deterministic: False then, True now"),
-        ({"width": 5}, r"another model: for .*kernel of shape \(3, 3, 2, 5\) it has .*kernel of shape \(3, 3, 2, 4\)"),
+        ({"width": 5}, r"another model: for .*kernel of shape \(72, 5\) it has .*kernel of shape \(72, 4\)"),
         ({"given": {"x": data()[0], "y": data()[1], "batch_size": 10}}, r"steps of an epoch: 5 then, 7 now"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -81,6 +82,29 @@ def test_a_damaged_newest_one_is_passed_over(tmp_path, caplog):
     newest.write_bytes(content)
     assert Run(tmp_path).fit() == Run(None).fit(backup=False)
     assert "checkpoint refused" in caplog.text
+
+
+class Halves(keras.metrics.Metric):
+    """Has two results."""
+
+    def __init__(self):
+        super().__init__(name="halves")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.cast(keras.ops.sum(y_true), "float32"))
+
+    def result(self):
+        return {"one": self.total / 2, "two": {"other": self.total / 2}}
+
+
+def test_a_metric_of_several_results_is_kept(tmp_path):
+    expected = Run(None, metrics=("accuracy", Halves())).fit(backup=False)
+    assert Run(tmp_path, metrics=("accuracy", Halves())).fit(6) is None
+    assert CheckpointStore(tmp_path).steps() == [2, 4, 5]
+    again = Run(tmp_path, metrics=("accuracy", Halves()))
+    assert again.fit() == expected
+    assert again.heard[0] == (1, 0)
 
 
 def test_a_disk_that_fails_costs_checkpoints_and_no_training(tmp_path, caplog, monkeypatch):
@@ -156,3 +180,12 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
         pytest.raises(lockstep.CheckpointError, match=r"another state: \['weights'\]\[0\]"),
     ):
         checkpoint.restore(other)
+
+
+def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "lockstep")
+    Run(tmp_path).fit(4)
+    assert CheckpointStore(tmp_path).newest().snapshot.facts["versions"] == used_versions()
+    monkeypatch.setattr("lockstep.resume.run.used_versions", lambda: used_versions() | {"jax": "99.1"})
+    assert Run(tmp_path).fit() == Run(None).fit(backup=False)
+    assert f"jax {used_versions()['jax']} then, 99.1 now" in caplog.text

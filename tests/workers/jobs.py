@@ -17,6 +17,13 @@ DEADLINE = 240  # seconds, far more than any job here takes on a busy machine
 
 NOT_INHERITED = ("PJRT_NPROC", "NPROC", "XLA_FLAGS")  # What the tests' own process has set for its eight devices.
 
+LOGGED_BY_JAX = (
+    *(f"{kind}{digit}" for kind in "IWEF" for digit in "01"),
+    "Additional GRPC error",
+    ":UNKNOWN:",
+    "RPC: ",
+)
+
 _counter = itertools.count()
 
 
@@ -84,7 +91,7 @@ class Process:
     def said(self):
         """Its standard error, without what JAX's own C++ code logs."""
         lines = self.err.read_text().splitlines() if self.err.exists() else []
-        return "\n".join(line for line in lines if not line.startswith(("W1", "W0", "I0", "I1", "E0", "E1")))
+        return "\n".join(line for line in lines if not line.startswith(LOGGED_BY_JAX))
 
     @property
     def told(self):
@@ -104,6 +111,11 @@ class Process:
         """A signal."""
         assert self.begun.wait(DEADLINE)
         os.kill(self.pid, number)
+
+    def send_if_there(self, number):
+        """A signal, unless it has ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self.send(number)
 
     def clean(self):
         """End it and whatever it has started, if it still runs."""

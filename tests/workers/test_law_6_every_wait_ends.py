@@ -68,7 +68,7 @@ def test_a_worker_that_is_stopped_is_named_at_the_limit(job, stopped):
     who = f"worker {stopped} of 2 ({HOST}, process {processes[stopped].pid}) does not answer: no sign of life for 3 s"
     assert who in last_line(other)
     processes[stopped].send(signal.SIGCONT)  # It finds the others gone, and ends, too.
-    assert processes[stopped].end() == 75
+    assert processes[stopped].end() == 75, processes[stopped].said
     nobody_is_left(processes)
 
 

@@ -192,6 +192,8 @@ class Server:
 
     def _overdue(self, seat: _Seat, message: dict[str, Any]) -> None:
         missing = self._calls.missing(seat.peer.index).get(message["lane"])
+        if self._awake.tick() - self._awake.since < float(message["seconds"]):
+            return  # This process was stopped while that one waited, perhaps for this one; the answer is its silence.
         if missing:  # Else they have come in this moment.
             what = f"{message['what']} for {float(message['seconds']):.0f} s"
             self._declare(

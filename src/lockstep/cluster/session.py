@@ -21,7 +21,7 @@ from lockstep.cluster.peer import Peer
 from lockstep.cluster.pulse import Pulse
 from lockstep.cluster.server import LEAVE, Server
 from lockstep.cluster.waiting import GivenUpError, Notice, listed
-from lockstep.cluster.watch import BEAT_SECONDS, QUIET, WAITING, Limits, failure
+from lockstep.cluster.watch import BEAT_SECONDS, QUIET, WAITING, Awake, Limits, failure
 from lockstep.cluster.wire import encode, plain
 
 __all__ = ["Session"]
@@ -226,13 +226,14 @@ class Session:
                 self.report(step, activity)
 
     def _await(self, call: Lane, what: str, seconds: float) -> None:
-        notice = Notice(self._announce, self._clock)
+        notice, awake = Notice(self._announce, self._clock), Awake(self._clock)
         while not call.wait(_POLL_SECONDS):
-            missing = self._missing.get(call.name)
-            names = listed(missing["names"]) if missing else str(self.peers[0])
+            names = listed(missing["names"]) if (missing := self._missing.get(call.name)) else str(self.peers[0])
             limit = max(seconds, self._limits.long) if missing and missing["long"] else seconds
-            if not notice.seconds <= limit:  # Also where the limit is not a number.
+            if not awake.tick() - awake.since <= limit:  # Also where the limit is not a number.
                 self._send({"kind": "overdue", "lane": call.name, "what": what, "seconds": limit})
+                if call.wait(_GOODBYE_SECONDS) and self.failure and self.failure.kind is not Kind.STUCK:
+                    break  # The chief knows more: that one of them gives no sign of life, say.
                 raise ClusterError(f"{names}: did not come to {what} within {limit:g} s.", exit_codes.NO_PROGRESS)
             notice.tell(f"{names}, at {what}")
         self.check()
@@ -244,8 +245,7 @@ class Session:
         notice = Notice(self._announce, self._clock)
         seconds = wait_seconds if self.group.is_chief else _GOODBYE_SECONDS
         while not self._noted.wait(_POLL_SECONDS):
-            missing = self._missing.get(LEAVE)
-            others = listed(missing["names"]) if missing else ""
+            others = listed(missing["names"]) if (missing := self._missing.get(LEAVE)) else ""
             if notice.seconds > seconds:
                 if others:
                     self._announce(f"leaves while others go on, whom nobody watches from now: {others}")

@@ -27,7 +27,7 @@ def backed_up(
     setup: dict[str, Any],
     together: Together,
     announce: Callable[[str], None],
-) -> Iterator[None]:
+) -> Iterator[BackedUpFit | None]:
     """Is open during a call of ``fit``, whose arguments may be changed.
 
     Args:
@@ -45,7 +45,7 @@ def backed_up(
     """
     backup = _backup_among(arguments.get("callbacks"))
     if backup is None:
-        yield
+        yield None
         return
     data: Input = arguments["x"]
     steps = arguments.get("steps_per_epoch") or data.num_batches
@@ -55,7 +55,7 @@ def backed_up(
         run = BackedUpFit(backup, model, data, setup | {"steps of an epoch": steps}, found, store, preemption, announce)
         _begin(run, backup, arguments, model, steps)
         with _attached(run, backup, functions):
-            yield
+            yield run
 
 
 @contextmanager

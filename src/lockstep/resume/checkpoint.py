@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lockstep._errors import CheckpointError
+from lockstep._version import used_versions
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
@@ -17,8 +17,9 @@ from lockstep.data.placement import Placement
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.resume.frequency import SaveFrequency
 from lockstep.resume.preemption import Preemption, leave
+from lockstep.resume.variables import copies_of
 
-__all__ = ["Checkpoint", "copies_of"]
+__all__ = ["Checkpoint"]
 
 
 class Checkpoint:
@@ -44,7 +45,7 @@ class Checkpoint:
     ) -> None:
         self._placement, self._together, self._announce = placement, together, announce
         self._store = CheckpointStore(directory, keep, announce=announce)
-        self._frequency, self._step = frequency, 0
+        self._frequency, self._step, self._versions = frequency, 0, used_versions()
         self._preemption = Preemption(together)
         self._writer = BackgroundWriter(self._store, announce=announce) if together.process == 0 else None
         if self._writer:
@@ -116,7 +117,7 @@ class Checkpoint:
             return
         names, _ = _named(state)
         copies = copies_of(list(names.values()))
-        facts = {"random": captured_random_state(), "replicas": self._placement.replicas}
+        facts = {"random": captured_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
         try:
             self._writer.submit(step, lambda: Snapshot(dict(zip(names, map(np.asarray, copies), strict=True)), facts))
         except CheckpointError as error:
@@ -132,14 +133,3 @@ class Checkpoint:
 def _named(state: Any) -> tuple[dict[str, Any], Any]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
-
-
-@jax.jit
-def _copied(values: list[Any]) -> list[Any]:
-    return [jnp.copy(value) for value in values]
-
-
-def copies_of(values: list[Any]) -> list[jax.Array]:
-    """Copies that the devices make in their own time; of what every device has, the first one's."""
-    arrays = map(jnp.asarray, values)
-    return _copied([x.addressable_shards[0].data if x.is_fully_replicated else x for x in arrays])

@@ -106,12 +106,11 @@ def leave(
         writer: writes that checkpoint; None on workers that do not.
         announce: takes the line that says so.
     """
+    kept = f"the checkpoints are in {directory}"
     if writer:
         writer.wait()
-    is_written = writer is None or writer.last_error is None
-    kept = (
-        f"the checkpoint of step {step} is in {directory}" if is_written else f"{directory} has older checkpoints only"
-    )
+        steps = writer.store.steps()
+        kept = f"the checkpoint of step {steps[-1]} is in {directory}" if steps else f"no checkpoint is in {directory}"
     announce(
         f"{preemption.reason}: stopped after step {step}; {kept}, and the same program goes on from it. This process ends with "
         f"code {PEER_LOST}."

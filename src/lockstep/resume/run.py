@@ -13,8 +13,8 @@ import jax
 import keras
 import numpy as np
 
-from lockstep import _keras
 from lockstep._errors import CheckpointError, InputError
+from lockstep._version import used_versions
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
@@ -22,15 +22,13 @@ from lockstep.data.inputs import Hook, Input
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.resume.backup import BackupAndRestore
-from lockstep.resume.checkpoint import copies_of
 from lockstep.resume.preemption import Preemption, leave
 from lockstep.resume.values import packed_attributes, unpacked_attributes
+from lockstep.resume.variables import ModelVariables
 
 __all__ = ["BackedUpFit", "Found"]
 
 Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # number of steps, arrays and facts of a checkpoint
-_KINDS = ("trainable", "non_trainable", "optimizer", "metrics")
-_LOGS = "logs/"
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
 
 
@@ -87,14 +85,15 @@ class BackedUpFit:
         self._writer = BackgroundWriter(store, announce=announce) if store else None
         self.callbacks: list[keras.callbacks.Callback] = []
         self._begun_with: list[dict[str, Any]] = []  # the attributes of the others
-        self._state: Any = None  # what the last step gave
+        self._variables, self._versions = ModelVariables(model), used_versions()
         self.step, self._arrays, self._facts = found or (0, {}, {})
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
         self._epoch_now, self._done_now, self._epochs_done = self.epoch, 0, self.epoch
         self._before_validation: _Moment | None = None
         self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
-        self._logs = {name[len(_LOGS) :]: value for name, value in self._arrays.items() if name.startswith(_LOGS)}
+        self._logs = jax.tree.map(lambda number: self._arrays[f"logs/{number}"], self._facts.get("logs", {}))
+        self.may_save: Callable[[], bool] = lambda: True  # whether a checkpoint that is due is wanted
         given = self._facts.get("position")
         self._position = Position(**given) if given else None
         if found:
@@ -132,7 +131,7 @@ class BackedUpFit:
 
     def stepped(self, state: Any) -> None:
         """A step was started that will leave ``state``."""
-        self._state = state
+        self._variables.state = state
 
     def train_begins(self) -> None:
         """All callbacks have begun."""
@@ -142,6 +141,7 @@ class BackedUpFit:
             self._restore()
             at = f"step {self.step}: epoch {self.epoch + 1}, after {self.done} of its steps"
             self._announce(f"goes on from {self._backup.directory} at {at}")
+            self._tell_of_versions()
 
     def epoch_begins(self, epoch: int) -> None:
         """All callbacks have heard of it."""
@@ -151,7 +151,7 @@ class BackedUpFit:
 
     def batch_ended(self, done: int, logs: Any) -> None:
         """A step has ended, the ``done``-th of its epoch."""
-        self._logs = {name: value for name, value in logs.items() if np.shape(value) == ()} if logs else {}
+        self._logs = logs or {}
         before, self.step, self._done_now = self.step, self.step + self._model.steps_per_execution, done
         is_last = self._preemption.is_now()
         if is_last or self._backup.frequency.is_due(before, self.step):
@@ -176,12 +176,12 @@ class BackedUpFit:
 
     def epoch_ended(self, epoch: int) -> None:
         """An epoch, with its validation and callbacks, has ended."""
-        self._state, self._epochs_done = None, epoch + 1
+        self._variables.state, self._epochs_done = None, epoch + 1
         self.save(self._now(epoch + 1, 0, is_epoch_over=True))
 
     def train_ended(self) -> None:
         """Training has come to its end, and was not broken off."""
-        self._state = None
+        self._variables.state = None
         self.save(self._now(self._epochs_done, 0, is_epoch_over=True), is_finished=True)
         if self._preemption.is_at_end():
             self._leave()
@@ -191,10 +191,20 @@ class BackedUpFit:
         if self._writer:
             self._writer.close()
 
+    def newest(self) -> Found | None:
+        """The newest good checkpoint of the directory; None on workers that do not write."""
+        if self._writer is None:
+            return None
+        self._writer.wait()
+        loaded = self._writer.store.newest()
+        return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None
+
     # Keeping.
 
     def save(self, moment: _Moment, is_finished: bool = False) -> None:
         """Have a checkpoint written of a moment, and of the variables and callbacks as they are now."""
+        if not self.may_save():
+            return
         self._backup.frequency.saved()
         if self._writer is None:
             return
@@ -203,6 +213,7 @@ class BackedUpFit:
             [type(callback).__name__, packed_attributes(callback, f"callback {number}", arrays, begun_with)]
             for number, (callback, begun_with) in enumerate(zip(self._others, self._begun_with, strict=True))
         ]
+        logs, structure = jax.tree.flatten(self._logs)  # A metric may have several results, in a dict.
         facts = {
             "epoch": moment.epoch,
             "batch": moment.done,
@@ -213,11 +224,13 @@ class BackedUpFit:
             "hooks": moment.hooks,
             "random": moment.random,
             "callbacks": attributes,
+            "logs": jax.tree.unflatten(structure, range(len(logs))),
             "setup": self._setup,
-            "variables": {name: variable.path for name, variable in _variables(self._model).items()},
+            "replicas": self._setup["replicas"],
+            "versions": self._versions,
+            "variables": {name: variable.path for name, variable in self._variables.named().items()},
         }
-        logs = {f"{_LOGS}{name}": value for name, value in self._logs.items()}
-        copies = _copied(self._values()) | moment.values | logs
+        copies = self._variables.copies() | moment.values | {f"logs/{n}": value for n, value in enumerate(logs)}
 
         def snapshot() -> Snapshot:
             return Snapshot(arrays | {name: np.asarray(copy) for name, copy in copies.items()}, facts)
@@ -227,16 +240,8 @@ class BackedUpFit:
     def _now(self, epoch: int, done: int, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _Moment:
         """This moment, with the values of some kinds of variables."""
         position, random = self._data.where(is_epoch_over), captured_random_state()
-        values = {name: value for name, value in self._values().items() if name.partition("/")[0] in kinds}
-        return _Moment(
-            epoch,
-            done,
-            is_epoch_over and done > 0,
-            position,
-            list(self._data.hooks),
-            random,
-            _copied(values) if values else {},
-        )
+        values = self._variables.copies(*kinds) if kinds else {}
+        return _Moment(epoch, done, is_epoch_over and done > 0, position, list(self._data.hooks), random, values)
 
     def _leave(self) -> None:
         leave(self._preemption, self.step, self._backup.directory, self._writer, self._announce)
@@ -248,13 +253,6 @@ class BackedUpFit:
                 writer.wait()
         except CheckpointError as error:
             self._announce(f"no checkpoint at step {self.step}: {error}")
-
-    def _values(self) -> dict[str, Any]:
-        """The variables' values by name, also in the middle of an epoch, where Keras's variables do not have them."""
-        variables = _variables(self._model)
-        if self._state is None or _keras.is_synced(self._model):
-            return {name: variable.value for name, variable in variables.items()}
-        return dict(zip(variables, (array for part in self._state for array in part), strict=True))
 
     # Taking up.
 
@@ -268,6 +266,14 @@ class BackedUpFit:
                 f"give other numbers than either: {lines}. Make it the same, say BackupAndRestore(allow_changes=True), or take another directory."
             )
 
+    def _tell_of_versions(self) -> None:
+        then = self._facts.get("versions", self._versions)
+        changed = [
+            f"{name} {then.get(name)} then, {new} now" for name, new in self._versions.items() if then.get(name) != new
+        ]
+        if changed:
+            self._announce(f"the bits may be others from here on, as other programs compute them: {'; '.join(changed)}")
+
     def _refuse_replay(self) -> None:
         position = self._position
         if position and not self._backup.replay and not self._data.can_seek:
@@ -277,17 +283,8 @@ class BackedUpFit:
             )
 
     def _restore(self) -> None:
-        variables = _variables(self._model)
-        for name, variable in variables.items():
-            kept = self._arrays.get(name)
-            if kept is None or kept.shape != tuple(variable.shape):
-                found = "nothing" if kept is None else f"{self._facts['variables'][name]} of shape {kept.shape}"
-                raise CheckpointError(
-                    f"{self._backup.directory}: the checkpoint of step {self.step} is of another model: for {variable.path} of shape "
-                    f"{tuple(variable.shape)} it has {found}. Build the model as it was, or take another directory."
-                )
-        for name, variable in variables.items():
-            variable.assign(self._arrays[name])
+        where = f"{self._backup.directory}: the checkpoint of step {self.step}"
+        self._variables.set(self._arrays, self._facts["variables"], where)
         entries: list[Any] = list(self._facts["callbacks"])
         for callback in self._others:  # Of several of one class, in their order; others may have come or gone.
             own = next((entry for entry in entries if entry[0] == type(callback).__name__), None)
@@ -297,14 +294,3 @@ class BackedUpFit:
         self._model.stop_training = self._facts["stop_training"]
         if self._position is None:  # Else it belongs to the pass, which restores it.
             restore_random_state(self._facts["random"])
-
-
-def _copied(values: dict[str, Any]) -> dict[str, jax.Array]:
-    """Copies, because the next step takes the memory of what there is."""
-    return dict(zip(values, copies_of(list(values.values())), strict=True))
-
-
-def _variables(model: keras.Model) -> dict[str, keras.Variable]:
-    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
-    groups = zip(_KINDS, kinds, strict=True)
-    return {f"{kind}/{number}": x for kind, group in groups for number, x in enumerate(group)}

@@ -6,6 +6,7 @@ metrics, clipping, accumulation and update therefore are Keras's own code on the
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep import _keras
 from lockstep.data.inputs import next_batch
 from lockstep.data.placement import Placement, Rows
 from lockstep.step.devices import Forward
+from lockstep.step.gate import GatedStep
 from lockstep.step.plans import EagerPlan, Plan
 from lockstep.step.replica import Merge
 from lockstep.step.splitting import CannotSplit, SplitCall, merge_of
@@ -44,6 +46,9 @@ class StepListener:
     def ended(self, model: keras.Model, kind: str, state: Any) -> None:
         """It was started; ``state`` is what it will have left."""
 
+    def pauses(self) -> None:
+        """Something else is done now, which may take as long as compiling does."""
+
 
 class StepFunctions:
     """Builds the train, test and predict function of one model under one strategy.
@@ -71,10 +76,13 @@ class StepFunctions:
         self.listener = listener
         self.skipped: Callable[[], Any] = lambda: None  # logs, where an earlier process has done a training step
         self.stepped: Callable[[Any], None] = lambda state: None  # is told what a training step will have left
+        self.watch: Callable[[GatedStep, Any, Any], tuple[Any, Any]] | None = (
+            None  # makes the training steps, if there is one
+        )
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """The function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
-        step = self._step(kind)
+        step, gated = self._step(kind), functools.cache(self._gated_step)
         combine = _concatenated if kind == "predict" else _last
         last = None  # what the last step gave
 
@@ -93,7 +101,10 @@ class StepFunctions:
                             break  # The input ends within the steps of one call.
                         raise
                     self.listener.begins(self.model, kind, batch)
-                    last, state = step(state, batch)
+                    if kind == "train" and self.watch:
+                        last, state = self.watch(gated(), state, batch)
+                    else:
+                        last, state = step(state, batch)
                     self.listener.ended(self.model, kind, state)
                     if kind == "train":
                         self.stepped(state)
@@ -106,11 +117,24 @@ class StepFunctions:
         return function
 
     def _step(self, kind: str) -> KerasStep:
-        keras_step, plan = _keras_step(self.model, kind), self.plan
-        if self.model.run_eagerly or not self.model.jit_compile:
-            device = self.placement.devices[self.placement.own_places[0]]
-            self.tell(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
-            plan = EagerPlan(device)
+        plan = self._compiling_plan()
+        return plan.compile(self.step_by(plan, kind), kind)
+
+    def _gated_step(self) -> GatedStep:
+        plan = self._compiling_plan()
+        step = self.step_by(plan, "train")
+        return GatedStep(lambda gate: plan.compile(step, "train", gate), donated=plan is self.plan)
+
+    def _compiling_plan(self) -> Plan:
+        if not self.model.run_eagerly and self.model.jit_compile:
+            return self.plan
+        device = self.placement.devices[self.placement.own_places[0]]
+        self.tell(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
+        return EagerPlan(device)
+
+    def step_by(self, plan: Plan, kind: str) -> KerasStep:
+        """The step of ``kind`` whose forward pass is done by ``plan``, to be compiled."""
+        keras_step = _keras_step(self.model, kind)
 
         def step(state: Any, batch: Any) -> tuple[Any, Any]:
             forwarder = _Forwarder(self.model, self.placement, plan, self.tell)
@@ -118,7 +142,7 @@ class StepFunctions:
             with self._forward_pass(forwarder):
                 return keras_step(state, data)
 
-        return plan.compile(step, kind)
+        return step
 
     def _forward_pass(self, forwarder: "_Forwarder") -> contextlib.AbstractContextManager[None]:
         reason = _keras.needs_global_batch(self.model)

@@ -15,6 +15,7 @@ from lockstep.collectives import CrossDeviceOps
 from lockstep.data.placement import Placement, Rows, joined
 from lockstep.step.deterministic import forward_apart
 from lockstep.step.devices import Forward, forward_eagerly, forward_on_devices
+from lockstep.step.gate import Gate
 from lockstep.step.programs import Programs
 from lockstep.step.replica import Result
 from lockstep.topology.layout import Layout
@@ -33,8 +34,11 @@ class Plan(Protocol):
 
     of_global_batch: str
 
-    def compile(self, step: Step, kind: str) -> Step:
-        """``step`` as a function of a batch on the host; ``kind`` is "train", "test" or "predict"."""
+    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
+        """``step`` as a function of a batch on the host; ``kind`` is "train", "test" or "predict".
+
+        A training step with a gate gives the state that this lets through or keeps.
+        """
 
     def joined(self, rows: Rows) -> jax.Array:
         """The global batch, while a step is traced."""
@@ -57,10 +61,11 @@ class FastPlan:
     def __init__(self, placement: Placement, ops: CrossDeviceOps, *, shard_optimizer: bool = False) -> None:
         self.placement, self.ops, self.shard_optimizer = placement, ops, shard_optimizer
 
-    def compile(self, step: Step, kind: str) -> Step:
+    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
         if kind == "train":
-            return _placing(_Training(step, self._places), self.placement, self._places)
+            training = _Training(step, self._places, donated=gate is None)
+            return _placing(training, self.placement, self._places, gate)
 
         # The other two change little or nothing: they keep the state, and what did not change is not copied either.
         def changes(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -113,9 +118,10 @@ class DeterministicPlan:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
-    def compile(self, step: Step, kind: str) -> Step:
+    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
-        return _placing(Programs(step, self.placement, donated=kind == "train"), self.placement)
+        donated = kind == "train" and gate is None
+        return _placing(Programs(step, self.placement, donated=donated), self.placement, gate=gate)
 
     def joined(self, rows: Rows) -> jax.Array:
         """See :class:`Plan`."""
@@ -138,12 +144,14 @@ class EagerPlan:
     def __init__(self, device: jax.Device) -> None:
         self.device = device
 
-    def compile(self, step: Step, kind: str) -> Step:
+    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             with jax.default_device(self.device):
-                return step(jax.device_put(_without_aliases(state), self.device), batch)
+                own = jax.device_put(_without_aliases(state), self.device)
+                result, new = step(own, batch)
+                return result, gate(own, new, result) if gate else new
 
         return run
 
@@ -163,30 +171,34 @@ class _PlacedState(tuple[Any, ...]):
 
 
 class _Training:
-    """A compiled training step; its state gives its memory to the new state, which lies in the same places."""
+    """A compiled training step, whose new state lies in the same places as the old, and has its memory where that is ``donated``."""
 
-    def __init__(self, step: Step, places: Callable[[Any], Any]) -> None:
-        self._step, self._places = step, places
+    def __init__(self, step: Step, places: Callable[[Any], Any], *, donated: bool) -> None:
+        self._step, self._places, self._donated = step, places, donated
         self._program: Any = None
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         if self._program is None:
-            places = self._places(state)
-            self._program = jax.jit(self._run, donate_argnums=0, out_shardings=(places[0], places))
-        return self._program(state, batch)
+            places, donated = self._places(state), (0,) if self._donated else ()
+            self._program = jax.jit(self._run, donate_argnums=donated, out_shardings=(places[0], places))
+        result, new = self._program(state, batch)
+        return result, new if self._donated else _updated(state, new)
 
     def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
         result, new = self._step(state, batch)
-        return result, tuple(list(part) for part in new)
+        return result, tuple(list(part) for part in new) if self._donated else tuple(_changes(state, new))
 
 
-def _placing(run: Step, placement: Placement, places: Callable[[Any], Any] | None = None) -> Step:
+def _placing(
+    run: Step, placement: Placement, places: Callable[[Any], Any] | None = None, gate: Gate | None = None
+) -> Step:
     """``run``, with batch and state put on the devices first, and one step at a time where there are several.
 
     Args:
         run: a step on placed arrays.
         placement: the devices.
         places: where the parts of the state go; by default each device gets all of them.
+        gate: gets the old state too.
     """
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -195,6 +207,7 @@ def _placing(run: Step, placement: Placement, places: Callable[[Any], Any] | Non
             state = placement.put(_without_aliases(state), places(state) if places else None)
         with _dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
             result, new = run(tuple(state), placed)
+            new = gate(state, new, result) if gate else new
         return result, _PlacedState(new)
 
     return step

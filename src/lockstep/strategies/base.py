@@ -19,6 +19,7 @@ from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.data.calls import Inputs, Together
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
+from lockstep.guard.around import guard_among, guarded
 from lockstep.loops.context import ReplicaContext, open_scopes
 from lockstep.loops.model import call_on_replica
 from lockstep.loops.tools import LoopTools
@@ -236,9 +237,16 @@ class Strategy(LoopTools):
         """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
         return Together()
 
-    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
         setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
-        return backed_up(model, arguments, self._functions[model], setup, self._together, self._announce)
+        functions, together, announce = self._functions[model], self._together, self._announce
+        guard = guard_among(arguments.get("callbacks"))
+        with (
+            backed_up(model, arguments, functions, setup, together, announce) as run,
+            guarded(guard, functions, run, together, announce),
+        ):
+            yield
 
     @cached_property
     def _listener(self) -> StepListener:

@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import platform
 import random
 import sys
 import zlib
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,15 @@ import keras
 import numpy as np
 
 from lockstep import _keras
-from lockstep._version import __version__
+from lockstep._version import used_versions
 from lockstep.cluster.session import Session
 
 __all__ = ["agree_on_random_numbers", "described_model", "identity"]
 
-_PACKAGES = ("keras", "jax", "jaxlib", "numpy")
-
 
 def identity() -> dict[str, Any]:
     """What this process runs: versions and the text of its script."""
-    found = {"lockstep": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
-    return found | {name: version(name) for name in _PACKAGES} | {"script": _script()}
+    return used_versions() | {"script": _script()}
 
 
 def _script() -> str | None:

@@ -39,6 +39,10 @@ class Progress(StepListener):
         self._session.report(self._steps, "step" if shape in self._seen else "compiling")
         self._seen.add(shape)
 
+    def pauses(self) -> None:
+        """See :class:`StepListener`."""
+        self._session.report(self._steps, "compiling")
+
     def ended(self, model: keras.Model, kind: str, state: Any) -> None:
         """See :class:`StepListener`."""
         self._session.report(self._steps, "step")

@@ -1,0 +1,48 @@
+"""The seam's second half: what is called within one forward pass of a model, for whoever looks at values on their way.
+
+What is used, seen in Keras 3.15: ``_flatten_layers``; that a layer's and an operation's ``__call__`` looks ``call`` up on the instance, and
+that ``train_step`` so looks up ``stateless_call`` and ``compute_loss``; the masks that Keras hangs on tensors.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import keras
+
+from lockstep._keras import get_keras_mask, set_keras_mask
+
+__all__ = ["operations_of", "replaced_methods", "with_mask_of"]
+
+
+def operations_of(model: keras.Model) -> list[Any]:
+    """The model, its layers at all depths, and the operations of functional models that are no layers."""
+    found = {id(layer): layer for layer in model._flatten_layers()}
+    for layer in list(found.values()):
+        if isinstance(layer, (keras.Sequential, keras.models.Model)) and "_operations" in vars(layer):
+            found |= {id(operation): operation for operation in layer.operations}
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def replaced_methods(owners: list[Any], name: str, around: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Have the method ``name`` of each owner be ``around(owner, method)`` for a while."""
+    before = [(owner, vars(owner).get(name)) for owner in owners]
+    for owner in owners:
+        vars(owner)[name] = around(owner, getattr(owner, name))
+    try:
+        yield
+    finally:
+        for owner, own in before:
+            vars(owner).pop(name, None)
+            if own is not None:
+                vars(owner)[name] = own
+
+
+def with_mask_of(original: Any, value: jax.Array) -> jax.Array:
+    """``value`` with the mask that Keras has hung on ``original``, if any."""
+    mask = get_keras_mask(original)
+    if mask is not None:
+        set_keras_mask(value, mask)
+    return value

@@ -1,0 +1,76 @@
+"""Law 8: no step that is not finite reaches a variable, and a guard that finds nothing changes no bit."""
+
+from itertools import product
+
+import keras
+import pytest
+
+from lockstep.callbacks import BackupAndRestore, NanGuard
+from tests.guard.runs import BAD_STEP, CAUSES, STEPS, Run, data, without
+
+PLANS = {
+    "default": {},
+    "default, one device": {"devices": 1},
+    "deterministic": {"deterministic": True},
+    "deterministic, three devices": {"deterministic": True, "devices": 3},
+    "sliced optimizer": {"strategy": {"shard_optimizer": True}},
+    "not compiled": {"compile": {"run_eagerly": True}},
+}
+KINDS = {
+    "plain": {},
+    "several steps at once": {"compile": {"steps_per_execution": 4}},
+    "accumulation": {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)},
+    "loss scale": {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))},
+    "averages": {"optimizer": lambda: keras.optimizers.SGD(0.1, use_ema=True)},
+    "replicas without rows": {"replicas": 7},
+}
+OTHERS = [cause for cause in CAUSES if cause != "layer"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind"), [*((plan, "plain") for plan in PLANS), *product(("default", "deterministic"), list(KINDS)[1:])]
+)
+def test_with_finite_numbers_no_bit_changes(plan, kind):
+    options = PLANS[plan] | KINDS[kind] | {"compile": PLANS[plan].get("compile", {}) | KINDS[kind].get("compile", {})}
+    (x, y), run = data(), Run(**options)
+    expected = run.fit(x[:-3], y[:-3], epochs=2, shuffle=True)[1:]  # The last batch has fewer rows.
+    assert run.fit(x[:-3], y[:-3], NanGuard(), epochs=2, shuffle=True)[1:] == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "cause"), [*((plan, "layer") for plan in PLANS), *product(("default", "deterministic"), OTHERS)]
+)
+def test_a_step_that_is_skipped_is_as_if_it_had_not_been_there(plan, cause):
+    x, y = data(cause)
+    guard = NanGuard("skip")
+    _, left, history = Run(**PLANS[plan]).fit(x, y, guard)
+    _, expected, expected_history = Run(**PLANS[plan]).fit(*without([BAD_STEP], x, y))
+    assert guard.skipped == 1
+    assert left == expected
+    assert history == expected_history
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_so_it_is_in_each_kind_of_training_and_for_each_step(kind, deterministic):
+    bad_steps = (0, 2, 3, STEPS - 1)
+    x, y = data("layer", bad_steps=bad_steps)
+    run = Run(deterministic=deterministic, **KINDS[kind])
+    guard = NanGuard("skip")
+    assert run.fit(x, y, guard)[1] == run.fit(*without(bad_steps, x, y))[1]
+    assert guard.skipped == len(bad_steps)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bad_step", [BAD_STEP, STEPS - 1])
+def test_after_a_rollback_the_steps_since_the_checkpoint_are_as_if_they_had_not_been_there(
+    tmp_path, bad_step, deterministic
+):
+    x, y = data("layer", bad_steps=[bad_step])
+    run = Run(deterministic=deterministic)
+    guard = NanGuard("rollback")
+    left = run.fit(x, y, guard, BackupAndRestore(tmp_path, save_freq=2, keep=100))[1]
+    assert guard.rollbacks == 1
+    lost = range(bad_step // 2 * 2, bad_step + 1)
+    assert left == run.fit(*without(lost, x, y))[1]

@@ -1,0 +1,72 @@
+"""Trainings of real processes. They keep their compiled programs in one folder: most of what a process does here would be compiling."""
+
+import functools
+
+import pytest
+
+from tests.resume import disks
+from tests.resume.attempts import Training
+from tests.resume.compiling import programs_kept
+from tests.workers.jobs import Forks
+
+collect_ignore = ["programs"]  # They are for processes of their own.
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Two, because forks of one process have their objects at the same addresses, and the same order of sets."""
+    started = Forks(), Forks()
+    yield started
+    for each in started:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_kept(compiled):
+    """In this process."""
+    with programs_kept(compiled):
+        yield
+
+
+@pytest.fixture
+def training(forks, compiled, tmp_path):
+    """Makes a training; processes that are left are ended with the test."""
+    made = []
+
+    def make(workers=1, **config):
+        made.append(Training(forks, tmp_path / str(len(made)), workers, cache=compiled, **config))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.clean()
+
+
+@pytest.fixture(scope="session")
+def whole(forks, tmp_path_factory):
+    """The digest of a run that nothing happened to, made once for each kind. It has compiled everything for itself."""
+
+    @functools.cache
+    def digest(**config):
+        made = Training(forks, tmp_path_factory.mktemp("whole"), **config)
+        try:
+            return made.finished_as_a_whole()
+        finally:
+            made.clean()
+
+    return digest
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of its own, of 1 MiB, and what can become of it."""
+    reason = disks.why_not(tmp_path)
+    if reason:
+        pytest.skip(reason)
+    with disks.Disk(tmp_path / "disk") as made:
+        yield made

@@ -1,0 +1,68 @@
+"""Law 3 by real processes: killed anywhere, again and again, a training ends with the bits of one that nothing happened to.
+
+Each test is a chain: every attempt goes on where the one before was killed, and the last one comes to the end.
+"""
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("resume")
+
+ONE, OTHER, BOTH = (0,), (1,), (0, 1)  # workers
+
+# Where, at which time that the process comes by, and which of two workers; the chief alone writes.
+KILLS = [
+    ("training begins", 1, BOTH),
+    ("a step begins", 1, OTHER),
+    ("a step runs", 2, ONE),
+    ("the arrays are written", 2, ONE),
+    ("a step runs", 1, OTHER),
+    ("before it has its name", 1, ONE),
+    ("between rename and cleanup", 1, ONE),
+    ("validation", 1, OTHER),
+    ("an epoch ends", 1, ONE),
+    ("before an old one goes", 1, ONE),
+    ("an old one is deleted", 1, ONE),
+    ("a step has ended", 1, BOTH),
+    ("an epoch ends", 1, OTHER),
+    ("validation", 1, BOTH),
+    ("training ends", 1, ONE),
+    ("fit has returned", 1, BOTH),
+]
+QUICK = [("the arrays are written", 2, ONE), ("a step runs", 1, ONE), ("an epoch ends", 1, ONE)]
+NOT_ONLY_ONE = [kill for kill in KILLS if kill[2] != ONE]
+
+
+def go_through(run, kills):
+    for at, nth, workers in kills:
+        run.killed(at, nth, workers if run.workers > 1 else ONE)
+
+
+@pytest.mark.parametrize(
+    ("net", "workers", "kills"),
+    [
+        pytest.param("cnn", 1, QUICK, id="quick"),
+        *(
+            pytest.param(net, workers, kills, id=f"{net} {workers}", marks=[pytest.mark.full, pytest.mark.timeout(900)])
+            for net, workers, kills in (
+                ("mlp", 1, KILLS),
+                ("cnn", 1, KILLS),
+                ("mlp", 2, NOT_ONLY_ONE),
+                ("cnn", 2, KILLS),
+            )
+        ),
+    ],
+)
+def test_killed_at_each_place_in_turn(net, workers, kills, training, whole):
+    run = training(workers, net=net)
+    go_through(run, kills)
+    assert run.finished_as_a_whole() == whole(net=net, workers=workers)
+    assert run.done_again <= 3 * len(kills)  # One step runs, one checkpoint is being written, and one waits.
+
+
+@pytest.mark.full
+def test_with_determinism_the_number_of_workers_may_change(training, whole):
+    run = training(net="cnn", deterministic=True)
+    run.killed("a step has ended", 4, workers=2)
+    run.killed("an epoch ends", 1, workers=1)
+    run.killed("a step runs", 2, OTHER, workers=2)
+    assert run.finished_as_a_whole() == whole(net="cnn", deterministic=True)
