@@ -36,7 +36,13 @@ class Peer:
     address: str = ""
 
     def __str__(self) -> str:
-        return f"worker {self.index} of {self.workers} ({self.process})"
+        name = "the chief" if self.job == "chief" else f"{self.job} {self.index} of {self.workers}"
+        return f"{name} ({self.process})"
+
+    @property
+    def job(self) -> str:
+        """``worker``, or what it says that it is where there are other jobs, too: ``chief``, ``ps`` or ``evaluator``."""
+        return str(self.information.get("job", "worker"))
 
     @property
     def process(self) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from lockstep import _keras
 from lockstep.data.advice import Meter
 from lockstep.data.epoch import Check, Epoch, Place
+from lockstep.data.numbered import NumberedBatches
 from lockstep.data.placement import Rows
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
@@ -58,6 +59,7 @@ class Input(_keras.DataAdapter):
         self.hooks: list[Hook] = []
         self._meter = Meter()
         self._epoch: Epoch | None = None
+        self._passes = self._taken_before = 0
         self._handed_out: Epoch | None = None  # the pass that Keras has
         self._is_going_on = False  # whether this process began in the middle of a pass of several epochs
         self._within = self._seen = False
@@ -70,6 +72,8 @@ class Input(_keras.DataAdapter):
     def _new_pass(self) -> Epoch:
         if self._epoch:
             self._epoch.close()
+            self._taken_before += self._epoch.position
+        self._passes += 1
         before, start, self._start = self._epoch, self._start, None
         self._epoch = Epoch(
             self._source,
@@ -91,6 +95,20 @@ class Input(_keras.DataAdapter):
     def name(self) -> str:
         """What it is, for messages."""
         return self._source.name
+
+    def numbered(self) -> NumberedBatches:
+        """The batches by pass and number, for a process that takes some of them; this object gives none then."""
+        return NumberedBatches(self._source)
+
+    @property
+    def taken_last(self) -> tuple[int, int]:
+        """Number of the pass, and in it that of the batch, which was taken last."""
+        return self._passes, (self._epoch.position if self._epoch else 0) - 1
+
+    def facts_of_pass(self) -> dict[str, Any]:
+        """What another process needs to know of the pass, to read the same batches: see :class:`NumberedBatches`."""
+        begun_with = self._epoch.at_begin if self._epoch else {}
+        return {"at_begin": begun_with, "hooks": self.hooks, "taken_before": self._taken_before}
 
     @property
     def can_seek(self) -> bool:

@@ -61,6 +61,10 @@ class Source:
         """A pass from batch ``number`` on; those before are read again, where the kind knows no shorter way."""
         return itertools.islice(self.batches(), number, None)
 
+    def picker(self) -> Callable[[int], Any] | None:
+        """Begins a pass of which any batch can be had by its number; None where those before must be read."""
+        return None
+
     def give_back(self, batches: list[Any]) -> None:
         """Take back batches that were read and not used, in order."""
 
@@ -131,6 +135,14 @@ class _MadeSource(Source):
     def batches_from(self, number: int) -> Iterator[Any]:
         """See :class:`Source`."""
         return self._copied(self._made_from(number))
+
+    def picker(self) -> Callable[[int], Any] | None:
+        """See :class:`Source`."""
+        pick = self._picked()
+        return pick and (lambda number: next(self._copied(iter([pick(number)]))))
+
+    def _picked(self) -> Callable[[int], Any] | None:
+        return None
 
     def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
         # Copied, because such code may write the next batch into the same memory while a step still reads this one.
@@ -224,8 +236,14 @@ class DatasetSource(_MadeSource):
 
     def _made_from(self, number: int) -> Iterator[Any]:
         read = self._read if self._dataset.workers > 1 else (lambda order: map(self._dataset.__getitem__, order))
-        for batch in read(itertools.islice(self._order(), number, None)):
-            yield batch if self._adapter is None else _keras.standard_batch(self._adapter, batch)
+        return map(self._standard, read(itertools.islice(self._order(), number, None)))
+
+    def _picked(self) -> Callable[[int], Any] | None:
+        order = None if self.num_batches is None else list(self._order())
+        return lambda number: self._standard(self._dataset[order[number] if order else number])
+
+    def _standard(self, batch: Any) -> Any:
+        return batch if self._adapter is None else _keras.standard_batch(self._adapter, batch)
 
     def _order(self) -> Iterator[int]:
         if self.num_batches is None:

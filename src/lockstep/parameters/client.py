@@ -61,12 +61,12 @@ class Pushed:
 
 
 class VariableClient:
-    """One worker's way to all servers; used by one thread at a time.
+    """The way of one process to all servers; used by one thread at a time.
 
     Args:
         plan: where all variables are.
         addresses: ``host:port`` of each server.
-        me: this worker; 0 sets the first values.
+        me: this process.
         secret: of the job.
         timeout_seconds: limit of every wait.
         announce: takes a line while this waits for a server to start.
@@ -105,14 +105,28 @@ class VariableClient:
         sent, received = zip(*(courier.traffic for courier in self._couriers), strict=True)
         return sum(sent), sum(received)
 
-    def fill(self, values: Mapping[str, np.ndarray], overwrite: bool = False) -> None:
-        """Set the first values; worker 0 may.
+    def fill(
+        self,
+        values: Mapping[str, np.ndarray],
+        optimizers: Sequence[Mapping[str, np.ndarray]] = (),
+        *,
+        version: int = 0,
+        task: int = 0,
+    ) -> None:
+        """Set all values; the chief may.
 
         Args:
             values: of all variables, by name.
-            overwrite: whether to do so where there are values already, and forget what the optimizers know.
+            optimizers: for each server what its optimizer knows; none: they begin anew.
+            version: number of updates that made all this.
+            task: all batches with smaller numbers are in it.
         """
-        self._fill([(0, part) for part in self._plan.split(values)], overwrite)
+        parts = self._plan.split(values)
+        if optimizers:
+            parts = [part | dict(known) for part, known in zip(parts, optimizers, strict=True)]
+        about = {"kind": "fill", "version": version, "task": task}
+        arrays = [{VALUE + name: array for name, array in part.items()} for part in parts]
+        Pushed(self._ask([about] * len(parts), arrays, [no_arrays] * len(parts))).wait()
 
     def pull(
         self, rows: RowsAsked | None = None, *, at_least: int = 0, takes_part: bool = True
@@ -176,10 +190,6 @@ class VariableClient:
         ]
         return [(int(reply["version"]), value_of(arrays)) for reply, arrays in replies]
 
-    def restore(self, state: Sequence[tuple[int, Mapping[str, np.ndarray]]]) -> None:
-        """Set what :meth:`state` gave; worker 0 may."""
-        self._fill(state, overwrite=True)
-
     def statistics(self) -> list[Message]:
         """For each server ``updates``, and ``staleness``: pairs of a staleness and how many gradients had it."""
         return self._tell("statistics")
@@ -188,11 +198,6 @@ class VariableClient:
         """Say what is still to be said, and end."""
         for courier in self._couriers:
             courier.close()
-
-    def _fill(self, state: Sequence[tuple[int, Mapping[str, np.ndarray]]], overwrite: bool) -> None:
-        messages = [{"kind": "fill", "version": version, "overwrite": overwrite} for version, _ in state]
-        arrays = [{VALUE + name: array for name, array in part.items()} for _, part in state]
-        Pushed(self._ask(messages, arrays, [no_arrays] * len(messages))).wait()
 
     def _tell(self, kind: str) -> list[Message]:
         count = self._plan.servers

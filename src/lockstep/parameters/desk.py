@@ -1,26 +1,29 @@
 """Where the chief hands out work and workers bring back results, without sockets; what a worker that is lost had is handed out again.
 
-A piece of work is a message and arrays that worker and chief understand; no code travels.
+All processes make the same calls, ``fit`` say, in the same order, and count them. The chief opens a call, schedules its pieces and
+closes it with a result; whoever comes late finds the call where it stands, or its result. A piece of work is a message and arrays
+that both sides understand; no code travels.
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
 from lockstep._errors import ClusterError
 from lockstep._logging import announce as announce_line
 from lockstep.cluster import exit_codes
-from lockstep.cluster.waiting import listed
+from lockstep.cluster.waiting import Notice, listed
 from lockstep.parameters.requests import whole
 from lockstep.parameters.shards import Spec
 from lockstep.parameters.visits import Answer, Visit, seconds_of
 from lockstep.parameters.wire import MalformedError, Message, payload_bytes
 from lockstep.parameters.work import WorkQueue
 
-__all__ = ["Desk"]
+__all__ = ["Desk", "Result"]
 
 _LOOK_SECONDS = 0.25  # How often a waiting worker is looked after: it may have gone.
 
@@ -31,12 +34,16 @@ class Desk:
     """The chief's desk.
 
     Args:
+        timeout_seconds: how long to wait for a first worker, and for the last one to leave; a piece that one worker has had for so
+            long is given to another one, too, where nothing else is to be done.
+        long_seconds: limit of the time in which no piece is finished, while somebody works.
         result_bytes: limit of the arrays of one result.
         announce: takes a line where work is done again.
         clock: gives seconds, and is not set back.
 
     Example:
         >>> desk = Desk()
+        >>> desk.open(1)
         >>> result = desk.schedule({"batch": 3})
         >>> desk.is_idle, result.done()
         (False, False)
@@ -45,17 +52,31 @@ class Desk:
     def __init__(
         self,
         *,
-        result_bytes: int = 64 * 2**20,
+        timeout_seconds: float = 60.0,
+        long_seconds: float = 1800.0,
+        result_bytes: int = 2**30,
         announce: Callable[[str], None] = announce_line,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._result_bytes, self._announce, self._clock = result_bytes, announce, clock
+        self._timeout, self._long, self._result_bytes = timeout_seconds, long_seconds, result_bytes
+        self._announce, self._clock = announce, clock
+        self._changed = threading.Condition()
+        self._call, self._is_open = 0, False
         self._queue = WorkQueue()
         self._pieces: dict[int, tuple[Message, Mapping[str, np.ndarray], Future[Result]]] = {}
-        self._changed = threading.Condition()
-        self._failure: str | None = None
+        self._results: dict[int, Result] = {}
+        self._facts: dict[str, Result] = {}
+        self._present: set[Visit] = set()  # who is in the call that is open, or has not left it yet
+        self._failure: tuple[str, int] | None = None
         self._moved = clock()
-        self._kinds = {"take": self._take, "finish": self._finish, "fail": self._fail}
+        self._kinds = {
+            "enter": self._enter,
+            "take": self._take,
+            "finish": self._finish,
+            "fail": self._fail,
+            "ask": self._ask,
+            "leave": self._leave_call,
+        }
 
     # The chief's side.
 
@@ -64,6 +85,42 @@ class Desk:
         """Whether all that was scheduled is done."""
         with self._changed:
             return self._queue.is_idle
+
+    @property
+    def under_way(self) -> int:
+        """Number of pieces that are scheduled and not done."""
+        with self._changed:
+            return len(self._pieces)
+
+    @property
+    def below(self) -> int:
+        """All pieces with smaller numbers are done."""
+        with self._changed:
+            return self._queue.below
+
+    @property
+    def workers(self) -> int:
+        """Number of workers in the call."""
+        with self._changed:
+            return sum(visit.peer.job == "worker" for visit in self._present)
+
+    def open(self, call: int) -> None:
+        """Begin a call.
+
+        Args:
+            call: its number, from 1.
+        """
+        with self._changed:
+            self._raise_failure()
+            self._call, self._is_open, self._queue = call, True, WorkQueue(self._timeout)
+            self._pieces, self._facts, self._moved = {}, {}, self._clock()
+            self._changed.notify_all()
+
+    def tell(self, key: str, what: Message, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Have something ready for whoever asks for it in this call; a later one of that key takes its place."""
+        with self._changed:
+            self._facts[key] = (what, arrays or {})
+            self._changed.notify_all()
 
     def schedule(self, what: Message, arrays: Mapping[str, np.ndarray] | None = None) -> "Future[Result]":
         """Have something done by the next worker that is free, at least once.
@@ -87,40 +144,75 @@ class Desk:
             self._changed.notify_all()
         return result
 
-    def join(self, timeout_seconds: float) -> None:
-        """Wait until all that was scheduled is done.
+    def join(self) -> None:
+        """Wait until all that was scheduled is done; errors as for :meth:`wait`."""
+        self.wait(lambda: self._queue.is_idle)
 
-        Args:
-            timeout_seconds: limit of the time in which no piece of work is finished.
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait until something is so, which is looked at whenever a piece is done.
 
         Raises:
-            ClusterError: something has failed, or nothing was finished for so long; who has it is named.
+            ClusterError: something has failed, no worker has come, or no piece was finished for too long; who has it is named.
         """
+        notice = Notice(self._announce, self._clock)
         with self._changed:
-            while not self._queue.is_idle:
+            while not until():
                 self._raise_failure()
-                left = timeout_seconds - (self._clock() - self._moved)
-                if left <= 0:
-                    raise ClusterError(self._stuck(timeout_seconds), exit_codes.NO_PROGRESS)
-                self._changed.wait(left)
+                self._raise_if_stuck(notice)
+                self._changed.wait(_LOOK_SECONDS)
             self._raise_failure()
 
-    def close(self) -> None:
-        """Nothing more will be scheduled: workers may go when all is done."""
+    def close(self, result: Message, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """End the call, and wait until everybody has its result or is gone.
+
+        Args:
+            result: for all, also for those who come later.
+            arrays: that go with it, until the next call ends.
+        """
         with self._changed:
-            self._queue.close()
+            self._results = {call: (found, {}) for call, (found, _) in self._results.items()}
+            self._results[self._call] = (result, arrays or {})
+            self._is_open = False
             self._changed.notify_all()
+            deadline = self._clock() + self._timeout
+            while self._present and (left := deadline - self._clock()) > 0:
+                self._changed.wait(min(left, _LOOK_SECONDS))
+            late, self._present = sorted(map(str, self._present)), set()
+        if late:
+            self._announce(f"{listed(late)} did not come for the end within {self._timeout:g} s; the chief goes on")
+
+    def abort(self, sentence: str, exit_code: int = exit_codes.USER_ERROR) -> None:
+        """Nothing goes on: everybody who asks hears why."""
+        with self._changed:
+            self._break(sentence, exit_code)
+
+    def _break(self, sentence: str, exit_code: int) -> None:
+        if self._failure is None:
+            self._failure = (sentence, exit_code)
+        for _, _, result in self._pieces.values():
+            if not result.done():
+                result.set_exception(ClusterError(*self._failure))
+        self._changed.notify_all()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise ClusterError(self._failure, exit_codes.USER_ERROR)
+            raise ClusterError(*self._failure)
 
-    def _stuck(self, seconds: float) -> str:
-        held = [f"{worker} has piece {number}" for number, worker in sorted(self._queue.held().items())]
+    def _raise_if_stuck(self, notice: Notice) -> None:
+        has_workers = any(visit.peer.job == "worker" for visit in self._present)
+        if not has_workers:
+            notice.tell("a worker")
+        limit = self._long if has_workers else self._timeout
+        if self._clock() - self._moved < limit:
+            return
+        held = [f"{listed(map(str, who))} has piece {number}" for number, who in sorted(self._queue.held().items())]
         who = listed(held) if held else "no worker has asked for any"
-        return f"No piece of work was finished for {seconds:g} s, of {self._queue.added}: {who}. Are the workers started, or stuck?"
+        raise ClusterError(
+            f"No piece of work was finished for {limit:g} s, of {self._queue.added}: {who}. Are the workers started, or stuck?",
+            exit_codes.NO_PROGRESS,
+        )
 
-    # The workers' side.
+    # The side of the others.
 
     def judge(self, message: Message, given: tuple[Spec, ...]) -> None:
         """Refuse a message by MalformedError, before its arrays are received."""
@@ -131,52 +223,92 @@ class Desk:
             raise MalformedError(f"{payload_bytes(given):,} bytes follow a {message['kind']!r}: at most {limit:,} may")
 
     def answer(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
-        """Do what a worker asks; MalformedError where that cannot be asked."""
+        """Do what somebody asks; MalformedError where that cannot be asked."""
         return self._kinds[message["kind"]](visit, message, arrays)
 
     def leave(self, visit: Visit) -> None:
-        """A worker has gone: others do what it had."""
+        """Somebody has gone: others do what a worker had; without a server nothing goes on."""
         with self._changed:
+            was_present = visit in self._present
+            self._present.discard(visit)
             lost = self._queue.lose(visit)
+            if was_present and self._is_open:
+                if visit.peer.job == "ps":
+                    self._break(f"{visit} was lost, and with it the variables that it holds.", exit_codes.PEER_LOST)
+                self._moved = self._clock()
             self._changed.notify_all()
         if lost:
             pieces = f"piece{'s' if lost[1:] else ''} {listed(map(str, lost))}"
             self._announce(f"{visit} has gone: others do {pieces} of the work again")
 
-    def _take(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
-        deadline = self._clock() + seconds_of(message)
+    def _answered(
+        self, visit: Visit, message: Message, ready: Callable[[], Answer | None]
+    ) -> Answer:
+        """What is ready, or what has become of the call, or nothing within the time that was asked for."""
+        call, deadline = whole(message, "call"), self._clock() + seconds_of(message)
         with self._changed:
-            while not (self._queue.is_over or self._failure):
-                number = self._queue.take(visit)
-                if number is not None:
-                    what, given, _ = self._pieces[number]
-                    return {"kind": "task", "task": number, "what": what}, given
+            while True:
+                if self._failure:
+                    return {"kind": "failed", "sentence": self._failure[0], "code": self._failure[1]}, {}
+                if call in self._results:
+                    return {"kind": "over", "result": self._results[call][0]}, self._results[call][1]
+                found = ready() if call == self._call and self._is_open else None
+                if found is not None:
+                    return found
                 left = deadline - self._clock()
                 if left <= 0 or visit.is_gone():
                     return {"kind": "nothing"}, {}
                 self._changed.wait(min(left, _LOOK_SECONDS))
-        return {"kind": "over"}, {}
+
+    def _enter(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        def enter() -> Answer:
+            if visit not in self._present:
+                self._moved = self._clock()
+            self._present.add(visit)
+            self._changed.notify_all()
+            return {"kind": "entered"}, {}
+
+        return self._answered(visit, message, enter)
+
+    def _take(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        def take() -> Answer | None:
+            number = self._queue.take(visit, self._clock())
+            if number is None:
+                return None
+            what, given, _ = self._pieces[number]
+            return {"kind": "task", "task": number, "below": self._queue.below, "what": what}, given
+
+        return self._answered(visit, message, take)
+
+    def _ask(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        def ask() -> Answer | None:
+            found = self._facts.get(str(message.get("key")))
+            return None if found is None else ({"kind": "fact", "what": found[0]}, found[1])
+
+        return self._answered(visit, message, ask)
 
     def _finish(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         number, found = whole(message, "task"), message.get("result")
         if not isinstance(found, dict):
             raise MalformedError("a 'finish' has no result")
         with self._changed:
-            counts = self._queue.finish(visit, number)
+            counts = whole(message, "call") == self._call and self._queue.finish(visit, number)
             if counts:
                 self._moved = self._clock()
-                self._pieces.pop(number)[2].set_result((found, arrays))
+                result = self._pieces.pop(number)[2]
+                if not result.done():  # Else nothing goes on.
+                    result.set_result((found, arrays))
             self._changed.notify_all()
         return {"kind": "noted", "counts": counts}, {}
 
     def _fail(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         with self._changed:
-            if self._failure is None:
-                self._failure = (
-                    f"{visit} failed in piece {whole(message, 'task')} of the work: {message.get('summary')}"
-                )
-            for _, _, result in self._pieces.values():
-                if not result.done():
-                    result.set_exception(ClusterError(self._failure, exit_codes.USER_ERROR))
+            what: Any = message.get("summary")
+            self._break(f"{visit} failed in piece {whole(message, 'task')} of the work: {what}", exit_codes.USER_ERROR)
+        return {"kind": "noted", "counts": True}, {}
+
+    def _leave_call(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        with self._changed:
+            self._present.discard(visit)
             self._changed.notify_all()
         return {"kind": "noted", "counts": True}, {}

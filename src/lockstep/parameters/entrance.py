@@ -90,8 +90,9 @@ def _peer_of(said: Any, address: str) -> Peer:
             "host": str(host),
             "pid": int(pid),
             "identity": dict(identity),
+            "information": dict(information),
         }:
-            return Peer(index=index, workers=workers, host=host, pid=pid, identity=identity, address=address)
+            return Peer(index, workers, host, pid, identity=identity, information=information, address=address)
     raise StrangerError("it did not say who it is")
 
 

@@ -6,6 +6,9 @@ __all__ = ["Done"]
 class Done:
     """A set of whole numbers that is small while they come nearly in order.
 
+    Args:
+        below: all smaller numbers are done from the beginning.
+
     Attributes:
         below: all smaller numbers are done, this one is not.
 
@@ -17,8 +20,8 @@ class Done:
         (True, 3)
     """
 
-    def __init__(self) -> None:
-        self.below = 0
+    def __init__(self, below: int = 0) -> None:
+        self.below = below
         self._above: set[int] = set()
 
     def __contains__(self, number: int) -> bool:

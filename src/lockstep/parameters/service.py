@@ -69,14 +69,13 @@ class Service:
             self._changed.notify_all()
 
     def _fill(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
-        if visit.peer.index:
-            raise MalformedError("only worker 0 may set the values")
+        if visit.peer.job != "chief":
+            raise MalformedError("only the chief may set the values")
         with self._changed:
-            if message.get("overwrite") is True or not self._store.is_filled:
-                version = whole(message, "version")
-                self._store.fill({name.removeprefix(VALUE): array for name, array in arrays.items()}, version)
-                self._rounds, self._done = Rounds(version), Done()
-                self._changed.notify_all()
+            version = whole(message, "version")
+            self._store.fill({name.removeprefix(VALUE): array for name, array in arrays.items()}, version)
+            self._rounds, self._done = Rounds(version), Done(whole(message, "task"))
+            self._changed.notify_all()
         return {"kind": "filled", "version": self._store.snapshot.version}, {}
 
     def _push(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
@@ -122,7 +121,7 @@ class Service:
 
     def _waits_for(self, visit: Visit | None, at_least: int) -> list[str]:
         if not self._store.is_filled:
-            return ["worker 0, which sets the first values"]
+            return ["the chief, which sets the first values"]
         if self._store.snapshot.version < at_least:
             return [f"the other parts of update {self._store.snapshot.version + 1}"]
         return self._clocks.holds_up(visit) if visit else []

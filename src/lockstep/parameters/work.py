@@ -1,4 +1,4 @@
-"""Which worker does which piece of work: each is with one live worker at most, and is done again where that worker is lost."""
+"""Which worker does which piece of work: one live worker, and another one where that is lost or takes too long."""
 
 import heapq
 from collections.abc import Hashable
@@ -11,7 +11,10 @@ __all__ = ["WorkQueue"]
 class WorkQueue:
     """Pieces of work, by their numbers 0, 1, 2, …; used under its owner's lock.
 
-    A worker that is lost may have done its pieces all the same: what it did is done at least once.
+    A worker that is lost may have done its pieces all the same: what it did is done at least once, and counts once.
+
+    Args:
+        patience: seconds after which a piece is given to a second worker, where nothing else is to be done.
 
     Attributes:
         added: number of pieces so far.
@@ -27,13 +30,13 @@ class WorkQueue:
         (0, True, True, True)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = float("inf")) -> None:
         self.added = 0
+        self._patience = patience
         self._next = 0
         self._again: list[int] = []
-        self._held: dict[int, Hashable] = {}
+        self._held: dict[int, dict[Hashable, float]] = {}  # who has it, since when
         self._done = Done()
-        self._is_closed = False
 
     @property
     def is_idle(self) -> bool:
@@ -41,44 +44,54 @@ class WorkQueue:
         return len(self._done) == self.added
 
     @property
-    def is_over(self) -> bool:
-        """Whether all is done, and nothing more will be added."""
-        return self._is_closed and self.is_idle
+    def below(self) -> int:
+        """All pieces with smaller numbers are done."""
+        return self._done.below
 
     def add(self, count: int = 1) -> None:
         """So many more pieces."""
         self.added += count
 
-    def close(self) -> None:
-        """Nothing more will be added."""
-        self._is_closed = True
-
-    def take(self, worker: Hashable) -> int | None:
+    def take(self, worker: Hashable, now: float = 0.0) -> int | None:
         """A piece for a worker, those first that another one has lost; None: there is none now, but one may come back."""
         if self._again:
             number = heapq.heappop(self._again)
         elif self._next < self.added:
             number, self._next = self._next, self._next + 1
         else:
-            return None
-        self._held[number] = worker
+            overdue = self._overdue(worker, now)
+            if overdue is None:
+                return None
+            number = overdue
+        self._held.setdefault(number, {})[worker] = now
         return number
 
     def finish(self, worker: Hashable, number: int) -> bool:
-        """A worker has done a piece; False where that is not with it, as it was taken for lost meanwhile."""
-        if self._held.get(number) != worker:
+        """A worker has done a piece; False where that is not with it, or was done by another one meanwhile."""
+        if worker not in self._held.get(number, {}):
             return False
         del self._held[number]
         return self._done.add(number)
 
     def lose(self, worker: Hashable) -> list[int]:
         """A worker is lost: others get its pieces, which are given here."""
-        lost = sorted(number for number, holder in self._held.items() if holder == worker)
-        for number in lost:
-            del self._held[number]
-            heapq.heappush(self._again, number)
+        lost = []
+        for number, holders in sorted(self._held.items()):
+            if holders.pop(worker, None) is not None and not holders:
+                lost.append(number)
+                del self._held[number]
+                heapq.heappush(self._again, number)
         return lost
 
-    def held(self) -> dict[int, Hashable]:
+    def held(self) -> dict[int, list[Hashable]]:
         """Who has which piece."""
-        return dict(self._held)
+        return {number: list(holders) for number, holders in self._held.items()}
+
+    def _overdue(self, worker: Hashable, now: float) -> int | None:
+        """A piece that one other worker has had for too long."""
+        late = [
+            number
+            for number, holders in self._held.items()
+            if len(holders) == 1 and worker not in holders and now - min(holders.values()) >= self._patience
+        ]
+        return min(late, default=None)

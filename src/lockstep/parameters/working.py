@@ -1,59 +1,177 @@
-"""A worker's side of the chief's desk: it takes what is to be done, does it, and brings the result back."""
+"""The way of a worker, a server or an evaluator to the chief's desk: it enters a call, does what is to be done, and hears the end."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from lockstep._errors import ClusterError
 from lockstep.cluster.failure import summary_of
 from lockstep.parameters.courier import Answer, Courier
+from lockstep.parameters.desk import Result
 from lockstep.parameters.requests import no_arrays
 from lockstep.parameters.shards import Spec
 from lockstep.parameters.wire import MalformedError, Message, payload_bytes
 
-__all__ = ["work"]
+__all__ = ["CallOver", "DeskClient", "Piece", "work"]
 
-Do = Callable[[int, Message, Mapping[str, np.ndarray]], tuple[Message, Mapping[str, np.ndarray]]]
+_MOST_BYTES = 2**31  # Of the arrays of one answer.
 
 
-def work(courier: Courier, do: Do, *, argument_bytes: int = 2**30) -> int:
-    """Do what the chief hands out until nothing is left.
+@dataclass(frozen=True)
+class Piece:
+    """What is to be done.
 
     Args:
-        courier: to the chief's desk.
-        do: does one piece: gets its number, what is to be done and arrays; gives the result, values of JSON and arrays.
-        argument_bytes: limit of the arrays of one piece.
-
-    Returns:
-        How many pieces this worker has done.
-
-    Raises:
-        ClusterError: the chief is lost.
-        Exception: what ``do`` has raised; the chief knows of it then.
+        number: of this piece in its call.
+        below: all pieces with smaller numbers are done.
+        what: says what, in values of JSON.
+        arrays: that go with it.
     """
 
-    def judge(message: Message, given: tuple[Spec, ...]) -> None:
-        if message["kind"] != "task":
-            no_arrays(message, given)
-        elif payload_bytes(given) > argument_bytes:
-            raise MalformedError(
-                f"{payload_bytes(given):,} bytes are too many for a piece of work: at most {argument_bytes:,}"
-            )
-
-    done = 0
-    take = {"kind": "take", "seconds": courier.timeout_seconds}
-    while (found := courier.ask(take, {}, judge).result())[0]["kind"] != "over":
-        if found[0]["kind"] == "task":
-            _do(courier, do, found)
-            done += 1
-    return done
+    number: int
+    below: int
+    what: Message
+    arrays: Mapping[str, np.ndarray]
 
 
-def _do(courier: Courier, do: Do, piece: Answer) -> None:
-    message, arrays = piece
-    number = int(message["task"])
+Do = Callable[[Piece], Result]
+
+
+class CallOver(Exception):  # noqa: N818 # It is no error: a call comes to its end so.
+    """The call has ended at the chief.
+
+    Args:
+        result: of the call.
+        arrays: that go with it.
+    """
+
+    def __init__(self, result: Any, arrays: Mapping[str, np.ndarray]) -> None:
+        super().__init__("the call is over")
+        self.result, self.arrays = result, arrays
+
+
+class DeskClient:
+    """Asks the chief; used by one thread at a time.
+
+    Args:
+        courier: to the chief.
+    """
+
+    def __init__(self, courier: Courier) -> None:
+        self._courier = courier
+
+    def enter(self, call: int) -> None:
+        """Wait until the chief has begun a call.
+
+        Raises:
+            CallOver: it has ended it already.
+            ClusterError: the chief is lost, or has failed.
+        """
+        self._wait({"kind": "enter", "call": call}, "entered")
+
+    def ask(self, call: int, key: str) -> Result:
+        """Wait for what the chief tells to whoever asks; errors as for :meth:`enter`."""
+        message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "fact")
+        return message["what"], arrays
+
+    def take(self, call: int, after: "Future[Answer] | None" = None) -> Piece:
+        """Wait for a piece of work; errors as for :meth:`enter`.
+
+        Args:
+            call: its number.
+            after: the answer to a first question that was asked already.
+        """
+        message, arrays = self._wait(self._take(call), "task", after)
+        return Piece(int(message["task"]), int(message["below"]), message["what"], arrays)
+
+    def asked_for_piece(self, call: int) -> "Future[Answer]":
+        """Ask for a piece of work without waiting, for :meth:`take`."""
+        return self._ask(self._take(call))
+
+    def finish(self, call: int, piece: Piece, result: Result) -> "Future[Answer]":
+        """Bring a result; does not wait."""
+        about = {"kind": "finish", "call": call, "task": piece.number, "result": result[0]}
+        return self._courier.ask(about, result[1], no_arrays)
+
+    def fail(self, call: int, piece: Piece, error: BaseException) -> None:
+        """Tell what a piece has ended with; then nobody goes on."""
+        about = {"kind": "fail", "call": call, "task": piece.number, "summary": summary_of(error)}
+        self._courier.ask(about, {}, no_arrays).result()
+
+    def leave(self, call: int) -> None:
+        """Tell that this process has all that it needs of a call."""
+        self._courier.ask({"kind": "leave", "call": call}, {}, no_arrays).result()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._courier.close()
+
+    def _take(self, call: int) -> Message:
+        return {"kind": "take", "call": call}
+
+    def _ask(self, message: Message) -> "Future[Answer]":
+        return self._courier.ask(message | {"seconds": self._courier.timeout_seconds}, {}, _some_bytes)
+
+    def _wait(self, message: Message, kind: str, after: "Future[Answer] | None" = None) -> Answer:
+        """As long as the chief is there: what it does may take as long as it likes."""
+        found = (after or self._ask(message)).result()
+        while found[0]["kind"] != kind:
+            if found[0]["kind"] == "over":
+                raise CallOver(found[0]["result"], found[1])
+            if found[0]["kind"] == "failed":
+                raise ClusterError(str(found[0]["sentence"]), int(found[0]["code"]))
+            found = self._ask(message).result()
+        return found
+
+
+def work(desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambda: None) -> CallOver:
+    """Do what the chief hands out until the call is over.
+
+    Args:
+        desk: the chief's.
+        call: its number.
+        do: does one piece.
+        idle: is called where there is nothing to do for a moment.
+
+    Returns:
+        The end of the call, with its result.
+
+    Raises:
+        ClusterError: the chief is lost, or has failed.
+        Exception: what ``do`` has raised; the chief knows of it then, unless it was a loss.
+    """
+    asked = desk.asked_for_piece(call)
     try:
-        result, found = do(number, message["what"], arrays)
-    except Exception as error:
-        courier.ask({"kind": "fail", "task": number, "summary": summary_of(error)}, {}, no_arrays).result()
-        raise
-    courier.ask({"kind": "finish", "task": number, "result": result}, found, no_arrays).result()
+        while True:
+            piece = _next(desk, call, asked, idle)
+            try:
+                result = do(piece)
+            except ClusterError:
+                raise  # The chief sees by itself who is lost.
+            except Exception as error:
+                desk.fail(call, piece, error)
+                raise
+            noted = desk.finish(call, piece, result)
+            asked = desk.asked_for_piece(call)
+            noted.result()
+    except CallOver as over:
+        return over
+
+
+_SOON_SECONDS = 0.05
+
+
+def _next(desk: DeskClient, call: int, asked: "Future[Answer]", idle: Callable[[], object]) -> Piece:
+    try:
+        asked.result(_SOON_SECONDS)
+    except TimeoutError:
+        idle()
+    return desk.take(call, asked)
+
+
+def _some_bytes(message: Message, given: tuple[Spec, ...]) -> None:
+    if payload_bytes(given) > _MOST_BYTES:
+        raise MalformedError(f"{payload_bytes(given):,} bytes are too many for one answer: at most {_MOST_BYTES:,}")

@@ -1,0 +1,82 @@
+"""What asynchronous training counts: updates and bytes a second, and how old the values were that a gradient was computed with."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import keras
+
+__all__ = ["Count", "Statistics"]
+
+
+class Count:
+    """Numbers that only grow.
+
+    Attributes:
+        batches: that are done.
+        traffic: bytes that workers have sent to servers and received from them.
+        staleness: for each number of updates between a pull and its push, how many gradients had it, at server 0.
+    """
+
+    def __init__(self) -> None:
+        self.batches = self.traffic = 0
+        self.staleness: Counter[int] = Counter()
+
+    def add(self, told: Iterable[Mapping[str, Any]]) -> None:
+        """A batch is done, of which workers have told this."""
+        self.batches += 1
+        self.traffic += sum(one["bytes"] for one in told)
+
+    def take_staleness(self, statistics: list[dict[str, Any]]) -> None:
+        """What the servers have counted."""
+        self.staleness = Counter(dict(statistics[0]["staleness"]))
+
+    def copy(self) -> "Count":
+        """These numbers, which do not grow."""
+        other = Count()
+        other.batches, other.traffic, other.staleness = self.batches, self.traffic, self.staleness.copy()
+        return other
+
+
+class Statistics(keras.callbacks.Callback):
+    """Adds ``updates_per_sec``, ``bytes_per_sec`` and ``staleness`` (its mean) to the logs of each epoch, and tells how it is spread.
+
+    Args:
+        count: gives the numbers as they are now.
+        announce: takes a line.
+        clock: gives seconds, and is not set back.
+    """
+
+    def __init__(
+        self, count: Callable[[], Count], announce: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        super().__init__()
+        self._count, self._announce, self._clock = count, announce, clock
+        self._before, self._begun = Count(), 0.0
+        self._ended: tuple[Count, float] | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """See Keras."""
+        self._before, self._begun, self._ended = self._count().copy(), self._clock(), None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Training is over for this epoch."""
+        self._ended = self._count().copy(), self._clock()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See Keras."""
+        now, end = self._ended or (self._count().copy(), self._clock())
+        batches, seconds = now.batches - self._before.batches, end - self._begun
+        spread = now.staleness - self._before.staleness
+        if logs is None or not batches:
+            return
+        logs["updates_per_sec"] = batches / seconds
+        logs["bytes_per_sec"] = (now.traffic - self._before.traffic) / seconds
+        if spread:
+            logs["staleness"] = sum(age * count for age, count in spread.items()) / spread.total()
+        shown = ", ".join(f"{age}: {count}" for age, count in sorted(spread.items()))
+        self._announce(
+            f"epoch {epoch + 1}: {batches} updates, {logs['updates_per_sec']:.1f} a second, {logs['bytes_per_sec'] / 1e6:.3g} MB/s; "
+            f"gradients by the number of updates that they missed: {shown or 'none'}"
+        )

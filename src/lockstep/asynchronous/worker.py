@@ -1,0 +1,126 @@
+"""What a worker does in a call of ``fit``: it takes batches from the chief, by number, and brings their gradients to the servers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from lockstep.asynchronous.differences import Totals, difference, differences, is_sum, merges
+from lockstep.asynchronous.parts import count_batch_rows, part_of, refuse_all_but_means
+from lockstep.asynchronous.step import Computed, GradientStep
+from lockstep.data.numbered import NumberedBatches
+from lockstep.parameters.client import Part, VariableClient
+from lockstep.parameters.desk import Result
+from lockstep.parameters.working import CallOver, DeskClient, Piece, work
+from lockstep.resume.variables import variables_of
+from lockstep.step.randomness import seed_of_replica
+from lockstep.step.replica import Merge
+
+__all__ = ["WorkerFit"]
+
+Values = list[np.ndarray]
+
+
+class WorkerFit:
+    """One worker in one call of ``fit``.
+
+    Args:
+        model: is built and compiled.
+        step: computes its gradients.
+        batches: of its input.
+        desk: the chief's.
+        client: to the servers.
+        call: number of the call.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        step: GradientStep,
+        batches: NumberedBatches,
+        desk: DeskClient,
+        client: VariableClient,
+        call: int,
+    ) -> None:
+        self._model, self._step, self._batches = model, step, batches
+        self._desk, self._client, self._call = desk, client, call
+        self._merges = merges(model)
+        model.reset_metrics()
+        self._zero = [np.asarray(variable.value) for variable in variables_of(model)[3]]
+        self._pass = self._state = -1
+        self._others: Values = []
+        self._first_update = 0
+        self._draws: list[np.ndarray | None] | None = None  # what a step adds to the state of each seed
+        self._no_sums: frozenset[int] = frozenset()
+        self._traffic = 0
+
+    def run(self) -> CallOver:
+        """Work until the call is over; errors as for :func:`lockstep.parameters.working.work`."""
+        return work(self._desk, self._call, self._do, self._client.rest)
+
+    def _do(self, piece: Piece) -> Result:
+        about = piece.what
+        batch = self._batch(about)
+        part, parts = about.get("part"), about.get("parts", 1)
+        if part is not None:
+            if parts > 1 and self._draws is None:
+                refuse_all_but_means(self._model, batch, parts)
+            batch = part_of(batch, part, parts)
+        rows = count_batch_rows(batch)
+        place = None if part is None else Part(about["update"], part, parts)
+        self._take_over(about, piece.arrays)
+        values = self._client.pull(at_least=place.round if place else 0, takes_part=place is None)
+        self._learn(values, batch)
+        others = self._with_seeds(about["update"], part or 0)
+        found = self._compute(values, others, self._zero, batch)
+        pushed = self._client.push(found.gradients, weight=rows, part=place, task=None if place else piece.number)
+        pushed.wait()
+        changed = differences((found.others, others), (found.metrics, self._zero), self._no_sums)
+        return self._described(rows, found), changed
+
+    def _described(self, rows: int, found: Computed) -> dict[str, Any]:
+        """What goes with the differences: logs that no metric gives are those of this batch alone."""
+        own = {name: value for name, value in found.logs.items() if found.measured.get(name) != value}
+        before, self._traffic = self._traffic, sum(self._client.traffic)
+        about = {"rows": rows, "names": list(found.logs), "logs": own, "bytes": self._traffic - before}
+        return about | {"no_sums": sorted(self._no_sums)}
+
+    def _compute(self, values: Mapping[str, np.ndarray], others: Values, metrics: Values, batch: Any) -> Computed:
+        return self._step(values, others, metrics, batch, max(self._client.versions, default=0))
+
+    def _batch(self, about: Mapping[str, Any]) -> Any:
+        if about["pass"] != self._pass:
+            self._batches.begin(self._desk.ask(self._call, f"pass {about['pass']}")[0])
+            self._pass = about["pass"]
+        return self._batches.batch(about["batch"], about["lowest"])
+
+    def _take_over(self, about: Mapping[str, Any], newest: Mapping[str, np.ndarray]) -> None:
+        """The chief's values of what is not trained."""
+        if about["state"] != self._state:
+            what, arrays = self._desk.ask(self._call, "state")
+            self._state, self._first_update = what["number"], what["update"]
+            self._others = [arrays[str(number)] for number in range(len(self._merges))]
+        self._others = Totals.taken_over(self._others, newest)
+
+    def _learn(self, values: Mapping[str, np.ndarray], batch: Any) -> None:
+        """See from one step, and the same again, how many random numbers a step draws, and which metrics add up."""
+        if self._draws is not None:
+            return
+        first = self._compute(values, self._others, self._zero, batch)
+        second = self._compute(values, self._others, first.metrics, batch)
+        three = zip(first.metrics, self._zero, second.metrics, strict=True)
+        self._no_sums = frozenset(number for number, each in enumerate(three) if not is_sum(*each))
+        pairs = zip(first.others, self._others, self._merges, strict=True)
+        self._draws = [difference(new, old) if merge is Merge.SEED else None for new, old, merge in pairs]
+
+    def _with_seeds(self, update: int, part: int) -> Values:
+        """The values of what is not trained, with the seeds of one batch: as if all batches before it had been drawn for."""
+        draws: Sequence[np.ndarray | None] = self._draws or ()
+        own = list(self._others)
+        for number, drawn in enumerate(draws):
+            if drawn is not None:
+                seed = own[number] + drawn * drawn.dtype.type(update - self._first_update)
+                own[number] = np.asarray(seed_of_replica(jnp.asarray(seed), jnp.int32(part)))
+        return own

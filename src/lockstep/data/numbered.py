@@ -1,0 +1,83 @@
+"""Batches of an input by their numbers, for a process that takes some of them, while others take the rest."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lockstep._errors import InputError
+from lockstep.data.random_state import restore_random_state
+from lockstep.data.sources import Source
+
+__all__ = ["NumberedBatches"]
+
+
+class NumberedBatches:
+    """Reads an input as another process does, and gives the batches that are asked for.
+
+    Where a batch cannot be read without those before it, all are read, and kept as long as they may still be asked for.
+
+    Args:
+        source: the input.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._batches: Iterator[Any] | None = None
+        self._pick: Callable[[int], Any] | None = None
+        self._position = self._offset = self._hooks_done = 0
+        self._kept: dict[int, Any] = {}
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """A new pass begins.
+
+        Args:
+            facts: the random state with which it began elsewhere; what the data's own code did where epochs began and ended, with
+                its random states; and how many batches were taken before it.
+        """
+        for kind, state in facts["hooks"][self._hooks_done :]:
+            restore_random_state(state)
+            (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
+        self._hooks_done = len(facts["hooks"])
+        if self._batches is None or self._source.restarts:
+            self._offset = self._position = 0
+            self._kept.clear()
+            if facts["at_begin"]:
+                restore_random_state(facts["at_begin"])
+            self._pick = self._source.picker()
+            self._batches = self._source.batches() if self._pick is None else iter(())
+        if not self._source.restarts:
+            self._offset = facts["taken_before"]
+
+    def batch(self, number: int, lowest: int) -> Any:
+        """One batch of the pass, on the host.
+
+        Args:
+            number: of the batch.
+            lowest: no smaller one will be asked for any more.
+
+        Raises:
+            InputError: there is no such batch.
+        """
+        if self._pick is not None:
+            return self._pick(number)
+        wanted, lowest = number + self._offset, lowest + self._offset
+        for old in [kept for kept in self._kept if kept < lowest]:
+            del self._kept[old]
+        while self._position <= wanted:
+            self._read(keep=self._position >= lowest)
+        return self._kept.pop(wanted)
+
+    def skip_to(self, taken: int) -> None:
+        """Read until so many batches were read of an input that goes on from pass to pass."""
+        while not self._source.restarts and self._batches is not None and self._position < taken:
+            self._read(keep=False)
+
+    def _read(self, keep: bool) -> None:
+        batch = next(self._batches, None) if self._batches is not None else None
+        if batch is None:
+            raise InputError(
+                f"The {self._source.name} has {self._position} batches here, and more at the chief. Every process must read the same data "
+                "in the same order: give shuffling a seed."
+            )
+        if keep:
+            self._kept[self._position] = batch
+        self._position += 1
