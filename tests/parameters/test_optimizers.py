@@ -23,6 +23,11 @@ ONE = {"servers": 1}
         (lambda: keras.optimizers.SGD(clipnorm=1.0), CUT, "clipnorm needs the norm of each variable"),
         (lambda: keras.optimizers.SGD(global_clipnorm=1.0), TWO, "they are on 2 servers"),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), TWO, "2 servers would not agree"),
+        (
+            lambda: keras.optimizers.MultiOptimizer(lambda variable: None),
+            CUT,
+            "MultiOptimizer counts the steps of each",
+        ),
     ],
 )
 def test_what_needs_more_than_a_server_has_is_refused(optimizer, where, message):

@@ -7,7 +7,7 @@ import pytest
 from lockstep import OptionError
 from lockstep.parameters.gradients import Rows, share, summed
 from lockstep.parameters.partitioners import FixedShardsPartitioner
-from lockstep.parameters.shards import plan
+from lockstep.parameters.shards import Spec, plan
 from lockstep.parameters.store import Push, Store
 from tests.parameters.jobs import SPECS, values_of
 
@@ -108,6 +108,17 @@ def test_a_store_goes_on_from_the_state_of_another_bit_for_bit():
     assert all(
         a.tobytes() == b.tobytes() for a, b in zip(one.state()[1].values(), other.state()[1].values(), strict=True)
     )
+
+
+def test_an_optimizer_sees_paths_and_names_of_the_model_also_of_shards():
+    specs = (Spec("net/dense/kernel[2:5]", (3, 2), "float32"), Spec("net/dense/bias", (2,), "float32"))
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["^kernel$"])
+    store = Store(specs, optimizer)
+    store.fill(values_of(specs))
+    store.apply([Push({spec.name: np.zeros(spec.shape, spec.dtype) for spec in specs})])
+    for spec, decay in zip(specs, (1, 0.95), strict=True):
+        np.testing.assert_allclose(store.snapshot.values[spec.name], decay * values_of(specs)[spec.name], rtol=1e-6)
 
 
 def test_an_optimizer_of_other_variables_is_refused():

@@ -41,3 +41,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: Plan) -> None:
             f"LossScaleOptimizer skips an update where one gradient is not finite, and {plan.servers} servers would not agree on that. "
             f"Use one server, or bfloat16, which needs no loss scale."
         )
+    if (cut or plan.servers > 1) and isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise OptionError(
+            "MultiOptimizer counts the steps of each of its optimizers, and a server may have no variable of one of them. Use one "
+            f"server without variable_partitioner, or one optimizer; got {plan.servers} servers."
+        )

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from lockstep._errors import OptionError
 
-__all__ = ["Plan", "Shard", "Spec", "cut", "plan"]
+__all__ = ["Plan", "Shard", "Spec", "cut", "plan", "whole_name"]
 
 PartitionFunction = Callable[[Sequence[int], str], Sequence[int]]
 
@@ -130,6 +131,16 @@ def plan(variables: Iterable[Spec], servers: int, partitioner: PartitionFunction
             raise OptionError(f"Two variables have the name {variable.name!r}: give one of their layers another one.")
         shards[variable.name] = tuple(_shards(variable, _count(variable, partitioner), turn))
     return Plan(variables, shards, servers)
+
+
+def whole_name(spec: Spec) -> str:
+    """The name of the variable that this is, or of which it is a shard.
+
+    Example:
+        >>> whole_name(Spec("net/table[3:5]", (2, 4), "float32"))
+        'net/table'
+    """
+    return re.sub(r"\[\d+:\d+\]$", "", spec.name)
 
 
 def cut(rows: int, count: int) -> list[int]:

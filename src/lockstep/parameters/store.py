@@ -1,5 +1,6 @@
 """The variables of one server, and the optimizer that is applied to them. It knows nothing of sockets and workers."""
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ import numpy as np
 
 from lockstep._errors import OptionError
 from lockstep.parameters.gradients import Gradient, Rows, as_update, padded
-from lockstep.parameters.shards import Spec
+from lockstep.parameters.shards import Spec, whole_name
 
-__all__ = ["Push", "Snapshot", "Store"]
+__all__ = ["OPTIMIZER", "Push", "Snapshot", "Store", "as_variable"]
 
-_OPTIMIZER = "optimizer/"  # Before the numbers of its variables, among names of variables.
+OPTIMIZER = "optimizer/"  # Before the numbers of its variables, among names of variables.
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Store:
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep.parameters.shards import Spec
+        >>> from lockstep.parameters.shards import Spec, whole_name
         >>> from lockstep.parameters.store import Push, Store
         >>> store = Store([Spec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
         >>> store.fill({"w": np.float32([1, 2])})
@@ -83,7 +84,7 @@ class Store:
         self._names = [spec.name for spec in self.specs]
         self._updating = threading.Lock()
         with jax.default_device(self._device):
-            optimizer.build([_variable(spec, np.zeros(spec.shape, spec.dtype)) for spec in self.specs])
+            optimizer.build([as_variable(spec) for spec in self.specs])
         self._optimizer_values: list[jax.Array] = []
         self._update = jax.jit(self._updated, donate_argnums=1)
         self.snapshot, self.is_filled = Snapshot(0, {}), False
@@ -92,7 +93,7 @@ class Store:
     def optimizer_specs(self) -> tuple[Spec, ...]:
         """What :meth:`fill` takes besides the variables."""
         variables = enumerate(self._optimizer.variables)
-        return tuple(Spec(f"{_OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables)
+        return tuple(Spec(f"{OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables)
 
     def fill(self, state: Mapping[str, np.ndarray], version: int = 0) -> None:
         """Set all values.
@@ -127,7 +128,7 @@ class Store:
         """The version, and all that :meth:`fill` needs to go on from here, as copies."""
         with self._updating:
             values = {name: np.array(value) for name, value in self.snapshot.values.items()}
-            optimizer = {f"{_OPTIMIZER}{n}": np.array(value) for n, value in enumerate(self._optimizer_values)}
+            optimizer = {f"{OPTIMIZER}{n}": np.array(value) for n, value in enumerate(self._optimizer_values)}
             return self.snapshot.version, values | optimizer
 
     def _updated(self, values: list[Any], optimizer_values: list[Any], weights: list[Any], gradients: list[Any]) -> Any:
@@ -138,7 +139,7 @@ class Store:
         """What the optimizer knows before its first update; some begin with the values of the variables (ScheduleFreeAdamW)."""
         another = type(self._optimizer).from_config(self._optimizer.get_config())
         with jax.default_device(self._device):
-            another.build([_variable(spec, state[spec.name]) for spec in self.specs])
+            another.build([as_variable(spec, state[spec.name]) for spec in self.specs])
         return [np.array(variable.value) for variable in another.variables]
 
     def _copied(self, value: Any) -> jax.Array:
@@ -149,6 +150,18 @@ class Store:
         return padded(gradient, spec.shape[0]) if isinstance(gradient, Rows) else gradient
 
 
-def _variable(spec: Spec, value: np.ndarray) -> keras.Variable:
-    """What an optimizer is built for."""
-    return keras.Variable(value, dtype=spec.dtype, name=spec.name.replace("/", "_"))
+def as_variable(
+    spec: Spec, value: np.ndarray | str = "zeros", kind: type[keras.Variable] = keras.Variable
+) -> keras.Variable:
+    """What an optimizer is built for; it has the path and the name that the variable has in its model, by which some optimizers go.
+
+    Args:
+        spec: of the variable, or of a shard.
+        value: of the variable, or how it begins.
+        kind: its class.
+    """
+    *scopes, name = whole_name(spec).split("/")
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        return kind(value, shape=spec.shape, dtype=spec.dtype, name=name)
