@@ -97,10 +97,11 @@ def test_parameter_servers_are_ignored_and_the_true_number_of_workers_is_told():
     assert "num_replicas_in_sync, not from the number of tasks (3)." in note
 
 
-def test_a_parameter_server_has_nothing_to_do():
+def test_a_parameter_server_has_nothing_to_do_in_a_group():
+    resolver = member("ps", 0)
     message = "this process is ps 0, and MultiWorkerMirroredStrategy has no work for it.*Do not start it and remove 'ps'.*ParameterServerStrategy"
     with pytest.raises(lockstep.ClusterError, match=message):
-        member("ps", 0)
+        resolver.group()
 
 
 @pytest.mark.parametrize("others", [{"evaluator": ["e:1"]}, {"evaluator": []}, {}], ids=["listed", "empty", "left out"])

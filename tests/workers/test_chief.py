@@ -64,3 +64,11 @@ def test_one_worker_alone_waits_for_nobody(monkeypatch, caplog, name):
     said = " ".join(caplog.messages)
     assert ("The 2 ps in the cluster are ignored" in said) == ("ps" in name)
     assert ("this process is the evaluator: it runs alone" in said) == (name == "evaluator")
+
+
+def test_a_server_of_variables_does_not_train_in_step(monkeypatch):
+    cluster = {"worker": ["localhost:12421"], "ps": ["localhost:1"]}
+    with pytest.raises(
+        lockstep.ClusterError, match="this process is ps 0, and MultiWorkerMirroredStrategy has no work"
+    ):
+        alone(monkeypatch, cluster, "ps")

@@ -22,23 +22,43 @@ class Membership:
         spec: the tasks whose addresses are known.
         task_type: this process's job.
         task_id: its index in the job.
-        group: the processes that train in step with it.
+        source: what said so, for messages.
+        group: the processes that train in step with it; None for a ``ps``, which trains in step with nobody.
+        has_jobs: whether somebody has written down jobs, or all that was counted are workers.
     """
 
     spec: ClusterSpec
     task_type: str
     task_id: int
-    group: WorkerGroup
+    source: str
+    group: WorkerGroup | None
+    has_jobs: bool = True
+
+    def training_group(self) -> WorkerGroup:
+        """The group, where there is one.
+
+        Raises:
+            ClusterError: this process is a ``ps``.
+        """
+        if self.group is None:
+            raise ClusterError(
+                f"{self.source}: this process is {self.task_type} {self.task_id}, and MultiWorkerMirroredStrategy has no work for "
+                "it, as its workers keep no parameters on servers. Do not start it and remove 'ps' from the cluster, or train "
+                "with lockstep.ParameterServerStrategy."
+            )
+        return self.group
 
     def noting(self, *notes: str) -> "Membership":
-        """The same with further sentences for the user."""
+        """The same with further sentences for the user, where it trains."""
+        if self.group is None:
+            return self
         return replace(self, group=replace(self.group, notes=(*self.group.notes, *notes)))
 
 
 def membership_of(group: WorkerGroup) -> Membership:
     """The task of a process whose scheduler counts processes and knows no jobs: all are workers."""
     known = {0: group.coordinator} if group.addresses is None else dict(enumerate(group.addresses))
-    return Membership(ClusterSpec({"worker": known}), "worker", group.index, group)
+    return Membership(ClusterSpec({"worker": known}), "worker", group.index, group.source, group, has_jobs=False)
 
 
 def membership_in(
@@ -54,11 +74,13 @@ def membership_in(
         environ: may fix where worker 0 is reached.
 
     Raises:
-        ClusterError: the task is missing, not in the cluster, or has no part in training; or nobody trains.
+        ClusterError: the task is missing or not in the cluster; or nobody trains.
     """
     job, index = _task(source, spec, task_type, task_id)
+    if job == "ps":
+        return Membership(spec, job, index, source, None)
     if job == "evaluator":
-        return Membership(spec, job, index, _evaluator(source, spec, index))
+        return Membership(spec, job, index, source, _evaluator(source, spec, index))
     tasks = [
         (name, number) for name in _TRAINING if name in spec.jobs for number in range(_all_known(source, spec, name))
     ]
@@ -75,7 +97,7 @@ def membership_in(
         source=source,
         notes=_notes(source, spec, len(tasks)),
     )
-    return Membership(spec, job, index, group)
+    return Membership(spec, job, index, source, group)
 
 
 def _task(source: str, spec: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
@@ -89,12 +111,6 @@ def _task(source: str, spec: ClusterSpec, job: str | None, index: int | None) ->
         )
     if job not in JOBS:
         raise ClusterError(f"{source}: unknown task type {job!r}; expected one of {', '.join(JOBS)}.")
-    if job == "ps":
-        raise ClusterError(
-            f"{source}: this process is ps {index}, and MultiWorkerMirroredStrategy has no work for it, as its workers keep "
-            "no parameters on servers. Do not start it and remove 'ps' from the cluster, or train with "
-            "tf.distribute.ParameterServerStrategy."
-        )
     listed = spec.task_indices(job) if job in spec.jobs else []
     if index not in listed and (job != "evaluator" or listed):
         has = f"{job} {', '.join(map(str, listed))}" if listed else f"no {job}, only {', '.join(spec.jobs)}"

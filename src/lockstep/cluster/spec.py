@@ -6,11 +6,11 @@ from typing import Any
 from lockstep._errors import ClusterError
 from lockstep.cluster.addresses import split_address
 
-__all__ = ["JOBS", "ClusterSpec", "Jobs"]
+__all__ = ["ALONE", "JOBS", "ClusterSpec", "Jobs"]
 
 Jobs = Mapping[str, Sequence[str] | Mapping[int, str]]
 JOBS = ("chief", "worker", "ps", "evaluator")
-_ALONE = ("chief", "evaluator")
+ALONE = ("chief", "evaluator")  # There is one of each at most.
 
 
 class ClusterSpec:
@@ -96,7 +96,7 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
         raise ClusterError(f"cluster: {job}: expected a list of addresses such as ['a:2222'], got {tasks!r}.")
     for index, address in found.items():
         split_address(f"cluster: {job} {index}", address)
-    if job in _ALONE and len(found) > 1:
+    if job in ALONE and len(found) > 1:
         raise ClusterError(f"cluster: expected one {job} at most, got {len(found)}: {', '.join(found.values())}.")
     return found
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from lockstep._errors import ClusterError
+from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.ports import COORDINATOR
 from lockstep.cluster.resolvers.base import ClusterResolver, EnvironmentResolver
 from lockstep.cluster.resolvers.jax_variables import JaxClusterResolver
@@ -69,15 +70,17 @@ def resolve(
     if not present:
         return None
     first = present[0](environ=environ)
-    group = first.group()
+    group = first.membership.group
+    if group is None:  # It trains in step with nobody, whatever the others say.
+        return first
     known = {**environ, COORDINATOR: group.coordinator}  # Those that are not used need not look for worker 0.
-    return first.noting(*(note for other in present[1:] for note in _not_used(other, known, first)))
+    return first.noting(*(note for other in present[1:] for note in _not_used(other, known, group)))
 
 
-def _not_used(other: type[EnvironmentResolver], environ: Mapping[str, str], first: ClusterResolver) -> list[str]:
-    """A sentence if ``other`` says something else than ``first``."""
+def _not_used(other: type[EnvironmentResolver], environ: Mapping[str, str], group: WorkerGroup) -> list[str]:
+    """A sentence if ``other`` says something else than the group that counts."""
     try:
-        ignored, group = other(environ=environ).group(), first.group()
+        ignored = other(environ=environ).group()
     except ClusterError:  # It need not be complete to be ignored.
         return []
     if ignored.workers == 1 or (ignored.workers, ignored.index) == (group.workers, group.index):

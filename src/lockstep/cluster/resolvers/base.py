@@ -30,7 +30,7 @@ class ClusterResolver:
 
     @property
     def task_type(self) -> str:
-        """The job of this process: ``chief``, ``worker`` or ``evaluator``."""
+        """The job of this process: ``chief``, ``worker``, ``ps`` or ``evaluator``."""
         return self._membership.task_type
 
     @property
@@ -39,8 +39,17 @@ class ClusterResolver:
         return self._membership.task_id
 
     def group(self) -> WorkerGroup:
-        """The processes that train in step with this one."""
-        return self._membership.group
+        """The processes that train in step with this one.
+
+        Raises:
+            ClusterError: this process is a ``ps``, which trains in step with nobody.
+        """
+        return self._membership.training_group()
+
+    @property
+    def membership(self) -> Membership:
+        """What this process is, for the strategies."""
+        return self._membership
 
     def noting(self, *notes: str) -> Self:
         """This resolver with further sentences in the notes of its group."""
@@ -49,7 +58,10 @@ class ClusterResolver:
         return noted
 
     def __repr__(self) -> str:
-        group = self.group()
+        group = self._membership.group
+        if group is None:
+            part = f"{self.task_type} {self.task_id} ({self.cluster_spec().task_address(self.task_type, self.task_id)})"
+            return f"<{type(self).__name__}: {part}, from {self._membership.source}>"
         return f"<{type(self).__name__}: {group.name}, worker 0 at {group.coordinator}, from {group.source}>"
 
 
