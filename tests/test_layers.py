@@ -12,14 +12,14 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up: a file may import from its own layer and from those above it in this list.
 LAYERS = (
     ("_errors", "_version"),
-    ("_keras", "_keras_layers", "_logging"),
+    ("_keras", "_keras_layers", "_keras_state", "_logging"),
     ("cluster", "checkpoint"),
     ("topology",),
     ("collectives", "data", "parameters"),
     ("step",),
     ("loops",),
     ("resume", "guard"),
-    ("workers",),
+    ("workers", "asynchronous"),
     ("strategies",),
     ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "testing"),
     ("launch", "report"),

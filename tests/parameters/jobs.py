@@ -22,7 +22,8 @@ def values_of(specs=SPECS, seed=0):
 
 
 def peer(index, workers=4):
-    return Peer(index, workers, "here", 1000 + index)
+    """Number 0 is the chief."""
+    return Peer(index, workers, "here", 1000 + index, information={} if index else {"job": "chief"})
 
 
 class Servers(contextlib.ExitStack):

@@ -4,8 +4,10 @@ The loop runs a little ahead of the workers, so that none waits for it: logs are
 wants the weights, at an epoch's end or in a callback, the loop waits until every batch is done, and fetches them.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,21 +15,58 @@ import keras
 import numpy as np
 
 from lockstep.asynchronous.differences import Totals
+from lockstep.asynchronous.evaluator import epoch_key
 from lockstep.asynchronous.parts import busy_parts, count_batch_rows
 from lockstep.asynchronous.statistics import Count
 from lockstep.asynchronous.step import names_of
 from lockstep.data.inputs import Input
 from lockstep.parameters.client import VariableClient
 from lockstep.parameters.desk import Desk, Result
-from lockstep.parameters.optimizer_state import joined_optimizer, split_optimizer
+from lockstep.parameters.optimizer_state import OptimizerState
 from lockstep.parameters.shards import Plan
 from lockstep.resume.variables import variables_of
 
-__all__ = ["ChiefFit"]
+__all__ = ["READY", "ChiefFit"]
 
+READY = "the servers have values"
 _AHEAD = 2  # pieces for each worker: one that it does, and one that waits for it
 
 State = tuple[list[Any], list[Any], list[Any], list[Any]]  # trainable, other, optimizer's and metrics' values
+
+
+class _Update:
+    """A batch that was handed out.
+
+    Args:
+        batch: its number in its pass.
+        parts: the results that are to come.
+        when_done: gets them in their order, once.
+    """
+
+    def __init__(
+        self, batch: int, parts: "Sequence[Future[Result]]", when_done: Callable[[Sequence[Result]], None]
+    ) -> None:
+        self.batch, self._parts, self._when_done = batch, parts, when_done
+        self._left = len(parts)
+        for part in parts:
+            part.add_done_callback(self._one_more)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts are done."""
+        return self._left == 0
+
+    @property
+    def told(self) -> list[Mapping[str, Any]]:
+        """What came with the parts."""
+        return [part.result()[0] for part in self._parts]
+
+    def _one_more(self, part: "Future[Result]") -> None:
+        """Under the lock of the desk, or before anybody could have taken a part."""
+        if part.exception() is None:
+            if self._left == 1:
+                self._when_done([each.result() for each in self._parts])
+            self._left -= 1
 
 
 class ChiefFit:
@@ -36,7 +75,8 @@ class ChiefFit:
     Args:
         model: is compiled.
         data: its input.
-        desk: where workers take batches; the call is open.
+        desk: where workers take batches.
+        call: number of this call.
         connect: gives, once the model is built, where its variables are and the way there.
         parts: into how many parts a batch is cut, in synchronous training; None: each batch is an update of its own.
         tell: takes a sentence about the model.
@@ -47,43 +87,57 @@ class ChiefFit:
         model: keras.Model,
         data: Input,
         desk: Desk,
+        call: int,
         connect: Callable[[], tuple[Plan, VariableClient]],
         parts: int | None,
         tell: Callable[[str], None],
     ) -> None:
         self._model, self._data, self._desk, self._connect = model, data, desk, connect
         self._parts, self._tell = parts, tell
-        self._plan: Plan | None = None
         self._client: VariableClient | None = None
+        self._totals = Totals(model)
         self._given: State | None = None  # what Keras has, as the last step gave it
-        self._waiting: dict[int, tuple[int, list[Future[Result]]]] = {}  # batches under way: number in their pass, and parts
+        self._waiting: list[_Update] = []
+        self._lock = threading.Lock()
         self._updates = self._states = self._pass = 0
         self._logs: dict[str, Any] = {}
         self.count = Count()
         data.keep_position(None, is_expecting=False)
+        desk.open(call, self._newest)
+
+    def begin(self) -> None:
+        """Keras's loop has built the model, and is about to begin."""
+        self._plan, self._client = self._connect()
+        self._totals, self._optimizer = Totals(self._model), OptimizerState(self._model.optimizer, self._plan)
 
     def step(self, state: Any, batch: Any) -> tuple[dict[str, Any], State]:
         """Keras's next step: hand out the batch that was taken just now."""
-        self._take_over(state)
+        given = self._taken_over(state)
         place = self._data.taken_last
         if place[0] != self._pass:
             self._pass = place[0]
             self._desk.tell(f"pass {self._pass}", self._data.facts_of_pass())
         self._hand_out(place[1], count_batch_rows(batch))
         self._collect(0 if self._parts else _AHEAD * max(1, self._desk.workers) - 1)
-        return dict(self._logs), self._state
+        return dict(self._logs), given
 
     def settle(self) -> State | None:
         """Wait until every batch that was handed out is done; then the values of everything. None: there is nothing newer."""
-        if self._client is None or self._given is None:
+        if self._client is None or self._given is None or self._desk.has_failed:
             return None
         self._collect(0)
         states = self._client.state()
-        values = _joined(self._plan_now, [arrays for _, arrays in states])
+        values = _joined(self._plan, [arrays for _, arrays in states])
         trainable = [values[name] for name in names_of(self._model)]
-        optimizer = joined_optimizer(self._model.optimizer, self._plan_now, [arrays for _, arrays in states])
+        optimizer = self._optimizer.joined([arrays for _, arrays in states])
         self._given = _on_devices((trainable, self._totals.others, optimizer, self._totals.metrics))
         return self._given
+
+    def tell_of_epoch(self, epoch: int) -> None:
+        """An epoch has ended: the evaluator may look at what has come of it."""
+        others = {str(number): value for number, value in enumerate(self._totals.others)}
+        self._desk.tell("newest epoch", {"epoch": epoch})
+        self._desk.tell(epoch_key(epoch), {"epoch": epoch}, others)
 
     def statistics(self) -> Count:
         """What was counted until now."""
@@ -96,81 +150,81 @@ class ChiefFit:
         if self._client is not None:
             self._client.close()
 
-    @property
-    def _plan_now(self) -> Plan:
-        if self._plan is None:
-            self._plan, self._client = self._connect()
-            self._totals = Totals(self._model)
-        return self._plan
-
-    @property
-    def _state(self) -> State:
-        """What Keras gets: values that are newer are fetched where somebody wants them."""
-        if self._given is None:
-            raise RuntimeError("no step was made yet")
-        return self._given
-
-    def _take_over(self, state: Any) -> None:
-        """What Keras or a callback has changed since the last step goes to the servers and workers."""
-        plan = self._plan_now
-        changed = [True] * 4 if self._given is None else [_differs(*pair) for pair in zip(state, self._given, strict=True)]
-        if not any(changed):
-            return
-        self._collect(0)
-        trainable, others, optimizer, metrics = ([np.asarray(value) for value in part] for part in state)
-        self._totals.set(others, metrics)
+    def _taken_over(self, state: Any) -> State:
+        """The same; what Keras or a callback has changed in it since the last step goes to the servers and workers."""
+        changed = [
+            self._given is None or _differs(new, old) for new, old in zip(state, self._given or state, strict=True)
+        ]
         self._given = tuple(list(part) for part in state)  # type: ignore[assignment]
+        if any(changed):
+            self._collect(0)
+            self._spread(changed, [[np.asarray(value) for value in part] for part in state])
+        return self._given  # type: ignore[return-value]
+
+    def _spread(self, changed: list[bool], state: list[list[np.ndarray]]) -> None:
+        trainable, others, optimizer, metrics = state
+        self._totals.set(others, metrics)
         if (changed[0] or changed[2]) and self._client is not None:
             values = dict(zip(names_of(self._model), trainable, strict=True))
-            known = split_optimizer(self._model.optimizer, plan, optimizer)
+            known = self._optimizer.split(optimizer)
             self._client.fill(values, known, version=self._updates, task=self._updates)
+            self._desk.tell(READY, {})
         if changed[1]:
             self._states += 1
             about = {"number": self._states, "update": self._updates}
-            self._desk.tell("state", about, {str(n): value for n, value in enumerate(self._totals.others)})
+            self._desk.tell("state", about, {str(n): value for n, value in enumerate(others)})
 
     def _hand_out(self, batch: int, rows: int) -> None:
-        lowest = min((number for number, _ in self._waiting.values()), default=batch)
+        lowest = min((update.batch for update in self._waiting), default=batch)
         about = {"pass": self._pass, "batch": batch, "lowest": lowest, "state": self._states, "update": self._updates}
-        newest = self._totals.newest()
         if self._parts is None:
-            found = [self._desk.schedule(about, newest)]
+            pieces = [about]
         else:
             parts = busy_parts(rows, self._parts)
-            found = [self._desk.schedule(about | {"part": part, "parts": parts}, newest) for part in range(parts)]
-        self._waiting[self._updates] = (batch, found)
+            pieces = [about | {"part": part, "parts": parts} for part in range(parts)]
+        update = _Update(batch, [self._desk.schedule(piece) for piece in pieces], self._add)
+        self._waiting.append(update)
         self._updates += 1
 
     def _collect(self, most: int) -> None:
-        """Wait until at most so many batches are under way and one is done at least; add up what they have changed."""
+        """Wait until at most so many batches are under way, and one is done at least."""
 
         def is_enough() -> bool:
-            done = sum(_is_done(parts) for _, parts in self._waiting.values())
+            done = sum(update.is_done for update in self._waiting)
             return len(self._waiting) - done <= most and (done > 0 or bool(self._logs) or not self._waiting)
 
         self._desk.wait(is_enough)
-        for number in [number for number, (_, parts) in self._waiting.items() if _is_done(parts)]:
-            self._add([part.result() for part in self._waiting.pop(number)[1]])
+        finished = [update for update in self._waiting if update.is_done]
+        self._waiting = [update for update in self._waiting if not update.is_done]
+        if finished:
+            self._logs = self._logs_of(finished[-1].told)
 
     def _add(self, found: Sequence[Result]) -> None:
+        """A batch is done; in the thread of whoever has brought its last part, before that takes another one."""
         told, changed = zip(*found, strict=True)
-        no_sums = frozenset(told[0]["no_sums"])
-        for number in no_sums:
+        with self._lock:
+            self._totals.add(changed, [one["rows"] for one in told], frozenset(told[0]["no_sums"]))
+            self.count.add(told)
+
+    def _newest(self) -> Mapping[str, np.ndarray]:
+        with self._lock:
+            return self._totals.newest()
+
+    def _logs_of(self, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Of all batches that are done; what no metric gives is that of the last one."""
+        for number in told[0]["no_sums"]:
             name = variables_of(self._model)[3][number].path
-            self._tell(f"metric {name!r} does not add up over batches, so what is shown is that of the last batch that was done")
-        self._totals.add(changed, [one["rows"] for one in told], no_sums)
-        self.count.add(told)
-        measured = self._measured([np.asarray(value) for value in self._totals.metrics])
+            self._tell(
+                f"metric {name!r} does not add up over batches, so what is shown is that of the last batch that was done"
+            )
+        with self._lock:
+            measured = self._measured(list(self._totals.metrics))
         own = {name: _mean(name, told) for name in told[0]["logs"]}
-        self._logs = {name: own.get(name, measured.get(name)) for name in told[0]["names"]}
+        return {name: own.get(name, measured.get(name)) for name in told[0]["names"]}
 
-    @property
+    @cached_property
     def _measured(self) -> Callable[[list[Any]], dict[str, Any]]:
-        if self._compiled is None:
-            self._compiled = jax.jit(self._result)
-        return self._compiled
-
-    _compiled: Any = None
+        return jax.jit(self._result)
 
     def _result(self, metrics: list[Any]) -> dict[str, Any]:
         pairs = list(zip(self._model.metrics_variables, metrics, strict=True))
@@ -195,10 +249,6 @@ def _on_devices(state: Any) -> State:
 def _differs(new: Sequence[Any], old: Sequence[Any]) -> bool:
     pairs = zip(new, old, strict=True)
     return any(one is not other and np.asarray(one).tobytes() != np.asarray(other).tobytes() for one, other in pairs)
-
-
-def _is_done(parts: Sequence[Future[Result]]) -> bool:
-    return all(part.done() for part in parts)
 
 
 def _mean(name: str, told: Sequence[Mapping[str, Any]]) -> Any:

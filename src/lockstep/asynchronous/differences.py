@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.resume.variables import variables_of
 from lockstep.step.replica import Merge
 from lockstep.step.splitting import merge_of
 
@@ -69,14 +68,16 @@ def is_sum(first: np.ndarray, start: np.ndarray, second: np.ndarray) -> bool:
     """
     if first.dtype == bool:
         return first.tobytes() == start.tobytes()
-    return np.allclose(second.astype("float64") - first, first.astype("float64") - start, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return np.allclose(
+        second.astype("float64") - first, first.astype("float64") - start, rtol=1e-3, atol=1e-5, equal_nan=True
+    )
 
 
 class Totals:
     """The chief's values of what is not trained and of the metrics.
 
     Args:
-        model: is built and compiled.
+        model: is built.
 
     Attributes:
         others: of the variables that are not trained.
@@ -86,9 +87,8 @@ class Totals:
 
     def __init__(self, model: keras.Model) -> None:
         self._merges = merges(model)
-        _, others, _, metrics = variables_of(model)
-        self.others = [np.asarray(variable.value) for variable in others]
-        self.metrics = [np.asarray(variable.value) for variable in metrics]
+        self.others: list[np.ndarray] = []
+        self.metrics: list[np.ndarray] = []
         self.changing: set[int] = set()
 
     def set(self, others: Sequence[Any], metrics: Sequence[Any]) -> None:

@@ -49,7 +49,10 @@ class Statistics(keras.callbacks.Callback):
     """
 
     def __init__(
-        self, count: Callable[[], Count], announce: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
+        self,
+        count: Callable[[], Count],
+        announce: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
         self._count, self._announce, self._clock = count, announce, clock

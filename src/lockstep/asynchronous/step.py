@@ -113,7 +113,9 @@ def specs_of(model: keras.Model) -> list[Spec]:
 
 
 def _on_host(logs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: np.asarray(value).tolist() for name, value in keras.tree.map_structure(np.asarray, dict(logs)).items()}
+    return {
+        name: np.asarray(value).tolist() for name, value in keras.tree.map_structure(np.asarray, dict(logs)).items()
+    }
 
 
 @contextlib.contextmanager

@@ -19,8 +19,10 @@ _ASK_SECONDS = 1.0
 _EVERYWHERE = ""
 
 
-def open_listener(coordinator: str, bind_host: str | None, announce: Callable[[str], None]) -> socket.socket:
-    """A socket that listens for the other workers.
+def open_listener(
+    coordinator: str, bind_host: str | None, announce: Callable[[str], None], who: str = "the chief"
+) -> socket.socket:
+    """A socket that listens for other processes.
 
     It listens on the coordinator's host where that is a loopback or another address of this machine. A name may mean
     something else here than elsewhere (127.0.1.1, often), and an address may be translated on the way: then it listens on all.
@@ -29,6 +31,7 @@ def open_listener(coordinator: str, bind_host: str | None, announce: Callable[[s
         coordinator: ``host:port`` that the others connect to.
         bind_host: where to listen instead.
         announce: takes a line.
+        who: listens, for messages.
 
     Raises:
         ClusterError: the port is in use, or the host is none of this machine.
@@ -39,11 +42,12 @@ def open_listener(coordinator: str, bind_host: str | None, announce: Callable[[s
         return _listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ClusterError(_in_use(named if host == _EVERYWHERE else host, port)) from None
+            raise ClusterError(_in_use(named if host == _EVERYWHERE else host, port, who)) from None
         if bind_host is None and host != _EVERYWHERE and error.errno == errno.EADDRNOTAVAIL:
-            announce(f"{host} is no address of this machine: the chief listens on port {port} of all its addresses")
-            return open_listener(coordinator, _EVERYWHERE, announce)
-        raise ClusterError(f"The chief cannot listen on port {port} of {host or 'this machine'}: {error}.") from None
+            announce(f"{host} is no address of this machine: {who} listens on port {port} of all its addresses")
+            return open_listener(coordinator, _EVERYWHERE, announce, who)
+        place = f"port {port} of {host or 'this machine'}"
+        raise ClusterError(f"{_capital(who)} cannot listen on {place}: {error}.") from None
 
 
 def _host_to_bind(host: str) -> str:
@@ -64,13 +68,17 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address[:2], family=family, backlog=128)
 
 
-def _in_use(host: str, port: int) -> str:
+def _in_use(host: str, port: int, who: str) -> str:
     there = _who_is_there(host, port)
-    who = f"another Lockstep job ({there})" if there else "something that is no Lockstep job"
+    other = f"another Lockstep job ({there})" if there else "something that is no Lockstep job"
     return (
-        f"The chief cannot listen on port {port} of {host}: {who} uses it. End that, or give all workers of this job another "
+        f"{_capital(who)} cannot listen on port {port} of {host}: {other} uses it. End that, or give all workers of this job another "
         f"port."
     )
+
+
+def _capital(who: str) -> str:
+    return who[0].upper() + who[1:]
 
 
 def _who_is_there(host: str, port: int) -> str | None:

@@ -49,6 +49,10 @@ class Together:
         """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments. The input is made by then."""
         return nullcontext()
 
+    def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
+        """What the call gives: ``proceed()`` is Keras's own, with the arguments as they are then."""
+        return proceed()
+
     def checking(self, name: str, has_known_length: bool) -> Callable[[], Check] | None:
         """Gives, for each pass over an input, what looks at the batches, in the thread that reads them."""
         return None
@@ -129,9 +133,12 @@ class Inputs:
                 made = make(*data, steps_per_epoch=given.get(_STEPS[name]), shuffle=shuffle, **options)
                 given["x"] = stack.enter_context(_closing(made))
                 stack.enter_context(self._together.during(model, name, given, options["batch_size"]))
-                if name == "fit":
-                    stack.enter_context(self._around_fit(model, given))
-                return original(*call.args, **call.kwargs)
+
+                def proceed() -> Any:
+                    with self._around_fit(model, given) if name == "fit" else nullcontext():
+                        return original(*call.args, **call.kwargs)
+
+                return self._together.perform(model, name, given, proceed)
 
         return method
 

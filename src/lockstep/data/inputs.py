@@ -100,10 +100,22 @@ class Input(_keras.DataAdapter):
         """The batches by pass and number, for a process that takes some of them; this object gives none then."""
         return NumberedBatches(self._source)
 
+    def look(self) -> Any:
+        """The first batch, on the host; where it cannot be read again, it comes first in the next pass."""
+        first = next(self.get_jax_iterator(), None)
+        if self._epoch:
+            self._epoch.close()
+        return first
+
     @property
     def taken_last(self) -> tuple[int, int]:
         """Number of the pass, and in it that of the batch, which was taken last."""
         return self._passes, (self._epoch.position if self._epoch else 0) - 1
+
+    @property
+    def taken_in_all(self) -> int:
+        """Number of batches that were taken, in all passes."""
+        return self._taken_before + (self._epoch.position if self._epoch else 0)
 
     def facts_of_pass(self) -> dict[str, Any]:
         """What another process needs to know of the pass, to read the same batches: see :class:`NumberedBatches`."""

@@ -93,7 +93,7 @@ class VariableClient:
         self.versions = [0] * plan.servers
         try:
             for number, address in enumerate(addresses):
-                known = replace(me, identity=plan.identity_of(number))
+                known = replace(me, identity=plan.identity_of(number) | dict(me.identity))
                 self._couriers.append(connect(f"ps {number}", address, known, secret, timeout_seconds, announce))
         except ClusterError:
             self.close()

@@ -63,6 +63,7 @@ class Desk:
         self._changed = threading.Condition()
         self._call, self._is_open = 0, False
         self._queue = WorkQueue()
+        self._attached: Callable[[], Mapping[str, np.ndarray]] = dict
         self._pieces: dict[int, tuple[Message, Mapping[str, np.ndarray], Future[Result]]] = {}
         self._results: dict[int, Result] = {}
         self._facts: dict[str, Result] = {}
@@ -87,16 +88,10 @@ class Desk:
             return self._queue.is_idle
 
     @property
-    def under_way(self) -> int:
-        """Number of pieces that are scheduled and not done."""
+    def has_failed(self) -> bool:
+        """Whether nothing goes on any more."""
         with self._changed:
-            return len(self._pieces)
-
-    @property
-    def below(self) -> int:
-        """All pieces with smaller numbers are done."""
-        with self._changed:
-            return self._queue.below
+            return self._failure is not None
 
     @property
     def workers(self) -> int:
@@ -104,15 +99,17 @@ class Desk:
         with self._changed:
             return sum(visit.peer.job == "worker" for visit in self._present)
 
-    def open(self, call: int) -> None:
+    def open(self, call: int, attached: Callable[[], Mapping[str, np.ndarray]] = dict) -> None:
         """Begin a call.
 
         Args:
             call: its number, from 1.
+            attached: gives what goes with each piece besides its own arrays, when it is taken.
         """
         with self._changed:
             self._raise_failure()
             self._call, self._is_open, self._queue = call, True, WorkQueue(self._timeout)
+            self._attached = attached
             self._pieces, self._facts, self._moved = {}, {}, self._clock()
             self._changed.notify_all()
 
@@ -241,9 +238,7 @@ class Desk:
             pieces = f"piece{'s' if lost[1:] else ''} {listed(map(str, lost))}"
             self._announce(f"{visit} has gone: others do {pieces} of the work again")
 
-    def _answered(
-        self, visit: Visit, message: Message, ready: Callable[[], Answer | None]
-    ) -> Answer:
+    def _answered(self, visit: Visit, message: Message, ready: Callable[[], Answer | None]) -> Answer:
         """What is ready, or what has become of the call, or nothing within the time that was asked for."""
         call, deadline = whole(message, "call"), self._clock() + seconds_of(message)
         with self._changed:
@@ -276,7 +271,10 @@ class Desk:
             if number is None:
                 return None
             what, given, _ = self._pieces[number]
-            return {"kind": "task", "task": number, "below": self._queue.below, "what": what}, given
+            return {"kind": "task", "task": number, "what": what}, {
+                **given,
+                **self._attached(),
+            }
 
         return self._answered(visit, message, take)
 

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 
@@ -24,6 +25,7 @@ def serve(
     listener: socket.socket,
     *,
     max_staleness: int | None = None,
+    identity: Mapping[str, Any] | None = None,
     secret: bytes | None = None,
     announce: Callable[[str], None] = announce_line,
 ) -> ArrayServer:
@@ -35,6 +37,7 @@ def serve(
         optimizer: of the model; the server gets a copy of its own.
         listener: a socket that listens; it belongs to the server from now on.
         max_staleness: see :class:`lockstep.parameters.clocks.Clocks`.
+        identity: what who comes must have in common besides the plan.
         secret: what workers must know; None: nothing.
         announce: takes lines.
 
@@ -43,7 +46,8 @@ def serve(
     """
     check_optimizer(optimizer, plan)
     own = type(optimizer).from_config(optimizer.get_config())
-    me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=plan.identity_of(number))
+    known = plan.identity_of(number) | dict(identity or {})
+    me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=known, information={"job": "ps"})
     service = Service(Store(plan.specs_at(number), own), max_staleness)
     server = ArrayServer(me, service, listener, secret=secret, announce=announce)
     server.start()

@@ -43,11 +43,6 @@ class WorkQueue:
         """Whether all that was added is done."""
         return len(self._done) == self.added
 
-    @property
-    def below(self) -> int:
-        """All pieces with smaller numbers are done."""
-        return self._done.below
-
     def add(self, count: int = 1) -> None:
         """So many more pieces."""
         self.added += count

@@ -17,6 +17,7 @@ from lockstep.parameters.wire import MalformedError, Message, payload_bytes
 
 __all__ = ["CallOver", "DeskClient", "Piece", "work"]
 
+_NEVER = "what nobody tells"
 _MOST_BYTES = 2**31  # Of the arrays of one answer.
 
 
@@ -26,13 +27,11 @@ class Piece:
 
     Args:
         number: of this piece in its call.
-        below: all pieces with smaller numbers are done.
         what: says what, in values of JSON.
         arrays: that go with it.
     """
 
     number: int
-    below: int
     what: Message
     arrays: Mapping[str, np.ndarray]
 
@@ -77,6 +76,14 @@ class DeskClient:
         message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "fact")
         return message["what"], arrays
 
+    def end_of(self, call: int) -> CallOver:
+        """Wait until a call is over; other errors as for :meth:`enter`."""
+        try:
+            while True:
+                self._wait({"kind": "ask", "call": call, "key": _NEVER}, "fact")
+        except CallOver as over:
+            return over
+
     def take(self, call: int, after: "Future[Answer] | None" = None) -> Piece:
         """Wait for a piece of work; errors as for :meth:`enter`.
 
@@ -85,7 +92,7 @@ class DeskClient:
             after: the answer to a first question that was asked already.
         """
         message, arrays = self._wait(self._take(call), "task", after)
-        return Piece(int(message["task"]), int(message["below"]), message["what"], arrays)
+        return Piece(int(message["task"]), message["what"], arrays)
 
     def asked_for_piece(self, call: int) -> "Future[Answer]":
         """Ask for a piece of work without waiting, for :meth:`take`."""

@@ -80,6 +80,8 @@ class StepFunctions:
             None  # makes the training steps, if there is one
         )
 
+        self.elsewhere: KerasStep | None = None  # makes the training steps, where other processes do
+
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """The function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
         step, gated = self._step(kind), functools.cache(self._gated_step)
@@ -104,7 +106,8 @@ class StepFunctions:
                     if kind == "train" and self.watch:
                         last, state = self.watch(gated(), state, batch)
                     else:
-                        last, state = step(state, batch)
+                        own = self.elsewhere if kind == "train" else None
+                        last, state = (own or step)(state, batch)
                     self.listener.ended(self.model, kind, state)
                     if kind == "train":
                         self.stepped(state)

@@ -1,0 +1,225 @@
+"""``fit`` and ``evaluate`` on each process of a job with servers: who does what in a call, and how all come out of it alike.
+
+Every process runs the same script and makes the same calls. In ``fit`` the chief runs Keras's loop, and the others work for it; they
+come back with the chief's history and the chief's weights. ``evaluate`` is done by the chief, and its result is everybody's.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+
+from lockstep import _keras
+from lockstep._errors import ClusterError
+from lockstep._keras_state import settled_before_sync
+from lockstep.asynchronous.chief import READY, ChiefFit
+from lockstep.asynchronous.evaluator import look_on
+from lockstep.asynchronous.member import Member
+from lockstep.asynchronous.statistics import Statistics
+from lockstep.asynchronous.step import GradientStep
+from lockstep.asynchronous.worker import WorkerFit
+from lockstep.cluster import exit_codes
+from lockstep.cluster.failure import summary_of
+from lockstep.data import calls
+from lockstep.data.inputs import Input
+from lockstep.parameters.client import VariableClient
+from lockstep.parameters.desk import Desk
+from lockstep.parameters.working import CallOver, DeskClient
+from lockstep.resume.variables import variables_of
+
+__all__ = ["AtTheChief", "Elsewhere", "Training"]
+
+_KEPT = ("trainable", "non_trainable", "optimizer")
+
+
+class Training(Protocol):
+    """What the strategy knows of a model."""
+
+    def gradient_step(self, model: keras.Model) -> GradientStep:
+        """Computes gradients on the devices of this process."""
+
+    def steps_by(self, model: keras.Model, step: Callable[[Any, Any], Any]) -> Any:
+        """A context in which this makes the training steps of the model."""
+
+    def tell(self, model: keras.Model, sentence: str) -> None:
+        """Say something about a model, once."""
+
+
+class AtTheChief(calls.Together):
+    """The calls of the chief.
+
+    Args:
+        member: this process.
+        desk: where the others come.
+        training: the strategy.
+    """
+
+    def __init__(self, member: Member, desk: Desk, training: Training) -> None:
+        self._member, self._desk, self._training = member, desk, training
+        self._call, self._is_inside = 0, False
+
+    def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
+        """See :class:`lockstep.data.calls.Together`."""
+        if call == "predict" or self._is_inside:
+            return proceed()
+        self._call += 1
+        self._is_inside = True
+        try:
+            return self._fit(model, arguments, proceed) if call == "fit" else self._evaluate(proceed)
+        finally:
+            self._is_inside = False
+
+    def _evaluate(self, proceed: Callable[[], Any]) -> Any:
+        self._desk.open(self._call)
+        try:
+            found = proceed()
+        except Exception as error:
+            self._desk.close({"error": summary_of(error)})
+            raise
+        self._desk.close({"value": plain(found)})
+        return found
+
+    def _fit(self, model: keras.Model, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
+        member = self._member
+        parts = len(member.part.workers) if member.max_staleness == 0 else None
+        data: Input = arguments["x"]
+
+        def connect() -> Any:
+            plan = member.plan_for(model)
+            return plan, member.go_to_servers(plan, self._call)
+
+        fit = ChiefFit(
+            model, data, self._desk, self._call, connect, parts, lambda sentence: self._training.tell(model, sentence)
+        )
+        moments = {
+            "on_train_begin": lambda logs: fit.begin(),
+            "on_epoch_end": lambda epoch, logs: fit.tell_of_epoch(epoch),
+        }
+        _add_callback(arguments, keras.callbacks.LambdaCallback(**moments))
+        _add_callback(arguments, Statistics(fit.statistics, member.announce))
+        if member.part.evaluator and arguments.get("validation_data") is not None:
+            arguments["validation_data"] = None
+            self._training.tell(
+                model, "its validation data are evaluated by the evaluator, so no val_ logs come from fit"
+            )
+        try:
+            with closing(fit), self._training.steps_by(model, fit.step), settled_before_sync(model, fit.settle):
+                history = proceed()
+        except BaseException as error:
+            self._desk.abort(f"the chief's fit has ended: {summary_of(error)}", _code_of(error))
+            raise
+        result = {"history": plain(history.history), "epoch": list(history.epoch), "taken": data.taken_in_all}
+        self._desk.close(result, kept_values(model))
+        return history
+
+
+class Elsewhere(calls.Together):
+    """The calls of a worker, a server and the evaluator.
+
+    Args:
+        member: this process.
+        desk: the chief's.
+        training: the strategy.
+    """
+
+    def __init__(self, member: Member, desk: DeskClient, training: Training) -> None:
+        self._member, self._desk, self._training = member, desk, training
+        self._call = 0
+        self._roles = {"worker": self._work, "ps": self._serve, "evaluator": self._look_on}
+
+    def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
+        """See :class:`lockstep.data.calls.Together`."""
+        if call == "predict":
+            arguments["verbose"] = 0
+            return proceed()
+        self._call += 1
+        try:
+            self._desk.enter(self._call)
+            over = (
+                self._roles[self._member.part.job](model, arguments) if call == "fit" else self._desk.end_of(self._call)
+            )
+        except CallOver as found:
+            over = found
+        self._desk.leave(self._call)
+        if "error" in over.result:
+            raise ClusterError(f"the chief's {call} has failed: {over.result['error']}", exit_codes.USER_ERROR)
+        return self._taken_over(model, over) if call == "fit" else over.result["value"]
+
+    def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
+        data: Input = arguments["x"]
+        _build(model, data)
+        batches = data.numbered()
+        with closing(self._go_to_servers(model)) as client:
+            step = self._training.gradient_step(model)
+            over = WorkerFit(model, step, batches, self._desk, client, self._call).run()
+        batches.skip_to(over.result["taken"])
+        return over
+
+    def _serve(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
+        _build(model, arguments["x"])
+        server = self._member.serve_variables(model, self._call)
+        try:
+            return self._desk.end_of(self._call)
+        finally:
+            server.stop()
+
+    def _look_on(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
+        _build(model, arguments["x"])
+        with closing(self._go_to_servers(model)) as client:
+            validation, announce = arguments.get("validation_data"), self._member.announce
+            return look_on(model, validation, self._desk, client, self._call, announce)
+
+    def _go_to_servers(self, model: keras.Model) -> VariableClient:
+        self._desk.ask(self._call, READY)
+        return self._member.go_to_servers(self._member.plan_for(model), self._call)
+
+    def _taken_over(self, model: keras.Model, over: CallOver) -> keras.callbacks.History:
+        """What ``fit`` gives here: the chief's history; the model has the chief's weights."""
+        for name, variable in named(model).items():
+            if name in over.arrays:
+                variable.assign(over.arrays[name])
+        history = keras.callbacks.History()
+        history.history, history.epoch = dict(over.result["history"]), list(over.result["epoch"])
+        history.set_model(model)
+        model.history = history
+        return history
+
+
+def plain(found: Any) -> Any:
+    """Numbers, lists and dicts as values of JSON."""
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), found)
+
+
+def named(model: keras.Model) -> dict[str, keras.Variable]:
+    """What all processes have alike after ``fit``, by name."""
+    kinds = zip(_KEPT, variables_of(model), strict=False)
+    return {f"{kind}/{number}": variable for kind, group in kinds for number, variable in enumerate(group)}
+
+
+def kept_values(model: keras.Model) -> dict[str, np.ndarray]:
+    """The values of :func:`named`."""
+    return {name: np.asarray(variable.value) for name, variable in named(model).items()}
+
+
+def _build(model: keras.Model, data: Input) -> None:
+    """Make the variables, as Keras's loop does at the chief."""
+    _keras.training_state(model, data.look())
+
+
+def _add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) -> None:
+    """Before the others, so that they see what it adds to the logs."""
+    given = arguments.get("callbacks")
+    if isinstance(given, keras.callbacks.CallbackList):
+        given.callbacks.insert(0, callback)
+    else:
+        arguments["callbacks"] = [callback, *(given if isinstance(given, (list, tuple)) else [given] if given else [])]
+
+
+def _code_of(error: BaseException) -> int:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, ClusterError) and error.exit_code is not None:
+        return error.exit_code
+    return exit_codes.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_codes.USER_ERROR

@@ -1,0 +1,216 @@
+"""Asynchronous data parallelism: variables on servers, and workers that do not wait for each other."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import keras
+
+from lockstep import _keras
+from lockstep._errors import ClusterError, OptionError, whole_number
+from lockstep.asynchronous.calls import AtTheChief, Elsewhere
+from lockstep.asynchronous.member import Member
+from lockstep.asynchronous.step import GradientStep
+from lockstep.cluster.ending import Guard
+from lockstep.cluster.resolvers import ClusterResolver, resolve
+from lockstep.cluster.roles import Part, part_of
+from lockstep.cluster.variables import Variables
+from lockstep.data import calls
+from lockstep.data.options import InputOptions
+from lockstep.data.random_state import captured_random_state, restore_random_state
+from lockstep.guard.around import guard_among
+from lockstep.parameters.desk import Desk
+from lockstep.parameters.shards import PartitionFunction
+from lockstep.parameters.working import CallOver
+from lockstep.strategies.base import Strategy
+from lockstep.topology.devices import resolve_devices
+from lockstep.workers.alike import identity
+from lockstep.workers.chief import leave_files_to_the_chief
+from lockstep.workers.job import GENERATION, SECRET
+
+__all__ = ["ParameterServerStrategy"]
+
+TIMEOUT_SECONDS = 60.0
+
+
+class ParameterServerStrategy(Strategy):
+    """Trains one model on several workers that do not wait for each other; its variables are kept on servers.
+
+    Counterpart of ``tf.distribute.ParameterServerStrategy``. The same script runs on every process: the chief runs Keras's loop, workers
+    take batches from it, pull the variables, compute a gradient and push it, and servers apply the optimizer at once. All come out of
+    ``fit`` with the chief's history and weights. ``lockstep run --workers 2 --servers 1 script.py`` starts all of them on one machine.
+
+    Args:
+        cluster_resolver: who is chief, worker, ps or evaluator; by default what ``TF_CONFIG`` says.
+        variable_partitioner: cuts variables into shards on several servers, such as
+            :class:`lockstep.partitioners.MinSizePartitioner`; by default each variable is on one server as a whole.
+        max_staleness: by how many updates a worker may be ahead of the slowest one. None: by any number. 0: training is synchronous, each
+            batch is divided among the workers as :class:`MirroredStrategy` divides it among as many replicas, and gives its numbers.
+        input_options: how batches reach the devices of a worker.
+        timeout_seconds: limit of each wait for another process.
+
+    Raises:
+        ClusterError: a process is missing or differently started, or the cluster has no chief, worker or ps.
+        OptionError: an argument is out of its range.
+
+    Example:
+        >>> import json, lockstep, os
+        >>> cluster = {job: [f"localhost:{port}"] for job, port in [("chief", 12431), ("worker", 12432), ("ps", 12433)]}
+        >>> os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+        >>> strategy = lockstep.ParameterServerStrategy()
+        >>> del os.environ["TF_CONFIG"]
+        >>> strategy.is_chief, strategy.num_replicas_in_sync
+        (True, 1)
+        >>> strategy.close()
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: PartitionFunction | None = None,
+        *,
+        max_staleness: int | None = None,
+        input_options: InputOptions | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        if max_staleness is not None:
+            max_staleness = whole_number("max_staleness", max_staleness, least=0)
+        if input_options is not None and input_options.cache is not None:
+            raise OptionError(
+                f"InputOptions: cache={str(input_options.cache)!r}: a worker reads its own part of an epoch, of which a cache cannot be made."
+            )
+        self._resolver = cluster_resolver or resolve(os.environ)
+        self._part = part_of(self._resolver)
+        self._member = Member(
+            self._part,
+            identity() | {"generation": _generation()},
+            variable_partitioner,
+            max_staleness,
+            os.environ[SECRET].encode() if os.environ.get(SECRET) else None,
+            timeout_seconds,
+            self._tell_of_waits,
+        )
+        super().__init__(partial(resolve_devices, None), None, None, None, False, input_options)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What said who takes part."""
+        return self._resolver
+
+    @property
+    def part(self) -> Part:
+        """What this process is, and where the others are."""
+        return self._part
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process coordinates, and alone prints and writes."""
+        return self._part.job == "chief"
+
+    def close(self) -> None:
+        """End the connections to the other processes; the end of the process does so, too."""
+        self._closing.close()
+        self._guard.restore()
+
+    @cached_property
+    def _closing(self) -> contextlib.ExitStack:
+        return contextlib.ExitStack()
+
+    @cached_property
+    def _together(self) -> calls.Together:  # type: ignore[override]
+        self._guard = Guard()
+        self._guard.install()
+        if self.is_chief:
+            desk = Desk(timeout_seconds=self._member.timeout_seconds, announce=self._announce)
+            self._closing.callback(self._member.serve_desk(desk).stop)
+            desk.open(0)
+            desk.close({"seed": _keras.get_random_seed(), "random": captured_random_state()})
+            return AtTheChief(self._member, desk, self)
+        client = self._member.go_to_desk()
+        self._closing.callback(client.close)
+        try:
+            client.enter(0)
+        except CallOver as begun:
+            _take_over_random_numbers(self._part, begun.result)
+        return Elsewhere(self._member, client, self)
+
+    # What the calls know of a model: lockstep.asynchronous.calls.Training.
+
+    def gradient_step(self, model: keras.Model) -> GradientStep:
+        """Computes gradients on the devices of this process."""
+        return GradientStep(model, self._functions[model], self._plan)
+
+    @contextlib.contextmanager
+    def steps_by(self, model: keras.Model, step: Callable[[Any, Any], Any]) -> Iterator[None]:
+        """Have the training steps of a model made by ``step``."""
+        functions = self._functions[model]
+        functions.elsewhere = step
+        try:
+            yield
+        finally:
+            functions.elsewhere = None
+
+    def tell(self, model: keras.Model, sentence: str) -> None:
+        """Say something about a model, once."""
+        self._functions[model].tell(sentence)
+
+    def _claim(self, model: keras.Model) -> None:
+        super()._claim(model)
+        if not self.is_chief:
+            leave_files_to_the_chief(model)
+
+    @contextlib.contextmanager
+    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
+        if guard_among(arguments.get("callbacks")) is not None:
+            raise OptionError(
+                "NanGuard looks at each update before it is made, and here servers make them. Use MirroredStrategy with it."
+            )
+        with super()._around_fit(model, arguments):
+            yield
+
+    def _announce(self, message: str) -> None:
+        if self.is_chief:
+            super()._announce(message)
+
+    def _tell_of_waits(self, message: str) -> None:
+        super()._announce(message)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._part.name})"
+
+    def _summary(self) -> str:
+        staleness, count = self._member.max_staleness, len(self._part.workers)
+        how = (
+            "in step"
+            if staleness == 0
+            else "without waiting"
+            if staleness is None
+            else f"at most {staleness} updates apart"
+        )
+        servers = len(self._part.servers)
+        return (
+            f"{type(self).__name__}: {self._part.name} ({self._part.source}); {count} worker{'s' * (count > 1)}, {how}; variables on "
+            f"{servers} server{'s' * (servers > 1)}"
+        )
+
+
+def _generation() -> int:
+    own = Variables("Lockstep", os.environ, "lockstep run sets it.")
+    return own.whole(GENERATION, "the number of restarts", least=0) if GENERATION in os.environ else 0
+
+
+def _take_over_random_numbers(part: Part, told: dict[str, Any]) -> None:
+    """Draw the chief's numbers from here on: rows must come in its order.
+
+    Raises:
+        ClusterError: this process has set another seed.
+    """
+    own = _keras.get_random_seed()
+    if own != told["seed"]:
+        raise ClusterError(
+            f"{part.name}: keras.utils.set_random_seed({own}) was called here, and at the chief "
+            f"{'no seed was set' if told['seed'] is None else told['seed']}. Set the same seed in all processes, or none."
+        )
+    restore_random_state(told["random"])
