@@ -18,7 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lockstep run``; what stands after the script belongs to the script."""
     _add_workers(parser.add_argument_group("workers"))
     ending = parser.add_argument_group("when they end")
-    _add(ending, "--max-restarts", type=int, default=0, metavar="K", help="start all again when one fails (0)")
+    _add(
+        ending,
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start all again when one fails; with --servers also a lost worker alone (0)",
+    )
     _add(ending, "--timeout", type=float, metavar="S", help="limit for the whole run in seconds (none)")
     _add(ending, "--grace", type=float, default=30.0, metavar="S", help="seconds to end in, when asked to (30)")
     shown = parser.add_argument_group("what is shown")

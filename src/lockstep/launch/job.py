@@ -29,7 +29,7 @@ class Job:
         node_rank: this node's number, from 0; None where there is one, or where ``hosts`` or the meeting tells.
         coordinator: ``host:port`` where worker 0 is reached; None: chosen on this machine.
         hosts: of all nodes in order, each ``host`` or ``host:port``; the workers of a node take this port and those above it.
-        max_restarts: how often all workers are started again after one has failed.
+        max_restarts: how often processes are started again: all after one has failed, or a worker alone that others can do without.
         join_seconds: how long to wait for more nodes when the fewest are there; only with ``least_nodes``.
         start_seconds: limit of the wait for the fewest nodes; only with ``least_nodes``.
         log_dir: folder for what each worker prints; None: it goes to the terminal.

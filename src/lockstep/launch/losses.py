@@ -18,7 +18,7 @@ class Losses:
     """The losses of one generation.
 
     Args:
-        can_lose: the job goes on without these, as long as there is one of them; empty: it goes on without nobody.
+        can_lose: the job goes on without these, as long as there is one of them; empty: nobody can be spared.
         restarts: those that are left for the whole job.
         start: starts the process of a task again.
         say: takes lines for the user.

@@ -76,11 +76,11 @@ def supervise(job: Job, environment: Mapping[str, str], output: io.RawIOBase, me
 
 def _inherited(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """All but what would contradict the options; and a secret, where no other machine has to know it."""
-    replaced = (
-        {"TF_CONFIG"} if job.meeting_address is None and job.servers is None else {"TF_CONFIG", COORDINATOR, PORT}
-    )
+    replaced = {"TF_CONFIG"}
+    if job.meeting_address is not None:
+        replaced |= {COORDINATOR, PORT}
     if job.servers is not None:
-        replaced |= {*TorchrunClusterResolver.variables}
+        replaced |= {COORDINATOR, PORT, *TorchrunClusterResolver.variables}
     secret = {SECRET: secrets.token_hex()} if job.nodes == 1 and not job.is_elastic else {}
     return {**secret, **{name: value for name, value in environment.items() if name not in replaced}}
 
@@ -153,8 +153,8 @@ class _Supervisor:
         self._say(f"{counted(job.processes)} on {where}; allocator: {allocator.name}.")
         if 0 < len(self.gpus) < job.workers:
             self._say(
-                f"{job.workers} workers share {len(self.gpus)} GPUs and each sees all of them, which NCCL refuses: start at most one worker "
-                "a GPU, or set JAX_PLATFORMS=cpu."
+                f"{job.workers} workers share {len(self.gpus)} GPUs and each sees all of them, which NCCL refuses and their memory "
+                "seldom allows: start at most one worker a GPU, or set JAX_PLATFORMS=cpu."
             )
         if is_config_replaced:
             self._say("TF_CONFIG of the environment is not used; who takes part is what lockstep run says.")
