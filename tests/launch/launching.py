@@ -13,11 +13,12 @@ COMMAND = (sys.executable, "-m", "lockstep.cli", "run")
 HEADER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-rank = int(os.environ["RANK"])
+task = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {})
+rank = int(os.environ.get("RANK", -1))
 here = Path(__file__).parent
 def write(name, text=""):
-    (here / "unfinished").with_name(f"{name}.{rank}").write_text(text)
-    (here / f"{name}.{rank}").rename(here / name)
+    (here / f"{name}.{os.getpid()}").write_text(text)
+    (here / f"{name}.{os.getpid()}").rename(here / name)
 def wait_for(condition):
     until = time.monotonic() + 50
     while not condition():

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from lockstep.launch.failures import ErrorRecord, Failure, first_of, job_code
+from lockstep.launch.tasks import Task
 from tests.launch.launching import program, run
 
 
@@ -140,13 +141,13 @@ def test_a_worker_may_end_long_before_the_others(tmp_path):
 
 def test_the_first_of_several_failures_is_no_consequence():
     def failure(rank, code, when, record=None):
-        return Failure(rank, code, when, record, "")
+        return Failure(Task("worker", rank), code, when, record, "")
 
     ours = ErrorRecord(3.0, False, "ValueError")
     theirs = ErrorRecord(2.0, True, "ClusterError")
     failures = [failure(0, 75, 1.0), failure(1, 13, 3.0, ours), failure(2, 13, 2.0, theirs), failure(3, -9, 4.0)]
-    assert first_of(failures).rank == 1
-    assert first_of([failures[3], failures[1]]).rank == 1
-    assert first_of([failures[0], failures[3]]).rank == 3
-    assert first_of([failures[0], failures[2]]).rank == 0
+    assert first_of(failures).task.index == 1
+    assert first_of([failures[3], failures[1]]).task.index == 1
+    assert first_of([failures[0], failures[3]]).task.index == 3
+    assert first_of([failures[0], failures[2]]).task.index == 0
     assert [job_code(one.code) for one in failures] == [75, 13, 13, 137]

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from lockstep.launch.output import Lines, Pump, Terminal
+from lockstep.launch.tasks import Task
 from tests.launch.launching import program, run, started
 
 
@@ -91,7 +92,7 @@ class Stream(io.RawIOBase):
     [(False, True, b"[worker 1] "), (True, False, b"[worker 1] "), (True, True, b"\033[33m[worker 1]\033[0m ")],
 )
 def test_colours_are_for_terminals(is_terminal, colours, prefix):
-    assert Terminal(Stream(is_terminal), lambda: None, colours).prefix(1) == prefix
+    assert Terminal(Stream(is_terminal), lambda: None, colours).prefix(Task("worker", 1)) == prefix
 
 
 def test_a_terminal_writes_all_and_says_once_that_its_reader_is_gone():
@@ -137,7 +138,7 @@ def test_log_files_are_named_after_workers_and_tee_shows_them_too(tmp_path):
     done = run("-n", 2, "--log-dir", tmp_path / "a" / "b", "--tee", path)
     assert sorted(done.stdout.splitlines()) == ["[worker 0] from 0", "[worker 1] from 1"]
     assert [(tmp_path / "a" / "b" / f"worker-{rank}.log").read_text() for rank in range(2)] == ["from 0\n", "from 1\n"]
-    assert f"what they print goes to {tmp_path}/a/b/worker-*.log" in done.stderr
+    assert f"what they print goes to {tmp_path}/a/b/*.log" in done.stderr
 
 
 def test_the_last_lines_of_a_worker_without_a_traceback_are_shown_also_from_its_log(tmp_path):

@@ -4,18 +4,28 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from lockstep._errors import OptionError
 from lockstep.launch.allocator import CHOICES
 from lockstep.launch.job import Job
 from lockstep.launch.print import PRINTERS
 
 __all__ = ["add_arguments", "job_of"]
 
+_ON_SEVERAL_MACHINES = ("nnodes", "node_rank", "coordinator", "hosts")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lockstep run``; what stands after the script belongs to the script."""
     _add_workers(parser.add_argument_group("workers"))
     ending = parser.add_argument_group("when they end")
-    _add(ending, "--max-restarts", type=int, default=0, metavar="K", help="start all again when one fails (0)")
+    _add(
+        ending,
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start all again when one fails; with --servers also a lost worker alone (0)",
+    )
     _add(ending, "--timeout", type=float, metavar="S", help="limit for the whole run in seconds (none)")
     _add(ending, "--grace", type=float, default=30.0, metavar="S", help="seconds to end in, when asked to (30)")
     shown = parser.add_argument_group("what is shown")
@@ -31,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_workers(group: Any) -> None:
-    _add(group, "--nproc-per-node", "-n", type=int, default=1, metavar="N", help="workers on each node (1)")
+    _add(group, "--nproc-per-node", "-n", type=int, metavar="N", help="workers on each node (1)")
+    text = "workers that train each at its own pace, with a chief and --servers; on this machine"
+    _add(group, "--workers", type=int, metavar="W", help=text)
+    text = "processes that keep the variables for --workers, ps in TF_CONFIG"
+    _add(group, "--servers", type=int, metavar="S", help=text)
+    _add(group, "--evaluator", action="store_true", help="with --servers: a process that evaluates, too")
     text = "nodes, or MIN:MAX; each runs this command (1, or as many as --hosts)"
     _add(group, "--nnodes", type=_nodes, metavar="M", help=text)
     _add(group, "--node-rank", type=int, metavar="R", help="which node this is, from 0")
@@ -50,13 +65,20 @@ def _nodes(text: str) -> tuple[int | None, int]:
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """The job that parsed options ask for."""
+    """The job that parsed options ask for.
+
+    Raises:
+        OptionError: the options do not fit together.
+    """
+    _check_servers(options)
     hosts = None if options.hosts is None else tuple(host.strip() for host in options.hosts.split(","))
     least, most = options.nnodes or (None, len(hosts or ("this",)))
     return Job(
         program=(options.script, *options.arguments),
         is_module=options.is_module,
-        workers=options.nproc_per_node,
+        workers=next((number for number in (options.workers, options.nproc_per_node) if number is not None), 1),
+        servers=options.servers,
+        has_evaluator=options.evaluator,
         nodes=most,
         least_nodes=least,
         node_rank=options.node_rank,
@@ -71,6 +93,28 @@ def job_of(options: argparse.Namespace) -> Job:
         grace=options.grace,
         allocator=options.allocator,
     )
+
+
+def _check_servers(options: argparse.Namespace) -> None:
+    """Refuse what does not go with servers, or needs them."""
+    given = {"--workers": options.workers, "--servers": options.servers, "--evaluator": options.evaluator or None}
+    named = [option for option, value in given.items() if value is not None]
+    missing = [option for option in ("--workers", "--servers") if given[option] is None]
+    if not named:
+        return
+    if missing:
+        raise OptionError(
+            f"{named[0]}: give {' and '.join(missing)}, too; without servers workers train in step, and -n is their number."
+        )
+    if options.nproc_per_node is not None:
+        raise OptionError("--nproc-per-node: with --servers, --workers is the number of workers; leave this one out.")
+    values = {f"--{name.replace('_', '-')}": vars(options)[name] for name in _ON_SEVERAL_MACHINES}
+    refused = [option for option, value in values.items() if value is not None and value != (None, 1)]
+    if refused or options.printer is not None:
+        raise OptionError(
+            f"{(refused or ['--print'])[0]}: --servers is for one machine. On several, start each process of the job by itself, "
+            "with its TF_CONFIG: the cluster with chief, worker and ps, and its own task."
+        )
 
 
 def _add(group: Any, option: str, *short: str, **settings: Any) -> None:

@@ -1,6 +1,7 @@
 """Which generations of workers there are on this node, and when: decided here alone, or with other nodes (``meeting/``)."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +11,11 @@ from lockstep.cluster.exit_codes import DONE
 from lockstep.launch.failures import USAGE
 from lockstep.launch.generation import ENDING, Generation, News
 from lockstep.launch.job import Job
-from lockstep.launch.places import Place, reserved_addresses
+from lockstep.launch.places import AnyPlace, Place, ServersPlace, reserved_addresses
+from lockstep.launch.restarts import Restarts, pause_before
 from lockstep.launch.signals import Signals
 
-__all__ = ["Course", "OwnCourse", "is_final", "pause_before"]
-
-_LONGEST_PAUSE = 30.0  # seconds between two generations; the first is 1 s, each further one twice as long
+__all__ = ["Course", "OwnCourse", "is_final"]
 
 
 class Course(Protocol):
@@ -29,7 +29,7 @@ class Course(Protocol):
     def news(self) -> News | None:
         """Where others say that a generation must end."""
 
-    def places(self) -> Generator[Place, None, None]:
+    def places(self) -> Generator[AnyPlace, None, None]:
         """The place of this node in each generation; the next one is asked for when the workers of one have ended."""
 
     def note(self, ended: Generation) -> None:
@@ -44,16 +44,6 @@ def is_final(ended: Generation) -> bool:
     return ended.code == USAGE or ended.is_late or ended.is_unwanted
 
 
-def pause_before(restart: int) -> float:
-    """Seconds to wait before a restart, of which 1 is the first.
-
-    Example:
-        >>> [pause_before(restart) for restart in (1, 2, 3, 9)]
-        [1.0, 2.0, 4.0, 30.0]
-    """
-    return min(_LONGEST_PAUSE, 2.0 ** (restart - 1))
-
-
 @dataclass
 class OwnCourse:
     """That of a node which starts its workers again by itself.
@@ -61,27 +51,27 @@ class OwnCourse:
     Args:
         job: what runs.
         node: rank of this node.
+        restarts: those that are left.
         received: the signals of the supervisor.
         say: takes lines for the user.
     """
 
     job: Job
     node: int
+    restarts: Restarts
     received: Signals
     say: Callable[[str], None]
     news: None = None
     code: int = field(default=DONE, init=False)
     _is_over: bool = field(default=False, init=False)
 
-    def places(self) -> Generator[Place, None, None]:
+    def places(self) -> Generator[AnyPlace, None, None]:
         """As long as workers fail and may be started again."""
-        workers = self.job.workers
-        for generation in range(self.job.max_restarts + 1):
-            if generation and not self._pause(generation):
+        for generation in itertools.count():
+            if generation and not self._may_start_again():
                 return
-            with self._addresses() as (meeting, addresses):
-                first, number = self.node * workers, self.job.nodes
-                yield Place(generation, self.node, number, workers, first, number * workers, meeting, addresses)
+            with self._place(generation) as place:
+                yield place
             if self._is_over:
                 return
 
@@ -93,6 +83,17 @@ class OwnCourse:
         """Nothing is held."""
 
     @contextlib.contextmanager
+    def _place(self, generation: int) -> Iterator[AnyPlace]:
+        workers, number = self.job.workers, self.job.nodes
+        if self.job.servers is not None:
+            with reserved_addresses(sum(self.job.processes.values())) as own:
+                yield ServersPlace.at(generation, self.job.processes, own)
+        else:
+            with self._addresses() as (meeting, addresses):
+                first = self.node * workers
+                yield Place(generation, self.node, number, workers, first, number * workers, meeting, addresses)
+
+    @contextlib.contextmanager
     def _addresses(self) -> Iterator[tuple[str, Sequence[str] | None]]:
         """Where worker 0 is reached, and all workers if that is known; ports of our choice are new in each generation."""
         if self.job.meeting_address is not None:
@@ -101,8 +102,12 @@ class OwnCourse:
             with reserved_addresses(self.job.workers) as addresses:
                 yield addresses[0], addresses
 
+    def _may_start_again(self) -> bool:
+        """Wait before the next generation; whether there is one, and it is still wanted then."""
+        restart = self.restarts.take()
+        return restart is not None and self._pause(restart)
+
     def _pause(self, restart: int) -> bool:
-        """Wait before the next generation; whether it is still wanted then."""
         seconds = pause_before(restart)
         self.say(f"restart {restart} of {self.job.max_restarts} in {seconds:g} s.")
         start_at = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Why a worker failed, and which of several failed first."""
+"""Why a process failed, and which of several failed first."""
 
 import json
 import signal
@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from lockstep.cluster.exit_codes import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
+from lockstep.launch.tasks import Task
 
 __all__ = ["USAGE", "ErrorRecord", "Failure", "first_of", "job_code"]
 
+_CAUSE_SECONDS = 1.0  # The end of a process that ends because of another may be seen before the other's.
 USAGE = 2  # What argparse ends a program with; starting it again with the same arguments would not help.
 _MEANINGS = {
     1: "what sys.exit('a message') ends with",
@@ -57,21 +59,21 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a worker that did not go well.
+    """The end of a process that did not go well.
 
     Args:
-        rank: the worker.
+        task: the process.
         code: its exit code, or minus the number of the signal that ended it.
         when: on the machine's monotonic clock, in seconds.
         record: what its program left behind.
         last_lines: of its output.
 
     Example:
-        >>> Failure(3, -9, 0.0, None, "step 7").headline
+        >>> Failure(Task("worker", 3), -9, 0.0, None, "step 7").headline
         "worker 3 was killed by SIGKILL (maybe this machine or the job ran out of memory: see 'dmesg', or what the scheduler says)"
     """
 
-    rank: int
+    task: Task
     code: int
     when: float
     record: ErrorRecord | None
@@ -88,13 +90,18 @@ class Failure:
         return self.code == USER_ERROR if self.record is None else self.record.is_consequence
 
     @property
+    def certain_at(self) -> float:
+        """When a cause of it would have been seen, if there is one; on the machine's monotonic clock."""
+        return self.when + _CAUSE_SECONDS if self.is_consequence else self.when
+
+    @property
     def headline(self) -> str:
         """What happened, in one sentence."""
         if self.code < 0:
             name, hint = signal.Signals(-self.code).name, _HINTS.get(signal.Signals(-self.code))
-            return f"worker {self.rank} was killed by {name}" + (f" ({hint})" if hint else "")
+            return f"{self.task.name} was killed by {name}" + (f" ({hint})" if hint else "")
         meaning = _MEANINGS.get(self.code)
-        return f"worker {self.rank} ended with exit code {self.code}" + (f" ({meaning})" if meaning else "")
+        return f"{self.task.name} ended with exit code {self.code}" + (f" ({meaning})" if meaning else "")
 
     @property
     def report(self) -> str:

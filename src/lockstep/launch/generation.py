@@ -1,20 +1,22 @@
-"""All local workers from one start to their common end: who is asked to end when, and who is killed."""
+"""All local processes from one start to their common end: who is asked to end when, and who is killed."""
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Protocol
 
 from lockstep.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
 from lockstep.launch.failures import Failure, first_of, job_code
+from lockstep.launch.losses import Losses
 from lockstep.launch.processes import end_children
+from lockstep.launch.restarts import Restarts
 from lockstep.launch.signals import Signals
+from lockstep.launch.tasks import Task, Tasks, names_of
 from lockstep.launch.worker import Worker
 
 __all__ = ["ENDING", "Generation", "News"]
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
-_CAUSE_SECONDS = 1.0  # The end of a worker that ends because of another may be seen before the other's.
 _DUMP_SECONDS = 0.5  # For each to print where it is, before it is asked to end.
 _BURY_SECONDS = 5.0
 _PRINT_SECONDS = 2.0  # For what was printed last to be written.
@@ -31,21 +33,25 @@ class News(Protocol):
 
 
 class Generation:
-    """Watches workers until each has ended.
+    """Starts processes and watches them until each has ended.
 
     Args:
-        workers: of this node; they may be started while this object exists.
+        tasks: the processes of this node. They are called workers here, whatever they are.
+        start: starts one.
+        restarts: those that are left, for workers that the job can lose.
         received: the signals of the supervisor. SIGPIPE stands for an output that nobody reads any more.
         grace: seconds that a worker has to end when it is asked to.
         stop_at: when the run must be over, on the monotonic clock.
-        spared: children of this process that are none of the workers.
+        spared: children of this process that are none of these.
         say: takes lines for the user.
         news: from other nodes, if there are any.
     """
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        tasks: Tasks,
+        start: Callable[[Task], Worker],
+        restarts: Restarts,
         received: Signals,
         grace: float,
         stop_at: float | None,
@@ -53,7 +59,10 @@ class Generation:
         say: Callable[[str], None],
         news: News | None = None,
     ) -> None:
-        self._workers = workers
+        self._tasks = tasks
+        self._start = start
+        self._workers: list[Worker] = []  # Also those in whose place another one was started.
+        self._losses = Losses(tasks.can_lose, restarts, self._add, say)
         self._received = received
         self._grace = grace
         self._stop_at = stop_at
@@ -61,6 +70,7 @@ class Generation:
         self._say = say
         self._news = news
         self._asked_at: float | None = None  # When the workers were asked to end; all times are of the monotonic clock.
+        self._done_at: float | None = None  # When the leader had done what there is to do.
         self._killed_at: float | None = None
         self._why: int | None = None  # The signal because of which they were asked.
         self.is_late = False
@@ -68,7 +78,9 @@ class Generation:
         self._is_called_off = False  # Another node has failed.
 
     def run(self) -> None:
-        """Wait until all workers have ended, and end those who must not go on."""
+        """Start all, wait until they have ended, and end those who must not go on."""
+        for task in self._tasks.all:
+            self._add(task)
         while self._running and not self._has_waited_enough:
             numbers, ready = self._received.wait(self._seconds_to_next(), [*self._files])
             for worker in self._running:
@@ -76,9 +88,13 @@ class Generation:
                     worker.look()
             for number in numbers:
                 self._on_signal(number)
+            self._on_done()
             self._on_failure()
+            if not self._is_over:
+                self._losses.note(self._workers)
             self._on_news(ready)
             self._on_time()
+        self._tell_who_failed_when_all_was_done()
 
     def bury(self) -> None:
         """Kill what is left, and wait until nothing is and all that was printed is written."""
@@ -93,7 +109,7 @@ class Generation:
         for worker in self._workers:
             worker.drain(until)
             if worker.log_error is not None:
-                self._say(f"the log file of worker {worker.rank} is not complete: {worker.log_error}.")
+                self._say(f"the log file of {worker.task.name} is not complete: {worker.log_error}.")
 
     @property
     def failure(self) -> Failure | None:
@@ -104,10 +120,12 @@ class Generation:
     @property
     def code(self) -> int:
         """The exit code that this generation ends the job with."""
+        if self._done_at is not None and not self._failures():
+            return DONE
         if self.is_late:
             return NO_PROGRESS
         if self._why is not None:
-            codes = {worker.code for worker in self._workers}
+            codes = {worker.code for worker in self._workers if worker not in self._losses.borne}
             return 128 + self._why if codes - {DONE, PEER_LOST} else PEER_LOST if PEER_LOST in codes else DONE
         if self._is_called_off and self.failure is None:
             return PEER_LOST if any(worker.code for worker in self._workers) else DONE
@@ -123,10 +141,19 @@ class Generation:
     def _running(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.code is None]
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody is missed who ends now."""
+        return self._asked_at is not None or self._done_at is not None
+
     def _failures(self) -> list[Failure]:
-        """Who has failed by itself: not those who ended because we asked them to."""
+        """Whose failure ends the job: not of those who ended because we asked them to, or when all was done."""
+        until = min(float("inf") if time is None else time for time in (self._asked_at, self._done_at))
         failures = [worker.failure for worker in self._workers]
-        return [one for one in failures if one and (self._asked_at is None or one.when <= self._asked_at)]
+        return self._losses.fatal(one for one in failures if one and one.when <= until)
+
+    def _add(self, task: Task) -> None:
+        self._workers.append(self._start(task))
 
     def _on_signal(self, number: int) -> None:
         if number not in ENDING:
@@ -141,11 +168,18 @@ class Generation:
         elif number == signal.SIGINT:
             self._kill("killed.")
 
+    def _on_done(self) -> None:
+        ends = [
+            worker.ended_at for worker in self._workers if worker.task == self._tasks.leader and worker.code == DONE
+        ]
+        if ends and not self._is_over:
+            self._done_at = ends[0]
+
     def _on_failure(self) -> None:
         failures = self._failures() if self._asked_at is None and self._running else []
         if failures:
             first = first_of(failures)
-            if not first.is_consequence or time.monotonic() >= first.when + _CAUSE_SECONDS:
+            if time.monotonic() >= first.certain_at:
                 self._say(f"{first.headline}; the others have {self._grace:g} s to end.")
                 self._ask(signal.SIGTERM)
 
@@ -163,6 +197,9 @@ class Generation:
         if self._asked_at is not None:
             if self._killed_at is None and now >= self._asked_at + self._grace:
                 self._kill(f"did not end within {self._grace:g} s: killed.")
+        elif self._done_at is not None and now >= self._done_at + self._grace and self._running:
+            self._say(f"{self._names} did not end within {self._grace:g} s after all was done: asked to end.")
+            self._ask(signal.SIGTERM)
         elif self._stop_at is not None and now >= self._stop_at and self._running:
             self._on_limit()
 
@@ -186,9 +223,19 @@ class Generation:
     def _kill(self, what: str) -> None:
         self._killed_at = time.monotonic()
         if self._running:
-            self._say(f"{_names(self._running)} {what}")
+            self._say(f"{self._names} {what}")
         for worker in self._running:
             worker.kill()
+
+    def _tell_who_failed_when_all_was_done(self) -> None:
+        until = float("inf") if self._asked_at is None else self._asked_at
+        for failure in filter(None, (worker.failure for worker in self._workers)):
+            if self._done_at is not None and self._done_at < failure.when <= until:
+                self._say(f"{failure.headline}, when all was done.")
+
+    @property
+    def _names(self) -> str:
+        return names_of(worker.task for worker in self._running)
 
     @property
     def _has_waited_enough(self) -> bool:
@@ -201,10 +248,14 @@ class Generation:
         elif self._asked_at is not None:
             due = self._asked_at + self._grace
         else:
-            causes = [failure.when + _CAUSE_SECONDS for failure in self._failures()]
-            due = min([*causes, *([] if self._stop_at is None else [self._stop_at])], default=float("inf"))
+            due = min(self._dues(), default=float("inf"))
         return None if due == float("inf") else due - time.monotonic()
 
-
-def _names(workers: Sequence[Worker]) -> str:
-    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(str(worker.rank) for worker in workers)}"
+    def _dues(self) -> Iterator[float]:
+        yield from (failure.certain_at for failure in self._failures())
+        if not self._is_over:
+            yield from self._losses.due(self._workers)
+        if self._done_at is not None:
+            yield self._done_at + self._grace
+        if self._stop_at is not None:
+            yield self._stop_at

@@ -1,10 +1,12 @@
-"""The GPUs of this node, cut into one share a worker, so that no two workers take the same one."""
+"""The GPUs of this node, cut into one share a worker, so that no two workers take the same one. Who does not compute gets none."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["gpus_of", "share"]
+from lockstep.launch.tasks import Task, Tasks
+
+__all__ = ["gpu_variables", "gpus_of", "share"]
 
 _DEVICES = Path("/dev")
 _ACCELERATED = {"cuda", "gpu"}  # as JAX names platforms
@@ -25,6 +27,22 @@ def gpus_of(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[st
     if visible is None or not names:
         return [str(number) for number in range(len(names))]
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+
+
+def gpu_variables(gpus: list[str], task: Task, tasks: Tasks) -> Mapping[str, str]:
+    """What one process of this node is told of them.
+
+    Example:
+        >>> tasks = Tasks([Task("ps", 0), Task("worker", 0), Task("worker", 1)])
+        >>> gpu_variables(["0", "1"], Task("worker", 1), tasks)
+        {'CUDA_VISIBLE_DEVICES': '1'}
+        >>> gpu_variables(["0", "1"], Task("ps", 0), tasks)
+        {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
+    """
+    if task not in tasks.workers:
+        return {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    own = share(gpus, tasks.workers.index(task), len(tasks.workers))
+    return {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
 
 
 def share(gpus: list[str], local: int, workers: int) -> str | None:

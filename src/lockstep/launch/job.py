@@ -1,5 +1,6 @@
 """What ``lockstep run`` is asked to do: checked once, then only read."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,15 @@ class Job:
         program: a script or the name of a module, then its arguments.
         is_module: whether it is a module, as after ``python -m``.
         workers: number of workers on each node.
+        servers: number of processes that keep variables for the workers, who train each at its own pace; a chief then coordinates.
+            None: the workers train in step.
+        has_evaluator: whether there is an evaluator, too; only with ``servers``.
         nodes: number of nodes, each with a supervisor of its own; the most where there may be fewer.
         least_nodes: the fewest that the job goes on with; None: it needs all.
         node_rank: this node's number, from 0; None where there is one, or where ``hosts`` or the meeting tells.
         coordinator: ``host:port`` where worker 0 is reached; None: chosen on this machine.
         hosts: of all nodes in order, each ``host`` or ``host:port``; the workers of a node take this port and those above it.
-        max_restarts: how often all workers are started again after one has failed.
+        max_restarts: how often processes are started again: all after one has failed, or a worker alone that others can do without.
         join_seconds: how long to wait for more nodes when the fewest are there; only with ``least_nodes``.
         start_seconds: limit of the wait for the fewest nodes; only with ``least_nodes``.
         log_dir: folder for what each worker prints; None: it goes to the terminal.
@@ -46,6 +50,8 @@ class Job:
     program: tuple[str, ...]
     is_module: bool = False
     workers: int = 1
+    servers: int | None = None
+    has_evaluator: bool = False
     nodes: int = 1
     least_nodes: int | None = None
     node_rank: int | None = None
@@ -61,7 +67,9 @@ class Job:
     allocator: str = "auto"
 
     def __post_init__(self) -> None:
-        whole_number("--nproc-per-node", self.workers)
+        whole_number("--nproc-per-node" if self.servers is None else "--workers", self.workers)
+        if self.servers is not None:
+            whole_number("--servers", self.servers)
         whole_number("--nnodes", self.nodes)
         whole_number("--max-restarts", self.max_restarts, 0)
         if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
@@ -75,6 +83,14 @@ class Job:
     def is_elastic(self) -> bool:
         """Whether the nodes meet before each start, as nobody knows how many there will be."""
         return self.least_nodes is not None
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """How many processes each node has of each kind."""
+        if self.servers is None:
+            return {"worker": self.workers}
+        evaluators = {"evaluator": 1} if self.has_evaluator else {}
+        return {"chief": 1, "worker": self.workers, "ps": self.servers, **evaluators}
 
     @property
     def nodes_said(self) -> str:

@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from lockstep.launch.tasks import Task
+
 __all__ = ["Lines", "Pump", "Terminal"]
 
 _CHUNK = 65536
@@ -33,10 +35,10 @@ class Terminal:
         self._is_gone = False
         self._is_coloured = colours and stream.isatty()
 
-    def prefix(self, rank: int) -> bytes:
-        """What stands before each line of a worker."""
-        name = f"[worker {rank}]"
-        return (f"\033[{_COLOURS[rank % len(_COLOURS)]}m{name}\033[0m " if self._is_coloured else f"{name} ").encode()
+    def prefix(self, task: Task) -> bytes:
+        """What stands before each line of a process."""
+        name, colour = f"[{task.name}]", _COLOURS[task.colour % len(_COLOURS)]
+        return (f"\033[{colour}m{name}\033[0m " if self._is_coloured else f"{name} ").encode()
 
     def write(self, data: bytes) -> None:
         """Write all of it, however long that takes."""

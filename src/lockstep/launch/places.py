@@ -1,18 +1,20 @@
 """Where the workers of this node are: which node it is, which ports they have, and what each is told of it."""
 
 import contextlib
+import itertools
 import json
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep._errors import OptionError
 from lockstep.cluster.addresses import split_address
 from lockstep.cluster.ports import COORDINATOR
 from lockstep.launch.job import Job
+from lockstep.launch.tasks import Task, Tasks
 
-__all__ = ["Place", "find_node", "is_here", "reserved_addresses"]
+__all__ = ["AnyPlace", "Place", "ServersPlace", "find_node", "is_here", "reserved_addresses"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -40,6 +42,11 @@ class Place:
     all_workers: int
     meeting: str
     addresses: Sequence[str] | None
+
+    @property
+    def tasks(self) -> Tasks:
+        """The workers of this node, none of which can be spared."""
+        return Tasks([Task("worker", self.first + local) for local in range(self.workers)])
 
     def variables(self, local: int) -> Mapping[str, str]:
         """What one worker is told: ``TF_CONFIG`` where all addresses are known, and always what torchrun would say.
@@ -70,6 +77,48 @@ class Place:
             task = {"type": "worker", "index": rank}
             told["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
         return {name: str(value) for name, value in told.items()}
+
+
+@dataclass(frozen=True)
+class ServersPlace:
+    """What the processes are in one generation where servers keep the variables: all are on this machine.
+
+    Args:
+        generation: how many times all were started before.
+        cluster: ``host:port`` of the processes of each kind, as ``TF_CONFIG`` names them.
+    """
+
+    generation: int
+    cluster: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def at(cls, generation: int, processes: Mapping[str, int], addresses: Iterable[str]) -> "ServersPlace":
+        """So many processes of each kind at these addresses."""
+        rest = iter(addresses)
+        return cls(generation, {job: list(itertools.islice(rest, number)) for job, number in processes.items()})
+
+    @property
+    def tasks(self) -> Tasks:
+        """All processes: workers can be lost, and the job is done when its chief is."""
+        every = [Task(job, index) for job, addresses in self.cluster.items() for index in range(len(addresses))]
+        return Tasks(every, frozenset(task for task in every if task.job == "worker"), Task("chief", 0))
+
+    def variables(self, local: int) -> Mapping[str, str]:
+        """What one process is told: nothing that torchrun would say, as these are not alike.
+
+        Args:
+            local: its number among the tasks.
+
+        Example:
+            >>> ServersPlace(0, {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}).variables(2)["TF_CONFIG"]
+            '{"cluster": {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}, "task": {"type": "ps", "index": 0}}'
+        """
+        task = self.tasks.all[local]
+        config = {"cluster": self.cluster, "task": {"type": task.job, "index": task.index}}
+        return {"TF_CONFIG": json.dumps(config), "LOCKSTEP_GENERATION": str(self.generation)}
+
+
+AnyPlace = Place | ServersPlace
 
 
 def find_node(job: Job) -> int | None:

@@ -1,4 +1,4 @@
-"""What ``lockstep run`` does: starts the workers of this node, again where that is wanted, and says why they failed."""
+"""What ``lockstep run`` does: starts the processes of this node, again where that is wanted, and says why they failed."""
 
 import contextlib
 import io
@@ -8,22 +8,26 @@ import signal
 import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lockstep._errors import OptionError
 from lockstep.cluster.ports import COORDINATOR, PORT
+from lockstep.cluster.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.allocator import Allocator, choose_allocator, glibc_version, library_folders
 from lockstep.launch.course import Course, OwnCourse
 from lockstep.launch.generation import Generation, News
-from lockstep.launch.gpus import gpus_of, share
+from lockstep.launch.gpus import gpu_variables, gpus_of
 from lockstep.launch.job import Job
 from lockstep.launch.keeper import FORWARDED
 from lockstep.launch.meeting.arriving import arrive
 from lockstep.launch.meeting.guest import End
 from lockstep.launch.output import Terminal
-from lockstep.launch.places import Place, find_node
+from lockstep.launch.places import AnyPlace, find_node
 from lockstep.launch.processes import adopt_orphans, children
+from lockstep.launch.restarts import Restarts
 from lockstep.launch.signals import Signals
+from lockstep.launch.tasks import Task, counted
 from lockstep.launch.worker import Worker
 
 __all__ = ["SECRET", "supervise"]
@@ -64,14 +68,19 @@ def supervise(job: Job, environment: Mapping[str, str], output: io.RawIOBase, me
         colours = not environment.get("NO_COLOR")
         terminals = [Terminal(stream, lambda: received.post(signal.SIGPIPE), colours) for stream in (output, messages)]
         inherited = {**_inherited(job, environment), **allocator.variables}
-        supervisor = _Supervisor(job, inherited, gpus, received, stop_at, children(), *terminals)
+        restarts = Restarts(job.max_restarts)
+        supervisor = _Supervisor(job, inherited, gpus, restarts, received, stop_at, children(), *terminals)
         supervisor.say_what_starts(node, allocator, "TF_CONFIG" in environment)
         return supervisor.run(node)
 
 
 def _inherited(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """All but what would contradict the options; and a secret, where no other machine has to know it."""
-    replaced = {"TF_CONFIG"} if job.meeting_address is None else {"TF_CONFIG", COORDINATOR, PORT}
+    replaced = {"TF_CONFIG"}
+    if job.meeting_address is not None:
+        replaced |= {COORDINATOR, PORT}
+    if job.servers is not None:
+        replaced |= {COORDINATOR, PORT, *TorchrunClusterResolver.variables}
     secret = {SECRET: secrets.token_hex()} if job.nodes == 1 and not job.is_elastic else {}
     return {**secret, **{name: value for name, value in environment.items() if name not in replaced}}
 
@@ -81,6 +90,7 @@ class _Supervisor:
     job: Job
     environment: Mapping[str, str]
     gpus: list[str]
+    restarts: Restarts
     received: Signals
     stop_at: float | None
     spared: Set[int]
@@ -103,41 +113,34 @@ class _Supervisor:
 
     def _course(self, node: int | None) -> Course | End:
         if not self.job.is_elastic:
-            return OwnCourse(self.job, node or 0, self.received, self._say)
+            return OwnCourse(self.job, node or 0, self.restarts, self.received, self._say)
         secret = self.environment.get(SECRET)
         return arrive(self.job, node, secret.encode() if secret else None, self.received, self.stop_at, self._say)
 
-    def _run_once(self, place: Place, news: News | None) -> Generation:
-        workers: list[Worker] = []
-        watched = Generation(workers, self.received, self.job.grace, self.stop_at, self.spared, self._say, news)
+    def _run_once(self, place: AnyPlace, news: News | None) -> Generation:
+        start, times = partial(self._start, place), (self.job.grace, self.stop_at)
+        watched = Generation(place.tasks, start, self.restarts, self.received, *times, self.spared, self._say, news)
         try:
-            for local in range(self.job.workers):
-                workers.append(self._start(local, place))
             watched.run()
         finally:
             watched.bury()
         return watched
 
-    def _start(self, local: int, place: Place) -> Worker:
-        rank = place.first + local
-        gpus = share(self.gpus, local, self.job.workers)
-        environment = {
-            **self.environment,
-            **place.variables(local),
-            **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
-        }
-        prefix = self.output.prefix(rank)
-        log = self._log(rank)
+    def _start(self, place: AnyPlace, task: Task) -> Worker:
+        told = place.variables(place.tasks.all.index(task))
+        environment = {**self.environment, **told, **gpu_variables(self.gpus, task, place.tasks)}
+        prefix = self.output.prefix(task)
+        log = self._log(task)
         is_shown = log is None or self.job.tee
         show = (lambda line: self.output.write(prefix + line + b"\n")) if is_shown else None
-        return Worker(rank, self.job, environment, log, show)
+        return Worker(task, self.job, environment, log, show)
 
-    def _log(self, rank: int) -> io.FileIO | None:
+    def _log(self, task: Task) -> io.FileIO | None:
         if self.job.log_dir is None:
             return None
         try:
             self.job.log_dir.mkdir(parents=True, exist_ok=True)
-            return io.FileIO(self.job.log_dir / f"worker-{rank}.log", "a")
+            return io.FileIO(self.job.log_dir / task.file_name, "a")
         except OSError as error:
             raise OptionError(f"--log-dir {self.job.log_dir}: {error}.") from None
 
@@ -147,17 +150,16 @@ class _Supervisor:
         where = f"node {node} of {job.nodes}" if job.nodes > 1 else "this machine"
         if job.is_elastic:
             where = f"this of {job.nodes_said} nodes, which meet at {job.meeting_address}"
-        number = f"{job.workers} worker{'s' if job.workers > 1 else ''}"
-        self._say(f"{number} on {where}; allocator: {allocator.name}.")
+        self._say(f"{counted(job.processes)} on {where}; allocator: {allocator.name}.")
         if 0 < len(self.gpus) < job.workers:
             self._say(
-                f"{number} share {len(self.gpus)} GPUs and each sees all of them, which NCCL refuses: start at most one worker "
-                "a GPU, or set JAX_PLATFORMS=cpu."
+                f"{job.workers} workers share {len(self.gpus)} GPUs and each sees all of them, which NCCL refuses and their memory "
+                "seldom allows: start at most one worker a GPU, or set JAX_PLATFORMS=cpu."
             )
         if is_config_replaced:
-            self._say("TF_CONFIG of the environment is not used; the workers are those of lockstep run.")
+            self._say("TF_CONFIG of the environment is not used; who takes part is what lockstep run says.")
         if job.log_dir is not None:
-            self._say(f"what they print goes to {job.log_dir}{os.sep}worker-*.log.")
+            self._say(f"what they print goes to {job.log_dir}{os.sep}*.log.")
 
     def _say(self, text: str) -> None:
         self.messages.write(f"lockstep run: {text}\n".encode())

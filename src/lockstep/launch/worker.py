@@ -1,4 +1,4 @@
-"""One worker as the supervisor sees it: its keeper, a socket to it, and what it prints."""
+"""One process of a job as the supervisor sees it: its keeper, a socket to it, and what it prints."""
 
 import contextlib
 import io
@@ -16,15 +16,16 @@ from lockstep.launch.failures import ErrorRecord, Failure
 from lockstep.launch.job import Job
 from lockstep.launch.keeper import FORWARDED
 from lockstep.launch.output import Pump
+from lockstep.launch.tasks import Task
 
 __all__ = ["Worker"]
 
 
 class Worker:
-    """Starts one worker.
+    """Starts a worker, or another process of a job, which is watched as one.
 
     Args:
-        rank: its number in the job.
+        task: what it is in the job.
         job: what it runs.
         environment: all of its variables.
         log: takes every byte that it prints; None: nothing is logged.
@@ -33,15 +34,15 @@ class Worker:
 
     def __init__(
         self,
-        rank: int,
+        task: Task,
         job: Job,
         environment: Mapping[str, str],
         log: io.RawIOBase | None,
         show: Callable[[bytes], None] | None,
     ) -> None:
-        self.rank = rank
+        self.task = task
         self.code: int | None = None  # Minus the number of the signal that ended it; None while it runs.
-        self._ended_at = 0.0
+        self.ended_at = 0.0  # On the monotonic clock.
         self._error = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # For the exception that the program ends with.
         self._socket, theirs = socket.socketpair()
         output, writer = os.pipe()
@@ -71,8 +72,8 @@ class Worker:
         error = self._error.fileno()
         record = ErrorRecord.from_bytes(os.pread(error, os.fstat(error).st_size, 0))
         if record is None:
-            return Failure(self.rank, self.code, self._ended_at, None, self._pump.last_lines)
-        return Failure(self.rank, max(self.code, 0) or USER_ERROR, record.when, record, "")  # Maybe killed after that.
+            return Failure(self.task, self.code, self.ended_at, None, self._pump.last_lines)
+        return Failure(self.task, max(self.code, 0) or USER_ERROR, record.when, record, "")  # Maybe killed after that.
 
     @property
     def log_error(self) -> OSError | None:
@@ -84,9 +85,9 @@ class Worker:
         said = self._socket.recv(100).split()
         self._socket.close()
         if said:
-            self.code, self._ended_at = int(said[0]), float(said[1])
+            self.code, self.ended_at = int(said[0]), float(said[1])
         else:  # The keeper itself was killed, and the worker with it.
-            self.code, self._ended_at = -signal.SIGKILL, time.monotonic()
+            self.code, self.ended_at = -signal.SIGKILL, time.monotonic()
 
     def send(self, number: int) -> None:
         """Send a signal to its program."""

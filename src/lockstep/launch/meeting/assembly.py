@@ -11,11 +11,11 @@ from lockstep.cluster.exit_codes import DONE, PEER_LOST
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.roster import Refusal
 from lockstep.cluster.waiting import listed
-from lockstep.launch.course import pause_before
 from lockstep.launch.meeting.gathering import Gathering, in_order
 from lockstep.launch.meeting.nodes import Node, Outcome, Terms
 from lockstep.launch.meeting.round import Round
 from lockstep.launch.places import Place
+from lockstep.launch.restarts import pause_before
 
 __all__ = ["Assembly", "Said"]
 

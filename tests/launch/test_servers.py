@@ -1,0 +1,215 @@
+"""``lockstep run --workers W --servers S``: a chief, workers that may be lost, and servers of variables."""
+
+import json
+import re
+import signal
+
+import pytest
+
+from lockstep import cli
+from tests.launch.launching import program, run, started, text_of
+
+WAIT = "wait_for(lambda: is_there('done'))\n"
+AFTER_IT = "wait_for(lambda: is_there('pid') and has_ended((here / 'pid').read_text()))"
+CHIEF = "if task['type'] == 'chief':\n    {}\n    write('done'); sys.exit()\n"
+
+
+def part(job, index=0):
+    """The condition that a process is this one."""
+    return f"task == {{'type': {job!r}, 'index': {index}}}"
+
+
+def job_of(folder, *lines, chief="pass"):
+    """A program whose processes wait until the chief is done, after lines of their own."""
+    return program(folder, "\n".join(lines) + "\n" + CHIEF.format(chief) + WAIT)
+
+
+def said(done):
+    """The messages without the first, which says what starts."""
+    return [line.removeprefix("lockstep run: ") for line in done.stderr.splitlines()[1:]]
+
+
+def test_each_process_is_told_who_is_who_and_has_a_name(tmp_path):
+    names = ("CUDA_VISIBLE_DEVICES", "LOCKSTEP_GENERATION", "JAX_PLATFORMS", "LOCKSTEP_SECRET")
+    others = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "LOCKSTEP_COORDINATOR": "b:1", "TF_CONFIG": "{}"}
+    code = f"print(json.dumps([os.environ['TF_CONFIG'], *(os.environ.get(name) for name in {names}), {{*os.environ}} & "
+    code += f"{{*{[*others][:-1]}}} == set()]))"
+    path = job_of(tmp_path, code)
+    words = ("--workers", 2, "--servers", 2, "--evaluator", "--log-dir", tmp_path / "logs", "--tee")
+    done = run(*words, path, CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="", **others)
+    assert done.returncode == 0, done.stderr
+    assert "1 chief, 2 workers, 2 ps and 1 evaluator on this machine; allocator: " in done.stderr
+    shown = dict(re.fullmatch(r"\[(.*?)\] (.*)", line).groups() for line in done.stdout.splitlines())
+    seen = {name: json.loads(text) for name, text in shown.items()}
+    assert sorted(seen) == ["chief", "evaluator", "ps 0", "ps 1", "worker 0", "worker 1"]
+    configs = {name: json.loads(config) for name, (config, *_) in seen.items()}
+    cluster = configs["chief"]["cluster"]
+    assert {job: len(own) for job, own in cluster.items()} == {"chief": 1, "worker": 2, "ps": 2, "evaluator": 1}
+    assert len({address for own in cluster.values() for address in own}) == 6
+    for name, (_, gpus, generation, platforms, _, is_clean) in seen.items():
+        job, _, index = name.partition(" ")
+        assert configs[name] == {"cluster": cluster, "task": {"type": job, "index": int(index or 0)}}
+        assert (gpus, generation, platforms, is_clean) == ("", "0", "" if job == "worker" else "cpu", True)
+        assert (tmp_path / "logs" / f"{name.replace(' ', '-')}.log").read_text() == shown[name] + "\n"
+    assert len({secret for *_, secret, _ in seen.values()} - {None}) == 1
+
+
+def test_a_process_finds_its_part(tmp_path):
+    code = "from lockstep.cluster.roles import part_of; from lockstep.cluster_resolver import resolve\n"
+    done = run("--workers", 1, "--servers", 1, job_of(tmp_path, code + "print(part_of(resolve()).name)"))
+    found = sorted(re.sub(r"\(127.0.0.1:\d+\)", "(ADDRESS)", line) for line in done.stdout.splitlines())
+    assert found == [
+        "[chief] chief (ADDRESS)",
+        "[ps 0] ps 0 of 1 (ADDRESS)",
+        "[worker 0] worker 0 of 1 (ADDRESS)",
+    ]
+
+
+LOSSES = ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(75)", "sys.exit(4)"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_lost_worker_is_started_again_alone_and_the_others_go_on(tmp_path, loss):
+    died = f"if {part('worker', 1)}:\n    print(os.environ['TF_CONFIG'])\n    if not is_there('died'):\n        write('died'); {loss}"
+    came = f"write(task['type'] + str(task['index']) + ('again' if {part('worker', 1)} else ''))"
+    once = "if is_there(f'once{task}'): print('twice')\nelse: write(f'once{task}')"
+    path = job_of(
+        tmp_path, died, came, once, chief="wait_for(lambda: is_there('worker1again') and is_there('worker0'))"
+    )
+    done = run("--workers", 2, "--servers", 1, "--max-restarts", 1, path)
+    assert done.returncode == 0, done.stderr
+    (line,) = said(done)
+    assert line.startswith("worker 1 ")
+    assert line.endswith("; the others go on, and it starts again in 1 s (restart 1 of 1).")
+    first, second = done.stdout.splitlines()  # The addresses are the same.
+    assert first == second != ""
+
+
+def test_a_worker_that_may_not_start_again_stays_away(tmp_path):
+    died = f"if {part('worker', 0)}:\n    write('pid', str(os.getpid())); os.kill(os.getpid(), signal.SIGKILL)"
+    done = run("--workers", 2, "--servers", 1, job_of(tmp_path, died, chief=f"{AFTER_IT}; time.sleep(0.3)"))
+    assert done.returncode == 0
+    (line,) = said(done)
+    assert line.startswith("worker 0 was killed by SIGKILL (")
+    assert line.endswith("); the others go on without it.")
+
+
+def test_a_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
+    path = job_of(
+        tmp_path,
+        f"if {part('worker', 0)}:\n    write('gone'); print('my last words'); sys.exit(5)",
+        f"if {part('worker', 1)}:\n    wait_for(lambda: is_there('gone')); time.sleep(0.3); os._exit(6)",
+        chief="time.sleep(50)",
+    )
+    done = run("--workers", 2, "--servers", 1, path)
+    assert done.returncode == 5, done.stderr
+    lines = said(done)
+    assert lines[:2] == [
+        "worker 0 ended with exit code 5; the others go on without it.",
+        "worker 1 ended with exit code 6; no worker is left.",
+    ]
+    assert done.stderr.endswith("worker 0 ended with exit code 5. Its last lines:\n\nmy last words\n")
+
+
+@pytest.mark.parametrize(("job", "name"), [("ps", "ps 0"), ("chief", "chief"), ("evaluator", "evaluator")])
+@pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("sys.exit(7)", 7)])
+def test_no_other_process_can_be_spared(tmp_path, job, name, end, code):
+    path = program(tmp_path, f"if {part(job)}:\n    write('pid', str(os.getpid())); {end}\n{AFTER_IT}\nos._exit(75)")
+    done = run("--workers", 1, "--servers", 1, "--evaluator", path)
+    assert done.returncode == code, done.stderr
+    assert said(done)[0].startswith(f"{name} ")
+    assert said(done)[0].endswith("; the others have 30 s to end.")
+    assert done.stderr.rpartition("lockstep run: ")[2].startswith(f"{name} ")
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise ValueError('mine')", 13), ("sys.exit(2)", 2)])
+def test_what_starting_again_cannot_change_in_a_worker_ends_the_job(tmp_path, end, code):
+    done = run(
+        "--workers", 2, "--servers", 1, job_of(tmp_path, f"if {part('worker', 1)}: {end}", chief="time.sleep(50)")
+    )
+    assert done.returncode == code
+    assert said(done)[0].startswith(f"worker 1 ended with exit code {code} (")
+
+
+def test_all_start_again_when_a_server_fails_and_restarts_are_counted_once(tmp_path):
+    died = f"generation = int(os.environ['LOCKSTEP_GENERATION'])\nif {part('worker', 0)} and not is_there('died'):\n    write('died'); os._exit(9)"
+    failed = f"if {part('ps')} and generation == 0:\n    wait_for(lambda: is_there('again')); sys.exit(8)"
+    again = f"if {part('worker', 0)}: write('again'); print('generation', generation)"
+    path = job_of(tmp_path, died, failed, again, chief="time.sleep(50) if generation == 0 else None")
+    done = run("--workers", 1, "--servers", 1, "--max-restarts", 2, path)
+    assert done.returncode == 0, done.stderr
+    assert "it starts again in 1 s (restart 1 of 2)." in done.stderr
+    assert "lockstep run: restart 2 of 2 in 2 s.\n" in done.stderr
+    assert done.stdout.splitlines() == ["[worker 0] generation 0", "[worker 0] generation 1"]
+
+
+def test_who_does_not_end_when_the_chief_is_done_is_ended(tmp_path):
+    path = program(
+        tmp_path,
+        "if task['type'] == 'worker': signal.signal(signal.SIGTERM, signal.SIG_IGN); write(f'ready{task}')\n"
+        f"if {part('ps')}: write('ready'); time.sleep(50)\n"
+        f"if {part('worker')}: time.sleep(50)\n"
+        "if task['type'] == 'chief': wait_for(lambda: len([*here.glob('ready*')]) == 3)",
+    )
+    done = run("--workers", 2, "--servers", 1, "--grace", 0.3, path)
+    assert done.returncode == 0, done.stderr
+    assert said(done) == [
+        "worker 0 and ps 0 did not end within 0.3 s after all was done: asked to end.",
+        "worker 0 did not end within 0.3 s: killed.",
+    ]
+
+
+def test_a_failure_when_all_was_done_is_told_and_does_not_count(tmp_path):
+    code = "if task['type'] == 'chief': write('pid', str(os.getpid())); time.sleep(0.3); sys.exit()\n"
+    code += f"if {part('worker')}: sys.exit()\n"  # Before the chief, which is fine.
+    code += f"{AFTER_IT}; time.sleep(0.3); sys.exit(6)"
+    done = run("--workers", 1, "--servers", 1, program(tmp_path, code))
+    assert done.returncode == 0, done.stderr
+    assert said(done) == ["ps 0 ended with exit code 6, when all was done."]
+
+
+def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_path):
+    died = f"if {part('worker', 0)}: os._exit(9)"
+    end = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); write(f'ready{task}')"
+    path = job_of(tmp_path, died, end, chief="time.sleep(50)")
+    with started("--workers", 2, "--servers", 1, "--max-restarts", 3, path) as supervisor:
+        while "it starts again in 1 s (restart 1 of 3)" not in (line := supervisor.stderr.readline()):
+            assert line
+        for job, index in (("worker", 1), ("ps", 0), ("chief", 0)):
+            text_of(tmp_path / f"ready{dict(type=job, index=index)}")
+        supervisor.send_signal(signal.SIGTERM)
+        _, messages = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 75, messages
+    assert "restart" not in messages
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--workers 2",
+            "--workers: give --servers, too; without servers workers train in step, and -n is their number.",
+        ),
+        ("--servers 1", "--servers: give --workers, too"),
+        ("--evaluator", "--evaluator: give --workers and --servers, too"),
+        ("--workers 0 --servers 1", "--workers: expected a whole number of at least 1, got 0"),
+        ("--workers 1 --servers 0", "--servers: expected a whole number of at least 1, got 0"),
+        ("--workers 1 --servers 1 -n 2", "--nproc-per-node: with --servers, --workers is the number of workers"),
+        (
+            "--workers 1 --servers 1 --nnodes 2",
+            "--nnodes: --servers is for one machine. On several, start each process",
+        ),
+        ("--workers 1 --servers 1 --nnodes 1:1", "--nnodes: --servers is for one machine"),
+        ("--workers 1 --servers 1 --hosts a,b", "--hosts: --servers is for one machine"),
+        ("--workers 1 --servers 1 --coordinator a:1", "--coordinator: --servers is for one machine"),
+        ("--workers 1 --servers 1 --node-rank 0", "--node-rank: --servers is for one machine"),
+        ("--workers 1 --servers 1 --print slurm", "--print: --servers is for one machine"),
+    ],
+)
+def test_options_that_do_not_go_with_servers_are_refused(words, message, capsys):
+    assert cli.main(["run", *words.split(), "train.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"lockstep run: {message}")
+
+
+def test_one_node_may_be_named(tmp_path):
+    assert run("--workers", 1, "--servers", 1, "--nnodes", 1, job_of(tmp_path)).returncode == 0
