@@ -26,7 +26,8 @@ def settled_before_sync(model: keras.Model, settle: Callable[[], Any]) -> Iterat
     original = model.jax_state_sync
 
     def jax_state_sync() -> None:
-        is_training = model._jax_state and _KINDS[2] in model._jax_state  # and no evaluation within fit
+        state = getattr(model, "_jax_state", None) or {}
+        is_training = _KINDS[2] in state  # and no evaluation within fit
         if is_training and not model._jax_state_synced:
             newest = settle()
             if newest is not None:

@@ -101,6 +101,7 @@ class ChiefFit:
         self._lock = threading.Lock()
         self._updates = self._states = self._pass = 0
         self._logs: dict[str, Any] = {}
+        self._shown: dict[str, Any] = {}  # what Keras was given last
         self.count = Count()
         data.keep_position(None, is_expecting=False)
         desk.open(call, self._newest)
@@ -119,13 +120,15 @@ class ChiefFit:
             self._desk.tell(f"pass {self._pass}", self._data.facts_of_pass())
         self._hand_out(place[1], count_batch_rows(batch))
         self._collect(0 if self._parts else _AHEAD * max(1, self._desk.workers) - 1)
-        return dict(self._logs), given
+        self._shown = dict(self._logs)
+        return self._shown, given
 
     def settle(self) -> State | None:
         """Wait until every batch that was handed out is done; then the values of everything. None: there is nothing newer."""
         if self._client is None or self._given is None or self._desk.has_failed:
             return None
         self._collect(0)
+        self._shown.update(self._logs)  # Keras takes them for the epoch.
         states = self._client.state()
         values = _joined(self._plan, [arrays for _, arrays in states])
         trainable = [values[name] for name in names_of(self._model)]
