@@ -97,8 +97,8 @@ def test_a_worker_that_may_not_start_again_stays_away(tmp_path):
 def test_a_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
     path = job_of(
         tmp_path,
-        f"if {part('worker', 0)}:\n    write('gone'); print('my last words'); sys.exit(5)",
-        f"if {part('worker', 1)}:\n    wait_for(lambda: is_there('gone')); time.sleep(0.3); os._exit(6)",
+        f"if {part('worker', 0)}:\n    write('pid', str(os.getpid())); print('my last words'); sys.exit(5)",
+        f"if {part('worker', 1)}:\n    {AFTER_IT}; time.sleep(0.3); os._exit(6)",
         chief="time.sleep(50)",
     )
     done = run("--workers", 2, "--servers", 1, path)
@@ -114,12 +114,24 @@ def test_a_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
 @pytest.mark.parametrize(("job", "name"), [("ps", "ps 0"), ("chief", "chief"), ("evaluator", "evaluator")])
 @pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("sys.exit(7)", 7)])
 def test_no_other_process_can_be_spared(tmp_path, job, name, end, code):
-    path = program(tmp_path, f"if {part(job)}:\n    write('pid', str(os.getpid())); {end}\n{AFTER_IT}\nos._exit(75)")
-    done = run("--workers", 1, "--servers", 1, "--evaluator", path)
+    done = run(
+        "--workers", 1, "--servers", 1, "--evaluator", program(tmp_path, f"if {part(job)}: {end}\ntime.sleep(50)")
+    )
     assert done.returncode == code, done.stderr
     assert said(done)[0].startswith(f"{name} ")
     assert said(done)[0].endswith("; the others have 30 s to end.")
     assert done.stderr.rpartition("lockstep run: ")[2].startswith(f"{name} ")
+
+
+@pytest.mark.parametrize("job", ["ps", "chief"])
+def test_those_who_end_because_of_another_are_not_the_cause(tmp_path, job):
+    path = program(
+        tmp_path, f"if {part(job)}:\n    write('pid', str(os.getpid())); sys.exit(7)\n{AFTER_IT}\nos._exit(75)"
+    )
+    done = run("--workers", 1, "--servers", 1, "--evaluator", "--max-restarts", 0, path)
+    assert done.returncode == 7, done.stderr
+    assert "worker 0" not in done.stderr
+    assert done.stderr.rpartition("lockstep run: ")[2].startswith("ps 0 " if job == "ps" else "chief ")
 
 
 @pytest.mark.parametrize(("end", "code"), [("raise ValueError('mine')", 13), ("sys.exit(2)", 2)])
@@ -134,7 +146,7 @@ def test_what_starting_again_cannot_change_in_a_worker_ends_the_job(tmp_path, en
 def test_all_start_again_when_a_server_fails_and_restarts_are_counted_once(tmp_path):
     died = f"generation = int(os.environ['LOCKSTEP_GENERATION'])\nif {part('worker', 0)} and not is_there('died'):\n    write('died'); os._exit(9)"
     failed = f"if {part('ps')} and generation == 0:\n    wait_for(lambda: is_there('again')); sys.exit(8)"
-    again = f"if {part('worker', 0)}: write('again'); print('generation', generation)"
+    again = f"if {part('worker', 0)}: print('generation', generation); write('again')"
     path = job_of(tmp_path, died, failed, again, chief="time.sleep(50) if generation == 0 else None")
     done = run("--workers", 1, "--servers", 1, "--max-restarts", 2, path)
     assert done.returncode == 0, done.stderr
@@ -146,16 +158,16 @@ def test_all_start_again_when_a_server_fails_and_restarts_are_counted_once(tmp_p
 def test_who_does_not_end_when_the_chief_is_done_is_ended(tmp_path):
     path = program(
         tmp_path,
-        "if task['type'] == 'worker': signal.signal(signal.SIGTERM, signal.SIG_IGN); write(f'ready{task}')\n"
-        f"if {part('ps')}: write('ready'); time.sleep(50)\n"
-        f"if {part('worker')}: time.sleep(50)\n"
-        "if task['type'] == 'chief': wait_for(lambda: len([*here.glob('ready*')]) == 3)",
+        f"if {part('worker')}: signal.signal(signal.SIGTERM, signal.SIG_IGN); write('ready.worker')\n"
+        f"if {part('ps')}: write('ready.ps')\n"
+        f"if {part('chief')}: wait_for(lambda: is_there('ready.worker') and is_there('ready.ps'))\n"
+        "else: time.sleep(50)",
     )
-    done = run("--workers", 2, "--servers", 1, "--grace", 0.3, path)
+    done = run("--workers", 1, "--servers", 1, "--grace", 1, path)
     assert done.returncode == 0, done.stderr
     assert said(done) == [
-        "worker 0 and ps 0 did not end within 0.3 s after all was done: asked to end.",
-        "worker 0 did not end within 0.3 s: killed.",
+        "worker 0 and ps 0 did not end within 1 s after all was done: asked to end.",
+        "worker 0 did not end within 1 s: killed.",
     ]
 
 
