@@ -135,9 +135,10 @@ class Worker:
         rows = self.touched.needed(x) if self.touched else {}
         before = np.array(self.client.traffic)
         found = self.client.pull(rows)
+        values = self.touched.whole(found, rows) if self.touched else found
         if self.touched and not self.touched.is_decided:
-            self.touched.decide(found, x, lambda values: self._gradient(values, x))
-        loss, gradients = self._gradient(self.touched.whole(found, rows) if self.touched else found, x)
+            self.touched.decide(values, x, lambda values: self._gradient(values, x))
+        loss, gradients = self._gradient(values, x)
         gradients = {name: np.asarray(gradient) for name, gradient in gradients.items()}
         pushed = as_rows(gradients) if self.touched else gradients
         self.client.push(pushed).wait()
@@ -243,6 +244,17 @@ def test_of_two_tables_only_the_one_that_is_used_elsewhere_is_pulled_whole():
     *_, rows, said, _ = trained(model, [ids_of(0), ids_of(1)], by_rows=True)
     assert [list(each) for each in rows] == [[], ["words/embeddings"]]
     assert [line.partition(" ")[0] for line in said] == ["others/embeddings"]
+
+
+def test_a_table_of_which_the_first_batch_needs_all_rows_is_decided_by_a_later_one():
+    model = made(several)
+    every = np.arange(HEIGHT, dtype="int32").reshape(-1, LENGTH)
+    batches = [every, every, ids_of(0), ids_of(1)]
+    expected = trained(model, batches, by_rows=False)
+    found = trained(model, batches, by_rows=True)
+    assert_same_bits(found, expected)
+    some, both = ["others/embeddings"], ["others/embeddings", "words/embeddings"]
+    assert [sorted(rows) for rows in found[2]] == [[], some, some, both]
 
 
 def test_a_model_that_is_not_called_on_a_batch_alone_is_pulled_whole():

@@ -54,8 +54,8 @@ class LookedUp:
         impossible = self.impossible(x)
         if len(impossible) == len(self._tables):
             return {}
-        ids = {name: np.unique(np.asarray(each)) for name, each in self._program(x).items() if name not in impossible}
-        return {name: each[: np.searchsorted(each, self.height(name))] for name, each in ids.items()}
+        found = self._program(x)
+        return {name: _unique(np.asarray(found[name]), self.height(name)) for name in found if name not in impossible}
 
     def height(self, name: str) -> int:
         """The number of rows of a table."""
@@ -118,6 +118,13 @@ def _rows_of(inputs: Any, count: int) -> jax.Array:
     ids = ids if ids.dtype in (jnp.int32, jnp.int64) else keras.ops.cast(ids, "int32")
     ids = jnp.where(ids < 0, ids + count, ids)
     return jnp.where((ids >= 0) & (ids < count), ids, count).astype("int32")
+
+
+def _unique(ids: np.ndarray, count: int) -> np.ndarray:
+    """The numbers below ``count`` among these, rising: a mask is faster than sorting."""
+    is_named = np.zeros(count + 1, bool)
+    is_named[ids] = True
+    return np.flatnonzero(is_named[:count]).astype(np.int32)
 
 
 def _leads(traced: Any, output: Any, inputs: list[Any]) -> bool:

@@ -56,14 +56,14 @@ class TouchedRows:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is known of each table how it is pulled; until then values are pulled whole and :meth:`decide` is called."""
+        """Whether it is known of each table how it is pulled; until then each batch goes to :meth:`decide`."""
         return not self._undecided
 
     def decide(self, values: Mapping[str, Any], x: Any, compute: Compute) -> None:
-        """See whether rows are enough, on a batch whose values were pulled whole.
+        """See whether rows are enough, of tables that were pulled whole until now.
 
         Args:
-            values: of all trainable variables, whole, by path.
+            values: of all trainable variables, by path, as :meth:`whole` gives them.
             x: of the batch.
             compute: gives all that the step gives for such values of variables, always the same for the same.
         """
@@ -161,7 +161,12 @@ def as_rows(gradients: Mapping[str, np.ndarray]) -> dict[str, Gradient]:
 def _as_rows(gradient: np.ndarray) -> Gradient:
     if gradient.ndim < 2 or len(gradient) < LEAST_ROWS:
         return gradient
-    touched = np.flatnonzero((gradient != 0).reshape(len(gradient), -1).any(axis=1))
+    size = gradient[0].size
+    is_set = gradient.reshape(-1) != 0
+    if 2 * np.count_nonzero(is_set) > gradient.size:
+        return gradient  # More than half of the numbers are in more than half of the rows.
+    rows = np.flatnonzero(is_set) // size
+    touched = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
     return gradient if 2 * len(touched) > len(gradient) else Rows(touched.astype(np.int32), gradient[touched])
 
 
