@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from lockstep.parameters.step import specs_of
 
 from lockstep.parameters.gradients import Rows
 from lockstep.parameters.looked_up import LookedUp, tables_of
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.rows import TouchedRows, as_rows
-from lockstep.parameters.step import specs_of
 from tests.parameters.jobs import Servers
 
 HEIGHT, WIDTH, BATCH, LENGTH = 2000, 8, 6, 5

@@ -40,8 +40,8 @@ class Training(Protocol):
     def gradient_step(self, model: keras.Model) -> GradientStep:
         """Computes gradients on the devices of this process."""
 
-    def steps_by(self, model: keras.Model, step: Callable[[Any, Any], Any]) -> Any:
-        """A context in which this makes the training steps of the model."""
+    def steps_by(self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any]) -> Any:
+        """A context in which others make the training steps of the model; the second gives the state that they have left."""
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
@@ -105,7 +105,11 @@ class AtTheChief(calls.Together):
                 model, "its validation data are evaluated by the evaluator, so no val_ logs come from fit"
             )
         try:
-            with closing(fit), self._training.steps_by(model, fit.step), settled_before_sync(model, fit.settle):
+            with (
+                closing(fit),
+                self._training.steps_by(model, fit.step, fit.settle),
+                settled_before_sync(model, fit.settle),
+            ):
                 history = proceed()
         except BaseException as error:
             self._desk.abort(f"the chief's fit has ended: {summary_of(error)}", _code_of(error))
@@ -153,7 +157,7 @@ class Elsewhere(calls.Together):
         batches = data.numbered()
         with closing(self._go_to_servers(model)) as client:
             step = self._training.gradient_step(model)
-            over = WorkerFit(model, step, batches, self._desk, client, self._call).run()
+            over = WorkerFit(model, step, batches, self._desk, client, self._call, self._member.announce).run()
         batches.skip_to(over.result["taken"])
         return over
 

@@ -100,6 +100,7 @@ class ChiefFit:
         self._waiting: list[_Update] = []
         self._lock = threading.Lock()
         self._updates = self._states = self._pass = 0
+        self._is_settled = False
         self._logs: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}  # what Keras was given last
         self.count = Count()
@@ -127,6 +128,8 @@ class ChiefFit:
         """Wait until every batch that was handed out is done; then the values of everything. None: there is nothing newer."""
         if self._client is None or self._given is None or self._desk.has_failed:
             return None
+        if self._is_settled:
+            return self._given
         self._collect(0)
         self._shown.update(self._logs)  # Keras takes them for the epoch.
         states = self._client.state()
@@ -134,6 +137,7 @@ class ChiefFit:
         trainable = [values[name] for name in names_of(self._model)]
         optimizer = self._optimizer.joined([arrays for _, arrays in states])
         self._given = _on_devices((trainable, self._totals.others, optimizer, self._totals.metrics))
+        self._is_settled = True
         return self._given
 
     def tell_of_epoch(self, epoch: int) -> None:
@@ -187,7 +191,7 @@ class ChiefFit:
             pieces = [about | {"part": part, "parts": parts} for part in range(parts)]
         update = _Update(batch, [self._desk.schedule(piece) for piece in pieces], self._add)
         self._waiting.append(update)
-        self._updates += 1
+        self._updates, self._is_settled = self._updates + 1, False
 
     def _collect(self, most: int) -> None:
         """Wait until at most so many batches are under way, and one is done at least."""

@@ -16,6 +16,7 @@ from lockstep._errors import ModelError
 from lockstep.parameters.shards import Spec
 from lockstep.resume.variables import variables_of
 from lockstep.step.functions import StepFunctions
+from lockstep.step.gate import Gate
 from lockstep.step.plans import Plan
 
 __all__ = ["Computed", "GradientStep", "names_of", "specs_of"]
@@ -57,13 +58,14 @@ class GradientStep:
     def __init__(self, model: keras.Model, functions: StepFunctions, plan: Plan) -> None:
         self._model, self._names = model, names_of(model)
         self._keras_step = functions.step_by(plan, "train")
-        self._run = plan.compile(self._traced, "train")
+        self._run = plan.compile(self._traced, "train", _Open(donated=False))
         _, _, optimizer, _ = variables_of(model)
         self._optimizer = [np.asarray(variable.value) for variable in optimizer]
-        self._iterations = next(n for n, one in enumerate(optimizer) if one is model.optimizer.iterations)
+        counts = [number for number, one in enumerate(optimizer) if one is model.optimizer.iterations]
+        self._iterations = counts[0] if counts else None  # None where gradients are accumulated: it is computed then.
 
     def __call__(
-        self, values: Mapping[str, np.ndarray], others: Values, metrics: Values, batch: Any, version: int
+        self, values: Mapping[str, Any], others: Values, metrics: Values, batch: Any, version: int
     ) -> Computed:
         """Compute; nothing is changed.
 
@@ -75,7 +77,8 @@ class GradientStep:
             version: number of updates in the values.
         """
         optimizer = list(self._optimizer)
-        optimizer[self._iterations] = np.asarray(version, optimizer[self._iterations].dtype)
+        if self._iterations is not None:
+            optimizer[self._iterations] = np.asarray(version, optimizer[self._iterations].dtype)
         trainable = [values[name] for name in self._names]
         found, state = self._run((trainable, list(others), optimizer, list(metrics)), batch)
         logs, measured = found
@@ -95,6 +98,14 @@ class GradientStep:
         with keras.StatelessScope(state_mapping=pairs):
             measured = self._model.get_metrics_result()
         return (logs, measured), new
+
+
+class _Open(Gate):
+    """Lets the new state through, and leaves the old one its memory: tables of embeddings are used again."""
+
+    def __call__(self, old: Any, new: Any, result: Any) -> Any:
+        """The new state."""
+        return new
 
 
 def names_of(model: keras.Model) -> list[str]:

@@ -1,6 +1,6 @@
 """What a worker does in a call of ``fit``: it takes batches from the chief, by number, and brings their gradients to the servers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from lockstep.asynchronous.step import Computed, GradientStep
 from lockstep.data.numbered import NumberedBatches
 from lockstep.parameters.client import Part, VariableClient
 from lockstep.parameters.desk import Result
+from lockstep.parameters.rows import TouchedRows, as_rows
 from lockstep.parameters.working import CallOver, DeskClient, Piece, work
 from lockstep.resume.variables import variables_of
 from lockstep.step.randomness import seed_of_replica
@@ -33,6 +34,7 @@ class WorkerFit:
         desk: the chief's.
         client: to the servers.
         call: number of the call.
+        announce: takes a line.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class WorkerFit:
         desk: DeskClient,
         client: VariableClient,
         call: int,
+        announce: Callable[[str], object],
     ) -> None:
         self._model, self._step, self._batches = model, step, batches
         self._desk, self._client, self._call = desk, client, call
         self._merges = merges(model)
+        self._touched = TouchedRows(model, announce)
         model.reset_metrics()
         self._zero = [np.asarray(variable.value) for variable in variables_of(model)[3]]
         self._pass = self._state = -1
@@ -71,12 +75,12 @@ class WorkerFit:
         rows = count_batch_rows(batch)
         place = None if part is None else Part(about["update"], part, parts)
         self._take_over(about, piece.arrays)
-        values = self._client.pull(at_least=place.round if place else 0, takes_part=place is None)
+        values = self._pulled(batch, place)
         self._learn(values, batch)
         others = self._with_seeds(about["update"], part or 0)
         found = self._compute(values, others, self._zero, batch)
-        pushed = self._client.push(found.gradients, weight=rows, part=place, task=None if place else piece.number)
-        pushed.wait()
+        task = None if place else piece.number
+        self._client.push(as_rows(found.gradients), weight=rows, part=place, task=task).wait()
         changed = differences((found.others, others), (found.metrics, self._zero), self._no_sums)
         return self._described(rows, found), changed
 
@@ -87,7 +91,17 @@ class WorkerFit:
         about = {"rows": rows, "names": list(found.logs), "logs": own, "bytes": self._traffic - before}
         return about | {"no_sums": sorted(self._no_sums)}
 
-    def _compute(self, values: Mapping[str, np.ndarray], others: Values, metrics: Values, batch: Any) -> Computed:
+    def _pulled(self, batch: Any, place: Part | None) -> dict[str, Any]:
+        """The newest values; of embeddings those rows that the batch needs."""
+        x = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        rows = self._touched.needed(x)
+        found = self._client.pull(rows, at_least=place.round if place else 0, takes_part=place is None)
+        values = self._touched.whole(found, rows)
+        if not self._touched.is_decided:
+            self._touched.decide(values, x, lambda them: vars(self._compute(them, self._others, self._zero, batch)))
+        return values
+
+    def _compute(self, values: Mapping[str, Any], others: Values, metrics: Values, batch: Any) -> Computed:
         return self._step(values, others, metrics, batch, max(self._client.versions, default=0))
 
     def _batch(self, about: Mapping[str, Any]) -> Any:
@@ -104,7 +118,7 @@ class WorkerFit:
             self._others = [arrays[str(number)] for number in range(len(self._merges))]
         self._others = Totals.taken_over(self._others, newest)
 
-    def _learn(self, values: Mapping[str, np.ndarray], batch: Any) -> None:
+    def _learn(self, values: Mapping[str, Any], batch: Any) -> None:
         """See from one step, and the same again, how many random numbers a step draws, and which metrics add up."""
         if self._draws is not None:
             return

@@ -64,7 +64,7 @@ class NumberedBatches:
             del self._kept[old]
         while self._position <= wanted:
             self._read(keep=self._position >= lowest)
-        return self._kept.pop(wanted)
+        return self._kept[wanted]
 
     def skip_to(self, taken: int) -> None:
         """Read until so many batches were read of an input that goes on from pass to pass."""

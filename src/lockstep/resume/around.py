@@ -62,6 +62,7 @@ def backed_up(
 def _attached(run: BackedUpFit, backup: BackupAndRestore, functions: StepFunctions) -> Iterator[None]:
     before = functions.skipped, functions.stepped
     backup.is_attached, functions.skipped, functions.stepped = True, run.skipped, run.stepped
+    run.settle = functions.settle
     try:
         yield
     finally:

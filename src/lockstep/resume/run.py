@@ -93,6 +93,9 @@ class BackedUpFit:
         self._before_validation: _Moment | None = None
         self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
         self._logs = jax.tree.map(lambda number: self._arrays[f"logs/{number}"], self._facts.get("logs", {}))
+        self.settle: Callable[[], Any] = lambda: (
+            None
+        )  # the newest values of all variables, where they are in other processes
         self.may_save: Callable[[], bool] = lambda: True  # whether a checkpoint that is due is wanted
         given = self._facts.get("position")
         self._position = Position(**given) if given else None
@@ -205,6 +208,9 @@ class BackedUpFit:
         """Have a checkpoint written of a moment, and of the variables and callbacks as they are now."""
         if not self.may_save():
             return
+        newest = self.settle()
+        if newest is not None:
+            self._variables.state = newest
         self._backup.frequency.saved()
         if self._writer is None:
             return

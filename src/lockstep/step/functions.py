@@ -81,6 +81,7 @@ class StepFunctions:
         )
 
         self.elsewhere: KerasStep | None = None  # makes the training steps, where other processes do
+        self.settle: Callable[[], Any] = lambda: None  # then gives what they have made of the state
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """The function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""

@@ -143,14 +143,16 @@ class ParameterServerStrategy(Strategy):
         return GradientStep(model, self._functions[model], self._plan)
 
     @contextlib.contextmanager
-    def steps_by(self, model: keras.Model, step: Callable[[Any, Any], Any]) -> Iterator[None]:
-        """Have the training steps of a model made by ``step``."""
-        functions = self._functions[model]
-        functions.elsewhere = step
+    def steps_by(
+        self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any]
+    ) -> Iterator[None]:
+        """Have the training steps of a model made by ``step``; ``settle`` waits for them, and gives the state that they have left."""
+        functions, before = self._functions[model], self._functions[model].settle
+        functions.elsewhere, functions.settle = step, settle
         try:
             yield
         finally:
-            functions.elsewhere = None
+            functions.elsewhere, functions.settle = None, before
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
