@@ -100,7 +100,7 @@ class ChiefFit:
         self._waiting: list[_Update] = []
         self._lock = threading.Lock()
         self._updates = self._states = self._pass = 0
-        self._is_settled = False
+        self._newest_state: State | None = None  # as settled; None where a batch was handed out since
         self._logs: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}  # what Keras was given last
         self.count = Count()
@@ -128,17 +128,16 @@ class ChiefFit:
         """Wait until every batch that was handed out is done; then the values of everything. None: there is nothing newer."""
         if self._client is None or self._given is None or self._desk.has_failed:
             return None
-        if self._is_settled:
-            return self._given
+        if self._newest_state is not None:
+            return self._newest_state
         self._collect(0)
         self._shown.update(self._logs)  # Keras takes them for the epoch.
         states = self._client.state()
         values = _joined(self._plan, [arrays for _, arrays in states])
         trainable = [values[name] for name in names_of(self._model)]
         optimizer = self._optimizer.joined([arrays for _, arrays in states])
-        self._given = _on_devices((trainable, self._totals.others, optimizer, self._totals.metrics))
-        self._is_settled = True
-        return self._given
+        self._newest_state = _on_devices((trainable, self._totals.others, optimizer, self._totals.metrics))
+        return self._newest_state
 
     def tell_of_epoch(self, epoch: int) -> None:
         """An epoch has ended: the evaluator may look at what has come of it."""
@@ -158,15 +157,16 @@ class ChiefFit:
             self._client.close()
 
     def _taken_over(self, state: Any) -> State:
-        """The same; what Keras or a callback has changed in it since the last step goes to the servers and workers."""
-        changed = [
-            self._given is None or _differs(new, old) for new, old in zip(state, self._given or state, strict=True)
-        ]
-        self._given = tuple(list(part) for part in state)  # type: ignore[assignment]
+        """The state for Keras; what it or a callback has changed since the last step goes to the servers and workers."""
+        if state is self._given:
+            return self._given  # Nobody has looked at it since.
+        known = self._newest_state
+        changed = [known is None or _differs(state[kind], known[kind]) for kind in range(len(state))]
         if any(changed):
             self._collect(0)
             self._spread(changed, [[np.asarray(value) for value in part] for part in state])
-        return self._given  # type: ignore[return-value]
+        self._given = (list(state[0]), list(state[1]), list(state[2]), list(state[3]))
+        return self._given
 
     def _spread(self, changed: list[bool], state: list[list[np.ndarray]]) -> None:
         trainable, others, optimizer, metrics = state
@@ -191,7 +191,7 @@ class ChiefFit:
             pieces = [about | {"part": part, "parts": parts} for part in range(parts)]
         update = _Update(batch, [self._desk.schedule(piece) for piece in pieces], self._add)
         self._waiting.append(update)
-        self._updates, self._is_settled = self._updates + 1, False
+        self._updates, self._newest_state = self._updates + 1, None
 
     def _collect(self, most: int) -> None:
         """Wait until at most so many batches are under way, and one is done at least."""
@@ -253,8 +253,8 @@ def _on_devices(state: Any) -> State:
     return trainable, others, optimizer, metrics
 
 
-def _differs(new: Sequence[Any], old: Sequence[Any]) -> bool:
-    pairs = zip(new, old, strict=True)
+def _differs(found: Sequence[Any], known: Sequence[Any]) -> bool:
+    pairs = zip(found, known, strict=True)
     return any(one is not other and np.asarray(one).tobytes() != np.asarray(other).tobytes() for one, other in pairs)
 
 
