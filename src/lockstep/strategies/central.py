@@ -26,7 +26,7 @@ class CentralStorageStrategy(Strategy):
     Counterpart of ``tf.distribute.experimental.CentralStorageStrategy``. Each step sends the weights to the devices that compute,
     which add their gradients up as under :class:`MirroredStrategy`; the sum goes to the parameter device, and the optimizer runs
     there. The numbers are those of a ``MirroredStrategy`` with as many replicas. Worth it where the optimizer's variables do not
-    fit beside the weights: a step takes longer by the way of the weights there and of the gradients back.
+    fit beside the weights: each step moves the weights there and the gradients back (``docs/central_storage.md``).
 
     Args:
         compute_devices: names such as ``"gpu:0"``, or JAX devices. By default every local device of JAX's default platform.
