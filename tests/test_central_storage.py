@@ -13,6 +13,7 @@ from keras import layers
 import lockstep
 from lockstep.data.placement import Placement
 from lockstep.step.gradients import GradientProgram
+from lockstep.topology.devices import resolve_with_home
 
 from .laws.cases import CASES
 from .laws.compare import Central, assert_same, run
@@ -84,6 +85,7 @@ def test_all_variables_are_on_the_parameter_device_and_no_other_keeps_any(home):
     model.predict(X, verbose=0)
     assert found == [0] * 6
     assert places_of(model) == {home}
+    assert model(X).shape == (24, 3)  # It may be called as it is.
     assert not weights_elsewhere(home, before)
 
 
@@ -177,6 +179,8 @@ def test_a_loop_of_ones_own_takes_the_variables_from_where_they_are():
     found = strategy.run(lambda weights, rows: (rows @ weights[0]).sum(), args=(weights, batch))
     total = strategy.reduce("SUM", found, axis=None)
     np.testing.assert_allclose(total, (X @ np.asarray(weights[0])).sum(), rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        jax.jit(lambda weights, batch: strategy.run(lambda w, rows: rows @ w[0], args=(weights, batch)))(weights, batch)
 
 
 # --- law 7 -------------------------------------------------------------------------------------------------------------
@@ -305,6 +309,12 @@ def test_by_default_the_first_device_holds_the_variables_and_the_line_says_so(ca
     assert strategy.parameter_device == "cpu:2"
     assert strategy.devices == ("cpu:2", "cpu:1")
     assert "gradients: all-reduce by XLA; variables and updates on cpu:2" in caplog.text
+
+
+def test_several_accelerators_have_the_cpu_hold_them_and_one_holds_them_itself(monkeypatch):
+    monkeypatch.setattr("lockstep.topology.devices.platform_of", lambda device: "gpu")
+    assert resolve_with_home(["cpu:2", "cpu:1"], None)[1] == jax.devices()[0]
+    assert resolve_with_home(["cpu:2"], None)[1] == jax.devices()[2]
 
 
 def test_a_model_that_is_not_compiled_runs_on_the_parameter_device_and_says_so(caplog):
