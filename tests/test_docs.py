@@ -84,6 +84,14 @@ def test_the_code_about_nan_says_what_the_page_says(tmp_path):
     assert done.stdout.split() == printed.split()
 
 
+@pytest.mark.full
+def test_the_code_about_variables_on_one_device_says_where_they_are(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "central_storage.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{2}\n"
+
+
 def test_the_code_about_clusters_runs_as_it_stands(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), flags=re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)

@@ -40,6 +40,7 @@ def test_every_public_class_is_documented(name, item):
     "item",
     [
         lockstep.MirroredStrategy,
+        lockstep.CentralStorageStrategy,
         lockstep.CommunicationOptions,
         lockstep.CrossDeviceOps,
         lockstep.testing.check_cross_device_ops,

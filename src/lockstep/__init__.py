@@ -45,12 +45,14 @@ if TYPE_CHECKING:
     from lockstep.loops.datasets import DistributedDataset, InputContext, ValueContext
     from lockstep.loops.losses import compute_average_loss, scale_regularization_loss
     from lockstep.loops.values import PerReplica
+    from lockstep.strategies.central import CentralStorageStrategy
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = [
     "AutoAllReduce",
     "BackendError",
+    "CentralStorageStrategy",
     "CheckpointError",
     "ClusterError",
     "CommunicationImplementation",
@@ -99,6 +101,7 @@ __all__ = [
 
 _LATER = {
     "AutoAllReduce": "lockstep.collectives",
+    "CentralStorageStrategy": "lockstep.strategies.central",
     "CommunicationImplementation": "lockstep.collectives",
     "CommunicationOptions": "lockstep.collectives",
     "CrossDeviceOps": "lockstep.collectives",

@@ -4,8 +4,10 @@ from lockstep.cluster.resolvers import ClusterResolver
 from lockstep.collectives import CommunicationImplementation, CommunicationOptions
 from lockstep.loops.datasets import ValueContext
 from lockstep.strategies import multi_worker
+from lockstep.strategies.central import CentralStorageStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",

@@ -79,6 +79,7 @@ class Run:
     devices: int = 2
     replicas: int = 3
     strategy: dict = field(default_factory=dict)
+    home: str | None = None  # where all variables are
     compile: dict = field(default_factory=dict)
     optimizer: Any = lambda: keras.optimizers.Adam(0.01)
     model_class: Any = keras.Model
@@ -86,10 +87,7 @@ class Run:
     def build(self):
         keras.utils.set_random_seed(5)
         names = [f"cpu:{number}" for number in range(self.devices)]
-        strategy = lockstep.MirroredStrategy(
-            names, replicas=self.replicas, deterministic=self.deterministic, **self.strategy
-        )
-        with strategy.scope():
+        with self.strategy_on(names).scope():
             inner = [layers.Dense(4, use_bias=False, name="first"), Root(name="root"), Log(name="log")]
             encoder = keras.Sequential([keras.Input((4,)), *inner, layers.Dropout(0.2)], name="encoder")
             inputs = keras.Input((4,))
@@ -97,6 +95,13 @@ class Run:
             model.get_layer("encoder").get_layer("first").kernel.assign(np.eye(4))
             model.compile(self.optimizer(), squared, metrics=["mae"], **self.compile)
         return model
+
+    def strategy_on(self, names):
+        if self.home:
+            return lockstep.CentralStorageStrategy(names, self.home, replicas=self.replicas)
+        return lockstep.MirroredStrategy(
+            names, replicas=self.replicas, deterministic=self.deterministic, **self.strategy
+        )
 
     def fit(self, x, y, *callbacks, **options):
         """The model, what its training leaves as bytes, and the history."""

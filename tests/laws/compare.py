@@ -40,6 +40,17 @@ class Topology:
         return f"R{self.replicas}P{self.devices}"
 
 
+@dataclass(frozen=True)
+class Central(Topology):
+    """The variables on one device, which computes too or not."""
+
+    home: str = "cpu:0"
+
+    def strategy(self):
+        names = [f"cpu:{index}" for index in range(self.devices)]
+        return lockstep.CentralStorageStrategy(names, self.home, replicas=self.replicas, **self.options)
+
+
 REPLICAS = (1, 2, 3, 4, 7)
 DEVICES = (1, 2, 3)
 TOPOLOGIES = [Topology(replicas, devices) for replicas in REPLICAS for devices in DEVICES]

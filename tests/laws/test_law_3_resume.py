@@ -73,3 +73,10 @@ def test_on_other_devices_with_deterministic(devices, tmp_path):
 
 def test_backing_up_changes_no_bit(whole, tmp_path):
     assert run_of("arrays", tmp_path, options={"save_freq": 1}).fit() == whole("arrays")[0]
+
+
+@pytest.mark.full
+def test_with_the_variables_on_one_device(tmp_path):
+    expected = run_of("PyDataset", home="cpu:4").fit(backup=False)
+    assert run_of("PyDataset", tmp_path, home="cpu:4").fit(4) is None
+    assert run_of("PyDataset", tmp_path, home="cpu:4").fit() == expected

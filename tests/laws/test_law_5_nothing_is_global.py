@@ -12,7 +12,7 @@ import pytest
 
 import lockstep
 
-from .compare import Topology, assert_close, state_of
+from .compare import Central, Topology, assert_close, state_of
 
 X = np.random.default_rng(0).normal(size=(11, 4)).astype("float32")
 Y = X[:, :1]
@@ -132,15 +132,16 @@ def test_outside_of_every_scope_keras_is_as_it_was():
     assert devices_of(model) == 1
 
 
-def test_three_strategies_in_one_process():
-    strategies = [Topology(replicas, devices).strategy() for replicas, devices in ((1, 1), (2, 2), (4, 3))]
+def test_four_strategies_in_one_process():
+    topologies = [Topology(1, 1), Topology(2, 2), Topology(4, 3), Central(3, 3, home="cpu:4")]
+    strategies = [topology.strategy() for topology in topologies]
     models = []
     for strategy in strategies:
         with strategy.scope():
             models.append(compiled())
     for model in reversed(models):
         assert_trained_like_one_device(model)
-    assert [devices_of(model) for model in models] == [1, 2, 3]
+    assert [devices_of(model) for model in models] == [1, 2, 3, 1]
 
 
 def test_scopes_of_one_strategy_may_be_nested():

@@ -14,6 +14,7 @@ PLANS = {
     "deterministic": {"deterministic": True},
     "deterministic, three devices": {"deterministic": True, "devices": 3},
     "sliced optimizer": {"strategy": {"shard_optimizer": True}},
+    "variables on one device": {"home": "cpu:1"},
     "not compiled": {"compile": {"run_eagerly": True}},
 }
 KINDS = {

@@ -133,12 +133,16 @@ class Run:
     metrics: tuple = ("accuracy",)
     given: Any = None
     options: dict = field(default_factory=lambda: {"save_freq": 2})
+    home: str | None = None  # where all variables are
     heard: list = field(default_factory=list)
 
     def model(self):
         keras.utils.set_random_seed(5)
         names = [f"cpu:{number}" for number in range(self.devices)]
-        strategy = lockstep.MirroredStrategy(names, replicas=self.replicas, deterministic=self.deterministic)
+        if self.home:
+            strategy = lockstep.CentralStorageStrategy(names, self.home, replicas=self.replicas)
+        else:
+            strategy = lockstep.MirroredStrategy(names, replicas=self.replicas, deterministic=self.deterministic)
         with strategy.scope():
             model = NETS[self.net](self.width)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

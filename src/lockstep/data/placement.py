@@ -61,6 +61,11 @@ class Placement:
         return tuple(place for place, device in enumerate(self.devices) if device.process_index == jax.process_index())
 
     @property
+    def first_own_device(self) -> jax.Device:
+        """The first device of this process."""
+        return self.devices[self.own_places[0]]
+
+    @property
     def is_local(self) -> bool:
         """Whether all devices belong to this process."""
         return len(self.own_places) == len(self.devices)

@@ -59,7 +59,7 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> Record:
     layout = placement.layout(count_of(batch))
     record = Record(model, lambda replica: _own_rows(layout, replica), _busy(layout))
     plan: Any = _LookedAt(record, functions.plan.of_global_batch)
-    device = placement.devices[placement.own_places[0]]
+    device = placement.first_own_device
     random = captured_random_state()
     try:
         with jax.default_device(device), record.watching():
@@ -83,7 +83,7 @@ def whole_batch(batch: Any, placement: Placement) -> Any:
 
 
 def _on_one_device(tree: Any, placement: Placement) -> Any:
-    device = placement.devices[placement.own_places[0]]
+    device = placement.first_own_device
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

@@ -132,7 +132,7 @@ class StepFunctions:
     def _compiling_plan(self) -> Plan:
         if not self.model.run_eagerly and self.model.jit_compile:
             return self.plan
-        device = self.placement.devices[self.placement.own_places[0]]
+        device = self.plan.uncompiled_on
         self.tell(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
         return EagerPlan(device)
 

@@ -4,7 +4,6 @@ A plan compiles a step that was written for the global batch, and says how the m
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,21 +17,20 @@ from lockstep.step.devices import Forward, forward_eagerly, forward_on_devices
 from lockstep.step.gate import Gate
 from lockstep.step.programs import Programs
 from lockstep.step.replica import Result
+from lockstep.step.states import Step, Training, changes_of, dispatch_lock, with_changes, without_aliases
 from lockstep.topology.layout import Layout
 
 __all__ = ["DeterministicPlan", "EagerPlan", "FastPlan", "Plan"]
-
-Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
-
-# Two threads that start steps on the same devices at once could start them in another order on each device, and their
-# collectives would wait for each other for ever. A step that starts another one (a teacher, in a callback) may do so.
-_dispatch_lock = threading.RLock()
 
 
 class Plan(Protocol):
     """One way to run a step; ``of_global_batch`` says what becomes of a model that cannot be split into replicas."""
 
     of_global_batch: str
+
+    @property
+    def uncompiled_on(self) -> jax.Device:
+        """Where steps run that are not to be compiled."""
 
     def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """``step`` as a function of a batch on the host; ``kind`` is "train", "test" or "predict".
@@ -61,24 +59,33 @@ class FastPlan:
     def __init__(self, placement: Placement, ops: CrossDeviceOps, *, shard_optimizer: bool = False) -> None:
         self.placement, self.ops, self.shard_optimizer = placement, ops, shard_optimizer
 
+    @property
+    def uncompiled_on(self) -> jax.Device:
+        """See :class:`Plan`."""
+        return self.placement.first_own_device
+
     def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
         if kind == "train":
-            training = _Training(step, self._places, donated=gate is None)
+            training = Training(step, self._places, donated=gate is None)
             return _placing(training, self.placement, self._places, gate)
 
-        # The other two change little or nothing: they keep the state, and what did not change is not copied either.
+        return _placing(self.reading(step), self.placement)
+
+    def reading(self, step: Step) -> Step:
+        """A step that changes little or nothing, on placed arrays: the state is kept, and what did not change is not copied either."""
+
         def changes(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = step(state, batch)
-            return result, _changes(state, new)
+            return result, changes_of(state, new)
 
         program = jax.jit(changes, out_shardings=self.placement.replicated)
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = program(state, batch)
-            return result, _updated(state, new)
+            return result, with_changes(state, new)
 
-        return _placing(run, self.placement)
+        return run
 
     def _places(self, state: Any) -> Any:
         """Where a training step's state lies."""
@@ -118,6 +125,11 @@ class DeterministicPlan:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
+    @property
+    def uncompiled_on(self) -> jax.Device:
+        """See :class:`Plan`."""
+        return self.placement.first_own_device
+
     def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
         donated = kind == "train" and gate is None
@@ -144,12 +156,17 @@ class EagerPlan:
     def __init__(self, device: jax.Device) -> None:
         self.device = device
 
+    @property
+    def uncompiled_on(self) -> jax.Device:
+        """See :class:`Plan`."""
+        return self.device
+
     def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             with jax.default_device(self.device):
-                own = jax.device_put(_without_aliases(state), self.device)
+                own = jax.device_put(without_aliases(state), self.device)
                 result, new = step(own, batch)
                 return result, gate(own, new, result) if gate else new
 
@@ -170,25 +187,6 @@ class _PlacedState(tuple[Any, ...]):
     __slots__ = ()
 
 
-class _Training:
-    """A compiled training step, whose new state lies in the same places as the old, and has its memory where that is ``donated``."""
-
-    def __init__(self, step: Step, places: Callable[[Any], Any], *, donated: bool) -> None:
-        self._step, self._places, self._donated = step, places, donated
-        self._program: Any = None
-
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        if self._program is None:
-            places, donated = self._places(state), (0,) if self._donated else ()
-            self._program = jax.jit(self._run, donate_argnums=donated, out_shardings=(places[0], places))
-        result, new = self._program(state, batch)
-        return result, new if self._donated else _updated(state, new)
-
-    def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        result, new = self._step(state, batch)
-        return result, tuple(list(part) for part in new) if self._donated else tuple(_changes(state, new))
-
-
 def _placing(
     run: Step, placement: Placement, places: Callable[[Any], Any] | None = None, gate: Gate | None = None
 ) -> Step:
@@ -204,39 +202,10 @@ def _placing(
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = placement.place(batch)
         if not isinstance(state, _PlacedState):
-            state = placement.put(_without_aliases(state), places(state) if places else None)
-        with _dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
+            state = placement.put(without_aliases(state), places(state) if places else None)
+        with dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
             result, new = run(tuple(state), placed)
             new = gate(state, new, result) if gate else new
         return result, _PlacedState(new)
 
     return step
-
-
-def _without_aliases(state: Any) -> tuple[Any, ...]:
-    """An array that stands twice in a state (Keras leaves averages so) cannot be given away twice: copy the second."""
-    seen: set[int] = set()
-
-    def own(leaf: Any) -> Any:
-        if id(leaf) in seen:
-            return jnp.copy(leaf)
-        seen.add(id(leaf))
-        return leaf
-
-    return jax.tree.map(own, tuple(state))
-
-
-def _changes(old: Any, new: Any) -> list[list[Any]]:
-    """The new values, with None for each that is the old one."""
-    return [
-        [None if after is before else after for before, after in zip(*parts, strict=True)]
-        for parts in zip(old, new, strict=True)
-    ]
-
-
-def _updated(old: Any, changes: Any) -> list[list[Any]]:
-    """The opposite of :func:`_changes`."""
-    return [
-        [before if after is None else after for before, after in zip(*parts, strict=True)]
-        for parts in zip(old, changes, strict=True)
-    ]

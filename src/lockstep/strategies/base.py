@@ -71,7 +71,6 @@ class Strategy(LoopTools):
         found = find_devices()
         mesh = Mesh(np.asarray(found), (DEVICE_AXIS,))
         self._placement = Placement(mesh, replicas or len(found))
-        self._plan = self._plan_for(self._placement)
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._input_options = options_of(input_options)
         self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit)
@@ -169,7 +168,7 @@ class Strategy(LoopTools):
         placements = [self._placement, self._placement]
         if self._deterministic and len(self.devices) > 1:
             placements.append(self._placement.on_first_device())
-        return compare_steps(model, (x, y, sample_weight), [(p, self._plan_for(p)) for p in placements])
+        return compare_steps(model, (x, y, sample_weight), [(p, self._plan_for(p, model)) for p in placements])
 
     def checkpoint(self, directory: str | os.PathLike[str], save_freq: str | int = 1, keep: int = 3) -> Checkpoint:
         """Checkpoints for a loop of one's own, written while it runs.
@@ -199,7 +198,8 @@ class Strategy(LoopTools):
         """
         return Checkpoint(directory, SaveFrequency(save_freq), keep, self._placement, self._together, self._announce)
 
-    def _plan_for(self, placement: Placement) -> Plan:
+    def _plan_for(self, placement: Placement, model: keras.Model) -> Plan:
+        """How the steps of a model run."""
         return (
             DeterministicPlan(placement)
             if self._deterministic
@@ -218,7 +218,8 @@ class Strategy(LoopTools):
                 told.add(reason)
                 self._announce(f"Model {model.name!r}: {reason}.")
 
-        functions = StepFunctions(model, self._placement, self._plan, tell, self._listener)
+        plan = self._plan_for(self._placement, model)
+        functions = StepFunctions(model, self._placement, plan, tell, self._listener)
         self._functions[model] = functions
 
         def make(kind: str) -> Any:

@@ -9,7 +9,14 @@ import jax
 from lockstep._errors import DeviceError
 from lockstep.topology.cpu import check_thread_pool, ensure_cpu_devices
 
-__all__ = ["count_cpu_devices", "device_name", "parse_device_name", "platform_of", "resolve_devices"]
+__all__ = [
+    "count_cpu_devices",
+    "device_name",
+    "parse_device_name",
+    "platform_of",
+    "resolve_devices",
+    "resolve_with_home",
+]
 
 # "/job:localhost/replica:0/task:0/device:GPU:0" is what TensorFlow prints, so people paste it.
 _NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d+)", re.IGNORECASE)
@@ -53,6 +60,30 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     return found
 
 
+def resolve_with_home(
+    devices: Sequence[str | jax.Device] | None, home: str | jax.Device | None
+) -> tuple[tuple[jax.Device, ...], jax.Device]:
+    """The devices that compute, as :func:`resolve_devices`, and the one that the variables are on.
+
+    Args:
+        devices: that compute.
+        home: by default the CPU if ``devices`` are several accelerators, else the first of them.
+
+    Raises:
+        DeviceError: see :func:`resolve_devices`.
+    """
+    if home is not None and not isinstance(home, (str, jax.Device)):
+        raise DeviceError(f"parameter_device: {home!r} is neither a name such as 'cpu:0' nor a JAX device.")
+    named = [home] if isinstance(home, str) else []
+    if any(parse_device_name(name)[0] == "cpu" for name in named):  # JAX makes all CPU devices at once, when it starts.
+        ensure_cpu_devices(max(count_cpu_devices(devices), count_cpu_devices(named)))
+    found = resolve_devices(devices)
+    if home is None:
+        several = len(found) > 1 and platform_of(found[0]) != "cpu"
+        return found, _lookup("cpu:0") if several else found[0]
+    return found, _named([home])[0]
+
+
 def count_cpu_devices(devices: Sequence[str | jax.Device] | None) -> int:
     """How many logical CPU devices there must be for those that are named; at least 1."""
     names = [] if devices is None or isinstance(devices, str) else [x for x in devices if isinstance(x, str)]
@@ -80,18 +111,22 @@ def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
 
 def _lookup(name: str) -> jax.Device:
     platform, index = parse_device_name(name)
-    try:
-        local = jax.local_devices(backend=platform)
-    except RuntimeError:  # JAX has no such platform here.
-        local = []
+    local = _local(platform)
     if index >= len(local):
         raise DeviceError(f"There is no device {name!r} here; there are: {', '.join(_all_names())}.")
     return local[index]
 
 
+def _local(platform: str) -> list[jax.Device]:
+    try:
+        return list(jax.local_devices(backend=platform))
+    except RuntimeError:  # JAX has no such platform here.
+        return []
+
+
 def _all_names() -> list[str]:
     default = jax.local_devices()
-    others = [] if platform_of(default[0]) == "cpu" else jax.local_devices(backend="cpu")
+    others = [] if platform_of(default[0]) == "cpu" else _local("cpu")
     return [device_name(device) for device in [*default, *others]]
 
 

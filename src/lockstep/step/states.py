@@ -1,0 +1,71 @@
+"""The state of a step: who may give its memory away, what has changed in it, and one step at a time."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["Step", "Training", "changes_of", "dispatch_lock", "with_changes", "without_aliases"]
+
+Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
+
+# Two threads that start steps on the same devices at once could start them in another order on each device, and their
+# collectives would wait for each other for ever. A step that starts another one (a teacher, in a callback) may do so.
+dispatch_lock = threading.RLock()
+
+
+class Training:
+    """A compiled training step, whose new state lies in the same places as the old, and has its memory where that is ``donated``.
+
+    Args:
+        step: on arrays.
+        places: where the parts of a state lie.
+        donated: whether the new state has the old one's memory.
+    """
+
+    def __init__(self, step: Step, places: Callable[[Any], Any], *, donated: bool) -> None:
+        self._step, self._places, self._donated = step, places, donated
+        self._program: Any = None
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Logs and the new state."""
+        if self._program is None:
+            places, donated = self._places(state), (0,) if self._donated else ()
+            self._program = jax.jit(self._run, donate_argnums=donated, out_shardings=(places[0], places))
+        result, new = self._program(state, batch)
+        return result, new if self._donated else with_changes(state, new)
+
+    def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        result, new = self._step(state, batch)
+        return result, tuple(list(part) for part in new) if self._donated else tuple(changes_of(state, new))
+
+
+def without_aliases(state: Any) -> tuple[Any, ...]:
+    """An array that stands twice in a state (Keras leaves averages so) cannot be given away twice: copy the second."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, tuple(state))
+
+
+def changes_of(old: Any, new: Any) -> list[list[Any]]:
+    """The new values, with None for each that is the old one."""
+    return [
+        [None if after is before else after for before, after in zip(*parts, strict=True)]
+        for parts in zip(old, new, strict=True)
+    ]
+
+
+def with_changes(old: Any, changes: Any) -> list[list[Any]]:
+    """The opposite of :func:`changes_of`."""
+    return [
+        [before if after is None else after for before, after in zip(*parts, strict=True)]
+        for parts in zip(old, changes, strict=True)
+    ]
