@@ -21,7 +21,7 @@ LAYERS = (
     ("resume", "guard"),
     ("workers", "asynchronous"),
     ("strategies",),
-    ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "testing"),
+    ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"),
     ("launch", "report"),
     ("cli",),
 )

@@ -95,6 +95,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "partitioners",
     "scale_regularization_loss",
     "testing",
 ]
@@ -132,7 +133,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "testing"):
+    if name in ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"):
         return import_module(f"lockstep.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -1,10 +1,12 @@
 """Names that older tutorials use, as ``tf.distribute.experimental`` had them."""
 
+from lockstep import partitioners
 from lockstep.cluster.resolvers import ClusterResolver
 from lockstep.collectives import CommunicationImplementation, CommunicationOptions
 from lockstep.loops.datasets import ValueContext
 from lockstep.strategies import multi_worker
 from lockstep.strategies.central import CentralStorageStrategy
+from lockstep.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -12,7 +14,9 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "ValueContext",
+    "partitioners",
 ]
 
 CollectiveCommunication = CommunicationImplementation

@@ -1,11 +1,6 @@
-"""A worker's step: the gradient of one batch, and what else the step has changed. Keras's ``train_step``, or the user's, computes it.
+"""A worker's step: the gradient of one batch, and what else the step has changed. Keras's ``train_step``, or the user's, computes it."""
 
-While the step is traced, the optimizer's ``stateless_apply`` hands the gradients on instead of applying them: they come out where new
-values of the variables would.
-"""
-
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +8,12 @@ import keras
 import numpy as np
 
 from lockstep._errors import ModelError
+from lockstep.data.placement import Placement
 from lockstep.parameters.shards import Spec
 from lockstep.resume.variables import variables_of
 from lockstep.step.functions import StepFunctions
-from lockstep.step.gate import Gate
-from lockstep.step.plans import Plan
+from lockstep.step.gradients import GradientPrograms
+from lockstep.step.states import with_changes
 
 __all__ = ["Computed", "GradientStep", "names_of", "specs_of"]
 
@@ -49,16 +45,22 @@ class GradientStep:
     Args:
         model: is built and compiled.
         functions: of the model.
-        plan: how the worker's devices run a step.
+        placement: the worker's devices.
 
     Raises:
-        ModelError: when it is first called: the model's ``train_step`` does not apply its optimizer once by ``stateless_apply``.
+        ModelError: the model is not to be compiled; or, when it is called, its ``train_step`` makes more of an update than
+            ``optimizer.stateless_apply`` does.
     """
 
-    def __init__(self, model: keras.Model, functions: StepFunctions, plan: Plan) -> None:
-        self._model, self._names = model, names_of(model)
-        self._keras_step = functions.step_by(plan, "train")
-        self._run = plan.compile(self._traced, "train", _Open(donated=False))
+    def __init__(self, model: keras.Model, functions: StepFunctions, placement: Placement) -> None:
+        if model.run_eagerly or not model.jit_compile:
+            raise ModelError(
+                f"Model {model.name!r}: run_eagerly=True and jit_compile=False do not go with variables on servers, as gradients come out "
+                "of a compiled step. Leave them out, or train it under a MirroredStrategy."
+            )
+        self._model, self._names, self._placement = model, names_of(model), placement
+        self._keras_step = functions.step_by(functions.plan, "train")
+        self._programs = GradientPrograms(self._measuring, model, placement, donated=False)
         _, _, optimizer, _ = variables_of(model)
         self._optimizer = [np.asarray(variable.value) for variable in optimizer]
         counts = [number for number, one in enumerate(optimizer) if one is model.optimizer.iterations]
@@ -79,33 +81,24 @@ class GradientStep:
         optimizer = list(self._optimizer)
         if self._iterations is not None:
             optimizer[self._iterations] = np.asarray(version, optimizer[self._iterations].dtype)
-        trainable = [values[name] for name in self._names]
-        found, state = self._run((trainable, list(others), optimizer, list(metrics)), batch)
-        logs, measured = found
-        gradients, others, _, metrics = [[np.asarray(array) for array in part] for part in state]
-        named = dict(zip(self._names, gradients, strict=True))
-        return Computed(named, _on_host(logs), _on_host(measured), list(others), list(metrics))
+        state = [[values[name] for name in self._names], list(others), optimizer, list(metrics)]
+        placed = self._placement.place(batch)
+        program = self._programs.of(state, placed)
+        pairs = zip(state, program.reads, strict=True)
+        read = [[value if is_read else None for value, is_read in zip(*pair, strict=True)] for pair in pairs]
+        gradients, (logs, measured), changes = program(self._placement.put(read), placed)
+        new = with_changes((state[1], state[3]), changes)
+        new_others, new_metrics = [[np.asarray(value) for value in part] for part in new]
+        named = {name: np.asarray(gradient) for name, gradient in zip(self._names, gradients, strict=True)}
+        return Computed(named, _on_host(logs), _on_host(measured), new_others, new_metrics)
 
-    def _traced(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        with _gradients_instead(self._model.optimizer) as times:
-            logs, new = self._keras_step(state, batch)
-        if len(times) != 1:
-            raise ModelError(
-                f"{type(self._model).__name__}.train_step called optimizer.stateless_apply {len(times)} times; with variables on "
-                f"servers it must do so once, and return what that gives as the new trainable variables."
-            )
+    def _measuring(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Keras's step, with what its metrics alone say among the logs."""
+        logs, new = self._keras_step(state, batch)
         pairs = list(zip(self._model.metrics_variables, new[3], strict=True))
         with keras.StatelessScope(state_mapping=pairs):
             measured = self._model.get_metrics_result()
         return (logs, measured), new
-
-
-class _Open(Gate):
-    """Lets the new state through, and leaves the old one its memory: tables of embeddings are used again."""
-
-    def __call__(self, old: Any, new: Any, result: Any) -> Any:
-        """The new state."""
-        return new
 
 
 def names_of(model: keras.Model) -> list[str]:
@@ -127,20 +120,3 @@ def _on_host(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: np.asarray(value).tolist() for name, value in keras.tree.map_structure(np.asarray, dict(logs)).items()
     }
-
-
-@contextlib.contextmanager
-def _gradients_instead(optimizer: keras.optimizers.Optimizer) -> Iterator[list[None]]:
-    """Have the optimizer give gradients for new values, for the length of one trace; the list grows with each call."""
-    times: list[None] = []
-
-    def stateless_apply(optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]) -> Any:
-        times.append(None)
-        return list(grads), list(optimizer_variables)
-
-    own = vars(optimizer)
-    own["stateless_apply"] = stateless_apply
-    try:
-        yield times
-    finally:
-        del own["stateless_apply"]

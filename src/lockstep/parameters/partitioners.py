@@ -52,7 +52,7 @@ class FixedShardsPartitioner(Partitioner):
         OptionError: it is no whole number of at least 1.
 
     Example:
-        >>> from lockstep.parameters.partitioners import FixedShardsPartitioner
+        >>> from lockstep.partitioners import FixedShardsPartitioner
         >>> FixedShardsPartitioner(2)((10, 3), "float32"), FixedShardsPartitioner(2)((1, 3), "float32")
         ([2, 1], [1, 1])
     """
@@ -78,7 +78,7 @@ class MinSizePartitioner(Partitioner):
         OptionError: one of them is no whole number of at least 1.
 
     Example:
-        >>> from lockstep.parameters.partitioners import MinSizePartitioner
+        >>> from lockstep.partitioners import MinSizePartitioner
         >>> MinSizePartitioner(4, max_shards=2)((6, 1), "float32"), MinSizePartitioner(4, max_shards=10)((6, 1), "float32")
         ([2, 1], [6, 1])
     """
@@ -106,7 +106,7 @@ class MaxSizePartitioner(Partitioner):
         OptionError: one of them is no whole number of at least 1.
 
     Example:
-        >>> from lockstep.parameters.partitioners import MaxSizePartitioner
+        >>> from lockstep.partitioners import MaxSizePartitioner
         >>> MaxSizePartitioner(4)((6, 1), "float32"), MaxSizePartitioner(1024)((6, 1), "float32")
         ([6, 1], [1, 1])
     """

@@ -30,9 +30,9 @@ _update.def_abstract_eval(lambda *values, count: [ShapedArray(x.shape, x.dtype) 
 
 def _refuse(name: str, what: str) -> NoReturn:
     raise ModelError(
-        f"{name}.train_step {what}. The variables of a CentralStorageStrategy are on another device than the gradients, so the step "
-        "must call optimizer.stateless_apply once, with the optimizer's and the trainable values that it was given, and return what "
-        "that gives, and nothing made of it. Change it, or train the model under a MirroredStrategy."
+        f"{name}.train_step {what}. Under this strategy an update is made elsewhere than its gradients, so the step must call "
+        "optimizer.stateless_apply once, with the optimizer's and the trainable values that it was given, and return what that gives, "
+        "and nothing made of it. Change it, or train the model under a MirroredStrategy."
     )
 
 

@@ -25,6 +25,7 @@ from lockstep.parameters.desk import Desk
 from lockstep.parameters.shards import PartitionFunction
 from lockstep.parameters.working import CallOver
 from lockstep.strategies.base import Strategy
+from lockstep.topology.determinism import is_deterministic
 from lockstep.topology.devices import resolve_devices
 from lockstep.workers.alike import identity
 from lockstep.workers.chief import leave_files_to_the_chief
@@ -81,6 +82,11 @@ class ParameterServerStrategy(Strategy):
             raise OptionError(
                 f"InputOptions: cache={str(input_options.cache)!r}: a worker reads its own part of an epoch, of which a cache cannot be made."
             )
+        if is_deterministic():
+            raise OptionError(
+                "lockstep.config.set_deterministic() and ParameterServerStrategy do not go together: workers that do not wait for each other "
+                "give other numbers in each run. Leave the setting out; with max_staleness=0 neither workers nor their order decide a bit."
+            )
         self._resolver = cluster_resolver or resolve(os.environ)
         self._part = part_of(self._resolver)
         self._member = Member(
@@ -92,7 +98,7 @@ class ParameterServerStrategy(Strategy):
             timeout_seconds,
             self._tell_of_waits,
         )
-        super().__init__(partial(resolve_devices, None), None, None, None, False, input_options)
+        super().__init__(partial(resolve_devices, None), None, None, False, False, input_options)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -140,7 +146,7 @@ class ParameterServerStrategy(Strategy):
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
         """Computes gradients on the devices of this process."""
-        return GradientStep(model, self._functions[model], self._plan)
+        return GradientStep(model, self._functions[model], self._placement)
 
     @contextlib.contextmanager
     def steps_by(
