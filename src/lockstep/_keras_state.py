@@ -26,7 +26,7 @@ def settled_before_sync(model: keras.Model, settle: Callable[[], Any]) -> Iterat
     original = model.jax_state_sync
 
     def jax_state_sync() -> None:
-        state = getattr(model, "_jax_state", None) or {}
+        state = vars(model).get("_jax_state") or {}
         is_training = _KINDS[2] in state  # and no evaluation within fit
         if is_training and not model._jax_state_synced:
             newest = settle()

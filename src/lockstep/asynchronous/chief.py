@@ -105,6 +105,8 @@ class ChiefFit:
         self._shown: dict[str, Any] = {}  # what Keras was given last
         self.count = Count()
         data.keep_position(None, is_expecting=False)
+        if parts is None:  # Else the number of rows of each batch must be known.
+            data.leave_reading_to_others()
         desk.open(call, self._newest)
 
     def begin(self) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 from lockstep import _keras
 from lockstep.data.advice import Meter
 from lockstep.data.epoch import Check, Epoch, Place
-from lockstep.data.numbered import NumberedBatches
+from lockstep.data.numbered import NumberedBatches, UnreadBatches
 from lockstep.data.placement import Rows
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
-from lockstep.data.sources import Source
+from lockstep.data.sources import DatasetSource, Source
 
 __all__ = ["Hook", "Input", "next_batch"]
 
@@ -99,6 +99,11 @@ class Input(_keras.DataAdapter):
     def numbered(self) -> NumberedBatches:
         """The batches by pass and number, for a process that takes some of them; this object gives none then."""
         return NumberedBatches(self._source)
+
+    def leave_reading_to_others(self) -> None:
+        """Count batches from now on, where they need not be read for that."""
+        if isinstance(self._source, DatasetSource) and self._source.num_batches is not None:
+            self._source = UnreadBatches(self._source)
 
     def look(self) -> Any:
         """The first batch, on the host; where it cannot be read again, it comes first in the next pass."""

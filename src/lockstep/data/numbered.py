@@ -1,5 +1,6 @@
 """Batches of an input by their numbers, for a process that takes some of them, while others take the rest."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,7 +8,46 @@ from lockstep._errors import InputError
 from lockstep.data.random_state import restore_random_state
 from lockstep.data.sources import Source
 
-__all__ = ["NumberedBatches"]
+__all__ = ["NumberedBatches", "UnreadBatches"]
+
+
+class UnreadBatches(Source):
+    """An input of which this process counts the batches, while others read them: each is the first one.
+
+    Args:
+        source: the input, of a known number of batches that can be had by their numbers.
+    """
+
+    can_seek = True
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.name)
+        self._source, self.has_hooks = source, source.has_hooks
+        self._first: Any = None
+
+    @property
+    def num_batches(self) -> int | None:
+        """See :class:`Source`."""
+        return self._source.num_batches
+
+    def batches(self) -> Iterator[Any]:
+        """See :class:`Source`."""
+        pick = self._source.picker()  # Draws the order, as elsewhere.
+        if self._first is None and pick is not None:
+            self._first = pick(0)
+        return itertools.repeat(self._first, self.num_batches or 0)
+
+    def begin_epoch(self) -> None:
+        """See :class:`Source`."""
+        self._source.begin_epoch()
+
+    def end_epoch(self) -> None:
+        """See :class:`Source`."""
+        self._source.end_epoch()
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._source.close()
 
 
 class NumberedBatches:

@@ -62,7 +62,7 @@ class Source:
         return itertools.islice(self.batches(), number, None)
 
     def picker(self) -> Callable[[int], Any] | None:
-        """Begins a pass of which any batch can be had by its number; None where those before must be read."""
+        """Begins a pass of which any batch can be had by its number; None where those before are read."""
         return None
 
     def give_back(self, batches: list[Any]) -> None:
@@ -136,13 +136,8 @@ class _MadeSource(Source):
         """See :class:`Source`."""
         return self._copied(self._made_from(number))
 
-    def picker(self) -> Callable[[int], Any] | None:
-        """See :class:`Source`."""
-        pick = self._picked()
-        return pick and (lambda number: next(self._copied(iter([pick(number)]))))
-
-    def _picked(self) -> Callable[[int], Any] | None:
-        return None
+    def _picking(self, made: Callable[[int], Any]) -> Callable[[int], Any]:
+        return lambda number: next(self._copied(iter([made(number)])))
 
     def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
         # Copied, because such code may write the next batch into the same memory while a step still reads this one.
@@ -238,9 +233,10 @@ class DatasetSource(_MadeSource):
         read = self._read if self._dataset.workers > 1 else (lambda order: map(self._dataset.__getitem__, order))
         return map(self._standard, read(itertools.islice(self._order(), number, None)))
 
-    def _picked(self) -> Callable[[int], Any] | None:
+    def picker(self) -> Callable[[int], Any]:
+        """See :class:`Source`."""
         order = None if self.num_batches is None else list(self._order())
-        return lambda number: self._standard(self._dataset[order[number] if order else number])
+        return self._picking(lambda number: self._standard(self._dataset[order[number] if order else number]))
 
     def _standard(self, batch: Any) -> Any:
         return batch if self._adapter is None else _keras.standard_batch(self._adapter, batch)
@@ -287,8 +283,7 @@ class CallableSource(_MadeSource):
     can_seek = True
 
     def __init__(self, function: Callable[[int], Any]) -> None:
-        # By its name and not by its repr, as the other processes of a job must see the same.
-        super().__init__(f"function {_name_of(function)!r}")
+        super().__init__(f"function {_name_of(function)!r}")  # Other processes see the same name.
         self._function = function
 
     def _made_from(self, number: int) -> Iterator[Any]:
@@ -300,6 +295,10 @@ class CallableSource(_MadeSource):
             if batch is None:
                 return
             yield tuple(batch) if isinstance(batch, list) else batch
+
+    def picker(self) -> Callable[[int], Any]:
+        """See :class:`Source`."""
+        return self._picking(lambda number: next(self._made_from(number)))
 
 
 def _name_of(function: Callable[..., Any]) -> str:
