@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from lockstep._errors import OptionError
 from lockstep.asynchronous.step import specs_of
 from lockstep.cluster.listening import open_listener
 from lockstep.cluster.peer import Peer
@@ -15,6 +16,7 @@ from lockstep.cluster.roles import Part
 from lockstep.parameters.client import VariableClient
 from lockstep.parameters.courier import connect
 from lockstep.parameters.desk import Desk
+from lockstep.parameters.optimizers import check_optimizer
 from lockstep.parameters.server import ArrayServer
 from lockstep.parameters.serving import serve
 from lockstep.parameters.shards import PartitionFunction, Plan, plan
@@ -65,8 +67,19 @@ class Member:
         return DeskClient(connect(name, self.part.chief, self.peer, self.secret, self.timeout_seconds, self.announce))
 
     def plan_for(self, model: keras.Model) -> Plan:
-        """Where the variables of a model are, which is built."""
-        return plan(specs_of(model), len(self.part.servers), self.partitioner)
+        """Where the variables of a model are, which is built and compiled.
+
+        Raises:
+            OptionError: its optimizer would mean something else on servers.
+        """
+        if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+            raise OptionError(
+                f"Model {model.name!r}: LossScaleOptimizer changes its scale with each update, of which workers that do not wait would "
+                "not know. Use mixed_bfloat16, which needs no loss scale, in place of mixed_float16."
+            )
+        found = plan(specs_of(model), len(self.part.servers), self.partitioner)
+        check_optimizer(model.optimizer, found)
+        return found
 
     def go_to_servers(self, where: Plan, call: int) -> VariableClient:
         """The way to the servers.

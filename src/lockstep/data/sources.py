@@ -217,11 +217,8 @@ class DatasetSource(_MadeSource):
 
     def __init__(self, dataset: keras.utils.PyDataset, adapter: Any = None, shuffle: bool = False) -> None:
         super().__init__(type(dataset).__name__)
-        plain = keras.utils.PyDataset
-        self.has_hooks = (type(dataset).on_epoch_begin, type(dataset).on_epoch_end) != (
-            plain.on_epoch_begin,
-            plain.on_epoch_end,
-        )
+        kinds = type(dataset), keras.utils.PyDataset
+        self.has_hooks = len({(kind.on_epoch_begin, kind.on_epoch_end) for kind in kinds}) > 1
         self._adapter, self._dataset, self._shuffle = adapter, dataset, shuffle
 
     @property
