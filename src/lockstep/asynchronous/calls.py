@@ -139,6 +139,10 @@ class Elsewhere(calls.Together):
             arguments["verbose"] = 0
             return proceed()
         self._call += 1
+        if call == "fit":
+            _keras.training_state(
+                model, arguments["x"].look()
+            )  # Makes the variables, as Keras's loop does at the chief.
         try:
             self._desk.enter(self._call)
             over = (
@@ -152,9 +156,7 @@ class Elsewhere(calls.Together):
         return self._taken_over(model, over) if call == "fit" else over.result["value"]
 
     def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
-        data: Input = arguments["x"]
-        _build(model, data)
-        batches = data.numbered()
+        batches = arguments["x"].numbered()
         with closing(self._go_to_servers(model)) as client:
             step = self._training.gradient_step(model)
             over = WorkerFit(model, step, batches, self._desk, client, self._call, self._member.announce).run()
@@ -162,7 +164,6 @@ class Elsewhere(calls.Together):
         return over
 
     def _serve(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
-        _build(model, arguments["x"])
         server = self._member.serve_variables(model, self._call)
         try:
             return self._desk.end_of(self._call)
@@ -170,7 +171,6 @@ class Elsewhere(calls.Together):
             server.stop()
 
     def _look_on(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
-        _build(model, arguments["x"])
         with closing(self._go_to_servers(model)) as client:
             validation, announce = arguments.get("validation_data"), self._member.announce
             return look_on(model, validation, self._desk, client, self._call, announce)
@@ -205,11 +205,6 @@ def named(model: keras.Model) -> dict[str, keras.Variable]:
 def kept_values(model: keras.Model) -> dict[str, np.ndarray]:
     """The values of :func:`named`."""
     return {name: np.asarray(variable.value) for name, variable in named(model).items()}
-
-
-def _build(model: keras.Model, data: Input) -> None:
-    """Make the variables, as Keras's loop does at the chief."""
-    _keras.training_state(model, data.look())
 
 
 def _add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) -> None:

@@ -25,6 +25,7 @@ from lockstep.parameters.work import WorkQueue
 
 __all__ = ["Desk", "Result"]
 
+_HEAR_SECONDS = 1.0
 _LOOK_SECONDS = 0.25  # How often a waiting worker is looked after: it may have gone.
 
 Result = tuple[Message, Mapping[str, np.ndarray]]
@@ -179,9 +180,10 @@ class Desk:
             self._announce(f"{listed(late)} did not come for the end within {self._timeout:g} s; the chief goes on")
 
     def abort(self, sentence: str, exit_code: int = exit_codes.USER_ERROR) -> None:
-        """Nothing goes on: everybody who asks hears why."""
+        """Nothing goes on: everybody who asks hears why, and has a moment for that."""
         with self._changed:
             self._break(sentence, exit_code)
+            self._changed.wait_for(lambda: not self._present, _HEAR_SECONDS)
 
     def _break(self, sentence: str, exit_code: int) -> None:
         if self._failure is None:
@@ -244,6 +246,8 @@ class Desk:
         with self._changed:
             while True:
                 if self._failure:
+                    self._present.discard(visit)
+                    self._changed.notify_all()
                     return {"kind": "failed", "sentence": self._failure[0], "code": self._failure[1]}, {}
                 if call in self._results:
                     return {"kind": "over", "result": self._results[call][0]}, self._results[call][1]

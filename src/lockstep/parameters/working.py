@@ -1,5 +1,6 @@
 """The way of a worker, a server or an evaluator to the chief's desk: it enters a call, does what is to be done, and hears the end."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -159,7 +160,8 @@ def work(desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambd
             except ClusterError:
                 raise  # The chief sees by itself who is lost.
             except Exception as error:
-                desk.fail(call, piece, error)
+                with contextlib.suppress(ClusterError):  # The chief may have ended because of another worker.
+                    desk.fail(call, piece, error)
                 raise
             noted = desk.finish(call, piece, result)
             asked = desk.asked_for_piece(call)

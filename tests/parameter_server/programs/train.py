@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -131,6 +132,20 @@ class Tells(keras.callbacks.Callback):
         tell(epoch=epoch)
 
 
+class Awaits(keras.callbacks.Callback):
+    """Holds the chief at the end of the first epoch until so many workers are there."""
+
+    def __init__(self, strategy, workers):
+        super().__init__()
+        self.strategy, self.workers = strategy, workers
+
+    def on_epoch_end(self, epoch, logs=None):
+        deadline = time.monotonic() + 100
+        while self.strategy._together._desk.workers < self.workers:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 class Raises(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 3:
@@ -158,7 +173,11 @@ def stop_at(strategy, at, signal):
 def left(model, history):
     shown = {"updates_per_sec", "bytes_per_sec", "staleness"}
     found = {f"history/{name}": values for name, values in history.items() if name not in shown}
-    kinds = {"weights": model.trainable_variables, "others": model.non_trainable_variables, "optimizer": model.optimizer.variables}
+    kinds = {
+        "weights": model.trainable_variables,
+        "others": model.non_trainable_variables,
+        "optimizer": model.optimizer.variables,
+    }
     for kind, variables in kinds.items():
         found |= {f"{kind}/{number}": variable.numpy() for number, variable in enumerate(variables)}
     return found
@@ -183,6 +202,8 @@ def main(config):
             model = build()
         given = arguments() | {"verbose": 0}
         given["callbacks"] = [*given.get("callbacks", []), Tells(), *([Raises()] if config.get("raises") else [])]
+        if config.get("awaits"):
+            given["callbacks"].append(Awaits(strategy, config["awaits"]))
         if config.get("backup"):
             given["callbacks"].append(lockstep.callbacks.BackupAndRestore(config["backup"], save_freq=2))
         history = model.fit(**given)
