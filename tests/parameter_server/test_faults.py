@@ -43,7 +43,8 @@ def test_a_server_that_dies_ends_the_job_by_name_and_the_next_start_goes_on_to_t
     made.start_all(each=only("ps", 1, stop=[8, signal.SIGKILL]), backup=str(tmp_path / "kept"), **options)
     codes = {name: process.end() for name, process in made.processes.items()}
     assert codes == {"chief0": 75, "worker0": 75, "ps0": 75, "ps1": -9}
-    assert "ps 1 of 2" in made.said() and "was lost, and with it the variables that it holds" in made.said()
+    assert "was lost, and with it the variables that it holds" in made.said()
+    assert "ps 1 of 2" in made.said()
     again = job(workers=1, servers=2)
     found = again.run(backup=str(tmp_path / "kept"), **options)
     assert "goes on from" in again.said()
@@ -104,3 +105,16 @@ def test_the_evaluator_evaluates_while_others_train(job):
     assert "its validation data are evaluated by the evaluator" in made.said()
     assert "mixed/history/val_loss" not in made.arrays("chief", 0)
     assert bits(made.arrays("evaluator", 0)) == bits(made.arrays("chief", 0))
+
+
+def test_a_job_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(job, tmp_path):
+    options = {"cases": ["long"], "strategy": {}, "backup": str(tmp_path / "kept")}
+    made = job(workers=2, servers=1)
+    made.start_all(**options)
+    made.processes["chief0"].until("epoch")
+    for process in made.processes.values():
+        process.send(signal.SIGTERM)
+    assert {process.end() for process in made.processes.values()} == {75}
+    assert "SIGTERM: stopped after step" in made.said()
+    found = job(workers=2, servers=1).run(**options)
+    assert int(found["long/optimizer/0"]) == 3 * 46

@@ -5,7 +5,7 @@ come back with the chief's history and the chief's weights. ``evaluate`` is done
 """
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, Protocol
 
 import keras
@@ -27,6 +27,8 @@ from lockstep.data.inputs import Input
 from lockstep.parameters.client import VariableClient
 from lockstep.parameters.desk import Desk
 from lockstep.parameters.working import CallOver, DeskClient
+from lockstep.resume.around import backup_among
+from lockstep.resume.preemption import Preemption
 from lockstep.resume.variables import variables_of
 
 __all__ = ["AtTheChief", "Elsewhere", "Training"]
@@ -139,21 +141,25 @@ class Elsewhere(calls.Together):
             arguments["verbose"] = 0
             return proceed()
         self._call += 1
-        if call == "fit":
-            _keras.training_state(
-                model, arguments["x"].look()
-            )  # Makes the variables, as Keras's loop does at the chief.
-        try:
-            self._desk.enter(self._call)
-            over = (
-                self._roles[self._member.part.job](model, arguments) if call == "fit" else self._desk.end_of(self._call)
-            )
-        except CallOver as found:
-            over = found
+        with self._staying(arguments) if call == "fit" else nullcontext():
+            over = self._end_of(model, call, arguments)
         self._desk.leave(self._call)
         if "error" in over.result:
             raise ClusterError(f"the chief's {call} has failed: {over.result['error']}", exit_codes.USER_ERROR)
         return self._taken_over(model, over) if call == "fit" else over.result["value"]
+
+    def _staying(self, arguments: dict[str, Any]) -> AbstractContextManager[Any]:
+        """Where there is a backup, the chief stops the job when all are asked to: it needs the others for its last checkpoint."""
+        return Preemption(self) if backup_among(arguments.get("callbacks")) else nullcontext()
+
+    def _end_of(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallOver:
+        if call == "fit":  # Makes the variables, as Keras's loop does at the chief.
+            _keras.training_state(model, arguments["x"].look())
+        try:
+            self._desk.enter(self._call)
+        except CallOver as over:
+            return over
+        return self._roles[self._member.part.job](model, arguments) if call == "fit" else self._desk.end_of(self._call)
 
     def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
         batches = arguments["x"].numbered()

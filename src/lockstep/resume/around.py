@@ -16,7 +16,7 @@ from lockstep.resume.preemption import Preemption
 from lockstep.resume.run import BackedUpFit, Found
 from lockstep.step.functions import StepFunctions
 
-__all__ = ["backed_up"]
+__all__ = ["backed_up", "backup_among"]
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def backed_up(
         InputError: the place in the data cannot be found.
         OptionError: there are several backups.
     """
-    backup = _backup_among(arguments.get("callbacks"))
+    backup = backup_among(arguments.get("callbacks"))
     if backup is None:
         yield None
         return
@@ -90,7 +90,8 @@ def _begin(
     )
 
 
-def _backup_among(callbacks: Any) -> BackupAndRestore | None:
+def backup_among(callbacks: Any) -> BackupAndRestore | None:
+    """The one backup of a call of ``fit``; OptionError where there are several."""
     given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
     found = [callback for callback in given if isinstance(callback, BackupAndRestore)]
     if len(found) > 1:
