@@ -57,7 +57,7 @@ class Largest(keras.metrics.Metric):
         self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_pred))))
 
     def result(self):
-        return self.largest
+        return ops.cast(self.largest, "float32")
 
 
 class HasSeen(Largest):
@@ -68,7 +68,7 @@ class HasSeen(Largest):
         self.largest = self.add_variable((), "zeros", dtype="bool", name="has_seen")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.largest.assign(ops.logical_or(self.largest, ops.any(y_true > 0)))
+        self.largest.assign(ops.logical_or(self.largest, ops.any(ops.convert_to_tensor(y_true) > 0)))
 
 
 def made(*more, metrics=(), rate=0.0):
@@ -162,13 +162,13 @@ def test_what_several_have_counted_at_the_same_time_is_all_counted_whoever_was_f
         assert_close(end, ends[0])
 
 
-@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("parts", [3, 5])
 def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
     strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=parts)
     more = lambda: (Counts(), layers.Dropout(0.3, seed=3))  # noqa: E731
     with strategy.scope():
         mirrored = made(*more())
-    mirrored.fit(*BATCHES[0], batch_size=7, verbose=0)
+    mirrored.fit(*BATCHES[0], batch_size=7, shuffle=False, verbose=0)
     model = made(*more())
     step, state = compiled(model), state_of(model)
     totals = Totals(model)
@@ -198,15 +198,15 @@ def test_seeds_go_on_and_are_not_sent_with_each_piece():
     assert f"other/{seed}" not in totals.newest()
 
 
-def test_values_that_are_set_anew_begin_without_anything_that_changes():
+def test_a_worker_gets_all_that_has_ever_changed_also_after_metrics_were_reset():
     model = made(Counts())
     step, state = compiled(model), state_of(model)
     totals = Totals(model)
     totals.set(state[1], state[3])
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
-    others = Totals.taken_over(state[1], totals.newest())
-    assert_close(others, totals.others)
-    assert all(totals.newest()[f"other/{number}"] is totals.others[number] for number in totals.changing)
+    totals.set(totals.others, state[3])  # As at the begin of an epoch: only metrics are other ones.
+    assert_close(Totals.taken_over(state[1], totals.newest()), totals.others)
+    assert_close(totals.metrics, state[3])
 
 
 def test_a_metric_that_does_not_add_up_is_seen_and_shows_the_last_batch():
