@@ -124,7 +124,7 @@ class Taken:
     batch: object
 
 
-def by_the_chief(given, depth=0, steps=None, epochs=EPOCHS):
+def by_the_chief(given, depth=0, steps=None, epochs=EPOCHS, hooks=None):
     """The batches that the chief's loop takes, each with what is told of it; facts are those of its epoch's begin."""
     made, found = input_of(given, depth, steps), []
     made.keep_position(None, is_expecting=False)
@@ -140,6 +140,8 @@ def by_the_chief(given, depth=0, steps=None, epochs=EPOCHS):
 
     fit(made, take, epochs=epochs, **({"steps_per_epoch": steps} if steps else {}))
     made.close()
+    if hooks is not None:
+        hooks += made.hooks
     return found
 
 
@@ -170,7 +172,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("depth", [0, 2])
 def test_each_batch_is_the_one_that_keras_takes(kind, depth):
     taken = by_the_chief(KINDS[kind](), depth)
-    assert len(taken) == EPOCHS * STEPS
+    assert [one.number for one in taken] == list(range(STEPS)) * EPOCHS
     if (
         kind != "function" and "workers" not in kind
     ):  # Keras takes no functions, and its queue keeps what it read at first.
@@ -243,6 +245,18 @@ def test_a_second_fit_goes_on_with_a_generator_where_the_first_has_ended_here_an
             assert_same(taken[number].batch, expected[3 * call + number])
             assert_same(other.batch(taken[number]), taken[number].batch)
         other.batches.skip_to(len(taken))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_second_fit_begins_with_what_the_data_s_own_code_has_made_of_them(shuffle):
+    chief, reader = ({"x": Reordered(), "shuffle": shuffle} for _ in range(2))
+    for _ in range(2):
+        hooks = []
+        taken, other = by_the_chief(chief, hooks=hooks), Reader(reader)
+        for one in taken[1::2]:
+            assert_same(other.batch(one), one.batch)
+        other.batches.catch_up(hooks)
+    assert (reader["x"].order, reader["x"].noise) == (chief["x"].order, chief["x"].noise)
 
 
 def numbers(count):
