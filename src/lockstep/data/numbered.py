@@ -38,9 +38,8 @@ class NumberedBatches:
             self._pass = facts["pass"]
             self._offset = self._position = 0
             self._kept.clear()
-            if (
-                facts["at_begin"] and self._source.restarts
-            ):  # Of another one the first batch was read already, to see shapes.
+            # Of what does not restart, the first batch was read already, to see shapes.
+            if facts["at_begin"] and self._source.restarts:
                 restore_random_state(facts["at_begin"])
             self._pick = self._source.picker()
             self._batches = self._source.batches() if self._pick is None else iter(())
