@@ -41,46 +41,54 @@ def serve_all(found, bound):
     import keras
 
     from lockstep.cluster.peer import Peer
+    from lockstep.parameters.client import VariableClient
     from lockstep.parameters.desk import Desk
     from lockstep.parameters.server import ArrayServer
     from lockstep.parameters.serving import serve
 
     variables, work = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
-    desk = Desk()
+    ports = [each.getsockname()[1] for each in (variables, work)]
+    desk, me = Desk(), Peer(0, 1, "here", 0, information={"job": "chief"})
     serve(0, plan_of(), keras.optimizers.Adam(1e-6), variables, max_staleness=bound)
-    ArrayServer(Peer(0, 1, "here", 0), desk, work).start()
+    VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me).fill(gradient())
+    ArrayServer(me, desk, work).start()
+    desk.open(1)
     for _ in range(100_000):
         desk.schedule({})
-    found.put([each.getsockname()[1] for each in (variables, work)])
+    found.put(ports)
     time.sleep(3600)
+
+
+def gradient():
+    return {f"w{number}": np.ones(SIZE, np.float32) for number in range(VARIABLES)}
 
 
 def drive(index, workers, ports, seconds, start, results):
     from lockstep.cluster.peer import Peer
     from lockstep.parameters.client import VariableClient
     from lockstep.parameters.courier import connect
+    from lockstep.parameters.working import DeskClient
 
     me = Peer(index, workers, "here", index)
     client = VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me)
-    courier = connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print)
-    gradient = {f"w{number}": np.ones(SIZE, np.float32) for number in range(VARIABLES)}
-    if index == 0:
-        client.fill(gradient)
+    desk = DeskClient(connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print))
+    arrays = gradient()
+    desk.enter(1)
     client.pull(takes_part=False)
     start.wait(100)
     begin, count, before = time.perf_counter(), 0, sum(client.traffic)
     while time.perf_counter() - begin < SECONDS:
-        task = courier.ask({"kind": "take", "seconds": 60.0}, {}, lambda *_: None).result()[0]["task"]
+        piece = desk.take(1)
         client.pull()
         time.sleep(seconds)
-        client.push(gradient, task=task).wait()
-        courier.ask({"kind": "finish", "task": task, "result": {}}, {}, lambda *_: None).result()
+        client.push(arrays, task=piece.number).wait()
+        desk.finish(1, piece, ({}, {})).result()
         count += 1
     used = time.perf_counter() - begin
     results.put((index, count / used, (sum(client.traffic) - before) / used, client.statistics()[0]["staleness"]))
     start.wait(100)  # Nobody goes before all are done: whoever goes is waited for no more.
     client.close()
-    courier.close()
+    desk.close()
 
 
 def measure(processes, seconds, bound):

@@ -21,9 +21,9 @@ def values_of(specs=SPECS, seed=0):
     return {spec.name: random.normal(size=spec.shape).astype(spec.dtype) for spec in specs}
 
 
-def peer(index, workers=4):
-    """Number 0 is the chief."""
-    return Peer(index, workers, "here", 1000 + index, information={} if index else {"job": "chief"})
+def peer(index, workers=4, job=None):
+    """Number 0 is the chief, the others are workers, where nothing else is said."""
+    return Peer(index, workers, "here", 1000 + index, information={"job": job or ("worker" if index else "chief")})
 
 
 class Servers(contextlib.ExitStack):
@@ -58,10 +58,8 @@ class Servers(contextlib.ExitStack):
             self.callback(server.stop)
             self.servers.append(server)
 
-    def client(self, index=0, *, plan=None, addresses=None, timeout_seconds=DEADLINE, **options):
-        options = {"secret": self.secret, "announce": self.said.append} | options
-        client = VariableClient(
-            plan or self.plan, addresses or self.addresses, peer(index), timeout_seconds=timeout_seconds, **options
-        )
+    def client(self, index=0, *, job=None, plan=None, addresses=None, timeout_seconds=DEADLINE, **options):
+        options = {"secret": self.secret, "announce": self.said.append, "timeout_seconds": timeout_seconds} | options
+        client = VariableClient(plan or self.plan, addresses or self.addresses, peer(index, job=job), **options)
         self.callback(client.close)
         return client

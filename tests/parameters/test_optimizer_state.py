@@ -168,8 +168,7 @@ def test_it_goes_over_the_wire_to_servers_and_back():
         client = servers.client(0)
         state = OptimizerState(one.optimizer, servers.plan)
         values = {name: np.array(value) for name, value in one.values.items()}
-        parts = zip(servers.plan.split(values), state.split(one.remembered), strict=True)
-        client.restore([(2, part | own) for part, own in parts])
+        client.fill(values, state.split(one.remembered), version=2)
         assert_same_bits(state.joined([found for _, found in client.state()]), one.remembered)
         client.push(gradients([3])[0]).wait()
         one.train(gradients([3]))

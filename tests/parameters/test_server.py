@@ -16,7 +16,7 @@ from lockstep.parameters.client import Part
 from lockstep.parameters.gradients import Rows
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.shards import Spec, plan
-from lockstep.parameters.store import Push, Store
+from lockstep.parameters.store import OPTIMIZER, Push, Store
 from tests.parameters.jobs import DEADLINE, SPECS, Servers, values_of
 
 
@@ -192,18 +192,30 @@ def test_who_waits_too_long_is_told_for_whom():
 def test_values_that_nobody_sets_are_waited_for_with_a_limit():
     with Servers(1) as servers:
         worker = servers.client(1, timeout_seconds=0.1)
-        with pytest.raises(ClusterError, match="it waits for worker 0, which sets the first values"):
+        with pytest.raises(ClusterError, match="it waits for the chief, which sets the first values"):
             worker.pull()
 
 
-def test_the_first_values_stay_where_worker_0_comes_again():
-    with Servers(1) as servers:
-        servers.client(0).fill(values_of())
-        again = servers.client(0)
-        again.fill(values_of(seed=1))
-        assert_equal(again.pull(), values_of())
-        again.fill(values_of(seed=1), overwrite=True)
-        assert_equal(again.pull(), values_of(seed=1))
+def test_values_that_the_chief_sets_take_the_place_of_others():
+    with Servers(2) as servers:
+        chief, worker = servers.client(0), servers.client(1)
+        chief.fill(values_of())
+        worker.push(values_of(seed=1), task=0).wait()
+        chief.fill(values_of(seed=2), version=7, task=3)
+        assert_equal(worker.pull(at_least=7), values_of(seed=2))
+        assert worker.versions == [7, 7]
+        for task, counts in ((2, False), (3, True), (3, False)):
+            replies = worker.push(values_of(seed=1), task=task).wait()
+            assert [reply["was_applied"] for reply in replies] == [counts] * 2
+        assert [each["updates"] for each in chief.statistics()] == [8, 8]
+
+
+def test_rounds_go_on_from_the_number_of_updates_that_the_chief_sets():
+    with Servers(1, max_staleness=0) as servers:
+        chief, worker = servers.client(0), servers.client(1)
+        chief.fill(values_of(), version=3)
+        assert worker.push(values_of(seed=1), part=Part(2, 0, 1)).wait()[0]["was_applied"] is False
+        assert worker.push(values_of(seed=1), part=Part(3, 0, 1)).wait()[0]["version"] == 4
 
 
 def test_a_job_goes_on_from_the_state_of_another():
@@ -212,7 +224,10 @@ def test_a_job_goes_on_from_the_state_of_another():
         one, other = first.client(0), second.client(0)
         one.fill(values_of())
         one.push(values_of(seed=1)).wait()
-        other.restore(one.state())
+        known = [
+            {name: array for name, array in arrays.items() if name.startswith(OPTIMIZER)} for _, arrays in one.state()
+        ]
+        other.fill(one.pull(), known, version=1)
         for client in (one, other):
             client.push(values_of(seed=2)).wait()
         assert_equal(one.pull(), other.pull())
@@ -359,9 +374,10 @@ def test_a_wrong_message_closes_that_connection_and_harms_nothing_else(message, 
         servers.client(1).pull()
 
 
-def test_only_worker_0_sets_values():
-    with Servers(1) as servers, pytest.raises(ClusterError, match="only worker 0 may set the values"):
-        servers.client(1).fill(values_of())
+@pytest.mark.parametrize("job", ["worker", "ps", "evaluator"])
+def test_only_the_chief_sets_values(job):
+    with Servers(1) as servers, pytest.raises(ClusterError, match="only the chief may set the values"):
+        servers.client(0, job=job).fill(values_of())
 
 
 def test_half_a_gradient_is_none():

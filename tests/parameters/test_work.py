@@ -7,60 +7,66 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lockstep.parameters.work import WorkQueue
 
 WORKERS = st.integers(0, 3)
+PATIENCE = 10.0
 
 
 class Work(RuleBasedStateMachine):
-    """The queue beside a naive one: sets of numbers."""
+    """The queue beside a naive one: sets of numbers, and who has them since when."""
 
     def __init__(self):
         super().__init__()
-        self.queue = WorkQueue()
+        self.queue = WorkQueue(PATIENCE)
         self.free, self.held, self.done = set(), {}, set()
-        self.is_closed = False
+        self.now = 0.0
 
     @rule(count=st.integers(0, 5))
     def add(self, count):
         self.free |= set(range(self.queue.added, self.queue.added + count))
         self.queue.add(count)
 
-    @rule()
-    def close(self):
-        self.queue.close()
-        self.is_closed = True
+    @rule(seconds=st.integers(1, 15))
+    def time_goes_on(self, seconds):
+        self.now += seconds
 
     @rule(worker=WORKERS)
     def take(self, worker):
-        number = self.queue.take(worker)
-        assert number == min(self.free, default=None)
+        late = {
+            number
+            for number, since in self.held.items()
+            if worker not in since and len(since) == 1 and self.now - min(since.values()) >= PATIENCE
+        }
+        number = self.queue.take(worker, self.now)
+        assert number == min(self.free or late, default=None)
         if number is not None:
-            self.free.remove(number)
-            self.held[number] = worker
+            self.free.discard(number)
+            self.held.setdefault(number, {})[worker] = self.now
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def finish(self, data):
         number = data.draw(st.sampled_from(sorted(self.held)))
-        assert self.queue.finish(self.held.pop(number), number)
+        worker = data.draw(st.sampled_from(sorted(self.held.pop(number))))
+        assert self.queue.finish(worker, number)
         self.done.add(number)
 
     @rule(worker=WORKERS, number=st.integers(0, 20))
     def claim(self, worker, number):
-        if self.held.get(number) != worker:
+        if worker not in self.held.get(number, ()):
             assert not self.queue.finish(worker, number)
 
     @rule(worker=WORKERS)
     def lose(self, worker):
-        lost = {number for number, holder in self.held.items() if holder == worker}
+        lost = {number for number, since in self.held.items() if list(since) == [worker]}
         assert self.queue.lose(worker) == sorted(lost)
         self.free |= lost
-        self.held = {number: holder for number, holder in self.held.items() if holder != worker}
+        for since in self.held.values():
+            since.pop(worker, None)
+        self.held = {number: since for number, since in self.held.items() if since}
 
     @invariant()
-    def ends_exactly_when_all_is_done(self):
-        is_idle = not self.free and not self.held
-        assert self.queue.is_idle == is_idle
-        assert self.queue.is_over == (is_idle and self.is_closed)
-        assert self.queue.held() == self.held
+    def is_idle_exactly_when_all_is_done(self):
+        assert self.queue.is_idle == (not self.free and not self.held)
+        assert self.queue.held() == {number: list(since) for number, since in self.held.items()}
         assert self.queue.added == len(self.free) + len(self.held) + len(self.done)
 
 
@@ -72,7 +78,6 @@ TestWork.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 def test_while_somebody_lives_everything_is_done(lost):
     queue = WorkQueue()
     queue.add(10)
-    queue.close()
     for worker in lost:
         queue.take(worker)
         queue.lose(worker)
@@ -81,4 +86,20 @@ def test_while_somebody_lives_everything_is_done(lost):
         assert queue.finish("the last", number)
         done.append(number)
     assert done == list(range(10))
-    assert queue.is_over
+    assert queue.is_idle
+
+
+def test_a_piece_that_one_has_for_too_long_goes_to_one_more_and_counts_once():
+    queue = WorkQueue(PATIENCE)
+    queue.add(2)
+    assert queue.take("stuck", 0.0) == 0
+    assert queue.take("quick", PATIENCE) == 1  # What nobody has comes first.
+    assert queue.take("stuck", PATIENCE) is None  # It has that already.
+    assert queue.take("quick", PATIENCE) == 0
+    assert queue.take("third", 5 * PATIENCE) == 1
+    assert queue.take("fourth", 5 * PATIENCE) is None  # Two have each of them.
+    assert queue.finish("quick", 0)
+    assert not queue.finish("stuck", 0)
+    assert queue.lose("stuck") == []
+    assert queue.lose("quick") == []  # The third has it, too.
+    assert queue.lose("third") == [1]

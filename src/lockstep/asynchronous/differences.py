@@ -82,7 +82,7 @@ class Totals:
     Attributes:
         others: of the variables that are not trained.
         metrics: of the metrics' variables.
-        changing: numbers of those of the first that have changed since :meth:`set`, and are no seeds.
+        changing: numbers of those of the first that have ever changed, and are no seeds.
     """
 
     def __init__(self, model: keras.Model) -> None:

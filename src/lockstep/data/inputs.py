@@ -125,7 +125,7 @@ class Input(_keras.DataAdapter):
     def facts_of_pass(self) -> dict[str, Any]:
         """What another process needs to know of the pass, to read the same batches: see :class:`NumberedBatches`."""
         begun_with = self._epoch.at_begin if self._epoch else {}
-        return {"at_begin": begun_with, "hooks": self.hooks, "taken_before": self._taken_before}
+        return {"pass": self._passes, "at_begin": begun_with, "hooks": self.hooks, "taken_before": self._taken_before}
 
     @property
     def can_seek(self) -> bool:

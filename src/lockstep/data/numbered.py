@@ -63,29 +63,39 @@ class NumberedBatches:
         self._source = source
         self._batches: Iterator[Any] | None = None
         self._pick: Callable[[int], Any] | None = None
-        self._position = self._offset = self._hooks_done = 0
+        self._position = self._offset = self._hooks_done = self._pass = 0
         self._kept: dict[int, Any] = {}
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """A new pass begins.
+        """A new pass begins, or an epoch within one that goes on.
 
         Args:
-            facts: the random state with which it began elsewhere; what the data's own code did where epochs began and ended, with
-                its random states; and how many batches were taken before it.
+            facts: the number of the pass; the random state with which it began elsewhere; what the data's own code did where epochs
+                began and ended, with its random states; and how many batches were taken before it.
         """
-        for kind, state in facts["hooks"][self._hooks_done :]:
-            restore_random_state(state)
-            (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
-        self._hooks_done = len(facts["hooks"])
-        if self._batches is None or self._source.restarts:
+        self.catch_up(facts["hooks"])
+        if self._batches is None or (self._source.restarts and facts["pass"] != self._pass):
+            self._pass = facts["pass"]
             self._offset = self._position = 0
             self._kept.clear()
-            if facts["at_begin"]:
+            # Of what does not restart, the first batch was read already, to see shapes.
+            if facts["at_begin"] and self._source.restarts:
                 restore_random_state(facts["at_begin"])
             self._pick = self._source.picker()
             self._batches = self._source.batches() if self._pick is None else iter(())
         if not self._source.restarts:
             self._offset = facts["taken_before"]
+
+    def catch_up(self, hooks: list[Any]) -> None:
+        """Do what the data's own code did elsewhere where epochs began and ended, and what was not done here yet.
+
+        Args:
+            hooks: all of the call, each with its random state: see :attr:`lockstep.data.inputs.Input.hooks`.
+        """
+        for kind, state in hooks[self._hooks_done :]:
+            restore_random_state(state)
+            (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
+        self._hooks_done = max(self._hooks_done, len(hooks))
 
     def batch(self, number: int, lowest: int) -> Any:
         """One batch of the pass, on the host.

@@ -158,9 +158,7 @@ class _LeavingSource(_MadeSource):
             yield self._pending.popleft()
         yield from super().batches()
 
-    def batches_from(self, number: int) -> Iterator[Any]:
-        """See :class:`Source`."""
-        return itertools.islice(self.batches(), number, None)
+    batches_from = Source.batches_from  # Not from a number on, as what was left comes first.
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`Source`."""

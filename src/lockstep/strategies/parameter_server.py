@@ -62,8 +62,8 @@ class ParameterServerStrategy(Strategy):
         >>> os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
         >>> strategy = lockstep.ParameterServerStrategy()
         >>> del os.environ["TF_CONFIG"]
-        >>> strategy.is_chief, strategy.num_replicas_in_sync
-        (True, 1)
+        >>> strategy.part.job, strategy.is_chief
+        ('chief', True)
         >>> strategy.close()
     """
 

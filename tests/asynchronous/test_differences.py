@@ -1,0 +1,266 @@
+"""What steps change besides the trained variables adds up: in any order where it is a sum, and over parts as over replicas."""
+
+import itertools
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import lockstep
+from lockstep import _keras
+from lockstep.asynchronous.differences import Totals, difference, differences, is_sum
+from lockstep.asynchronous.parts import busy_parts, part_of
+from lockstep.resume.variables import variables_of
+from lockstep.step.randomness import seed_of_replica
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(28, 4)).astype("float32")
+Y = (RANDOM.normal(size=(28, 1)) > 0).astype("float32")
+BATCHES = [(X[at : at + 7], Y[at : at + 7]) for at in range(0, 28, 7)]
+NONE = frozenset()
+
+
+class Counts(layers.Layer):
+    """One variable of each kind that changes in the forward pass."""
+
+    def build(self, shape):
+        def weight(name, dtype, aggregation):
+            return self.add_weight(
+                shape=(), dtype=dtype, initializer="zeros", trainable=False, name=name, aggregation=aggregation
+            )
+
+        self.calls = weight("calls", "int32", "sum")
+        self.rows = weight("rows", "float32", "sum")
+        self.first = weight("first", "float32", "only_first_replica")
+        self.largest = weight("largest", "float32", "mean")
+        self.was_called = weight("was_called", "bool", "only_first_replica")
+
+    def call(self, x):
+        self.calls.assign(self.calls + 1)
+        self.rows.assign(self.rows + ops.cast(ops.shape(x)[0], "float32"))
+        self.first.assign(self.first + x[0, 0])
+        self.largest.assign(ops.max(x))
+        self.was_called.assign(ops.logical_or(self.was_called, ops.max(x) > -1e9))
+        return x
+
+
+class Largest(keras.metrics.Metric):
+    """Keeps a maximum, which does not add up."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = self.add_variable((), "zeros", name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y_pred))))
+
+    def result(self):
+        return ops.cast(self.largest, "float32")
+
+
+class HasSeen(Largest):
+    """Knows a word, and not a number."""
+
+    def __init__(self):
+        keras.metrics.Metric.__init__(self, name="has_seen")
+        self.largest = self.add_variable((), "zeros", dtype="bool", name="has_seen")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(ops.logical_or(self.largest, ops.any(ops.convert_to_tensor(y_true) > 0)))
+
+
+def made(*more, metrics=(), rate=0.0):
+    keras.utils.set_random_seed(1)
+    inner = [layers.Dense(3), layers.BatchNormalization(momentum=0.8), *more, layers.Dense(1, activation="sigmoid")]
+    model = keras.Sequential([keras.Input((4,)), *inner])
+    model.compile(keras.optimizers.SGD(rate), "binary_crossentropy", metrics=list(metrics))
+    _keras.training_state(model, BATCHES[0])
+    return model
+
+
+def host(state):
+    return tuple([np.array(value) for value in part] for part in state)
+
+
+def state_of(model):
+    return host([variable.value for variable in group] for group in variables_of(model))
+
+
+def compiled(model):
+    """``(state, batch) -> state`` of plain Keras."""
+    step = jax.jit(model.train_step)
+    return lambda state, batch: host(step(state, batch)[1])
+
+
+def one_after_the_other(step, state, batches):
+    for batch in batches:
+        state = step(state, batch)
+    return state
+
+
+def changed_by(step, state, others, batch, no_sums=NONE):
+    """As a worker finds it: metrics begin anew."""
+    trainable, _, optimizer, zero = state
+    _, new, _, metrics = step((trainable, others, optimizer, zero), batch)
+    return differences((new, others), (metrics, zero), no_sums)
+
+
+def assert_close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)  # float32, added up in another order.
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_metrics_of_batches_in_any_order_are_those_of_one_after_the_other(order):
+    metrics = [keras.metrics.AUC(num_thresholds=20), "mae", "accuracy", keras.metrics.F1Score(threshold=0.5)]
+    model = made(metrics=metrics)
+    step, state = compiled(model), state_of(model)
+    expected = one_after_the_other(step, state, BATCHES)
+    totals = Totals(model)
+    totals.set(state[1], state[3])
+    for number in order:
+        totals.add([changed_by(step, state, state[1], BATCHES[number])], [7], NONE)
+    assert_close(totals.metrics, expected[3])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_who_takes_the_newest_values_moves_averages_and_counters_as_one_process_does(order):
+    model = made(Counts())
+    step, state = compiled(model), state_of(model)
+    batches = [BATCHES[number] for number in order]
+    expected = one_after_the_other(step, state, batches)
+    totals = Totals(model)
+    totals.set(state[1], state[3])
+    for batch in batches:
+        others = Totals.taken_over(state[1], totals.newest())
+        totals.add([changed_by(step, state, others, batch)], [7], NONE)
+    assert_close(totals.others, expected[1])
+    assert {number for number, value in enumerate(expected[1]) if (value != state[1][number]).any()} == totals.changing
+
+
+def test_what_several_have_counted_at_the_same_time_is_all_counted_whoever_was_first():
+    model = made(Counts())
+    step, state = compiled(model), state_of(model)
+    expected = one_after_the_other(step, state, BATCHES)[1]
+    found = [changed_by(step, state, state[1], batch) for batch in BATCHES]
+    ends = []
+    for order in itertools.islice(itertools.permutations(found), 0, None, 5):
+        totals = Totals(model)
+        totals.set(state[1], state[3])
+        for one in order:
+            totals.add([one], [7], NONE)
+        ends.append(totals.others)
+        counters = [
+            n for n, x in enumerate(model.non_trainable_variables) if x.name in ("calls", "rows", "first", "was_called")
+        ]
+        assert len(counters) == 4
+        assert_close([totals.others[n] for n in counters], [expected[n] for n in counters])
+    for end in ends[1:]:
+        assert_close(end, ends[0])
+
+
+@pytest.mark.parametrize("parts", [3, 5])
+def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
+    strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=parts)
+    more = lambda: (Counts(), layers.Dropout(0.3, seed=3))  # noqa: E731
+    with strategy.scope():
+        mirrored = made(*more())
+    mirrored.fit(*BATCHES[0], batch_size=7, shuffle=False, verbose=0)
+    model = made(*more())
+    step, state = compiled(model), state_of(model)
+    totals = Totals(model)
+    totals.set(state[1], state[3])
+    pieces = [part_of(BATCHES[0], part, parts) for part in range(busy_parts(7, parts))]
+    found = []
+    for number, piece in enumerate(pieces):
+        pairs = zip(state[1], model.non_trainable_variables, strict=True)
+        others = [
+            np.asarray(seed_of_replica(jax.numpy.asarray(value), number)) if _keras.is_seed(variable) else value
+            for value, variable in pairs
+        ]
+        found.append(changed_by(step, state, others, piece))
+    totals.add(found, [len(x) for x, _ in pieces], NONE)
+    assert_close(totals.others, state_of(mirrored)[1])
+
+
+def test_seeds_go_on_and_are_not_sent_with_each_piece():
+    model = made(layers.Dropout(0.3, seed=3))
+    step, state = compiled(model), state_of(model)
+    totals = Totals(model)
+    totals.set(state[1], state[3])
+    (seed,) = [n for n, variable in enumerate(model.non_trainable_variables) if _keras.is_seed(variable)]
+    totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
+    assert (totals.others[seed] != state[1][seed]).any()
+    assert seed not in totals.changing
+    assert f"other/{seed}" not in totals.newest()
+
+
+def test_a_worker_gets_all_that_has_ever_changed_also_after_metrics_were_reset():
+    model = made(Counts())
+    step, state = compiled(model), state_of(model)
+    totals = Totals(model)
+    totals.set(state[1], state[3])
+    totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
+    totals.set(totals.others, state[3])  # As at the begin of an epoch: only metrics are other ones.
+    assert_close(Totals.taken_over(state[1], totals.newest()), totals.others)
+    assert_close(totals.metrics, state[3])
+
+
+def test_a_metric_that_does_not_add_up_is_seen_and_shows_the_last_batch():
+    model = made(metrics=[Largest(), HasSeen(), "mae", keras.metrics.AUC(num_thresholds=5)])
+    step, state = compiled(model), state_of(model)
+    first = step(state, BATCHES[0])
+    second = step((*state[:3], first[3]), BATCHES[0])
+    three = zip(first[3], state[3], second[3], strict=True)
+    no_sums = frozenset(number for number, each in enumerate(three) if not is_sum(*each))
+    names = [variable.path.rpartition("/")[2] for variable in variables_of(model)[3]]
+    assert [names[number] for number in sorted(no_sums)] == ["largest", "has_seen"]
+    totals = Totals(model)
+    totals.set(state[1], state[3])
+    for batch in BATCHES:
+        totals.add([changed_by(step, state, state[1], batch, no_sums)], [7], no_sums)
+    (largest, seen) = sorted(no_sums)
+    last = step(state, BATCHES[-1])[3]
+    assert (totals.metrics[largest], totals.metrics[seen]) == (last[largest], last[seen])
+    whole = one_after_the_other(step, state, BATCHES)[3]
+    assert_close(
+        [value for number, value in enumerate(totals.metrics) if number not in no_sums],
+        [value for number, value in enumerate(whole) if number not in no_sums],
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "start", "second", "expected"),
+    [
+        (np.float32(5), np.float32(2), np.float32(8), True),
+        (np.float32(5), np.float32(0), np.float32(5), False),
+        (np.int32([1, 2]), np.int32([0, 0]), np.int32([2, 4]), True),
+        (np.int32([1, 2]), np.int32([0, 0]), np.int32([2, 3]), False),
+        (np.float32(np.nan), np.float32(0), np.float32(np.nan), True),
+        (np.bool_(True), np.bool_(False), np.bool_(True), False),
+        (np.bool_(True), np.bool_(True), np.bool_(True), True),
+    ],
+)
+def test_a_sum_is_what_the_same_step_adds_again(first, start, second, expected):
+    assert is_sum(*map(np.asarray, (first, start, second))) == expected
+
+
+def test_a_difference_of_whole_numbers_goes_round_and_that_of_nothing_is_none():
+    new, old = np.uint32([1, 5]), np.uint32([4, 5])
+    changed = difference(new, old)
+    assert changed.dtype == "uint32"
+    assert (old + changed == new).all()
+    assert difference(new, new.copy()) is None
+    assert difference(np.array(True), np.array(False)) is None
+
+
+def test_what_did_not_change_does_not_travel():
+    same, new, old = np.ones(3, "float32"), np.zeros((2,), "float32"), np.ones((2,), "float32")
+    found = differences(
+        ([same, np.array(True), new], [same.copy(), np.array(False), old]), ([same], [same.copy()]), NONE
+    )
+    assert sorted(found) == ["new/1", "other/2"]
+    assert found["new/1"].dtype == bool

@@ -1,0 +1,118 @@
+"""A batch in parts is the batch, where its loss is a mean over rows; every other loss is refused."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from lockstep import ModelError
+from lockstep.asynchronous.parts import busy_parts, count_batch_rows, part_of, refuse_all_but_means
+from lockstep.data.placement import Rows
+from lockstep.topology.layout import Layout
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(7, 3)).astype("float32")
+Y = RANDOM.normal(size=(7, 1)).astype("float32")
+WEIGHTS = RANDOM.uniform(0.1, 5, size=7).astype("float32")
+WORDS = np.array([[1, 0, 0], [2, 3, 1], [3, 0, 0], [1, 1, 1], [2, 0, 0], [3, 2, 0], [0, 0, 3]])
+
+
+class AddsLoss(layers.Layer):
+    def __init__(self, of, **options):
+        super().__init__(**options)
+        self.of = of
+
+    def call(self, x):
+        self.add_loss(self.of(x))
+        return x
+
+
+class NoLoss(keras.Sequential):
+    """Its steps say nothing of a loss."""
+
+    def test_step(self, state, data):
+        return {"mae": ops.zeros(())}, state
+
+
+def compares_rows(true, predicted):
+    return ops.mean((predicted - ops.mean(predicted)) ** 2, axis=-1)
+
+
+def dense(*more, kind=keras.Sequential, **options):
+    return kind([keras.Input((3,)), *more, layers.Dense(1, **options)], name="net")
+
+
+def words():
+    return keras.Sequential(
+        [keras.Input((3,), dtype="int32"), layers.Embedding(4, 2, mask_zero=True), layers.Dense(1)], name="net"
+    )
+
+
+MEANS = {
+    "mse": (dense, "mse", (X, Y)),
+    "weights of rows": (dense, "mse", (X, Y, WEIGHTS)),
+    "regularizers": (lambda: dense(kernel_regularizer="l2", activity_regularizer=None), "mse", (X, Y)),
+    "a loss of a layer that is a mean": (lambda: dense(AddsLoss(lambda x: ops.mean(x**2))), "mse", (X, Y)),
+    "another reduction that is a mean": (dense, keras.losses.MeanSquaredError("mean"), (X, Y)),
+    "classes": (lambda: dense(), keras.losses.BinaryCrossentropy(from_logits=True), (X, (Y > 0).astype("float32"))),
+    "no loss that is known": (lambda: dense(kind=NoLoss), "mse", (X, Y)),
+}
+OTHERS = {
+    "a mask": (words, "mse", (WORDS, RANDOM.normal(size=(7, 3, 1)).astype("float32"))),
+    "a sum": (dense, keras.losses.MeanSquaredError("sum"), (X, Y)),
+    "rows that are compared": (dense, compares_rows, (X, Y)),
+    "a mean by weights": (dense, keras.losses.MeanSquaredError("mean_with_sample_weight"), (X, Y, WEIGHTS)),
+    "a loss of a layer that is a sum": (lambda: dense(AddsLoss(lambda x: ops.sum(x**2))), "mse", (X, Y)),
+}
+
+
+def checked(make, loss, batch, parts):
+    keras.utils.set_random_seed(1)
+    model = make()
+    model.compile("sgd", loss)
+    model.optimizer.build(model.trainable_variables)
+    before = [np.array(variable.value) for variable in model.variables]
+    refuse_all_but_means(model, batch, parts)
+    assert all((one == other.value).all() for one, other in zip(before, model.variables, strict=True))
+
+
+@pytest.mark.parametrize(("make", "loss", "batch"), MEANS.values(), ids=MEANS)
+def test_a_mean_over_rows_is_taken(make, loss, batch):
+    checked(make, loss, batch, 3)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 9])
+def test_it_is_one_on_any_number_of_parts(parts):
+    checked(*MEANS["weights of rows"], parts)
+
+
+@pytest.mark.parametrize(("make", "loss", "batch"), OTHERS.values(), ids=OTHERS)
+def test_everything_else_is_refused_with_both_losses(make, loss, batch):
+    with pytest.raises(
+        ModelError,
+        match=r"Model 'net': the loss of a batch is [\d.e-]+, and the mean of the losses of its 2 parts, by rows, [\d.e-]+\. .*"
+        "no mask, no reduction='sum', no loss that compares rows",
+    ):
+        checked(make, loss, batch, 2)
+
+
+def test_a_batch_that_stays_whole_may_have_any_loss():
+    checked(*OTHERS["rows that are compared"], parts=1)
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("parts", range(1, 6))
+def test_parts_are_the_rows_of_replicas_in_their_order(rows, parts):
+    batch = ({"a": np.arange(rows), "b": np.arange(rows) * 2.0}, np.arange(rows)[:, None])
+    busy = busy_parts(rows, parts)
+    found = [part_of(batch, part, parts) for part in range(busy)]
+    assert [count_batch_rows(one) for one in found] == list(Layout(rows, parts, 1).busy_replicas)
+    for one, whole in zip(zip(*map(keras.tree.flatten, found), strict=True), keras.tree.flatten(batch), strict=True):
+        assert (np.concatenate(one) == whole).all()
+
+
+def test_rows_are_counted_on_the_host_and_on_devices():
+    placed = Rows(jax.numpy.zeros((8, 3)), Layout(7, 2, 2))  # The devices have a place more than there are rows.
+    assert count_batch_rows((X, Y)) == count_batch_rows((placed, placed)) == 7
+    assert count_batch_rows(({"a": np.zeros((4, 2))},)) == 4
