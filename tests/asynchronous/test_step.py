@@ -61,7 +61,7 @@ def step_of(kind=keras.Sequential, replicas=1, devices=1, **options):
     with strategy.scope():
         model = made(kind, **options)
         model.make_train_function()
-    return model, GradientStep(model, strategy._functions[model], strategy._plan)
+    return model, GradientStep(model, strategy._functions[model], strategy._placement)
 
 
 def state_of(model):
@@ -131,7 +131,7 @@ def test_a_step_sees_how_many_updates_were_made():
 @pytest.mark.parametrize(("kind", "times"), [(NoStep, 0), (TwoSteps, 2)])
 def test_a_train_step_that_does_not_apply_its_optimizer_once_is_refused_and_the_optimizer_stays_whole(kind, times):
     model, step = step_of(kind)
-    with pytest.raises(ModelError, match=rf"{kind.__name__}.train_step called optimizer.stateless_apply {times} times"):
+    with pytest.raises(ModelError, match=rf"{kind.__name__}.train_step calls optimizer.stateless_apply {times} times"):
         step(values_of(model), *state_of(model)[1::2], BATCHES[0], 0)
     assert "stateless_apply" not in vars(model.optimizer)
 

@@ -469,7 +469,7 @@ def test_what_cannot_be_asked_is_refused_before_its_arrays_are_read(message, giv
         ("take", {"seconds": -1}, "seconds: expected a number from 0"),
         ("finish", {"task": 0}, "a 'finish' has no result"),
         ("finish", {"task": None, "result": {}}, "task: expected a whole number"),
-        ("fail", {"summary": "x"}, "task: expected a whole number"),
+        ("fail", {"summary": "x", "task": "1"}, "task: expected a whole number"),
     ],
 )
 def test_a_question_that_lacks_something_is_refused(kind, more, reason):

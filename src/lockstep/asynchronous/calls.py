@@ -5,7 +5,7 @@ come back with the chief's history and the chief's weights. ``evaluate`` is done
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from typing import Any, Protocol
 
 import keras
@@ -116,7 +116,13 @@ class AtTheChief(calls.Together):
         except BaseException as error:
             self._desk.abort(f"the chief's fit has ended: {summary_of(error)}", _code_of(error))
             raise
-        result = {"history": plain(history.history), "epoch": list(history.epoch), "taken": data.taken_in_all}
+        data.close()  # An epoch that was broken off ends here, with what the data's own code does then.
+        result = {
+            "history": plain(history.history),
+            "epoch": list(history.epoch),
+            "taken": data.taken_in_all,
+            "hooks": data.hooks,
+        }
         self._desk.close(result, kept_values(model))
         return history
 
@@ -159,13 +165,23 @@ class Elsewhere(calls.Together):
             self._desk.enter(self._call)
         except CallOver as over:
             return over
-        return self._roles[self._member.part.job](model, arguments) if call == "fit" else self._desk.end_of(self._call)
+        if call != "fit":
+            return self._desk.end_of(self._call)
+        try:
+            return self._roles[self._member.part.job](model, arguments)
+        except ClusterError:
+            raise  # The chief sees by itself who is lost.
+        except Exception as error:
+            with suppress(ClusterError):  # It may have ended because of another process.
+                self._desk.fail(self._call, error)
+            raise
 
     def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
         batches = arguments["x"].numbered()
         with closing(self._go_to_servers(model)) as client:
             step = self._training.gradient_step(model)
             over = WorkerFit(model, step, batches, self._desk, client, self._call, self._member.announce).run()
+        batches.catch_up(over.result["hooks"])
         batches.skip_to(over.result["taken"])
         return over
 

@@ -48,6 +48,7 @@ class _Update:
     ) -> None:
         self.batch, self._parts, self._when_done = batch, parts, when_done
         self._left = len(parts)
+        self.error: Exception | None = None
         for part in parts:
             part.add_done_callback(self._one_more)
 
@@ -65,8 +66,14 @@ class _Update:
         """Under the lock of the desk, or before anybody could have taken a part."""
         if part.exception() is None:
             if self._left == 1:
-                self._when_done([each.result() for each in self._parts])
+                self._finish()
             self._left -= 1
+
+    def _finish(self) -> None:
+        try:
+            self._when_done([each.result() for each in self._parts])
+        except Exception as error:  # The thread is not the one that waits.
+            self.error = error
 
 
 class ChiefFit:
@@ -99,7 +106,8 @@ class ChiefFit:
         self._given: State | None = None  # what Keras has, as the last step gave it
         self._waiting: list[_Update] = []
         self._lock = threading.Lock()
-        self._updates = self._states = self._pass = 0
+        self._updates = self._states = 0
+        self._reading = ""  # what workers need to know to read the batches that are handed out
         self._newest_state: State | None = None  # as settled; None where a batch was handed out since
         self._logs: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}  # what Keras was given last
@@ -118,9 +126,10 @@ class ChiefFit:
         """Keras's next step: hand out the batch that was taken just now."""
         given = self._taken_over(state)
         place = self._data.taken_last
-        if place[0] != self._pass:
-            self._pass = place[0]
-            self._desk.tell(f"pass {self._pass}", self._data.facts_of_pass())
+        reading = f"pass {place[0]}, after {len(self._data.hooks)} hooks"
+        if reading != self._reading:
+            self._reading = reading
+            self._desk.tell(reading, self._data.facts_of_pass())
         self._hand_out(place[1], count_batch_rows(batch))
         self._collect(0 if self._parts else _AHEAD * max(1, self._desk.workers) - 1)
         self._shown = dict(self._logs)
@@ -185,7 +194,13 @@ class ChiefFit:
 
     def _hand_out(self, batch: int, rows: int) -> None:
         lowest = min((update.batch for update in self._waiting), default=batch)
-        about = {"pass": self._pass, "batch": batch, "lowest": lowest, "state": self._states, "update": self._updates}
+        about = {
+            "pass": self._reading,
+            "batch": batch,
+            "lowest": lowest,
+            "state": self._states,
+            "update": self._updates,
+        }
         if self._parts is None:
             pieces = [about]
         else:
@@ -204,6 +219,9 @@ class ChiefFit:
 
         self._desk.wait(is_enough)
         finished = [update for update in self._waiting if update.is_done]
+        for update in finished:
+            if update.error is not None:
+                raise update.error
         self._waiting = [update for update in self._waiting if not update.is_done]
         if finished:
             self._logs = self._logs_of(finished[-1].told)

@@ -53,7 +53,7 @@ class WorkerFit:
         self._touched = TouchedRows(model, announce)
         model.reset_metrics()
         self._zero = [np.asarray(variable.value) for variable in variables_of(model)[3]]
-        self._pass = self._state = -1
+        self._pass, self._state = "", -1
         self._others: Values = []
         self._first_update = 0
         self._draws: list[np.ndarray | None] | None = None  # what a step adds to the state of each seed
@@ -106,7 +106,7 @@ class WorkerFit:
 
     def _batch(self, about: Mapping[str, Any]) -> Any:
         if about["pass"] != self._pass:
-            self._batches.begin(self._desk.ask(self._call, f"pass {about['pass']}")[0])
+            self._batches.begin(self._desk.ask(self._call, about["pass"])[0])
             self._pass = about["pass"]
         return self._batches.batch(about["batch"], about["lowest"])
 

@@ -108,7 +108,10 @@ class NumberedBatches:
             InputError: there is no such batch.
         """
         if self._pick is not None:
-            return self._pick(number)
+            try:
+                return self._pick(number)
+            except StopIteration:
+                raise self._too_short(number) from None
         wanted, lowest = number + self._offset, lowest + self._offset
         for old in [kept for kept in self._kept if kept < lowest]:
             del self._kept[old]
@@ -124,10 +127,13 @@ class NumberedBatches:
     def _read(self, keep: bool) -> None:
         batch = next(self._batches, None) if self._batches is not None else None
         if batch is None:
-            raise InputError(
-                f"The {self._source.name} has {self._position} batches here, and more at the chief. Every process must read the same data "
-                "in the same order: give shuffling a seed."
-            )
+            raise self._too_short(self._position)
         if keep:
             self._kept[self._position] = batch
         self._position += 1
+
+    def _too_short(self, batches: int) -> InputError:
+        return InputError(
+            f"The {self._source.name} has {batches} batches here, and more at the chief. Every process must read the same data in the "
+            "same order: give shuffling a seed."
+        )

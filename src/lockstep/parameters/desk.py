@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
@@ -305,8 +304,8 @@ class Desk:
 
     def _fail(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         with self._changed:
-            what: Any = message.get("summary")
-            self._break(f"{visit} failed in piece {whole(message, 'task')} of the work: {what}", exit_codes.USER_ERROR)
+            where = f" in piece {whole(message, 'task')} of the work" if "task" in message else ""
+            self._break(f"{visit} failed{where}: {message.get('summary')}", exit_codes.USER_ERROR)
         return {"kind": "noted", "counts": True}, {}
 
     def _leave_call(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:

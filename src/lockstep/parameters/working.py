@@ -104,9 +104,10 @@ class DeskClient:
         about = {"kind": "finish", "call": call, "task": piece.number, "result": result[0]}
         return self._courier.ask(about, result[1], no_arrays)
 
-    def fail(self, call: int, piece: Piece, error: BaseException) -> None:
-        """Tell what a piece has ended with; then nobody goes on."""
-        about = {"kind": "fail", "call": call, "task": piece.number, "summary": summary_of(error)}
+    def fail(self, call: int, error: BaseException, piece: Piece | None = None) -> None:
+        """Tell what this process, or a piece, has ended with; then nobody goes on."""
+        about = {"kind": "fail", "call": call, "summary": summary_of(error)}
+        about |= {} if piece is None else {"task": piece.number}
         self._courier.ask(about, {}, no_arrays).result()
 
     def leave(self, call: int) -> None:
@@ -161,7 +162,7 @@ def work(desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambd
                 raise  # The chief sees by itself who is lost.
             except Exception as error:
                 with contextlib.suppress(ClusterError):  # The chief may have ended because of another worker.
-                    desk.fail(call, piece, error)
+                    desk.fail(call, error, piece)
                 raise
             noted = desk.finish(call, piece, result)
             asked = desk.asked_for_piece(call)
