@@ -7,7 +7,7 @@ wants the weights, at an epoch's end or in a callback, the loop waits until ever
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -39,41 +39,32 @@ class _Update:
 
     Args:
         batch: its number in its pass.
-        parts: the results that are to come.
+        parts: number of results that are to come.
         when_done: gets them in their order, once.
     """
 
-    def __init__(
-        self, batch: int, parts: "Sequence[Future[Result]]", when_done: Callable[[Sequence[Result]], None]
-    ) -> None:
-        self.batch, self._parts, self._when_done = batch, parts, when_done
-        self._left = len(parts)
+    def __init__(self, batch: int, parts: int, when_done: Callable[[Sequence[Result]], None]) -> None:
+        self.batch, self._when_done = batch, when_done
+        self._found: dict[int, Result] = {}
+        self._parts, self.is_done = parts, False
         self.error: Exception | None = None
-        for part in parts:
-            part.add_done_callback(self._one_more)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all parts are done."""
-        return self._left == 0
 
     @property
     def told(self) -> list[Mapping[str, Any]]:
         """What came with the parts."""
-        return [part.result()[0] for part in self._parts]
+        return [self._found[part][0] for part in range(self._parts)]
 
-    def _one_more(self, part: "Future[Result]") -> None:
-        """Under the lock of the desk, or before anybody could have taken a part."""
-        if part.exception() is None:
-            if self._left == 1:
-                self._finish()
-            self._left -= 1
-
-    def _finish(self) -> None:
-        try:
-            self._when_done([each.result() for each in self._parts])
-        except Exception as error:  # The thread is not the one that waits.
-            self.error = error
+    def take(self, part: int, result: "Future[Result]") -> None:
+        """A part is done; called under the lock of the desk."""
+        if result.exception() is not None:
+            return
+        self._found[part] = result.result()
+        if len(self._found) == self._parts:
+            try:
+                self._when_done([self._found[number] for number in range(self._parts)])
+            except Exception as error:  # This thread is not the one that waits.
+                self.error = error
+            self.is_done = True
 
 
 class ChiefFit:
@@ -111,6 +102,7 @@ class ChiefFit:
         self._newest_state: State | None = None  # as settled; None where a batch was handed out since
         self._logs: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}  # what Keras was given last
+        self._is_lost = False
         self.count = Count()
         data.keep_position(None, is_expecting=False)
         if parts is None:  # Else the number of rows of each batch must be known.
@@ -137,13 +129,15 @@ class ChiefFit:
 
     def settle(self) -> State | None:
         """Wait until every batch that was handed out is done; then the values of everything. None: there is nothing newer."""
-        if self._client is None or self._given is None or self._desk.has_failed:
+        if self._client is None or self._given is None or self._is_lost or self._desk.has_failed:
             return None
         if self._newest_state is not None:
             return self._newest_state
+        self._is_lost = True  # Until it is not: after an error nothing is fetched any more.
         self._collect(0)
         self._shown.update(self._logs)  # Keras takes them for the epoch.
         states = self._client.state()
+        self._is_lost = False
         values = _joined(self._plan, [arrays for _, arrays in states])
         trainable = [values[name] for name in names_of(self._model)]
         optimizer = self._optimizer.joined([arrays for _, arrays in states])
@@ -185,7 +179,9 @@ class ChiefFit:
         if (changed[0] or changed[2]) and self._client is not None:
             values = dict(zip(names_of(self._model), trainable, strict=True))
             known = self._optimizer.split(optimizer)
+            self._is_lost = True
             self._client.fill(values, known, version=self._updates, task=self._updates)
+            self._is_lost = False
             self._desk.tell(READY, {})
         if changed[1]:
             self._states += 1
@@ -206,7 +202,9 @@ class ChiefFit:
         else:
             parts = busy_parts(rows, self._parts)
             pieces = [about | {"part": part, "parts": parts} for part in range(parts)]
-        update = _Update(batch, [self._desk.schedule(piece) for piece in pieces], self._add)
+        update = _Update(batch, len(pieces), self._add)
+        for number, piece in enumerate(pieces):
+            self._desk.schedule(piece, when_done=partial(update.take, number))
         self._waiting.append(update)
         self._updates, self._newest_state = self._updates + 1, None
 

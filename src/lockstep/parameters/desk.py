@@ -119,12 +119,18 @@ class Desk:
             self._facts[key] = (what, arrays or {})
             self._changed.notify_all()
 
-    def schedule(self, what: Message, arrays: Mapping[str, np.ndarray] | None = None) -> "Future[Result]":
+    def schedule(
+        self,
+        what: Message,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        when_done: "Callable[[Future[Result]], object] | None" = None,
+    ) -> "Future[Result]":
         """Have something done by the next worker that is free, at least once.
 
         Args:
             what: values of JSON that say what.
             arrays: that go with it, and must not change.
+            when_done: gets the result, under the lock of the desk: before whoever has done it takes another piece.
 
         Returns:
             Its result, later.
@@ -133,6 +139,8 @@ class Desk:
             ClusterError: something that was scheduled before has failed.
         """
         result: Future[Result] = Future()
+        if when_done:
+            result.add_done_callback(when_done)
         with self._changed:
             self._raise_failure()
             self._moved = self._clock() if self._queue.is_idle else self._moved
