@@ -25,6 +25,8 @@ from lockstep._version import __version__
 
 if TYPE_CHECKING:
     from lockstep import callbacks, cluster_resolver, config, datasets, experimental, testing
+    from lockstep.asynchronous.coordinator import ClusterCoordinator, RemoteValue
+    from lockstep.asynchronous.per_worker import PerWorkerDataset, PerWorkerValues
     from lockstep.collectives import (
         AutoAllReduce,
         CommunicationImplementation,
@@ -52,6 +54,7 @@ __all__ = [
     "AutoAllReduce",
     "BackendError",
     "CheckpointError",
+    "ClusterCoordinator",
     "ClusterError",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -75,8 +78,11 @@ __all__ = [
     "OptionError",
     "ParameterServerStrategy",
     "PerReplica",
+    "PerWorkerDataset",
+    "PerWorkerValues",
     "ReduceOp",
     "ReductionToOneDevice",
+    "RemoteValue",
     "ReplicaContext",
     "RingAllReduce",
     "ScopeError",
@@ -99,6 +105,7 @@ __all__ = [
 
 _LATER = {
     "AutoAllReduce": "lockstep.collectives",
+    "ClusterCoordinator": "lockstep.asynchronous.coordinator",
     "CommunicationImplementation": "lockstep.collectives",
     "CommunicationOptions": "lockstep.collectives",
     "CrossDeviceOps": "lockstep.collectives",
@@ -113,8 +120,11 @@ _LATER = {
     "NcclAllReduce": "lockstep.collectives",
     "ParameterServerStrategy": "lockstep.strategies.parameter_server",
     "PerReplica": "lockstep.loops.values",
+    "PerWorkerDataset": "lockstep.asynchronous.per_worker",
+    "PerWorkerValues": "lockstep.asynchronous.per_worker",
     "ReduceOp": "lockstep.collectives",
     "ReductionToOneDevice": "lockstep.collectives",
+    "RemoteValue": "lockstep.asynchronous.coordinator",
     "ReplicaContext": "lockstep.loops.context",
     "RingAllReduce": "lockstep.collectives",
     "TreeAllReduce": "lockstep.collectives",

@@ -1,11 +1,13 @@
 """Names that older tutorials use, as ``tf.distribute.experimental`` had them."""
 
+from lockstep.asynchronous.coordinator import ClusterCoordinator
 from lockstep.cluster.resolvers import ClusterResolver
 from lockstep.collectives import CommunicationImplementation, CommunicationOptions
 from lockstep.loops.datasets import ValueContext
 from lockstep.strategies import multi_worker
 
 __all__ = [
+    "ClusterCoordinator",
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",

@@ -15,10 +15,13 @@ from lockstep import _keras
 from lockstep._errors import ClusterError
 from lockstep._keras_state import settled_before_sync
 from lockstep.asynchronous.chief import READY, ChiefFit
+from lockstep.asynchronous.coordinating import Coordinating
+from lockstep.asynchronous.coordination import Coordination
 from lockstep.asynchronous.evaluator import look_on
 from lockstep.asynchronous.member import Member
 from lockstep.asynchronous.statistics import Statistics
 from lockstep.asynchronous.step import GradientStep
+from lockstep.asynchronous.taking_part import TakingPart
 from lockstep.asynchronous.worker import WorkerFit
 from lockstep.cluster import exit_codes
 from lockstep.cluster.failure import summary_of
@@ -46,6 +49,9 @@ class Training(Protocol):
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
 
+    def model_of_loop(self) -> keras.Model:
+        """See :class:`lockstep.asynchronous.coordination.Training`."""
+
 
 class AtTheChief(calls.Together):
     """The calls of the chief.
@@ -59,17 +65,25 @@ class AtTheChief(calls.Together):
     def __init__(self, member: Member, desk: Desk, training: Training) -> None:
         self._member, self._desk, self._training = member, desk, training
         self._call, self._is_inside = 0, False
+        self.coordination: Coordination = Coordinating(member, training, self._next_call, desk)
 
     def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.calls.Together`."""
         if call == "predict" or self._is_inside:
             return proceed()
-        self._call += 1
         self._is_inside = True
         try:
+            if call == "evaluate" and self.coordination.is_open:
+                return self.coordination.evaluated(proceed)
+            self.coordination.end()
+            self._next_call()
             return self._fit(model, arguments, proceed) if call == "fit" else self._evaluate(proceed)
         finally:
             self._is_inside = False
+
+    def _next_call(self) -> int:
+        self._call += 1
+        return self._call
 
     def _evaluate(self, proceed: Callable[[], Any]) -> Any:
         self._desk.open(self._call)
@@ -127,14 +141,18 @@ class Elsewhere(calls.Together):
     def __init__(self, member: Member, desk: DeskClient, training: Training) -> None:
         self._member, self._desk, self._training = member, desk, training
         self._call = 0
+        self.coordination: Coordination = TakingPart(member, training, self._next_call, desk)
         self._roles = {"worker": self._work, "ps": self._serve, "evaluator": self._look_on}
 
     def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.calls.Together`."""
-        if call == "predict":
+        if call == "predict" or self.coordination.is_in_function:
             arguments["verbose"] = 0
             return proceed()
-        self._call += 1
+        if call == "evaluate" and self.coordination.is_open:
+            return self.coordination.evaluated(proceed)
+        self.coordination.end()
+        self._next_call()
         try:
             self._desk.enter(self._call)
             over = (
@@ -146,6 +164,10 @@ class Elsewhere(calls.Together):
         if "error" in over.result:
             raise ClusterError(f"the chief's {call} has failed: {over.result['error']}", exit_codes.USER_ERROR)
         return self._taken_over(model, over) if call == "fit" else over.result["value"]
+
+    def _next_call(self) -> int:
+        self._call += 1
+        return self._call
 
     def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
         data: Input = arguments["x"]

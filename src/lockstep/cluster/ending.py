@@ -42,6 +42,9 @@ class Guard:
         end: ends the process.
         sleep: waits.
 
+    Attributes:
+        before_end: is given an exception that nobody has caught, to tell others who are not in the session.
+
     Example:
         >>> import sys
         >>> before = sys.excepthook
@@ -70,6 +73,7 @@ class Guard:
         self._speaking = threading.Lock()
         self._has_said = False
         self._raised = ""
+        self.before_end: Callable[[BaseException], Any] = lambda error: None
 
     def install(self) -> None:
         """Take the place of ``sys.excepthook``."""
@@ -99,6 +103,7 @@ class Guard:
         self._raised = summary_of(error)
         self._before(kind, error, traceback)
         failure = None if self.session is None else _cause(self.session, self._raised)
+        _within_limit(lambda: self.before_end(error))
         _within_limit(_flush if failure is None else lambda: self._say_last(failure))
         self._end(_code(error, failure))
 

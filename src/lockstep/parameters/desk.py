@@ -17,6 +17,7 @@ from lockstep._errors import ClusterError
 from lockstep._logging import announce as announce_line
 from lockstep.cluster import exit_codes
 from lockstep.cluster.waiting import Notice, listed
+from lockstep.parameters.points import Points
 from lockstep.parameters.requests import whole
 from lockstep.parameters.shards import Spec
 from lockstep.parameters.visits import Answer, Visit, seconds_of
@@ -67,6 +68,7 @@ class Desk:
         self._pieces: dict[int, tuple[Message, Mapping[str, np.ndarray], Future[Result]]] = {}
         self._results: dict[int, Result] = {}
         self._facts: dict[str, Result] = {}
+        self._points = Points()
         self._present: set[Visit] = set()  # who is in the call that is open, or has not left it yet
         self._failure: tuple[str, int] | None = None
         self._moved = clock()
@@ -117,6 +119,12 @@ class Desk:
         """Have something ready for whoever asks for it in this call; a later one of that key takes its place."""
         with self._changed:
             self._facts[key] = (what, arrays or {})
+            self._changed.notify_all()
+
+    def tell_point(self, what: Message, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Have something ready for whoever comes to the next point of the script, in this call or after it."""
+        with self._changed:
+            self._points.add(what, arrays or {})
             self._changed.notify_all()
 
     def schedule(self, what: Message, arrays: Mapping[str, np.ndarray] | None = None) -> "Future[Result]":
@@ -245,11 +253,11 @@ class Desk:
             while True:
                 if self._failure:
                     return {"kind": "failed", "sentence": self._failure[0], "code": self._failure[1]}, {}
+                found = ready() if call == self._call and self._is_open else None
+                if found := found or self._points.answer_to(message):
+                    return found
                 if call in self._results:
                     return {"kind": "over", "result": self._results[call][0]}, self._results[call][1]
-                found = ready() if call == self._call and self._is_open else None
-                if found is not None:
-                    return found
                 left = deadline - self._clock()
                 if left <= 0 or visit.is_gone():
                     return {"kind": "nothing"}, {}
@@ -266,15 +274,15 @@ class Desk:
         return self._answered(visit, message, enter)
 
     def _take(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        known = whole(message, "known") if "known" in message else None
+
         def take() -> Answer | None:
-            number = self._queue.take(visit, self._clock())
+            number = self._queue.take(visit, self._clock(), known)
             if number is None:
                 return None
             what, given, _ = self._pieces[number]
-            return {"kind": "task", "task": number, "what": what}, {
-                **given,
-                **self._attached(),
-            }
+            about = {"kind": "task", "task": number, "what": what, "below": self._queue.below}
+            return about, {**given, **self._attached()}
 
         return self._answered(visit, message, take)
 

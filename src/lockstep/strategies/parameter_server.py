@@ -1,6 +1,7 @@
 """Asynchronous data parallelism: variables on servers, and workers that do not wait for each other."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -9,15 +10,17 @@ from typing import Any
 import keras
 
 from lockstep import _keras
-from lockstep._errors import ClusterError, OptionError, whole_number
+from lockstep._errors import ClusterError, ModelError, OptionError, whole_number
 from lockstep.asynchronous.calls import AtTheChief, Elsewhere
+from lockstep.asynchronous.coordination import Coordination
+from lockstep.asynchronous.coordinator import Coordinated
 from lockstep.asynchronous.member import Member
 from lockstep.asynchronous.step import GradientStep
 from lockstep.cluster.ending import Guard
+from lockstep.cluster.failure import summary_of
 from lockstep.cluster.resolvers import ClusterResolver, resolve
 from lockstep.cluster.roles import Part, part_of
 from lockstep.cluster.variables import Variables
-from lockstep.data import calls
 from lockstep.data.options import InputOptions
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.guard.around import guard_among
@@ -35,7 +38,7 @@ __all__ = ["ParameterServerStrategy"]
 TIMEOUT_SECONDS = 60.0
 
 
-class ParameterServerStrategy(Strategy):
+class ParameterServerStrategy(Coordinated, Strategy):
     """Trains one model on several workers that do not wait for each other; its variables are kept on servers.
 
     Counterpart of ``tf.distribute.ParameterServerStrategy``. The same script runs on every process: the chief runs Keras's loop, workers
@@ -118,12 +121,23 @@ class ParameterServerStrategy(Strategy):
     def _closing(self) -> contextlib.ExitStack:
         return contextlib.ExitStack()
 
+    @property
+    def coordination(self) -> Coordination:
+        """What this process does in loops of one's own: see :class:`lockstep.ClusterCoordinator`."""
+        return self._together.coordination
+
     @cached_property
-    def _together(self) -> calls.Together:  # type: ignore[override]
+    def _together(self) -> AtTheChief | Elsewhere:  # type: ignore[override]
+        together = self._met()
+        self._closing.callback(together.coordination.end)
+        return together
+
+    def _met(self) -> AtTheChief | Elsewhere:
         self._guard = Guard()
         self._guard.install()
         if self.is_chief:
             desk = Desk(timeout_seconds=self._member.timeout_seconds, announce=self._announce)
+            self._guard.before_end = lambda error: desk.abort(f"the chief has failed: {summary_of(error)}")
             self._closing.callback(self._member.serve_desk(desk).stop)
             desk.open(0)
             desk.close({"seed": _keras.get_random_seed(), "random": captured_random_state()})
@@ -146,18 +160,36 @@ class ParameterServerStrategy(Strategy):
     def steps_by(self, model: keras.Model, step: Callable[[Any, Any], Any]) -> Iterator[None]:
         """Have the training steps of a model made by ``step``."""
         functions = self._functions[model]
-        functions.elsewhere = step
+        before, functions.elsewhere = functions.elsewhere, step
         try:
             yield
         finally:
-            functions.elsewhere = None
+            functions.elsewhere = before
+
+    def model_of_loop(self) -> keras.Model:
+        """The model whose variables the servers hold while functions are scheduled."""
+        models = [model for model in self._models if model.compiled and model.built]
+        if len(models) > 1:
+            gc.collect()  # Those that the script has dropped; which of them are gone by themselves differs between processes.
+            del models[:]
+            models += [model for model in self._models if model.compiled and model.built]
+        if len(models) == 1:
+            return models[0]
+        names = ", ".join(sorted(repr(model.name) for model in models))
+        raise ModelError(
+            f"ClusterCoordinator: expected one model of the strategy that is compiled and built, got {names or 'none'}. Build and compile it in "
+            "the scope before something is scheduled; make one model of several."
+        )
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
         self._functions[model].tell(sentence)
 
     def _claim(self, model: keras.Model) -> None:
+        is_new = model not in self._functions
         super()._claim(model)
+        if is_new and model in self._functions:
+            self._functions[model].elsewhere = _refuse_to_train_here
         if not self.is_chief:
             leave_files_to_the_chief(model)
 
@@ -194,6 +226,13 @@ class ParameterServerStrategy(Strategy):
             f"{type(self).__name__}: {self._part.name} ({self._part.source}); {count} worker{'s' * (count > 1)}, {how}; variables on "
             f"{servers} server{'s' * (servers > 1)}"
         )
+
+
+def _refuse_to_train_here(state: Any, batch: Any) -> Any:
+    raise ModelError(
+        "train_on_batch: with ParameterServerStrategy workers make the training steps. Schedule a function that calls it with "
+        "lockstep.ClusterCoordinator, or use fit."
+    )
 
 
 def _generation() -> int:
