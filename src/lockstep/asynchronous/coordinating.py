@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import ScopeError
-from lockstep.asynchronous.coordination import WEIGHTS, Arguments, Coordination, Outcome, Training, weights_of
+from lockstep.asynchronous.coordination import Arguments, Coordination, Outcome, Training, weights_of
 from lockstep.asynchronous.exchange import Exchange, differs
 from lockstep.asynchronous.function_work import number_of_push
 from lockstep.asynchronous.member import Member
@@ -75,8 +75,7 @@ class Coordinating(Coordination):
         if self.is_open:
             self._desk.join()
             self._settle()
-            self._desk.tell(WEIGHTS, {}, weights_of(self._model))
-            self._desk.tell_point({})
+            self._desk.tell_point({}, newest=weights_of(self._model))
 
     def done(self) -> bool:
         """See :class:`Coordination`; waits for a moment before it says no, for a loop that only asks."""

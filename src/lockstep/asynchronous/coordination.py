@@ -19,9 +19,7 @@ from lockstep.asynchronous.member import Member
 from lockstep.asynchronous.step import GradientStep
 from lockstep.resume.variables import variables_of
 
-__all__ = ["WEIGHTS", "Arguments", "Coordination", "Outcome", "Training", "take_over_weights", "weights_of"]
-
-WEIGHTS = "weights"  # Under this the desk tells the chief's weights after each join.
+__all__ = ["Arguments", "Coordination", "Outcome", "Training", "take_over_weights", "weights_of"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Outcome = Future[Mapping[str, np.ndarray]]  # of a scheduled function, at the chief, as it travels

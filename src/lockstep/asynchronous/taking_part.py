@@ -1,21 +1,13 @@
 """What workers, servers and the evaluator do in a loop of one's own: they go through the same script, and wait or work at its points."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import keras
 import numpy as np
 
 from lockstep._errors import ClusterError, ScopeError
-from lockstep.asynchronous.coordination import (
-    WEIGHTS,
-    Arguments,
-    Coordination,
-    Outcome,
-    Training,
-    take_over_weights,
-)
+from lockstep.asynchronous.coordination import Arguments, Coordination, Outcome, Training, take_over_weights
 from lockstep.asynchronous.function_work import FunctionWork
 from lockstep.asynchronous.member import Member
 from lockstep.asynchronous.results import decoded
@@ -86,12 +78,9 @@ class TakingPart(Coordination):
 
     def join(self) -> None:
         """See :class:`Coordination`."""
-        if not self.is_open:
-            return
-        self._at_point()
-        self._tasks.clear()
-        with suppress(CallOver):  # Who comes late finds the weights of the end, or those of the next call of fit.
-            take_over_weights(self._model, self._desk.ask(self._call, WEIGHTS)[1])
+        if self.is_open:
+            take_over_weights(self._model, self._at_point()[1])
+            self._tasks.clear()
 
     def done(self) -> bool:
         """See :class:`Coordination`."""

@@ -21,7 +21,7 @@ from lockstep.parameters.points import Points
 from lockstep.parameters.requests import whole
 from lockstep.parameters.shards import Spec
 from lockstep.parameters.visits import Answer, Visit, seconds_of
-from lockstep.parameters.wire import MalformedError, Message, payload_bytes
+from lockstep.parameters.wire import Arrays, MalformedError, Message, payload_bytes
 from lockstep.parameters.work import WorkQueue
 
 __all__ = ["Desk", "Result"]
@@ -121,10 +121,10 @@ class Desk:
             self._facts[key] = (what, arrays or {})
             self._changed.notify_all()
 
-    def tell_point(self, what: Message, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Have something ready for whoever comes to the next point of the script, in this call or after it."""
+    def tell_point(self, what: Message, arrays: Arrays | None = None, newest: Arrays | None = None) -> None:
+        """Have this ready for whoever comes to the next point of the script, in this call or later: see :meth:`Points.add`."""
         with self._changed:
-            self._points.add(what, arrays or {})
+            self._points.add(what, arrays or {}, newest)
             self._changed.notify_all()
 
     def schedule(self, what: Message, arrays: Mapping[str, np.ndarray] | None = None) -> "Future[Result]":

@@ -18,7 +18,7 @@ class Points:
     """The points 0, 1, 2, …; the oldest ones are forgotten where all together are too large. Used under its owner's lock.
 
     Args:
-        limit_bytes: of the arrays of all of them, with some bytes for each.
+        limit_bytes: of the arrays of all of them, with some bytes for each, but not of those that go with the newest alone.
 
     Example:
         >>> points = Points()
@@ -32,9 +32,20 @@ class Points:
     def __init__(self, limit_bytes: int = 2**26) -> None:
         self._limit, self._bytes, self._first = limit_bytes, 0, 0
         self._kept: deque[tuple[Message, Mapping[str, np.ndarray]]] = deque()
+        self._newest: tuple[int, Mapping[str, np.ndarray]] = (-1, {})
 
-    def add(self, what: Message, arrays: Mapping[str, np.ndarray]) -> None:
-        """The next point; the newest is kept, whatever its size."""
+    def add(
+        self, what: Message, arrays: Mapping[str, np.ndarray], newest: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """The next point, which is kept, whatever its size.
+
+        Args:
+            what: is told there.
+            arrays: that go with it.
+            newest: that go with it, too, until the next point that has such.
+        """
+        if newest is not None:
+            self._newest = self._first + len(self._kept), newest
         self._kept.append((what, arrays))
         self._bytes += _bytes_of(arrays)
         while self._bytes > self._limit and len(self._kept) > 1:
@@ -45,11 +56,13 @@ class Points:
         """What was told at the ``"point"`` of a message; None where there is none, or not yet."""
         if "point" not in message:
             return None
-        number = whole(message, "point") - self._first
-        if number >= len(self._kept):
+        number = whole(message, "point")
+        if number >= self._first + len(self._kept):
             return None
-        what, arrays = self._kept[number] if number >= 0 else ({"is_forgotten": True}, {})
-        return {"kind": "fact", "what": what}, arrays
+        if number < self._first:
+            return {"kind": "fact", "what": {"is_forgotten": True}}, {}
+        what, arrays = self._kept[number - self._first]
+        return {"kind": "fact", "what": what}, {**arrays, **(self._newest[1] if number == self._newest[0] else {})}
 
 
 def _bytes_of(arrays: Mapping[str, np.ndarray]) -> int:
