@@ -5,6 +5,7 @@ import re
 
 import keras
 import numpy as np
+import pytest
 
 from tests.launch.launching import program, run
 
@@ -35,19 +36,18 @@ def make_model():
     model = keras.Sequential([keras.Input((5,)), layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     return model
-def loss_of(trainable, others, rows, targets):
-    return ((model.stateless_call(trainable, others, rows)[0] - targets) ** 2).mean()
 def found_of(model):
     return [np.asarray(weight, "float64").tolist() for weight in model.get_weights()]
 def train(schedule, join, fetch, model, pull, push, iterator):
     def step(batches):
         return model.train_on_batch(*next(batches), return_dict=True)
-    def twice(batches, *, factor):
-        first, second = (model.train_on_batch(*next(batches)) for _ in range(2))
-        return {"first": first, "both": ([first[0] * factor], np.asarray(second))}
+    @jax.jit
+    @jax.value_and_grad
+    def loss_of(trainable, others, rows, targets):
+        return ((model.stateless_call(trainable, others, rows)[0] - targets) ** 2).mean()
     def sgd(batches):
         values, others = pull(model), [v.value for v in model.non_trainable_variables]
-        loss, gradients = jax.value_and_grad(loss_of)(values, others, *next(batches))
+        loss, gradients = loss_of(values, others, *next(batches))
         push(model, gradients)
         return loss
     told = []
@@ -134,16 +134,13 @@ def test_one_worker_trains_as_plain_keras_does_and_all_processes_see_the_same(tm
     near(said["chief0"]["told"], alone["told"])
 
 
-def test_two_workers_do_each_piece_once_and_all_hear_the_same(tmp_path):
-    rounds = """
-rounds = []
+ROUNDS = """
 results = round_of(20, "polled")
 times = 0
 while not coordinator.done():
     times += 1
-rounds.append(coordinator.fetch(results))
-values = {"sums": [coordinator.schedule(lambda: 1.5), (coordinator.schedule(lambda: np.arange(2)), 7)]}
-sums = coordinator.fetch(values)
+found = coordinator.fetch(results)
+sums = coordinator.fetch({"sums": [coordinator.schedule(lambda: 1.5), (coordinator.schedule(lambda: np.arange(2)), 7)]})
 round_of(10, "joined")
 coordinator.join()
 first = model.get_weights()[0].ravel().tolist()
@@ -151,20 +148,45 @@ if strategy.is_chief:
     model.layers[-1].bias.assign([5.0])
 one = round_of(1, "again")[0].get()
 coordinator.join()
-say(rounds=rounds, times=times, first=first, sums=[sums["sums"][0], sums["sums"][1][0].tolist(), sums["sums"][1][1]], one=one,
+say(found=found, times=times, first=first, sums=[sums["sums"][0], sums["sums"][1][0].tolist(), sums["sums"][1][1]], one=one,
     last=[weight.ravel().tolist() for weight in model.get_weights()])
+try:
+    round_of(8, "wrong")
+    coordinator.join()
+except lockstep.ClusterError as error:
+    write("error-" + name, str(error))
+    raise
 """
-    meeting = "write('at-' + name); wait_for(lambda: is_there('at-worker0') and is_there('at-worker1'))"
-    said, _ = job(tmp_path, COUNTING.format(options="", inside=meeting) + rounds)
+MEETING = """if label == "polled":
+        write('at-' + name); wait_for(lambda: is_there('at-worker0') and is_there('at-worker1'))
+    if label == "wrong" and number == 2:
+        raise ValueError('two is too much')"""
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """A job of two workers that goes well until a function raises; its folder, what was said and the output."""
+    folder = tmp_path_factory.mktemp("counted")
+    return folder, *job(folder, COUNTING.format(options="", inside=MEETING) + ROUNDS, code_expected=13)
+
+
+def test_two_workers_do_each_piece_once_and_all_hear_the_same(counted):
+    _, said, _ = counted
     assert sorted(said) == ["chief0", "ps0", "worker0", "worker1"]
     chief = said["chief0"]
     assert all(each == chief for each in said.values())
-    (found,) = chief["rounds"]
-    assert [one["number"] for one in found] == list(range(20))
-    assert {one["who"] for one in found} == {"worker0", "worker1"}
+    assert [one["number"] for one in chief["found"]] == list(range(20))
+    assert {one["who"] for one in chief["found"]} == {"worker0", "worker1"}
     assert chief["sums"] == [1.5, [0, 1], 7]
     assert chief["first"] == [30.0] * 3
     assert chief["last"] == [[31.0] * 3, [5.0]]
+
+
+def test_what_a_function_raises_is_named_at_the_chief(counted):
+    folder, _, done = counted
+    error = (folder / "error-chief0").read_text()
+    assert re.match(r"worker [01] .* failed in piece 35 of the work: ValueError: two is too much", error)
+    assert "raise ValueError('two is too much')" in done.stdout  # The traceback is where it was raised.
 
 
 def test_nothing_is_lost_and_nothing_counts_twice_when_a_worker_is_killed(tmp_path):
@@ -194,30 +216,14 @@ say(first=[one["number"] for one in first], who=[one["who"] for one in coordinat
     assert "has gone: others do piece" in done.stdout
 
 
-def test_what_a_function_raises_is_named_at_the_chief(tmp_path):
-    inside = "if number == 2: raise ValueError('two is too much')"
-    rounds = """
-round_of(4, "")
-try:
-    coordinator.join()
-except lockstep.ClusterError as error:
-    say(error=str(error))
-    raise
-"""
-    said, done = job(tmp_path, COUNTING.format(options="", inside=inside) + rounds, workers=1, code_expected=13)
-    message = r"worker 0 .* failed in piece 2 of the work: ValueError: two is too much"
-    assert re.search(message, said["chief0"]["error"])
-    assert "worker0" not in said  # There the error is the function's own.
-    assert 'raise ValueError("two is too much")' in done.stdout.replace("'", '"')
-
-
 def test_an_error_of_the_chief_between_joins_ends_all_in_order(tmp_path):
     rounds = """
 round_of(4, "")
-coordinator.join()
 if strategy.is_chief:
+    coordinator.join()
     raise KeyError("mine")
 try:
+    coordinator.join()
     coordinator.fetch(round_of(2, ""))
 except lockstep.ClusterError as error:
     say(error=str(error))

@@ -6,6 +6,7 @@ work until then. What is told at a point is kept for those who come late. No cod
 """
 
 import atexit
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -35,7 +36,7 @@ class Training(Protocol):
         """A context in which this makes the training steps of the model."""
 
     def model_of_loop(self) -> keras.Model:
-        """The model whose variables the servers hold while functions are scheduled; ModelError where there is not exactly one."""
+        """The model whose variables the servers hold while functions are scheduled; ModelError where there is none."""
 
 
 class Coordination(ABC):
@@ -54,7 +55,7 @@ class Coordination(ABC):
     def __init__(self, member: Member, training: Training, next_call: Callable[[], int]) -> None:
         self._member, self._training, self._next_call = member, training, next_call
         self.is_open = self.is_in_function = False
-        self._optimizer: keras.optimizers.Optimizer | None = None
+        self._trained: tuple[Any, Any] = None, None  # the model and its optimizer, while it is open
         self._scheduled = 0
 
     def begin(self) -> None:
@@ -66,22 +67,29 @@ class Coordination(ABC):
                 "ClusterCoordinator: max_staleness=0 is for fit, which divides each batch among the workers. Functions are done one by one: "
                 "give the strategy None, or a number from 1."
             )
-        if self.is_open and self._training.model_of_loop().optimizer is not self._optimizer:
-            self.end()  # It was compiled again.
+        model = self._training.model_of_loop()
+        model_before, optimizer_before = self._trained
+        if model_before is not model or optimizer_before is not model.optimizer:
+            self.end()  # It is another one, or was compiled again.
         if not self.is_open:
-            model = self._training.model_of_loop()
             model.optimizer.build(model.trainable_variables)
-            self._optimizer, self._scheduled = model.optimizer, 0
+            self._trained, self._scheduled = (model, model.optimizer), 0
             self._begin(model, self._next_call())
             self.is_open = True
-            atexit.register(self.end)
+            atexit.register(self._end_at_exit)
 
     def end(self) -> None:
         """Everything that was scheduled is done, and nothing more will be, until it begins anew."""
         if self.is_open:
-            self.is_open = False
-            atexit.unregister(self.end)
+            self.is_open, self._trained = False, (None, None)
+            atexit.unregister(self._end_at_exit)
             self._end()
+
+    def _end_at_exit(self) -> None:
+        try:
+            self.end()
+        except Exception as error:  # Else the process would end as if all was well.
+            sys.excepthook(type(error), error, error.__traceback__)
 
     @abstractmethod
     def _begin(self, model: keras.Model, call: int) -> None: ...

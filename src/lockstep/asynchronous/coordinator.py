@@ -21,7 +21,7 @@ class Coordinated(ABC):
 
     @property
     @abstractmethod
-    def coordination(self) -> Coordination:
+    def _coordination(self) -> Coordination:
         """What this process does in such loops."""
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:
@@ -38,7 +38,7 @@ class Coordinated(ABC):
             ModelError: the servers hold the variables of another model.
             ScopeError: this is no scheduled function.
         """
-        return self.coordination.pull(model)
+        return self._coordination.pull(model)
 
     def push(self, model: keras.Model, gradients: Sequence[Any]) -> None:
         """Have the servers apply gradients, in a function that is scheduled with :class:`lockstep.ClusterCoordinator`.
@@ -54,7 +54,7 @@ class Coordinated(ABC):
             ModelError: gradients are missing or have other shapes, nothing was pulled before, or the model is another one.
             ScopeError: this is no scheduled function.
         """
-        self.coordination.push(model, gradients)
+        self._coordination.push(model, gradients)
 
 
 class RemoteValue:
@@ -82,8 +82,8 @@ class ClusterCoordinator:
     Counterpart of ``tf.distribute.coordinator.ClusterCoordinator``. All processes run the same script, and each comes to the same calls of
     ``schedule``, ``join``, ``done`` and ``fetch``, in the same order: a worker knows a scheduled function from its own script, and no
     code and no arguments travel. In a scheduled function ``model.train_on_batch`` pulls the variables from the servers, computes a
-    gradient and pushes it; ``strategy.pull`` and ``strategy.push`` do so for gradients of one's own. The model must be
-    built and compiled before something is scheduled.
+    gradient and pushes it; ``strategy.pull`` and ``strategy.push`` do so for gradients of one's own. The model must be built
+    and compiled before something is scheduled; of several, the servers hold the variables of the newest.
 
     Args:
         strategy: whose workers they are. For one strategy there is one coordinator: the second time this gives the same.
@@ -136,7 +136,7 @@ class ClusterCoordinator:
 
         Raises:
             ClusterError: something that was scheduled before has failed.
-            ModelError: there is no model that is built and compiled, or more than one.
+            ModelError: the strategy has no model that is built and compiled.
             OptionError: ``fn`` cannot be called, or an argument is a RemoteValue; or ``max_staleness`` is 0.
         """
         given = tuple(args or ()), dict(kwargs or {})
@@ -144,7 +144,7 @@ class ClusterCoordinator:
             raise OptionError(f"schedule: fn: expected a function, got {fn!r}.")
         if any(isinstance(leaf, RemoteValue) for leaf in keras.tree.flatten(given)):
             raise OptionError("schedule: a RemoteValue cannot be an argument. Fetch it before.")
-        coordination = self._strategy.coordination
+        coordination = self._strategy._coordination
         return RemoteValue(coordination, coordination.schedule(fn, given))
 
     def join(self) -> None:
@@ -153,11 +153,11 @@ class ClusterCoordinator:
         Raises:
             ClusterError: a function has failed, which names the worker and the error, or no worker comes. Then the job is over.
         """
-        self._strategy.coordination.join()
+        self._strategy._coordination.join()
 
     def done(self) -> bool:
         """Whether all that was scheduled is done, as the chief sees it; all processes hear the same. Errors as for :meth:`join`."""
-        return self._strategy.coordination.done()
+        return self._strategy._coordination.done()
 
     def fetch(self, val: Any) -> Any:
         """Wait for results; every process gets them.
@@ -174,7 +174,7 @@ class ClusterCoordinator:
         """
         leaves = keras.tree.flatten(val)
         values = [leaf for leaf in leaves if isinstance(leaf, RemoteValue)]
-        found = iter(self._strategy.coordination.fetch([value._outcome for value in values]))
+        found = iter(self._strategy._coordination.fetch([value._outcome for value in values]))
         replaced = [next(found) if isinstance(leaf, RemoteValue) else leaf for leaf in leaves]
         return keras.tree.pack_sequence_as(val, replaced)
 

@@ -72,14 +72,8 @@ class Desk:
         self._present: set[Visit] = set()  # who is in the call that is open, or has not left it yet
         self._failure: tuple[str, int] | None = None
         self._moved = clock()
-        self._kinds = {
-            "enter": self._enter,
-            "take": self._take,
-            "finish": self._finish,
-            "fail": self._fail,
-            "ask": self._ask,
-            "leave": self._leave_call,
-        }
+        self._kinds = {"enter": self._enter, "ask": self._ask, "leave": self._leave_call}
+        self._kinds |= {"take": self._take, "finish": self._finish, "fail": self._fail}
 
     # The chief's side.
 
@@ -179,17 +173,21 @@ class Desk:
             self._results[self._call] = (result, arrays or {})
             self._is_open = False
             self._changed.notify_all()
-            deadline = self._clock() + self._timeout
-            while self._present and (left := deadline - self._clock()) > 0:
-                self._changed.wait(min(left, _LOOK_SECONDS))
+            self._wait_until_gone(self._timeout)
             late, self._present = sorted(map(str, self._present)), set()
         if late:
             self._announce(f"{listed(late)} did not come for the end within {self._timeout:g} s; the chief goes on")
 
-    def abort(self, sentence: str, exit_code: int = exit_codes.USER_ERROR) -> None:
-        """Nothing goes on: everybody who asks hears why."""
+    def abort(self, sentence: str, exit_code: int = exit_codes.USER_ERROR, seconds: float = 0.0) -> None:
+        """Nothing goes on: everybody who asks hears why; waits so long at most until all have heard it and gone."""
         with self._changed:
             self._break(sentence, exit_code)
+            self._wait_until_gone(seconds)
+
+    def _wait_until_gone(self, seconds: float) -> None:
+        deadline = self._clock() + seconds
+        while self._present and (left := deadline - self._clock()) > 0:
+            self._changed.wait(min(left, _LOOK_SECONDS))
 
     def _break(self, sentence: str, exit_code: int) -> None:
         if self._failure is None:

@@ -1,7 +1,6 @@
 """Asynchronous data parallelism: variables on servers, and workers that do not wait for each other."""
 
 import contextlib
-import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -17,7 +16,6 @@ from lockstep.asynchronous.coordinator import Coordinated
 from lockstep.asynchronous.member import Member
 from lockstep.asynchronous.step import GradientStep
 from lockstep.cluster.ending import Guard
-from lockstep.cluster.failure import summary_of
 from lockstep.cluster.resolvers import ClusterResolver, resolve
 from lockstep.cluster.roles import Part, part_of
 from lockstep.cluster.variables import Variables
@@ -122,8 +120,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
         return contextlib.ExitStack()
 
     @property
-    def coordination(self) -> Coordination:
-        """What this process does in loops of one's own: see :class:`lockstep.ClusterCoordinator`."""
+    def _coordination(self) -> Coordination:
         return self._together.coordination
 
     @cached_property
@@ -137,7 +134,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
         self._guard.install()
         if self.is_chief:
             desk = Desk(timeout_seconds=self._member.timeout_seconds, announce=self._announce)
-            self._guard.before_end = lambda error: desk.abort(f"the chief has failed: {summary_of(error)}")
+            self._guard.before_end = lambda summary, code: desk.abort(f"the chief has failed: {summary}", code, 1.0)
             self._closing.callback(self._member.serve_desk(desk).stop)
             desk.open(0)
             desk.close({"seed": _keras.get_random_seed(), "random": captured_random_state()})
@@ -167,18 +164,17 @@ class ParameterServerStrategy(Coordinated, Strategy):
             functions.elsewhere = before
 
     def model_of_loop(self) -> keras.Model:
-        """The model whose variables the servers hold while functions are scheduled."""
-        models = [model for model in self._models if model.compiled and model.built]
-        if len(models) > 1:
-            gc.collect()  # Those that the script has dropped; which of them are gone by themselves differs between processes.
-            del models[:]
-            models += [model for model in self._models if model.compiled and model.built]
-        if len(models) == 1:
-            return models[0]
-        names = ", ".join(sorted(repr(model.name) for model in models))
+        """The model whose variables the servers hold while functions are scheduled: the newest one that is compiled and built.
+
+        Raises:
+            ModelError: there is none.
+        """
+        for model in reversed([*self._functions]):  # They are in the order in which they were made.
+            if model.compiled and model.built:
+                return model
         raise ModelError(
-            f"ClusterCoordinator: expected one model of the strategy that is compiled and built, got {names or 'none'}. Build and compile it in "
-            "the scope before something is scheduled; make one model of several."
+            "ClusterCoordinator: the strategy has no model that is compiled and built, and servers need its variables. Build and compile it "
+            "in the scope before something is scheduled."
         )
 
     def tell(self, model: keras.Model, sentence: str) -> None:
@@ -231,7 +227,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
 def _refuse_to_train_here(state: Any, batch: Any) -> Any:
     raise ModelError(
         "train_on_batch: with ParameterServerStrategy workers make the training steps. Schedule a function that calls it with "
-        "lockstep.ClusterCoordinator, or use fit."
+        "lockstep.ClusterCoordinator, or use fit. Of several models the newest one that is compiled can be trained so."
     )
 
 
