@@ -53,7 +53,6 @@ class Coordinating(Coordination):
     def _end(self) -> None:
         try:
             if not self._desk.has_failed:
-                self._desk.join()
                 self._settle()
                 self._desk.close({}, weights_of(self._model))
         finally:
@@ -73,7 +72,6 @@ class Coordinating(Coordination):
     def join(self) -> None:
         """See :class:`Coordination`."""
         if self.is_open:
-            self._desk.join()
             self._settle()
             self._desk.tell_point({}, newest=weights_of(self._model))
 
@@ -139,31 +137,31 @@ class Coordinating(Coordination):
     def _values(self) -> list[list[Any]]:
         return [[variable.value for variable in kind] for kind in self._variables]
 
-    def _settle(self) -> None:
-        """Everything is done: the model gets the newest values."""
-        if self._settled < self._scheduled:
-            self._settled = self._scheduled
-            self._take(self._exchange.newest()[:3])
-
-    def _take(self, values: Sequence[Sequence[Any]]) -> None:
-        for kind, own in zip(self._variables, values, strict=True):
-            for variable, value in zip(kind, own, strict=True):
-                variable.assign(value)
-        self._given = self._values()
-
     def _spread_changes(self) -> None:
-        """What the script has changed in the model since it got its values last goes to servers and workers; nothing else does."""
-        now, given = self._values(), self._given
-        self._given = now
-        if not any(differs(new, old) for new, old in zip(now, given, strict=True)):
-            return
+        """What the script has changed in the model since that got its values last goes to servers and workers."""
+        now = self._values()
+        if any(differs(new, old) for new, old in zip(now, self._given, strict=True)):
+            self._settle()
+        else:
+            self._given = now
+
+    def _settle(self) -> None:
+        """Everything is done: the model gets the newest values, but where the script has changed it, and that goes to all."""
         self._desk.join()
+        now, given = self._values(), self._given
         newest = self._exchange.newest()[:3] if self._settled < self._scheduled else given
         self._settled = self._scheduled
-        triples = [list(zip(*kinds, strict=True)) for kinds in zip(now, given, newest, strict=True)]
         changed = [differs(new, old) for new, old in zip(now, given, strict=True)]
-        self._take([[new if differs([new], [old]) else last for new, old, last in kind] for kind in triples])
-        self._spread(changed)
+        self._given = [
+            [new if differs([new], [old]) else last for new, old, last in zip(*kinds, strict=True)]
+            for kinds in zip(now, given, newest, strict=True)
+        ]
+        for kind, values in zip(self._variables, self._given, strict=True):
+            for variable, value in zip(kind, values, strict=True):
+                variable.assign(value)
+        self._given = self._values()
+        if any(changed):
+            self._spread(changed)
 
     def _spread(self, changed: Sequence[bool]) -> None:
         state = [*self._values(), []]

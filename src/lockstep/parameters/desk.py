@@ -279,7 +279,8 @@ class Desk:
             if number is None:
                 return None
             what, given, _ = self._pieces[number]
-            about = {"kind": "task", "task": number, "what": what, "below": self._queue.below}
+            about = {"kind": "task", "task": number, "what": what}
+            about |= {} if known is None else {"below": self._queue.below}
             return about, {**given, **self._attached()}
 
         return self._answered(visit, message, take)

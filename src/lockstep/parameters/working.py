@@ -129,7 +129,7 @@ class DeskClient:
             PointReached: there is nothing more to do until then.
         """
         message, arrays = self._wait(self._take(call, until), "task", after)
-        return Piece(int(message["task"]), message["what"], arrays, int(message["below"]))
+        return Piece(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
 
     def asked_for_piece(self, call: int, until: Until | None = None) -> "Future[Answer]":
         """Ask for a piece of work without waiting, for :meth:`take`."""
