@@ -32,15 +32,20 @@ def batches():
     while True:
         for start in range(0, 96, 16):
             yield x[start : start + 16], y[start : start + 16]
-def make_model():
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dropout(0.2), layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+def make_model(optimizer, dropout):
+    inner = [layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dropout(dropout), layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *inner])
+    model.compile(optimizer, "mse", metrics=["mae"])
     return model
 def found_of(model):
     return [np.asarray(weight, "float64").tolist() for weight in model.get_weights()]
-def train(schedule, join, fetch, model, pull, push, iterator):
+def train(schedule, join, fetch, make_model, pull, push, iterator):
+    model = make_model(keras.optimizers.Adam(0.01), 0.2)
     def step(batches):
         return model.train_on_batch(*next(batches), return_dict=True)
+    def twice(batches, *, factor):
+        first, second = (model.train_on_batch(*next(batches)) for _ in range(2))
+        return {"first": first, "both": ([first[0] * factor], np.asarray(second))}
     @jax.jit
     @jax.value_and_grad
     def loss_of(trainable, others, rows, targets):
@@ -61,7 +66,10 @@ def train(schedule, join, fetch, model, pull, push, iterator):
     told += [nested["nested"][0]["loss"], nested["nested"][1][0]["loss"]]
     join()
     told.append(found_of(model))
-    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    model = make_model(keras.optimizers.SGD(0.05), 0.0)
+    found = fetch(schedule(twice, (iterator,), {"factor": 2}))
+    told += [found["first"], found["both"][0], found["both"][1].tolist()]
+    join()  # Only then has the worker what is not trained, for a gradient of its own.
     results = [schedule(sgd, (iterator,)) for _ in range(3)]
     told.append([float(loss) for loss in fetch(results)])
     model.fit(x, y, batch_size=48, verbose=0, shuffle=False)
@@ -71,21 +79,24 @@ def train(schedule, join, fetch, model, pull, push, iterator):
 
 DISTRIBUTED = """
 strategy = lockstep.ParameterServerStrategy()
-with strategy.scope():
-    model = make_model()
 coordinator = lockstep.ClusterCoordinator(strategy)
 iterator = iter(coordinator.create_per_worker_dataset(batches))
-say(told=train(coordinator.schedule, coordinator.join, coordinator.fetch, model, strategy.pull, strategy.push, iterator))
+def make_in_scope(*given):
+    with strategy.scope():
+        return make_model(*given)
+loop = coordinator.schedule, coordinator.join, coordinator.fetch
+say(told=train(*loop, make_in_scope, strategy.pull, strategy.push, iterator))
 """
 
 ALONE = """
-model = make_model()
 def pull(model):
     return [v.value for v in model.trainable_variables]
 def push(model, gradients):
     for variable, gradient in zip(model.trainable_variables, gradients):
         variable.assign(variable.value - 0.05 * gradient)
-told = train(lambda function, args: function(*args), lambda: None, lambda found: found, model, pull, push, batches())
+def schedule(function, args, kwargs={}):
+    return function(*args, **kwargs)
+told = train(schedule, lambda: None, lambda found: found, make_model, pull, push, batches())
 """
 
 COUNTING = """

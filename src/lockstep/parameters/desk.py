@@ -240,7 +240,7 @@ class Desk:
                     self._break(f"{visit} was lost, and with it the variables that it holds.", exit_codes.PEER_LOST)
                 self._moved = self._clock()
             self._changed.notify_all()
-        if lost:
+        if lost and not self.has_failed:
             pieces = f"piece{'s' if lost[1:] else ''} {listed(map(str, lost))}"
             self._announce(f"{visit} has gone: others do {pieces} of the work again")
 
