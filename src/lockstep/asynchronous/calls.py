@@ -14,13 +14,12 @@ import numpy as np
 from lockstep import _keras
 from lockstep._errors import ClusterError
 from lockstep._keras_state import settled_before_sync
+from lockstep.asynchronous import coordination
 from lockstep.asynchronous.chief import READY, ChiefFit
 from lockstep.asynchronous.coordinating import Coordinating
-from lockstep.asynchronous.coordination import Coordination
 from lockstep.asynchronous.evaluator import look_on
 from lockstep.asynchronous.member import Member
 from lockstep.asynchronous.statistics import Statistics
-from lockstep.asynchronous.step import GradientStep
 from lockstep.asynchronous.taking_part import TakingPart
 from lockstep.asynchronous.worker import WorkerFit
 from lockstep.cluster import exit_codes
@@ -37,20 +36,11 @@ __all__ = ["AtTheChief", "Elsewhere", "Training"]
 _KEPT = ("trainable", "non_trainable", "optimizer")
 
 
-class Training(Protocol):
-    """What the strategy knows of a model."""
-
-    def gradient_step(self, model: keras.Model) -> GradientStep:
-        """Computes gradients on the devices of this process."""
-
-    def steps_by(self, model: keras.Model, step: Callable[[Any, Any], Any]) -> Any:
-        """A context in which this makes the training steps of the model."""
+class Training(coordination.Training, Protocol):
+    """What the strategy knows of models."""
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
-
-    def model_of_loop(self) -> keras.Model:
-        """See :class:`lockstep.asynchronous.coordination.Training`."""
 
 
 class AtTheChief(calls.Together):
@@ -65,7 +55,7 @@ class AtTheChief(calls.Together):
     def __init__(self, member: Member, desk: Desk, training: Training) -> None:
         self._member, self._desk, self._training = member, desk, training
         self._call, self._is_inside = 0, False
-        self.coordination: Coordination = Coordinating(member, training, self._next_call, desk)
+        self.coordination: coordination.Coordination = Coordinating(member, training, self._next_call, desk)
 
     def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.calls.Together`."""
@@ -141,7 +131,7 @@ class Elsewhere(calls.Together):
     def __init__(self, member: Member, desk: DeskClient, training: Training) -> None:
         self._member, self._desk, self._training = member, desk, training
         self._call = 0
-        self.coordination: Coordination = TakingPart(member, training, self._next_call, desk)
+        self.coordination: coordination.Coordination = TakingPart(member, training, self._next_call, desk)
         self._roles = {"worker": self._work, "ps": self._serve, "evaluator": self._look_on}
 
     def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
