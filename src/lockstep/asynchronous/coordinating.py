@@ -46,6 +46,7 @@ class Coordinating(Coordination):
             self._desk.abort(f"the chief cannot begin a loop: {summary_of(error)}")
             raise
         self._model, self._settled = model, 0
+        self._error: Exception | None = None
         self._variables = [list(kind) for kind in variables_of(model)[:3]]
         self._given = self._values()
         self._spread([True, True, True])
@@ -126,9 +127,14 @@ class Coordinating(Coordination):
             return
         result: Result = found.result()
         value = {name: array for name, array in result[1].items() if name.startswith(VALUE)}
-        with self._lock:
-            self._exchange.totals.add([result[1]], [1.0], frozenset())
-        outcome.set_result(value)
+        try:
+            with self._lock:
+                self._exchange.totals.add([result[1]], [1.0], frozenset())
+        except Exception as wrong:  # The thread is not the one that waits.
+            self._error = wrong
+            outcome.set_exception(wrong)
+        else:
+            outcome.set_result(value)
 
     def _newest(self) -> Mapping[str, np.ndarray]:
         with self._lock:
@@ -148,6 +154,8 @@ class Coordinating(Coordination):
     def _settle(self) -> None:
         """Everything is done: the model gets the newest values, but where the script has changed it, and that goes to all."""
         self._desk.join()
+        if self._error is not None:
+            raise self._error
         now, given = self._values(), self._given
         newest = self._exchange.newest()[:3] if self._settled < self._scheduled else given
         self._settled = self._scheduled
