@@ -25,6 +25,8 @@ from lockstep._version import __version__
 
 if TYPE_CHECKING:
     from lockstep import callbacks, cluster_resolver, config, datasets, experimental, testing
+    from lockstep.asynchronous.coordinator import ClusterCoordinator, RemoteValue
+    from lockstep.asynchronous.per_worker import PerWorkerDataset, PerWorkerValues
     from lockstep.collectives import (
         AutoAllReduce,
         CommunicationImplementation,
@@ -54,6 +56,7 @@ __all__ = [
     "BackendError",
     "CentralStorageStrategy",
     "CheckpointError",
+    "ClusterCoordinator",
     "ClusterError",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -77,8 +80,11 @@ __all__ = [
     "OptionError",
     "ParameterServerStrategy",
     "PerReplica",
+    "PerWorkerDataset",
+    "PerWorkerValues",
     "ReduceOp",
     "ReductionToOneDevice",
+    "RemoteValue",
     "ReplicaContext",
     "RingAllReduce",
     "ScopeError",
@@ -103,6 +109,7 @@ __all__ = [
 _LATER = {
     "AutoAllReduce": "lockstep.collectives",
     "CentralStorageStrategy": "lockstep.strategies.central",
+    "ClusterCoordinator": "lockstep.asynchronous.coordinator",
     "CommunicationImplementation": "lockstep.collectives",
     "CommunicationOptions": "lockstep.collectives",
     "CrossDeviceOps": "lockstep.collectives",
@@ -117,8 +124,11 @@ _LATER = {
     "NcclAllReduce": "lockstep.collectives",
     "ParameterServerStrategy": "lockstep.strategies.parameter_server",
     "PerReplica": "lockstep.loops.values",
+    "PerWorkerDataset": "lockstep.asynchronous.per_worker",
+    "PerWorkerValues": "lockstep.asynchronous.per_worker",
     "ReduceOp": "lockstep.collectives",
     "ReductionToOneDevice": "lockstep.collectives",
+    "RemoteValue": "lockstep.asynchronous.coordinator",
     "ReplicaContext": "lockstep.loops.context",
     "RingAllReduce": "lockstep.collectives",
     "TreeAllReduce": "lockstep.collectives",

@@ -1,6 +1,7 @@
 """Names that older tutorials use, as ``tf.distribute.experimental`` had them."""
 
 from lockstep import partitioners
+from lockstep.asynchronous.coordinator import ClusterCoordinator
 from lockstep.cluster.resolvers import ClusterResolver
 from lockstep.collectives import CommunicationImplementation, CommunicationOptions
 from lockstep.loops.datasets import ValueContext
@@ -10,6 +11,7 @@ from lockstep.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = [
     "CentralStorageStrategy",
+    "ClusterCoordinator",
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",

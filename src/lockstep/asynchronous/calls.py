@@ -14,11 +14,13 @@ import numpy as np
 from lockstep import _keras
 from lockstep._errors import ClusterError
 from lockstep._keras_state import settled_before_sync
+from lockstep.asynchronous import coordination
 from lockstep.asynchronous.chief import READY, ChiefFit
+from lockstep.asynchronous.coordinating import Coordinating
 from lockstep.asynchronous.evaluator import look_on
 from lockstep.asynchronous.member import Member
 from lockstep.asynchronous.statistics import Statistics
-from lockstep.asynchronous.step import GradientStep
+from lockstep.asynchronous.taking_part import TakingPart
 from lockstep.asynchronous.worker import WorkerFit
 from lockstep.cluster import exit_codes
 from lockstep.cluster.failure import summary_of
@@ -36,14 +38,8 @@ __all__ = ["AtTheChief", "Elsewhere", "Training"]
 _KEPT = ("trainable", "non_trainable", "optimizer")
 
 
-class Training(Protocol):
-    """What the strategy knows of a model."""
-
-    def gradient_step(self, model: keras.Model) -> GradientStep:
-        """Computes gradients on the devices of this process."""
-
-    def steps_by(self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any]) -> Any:
-        """A context in which others make the training steps of the model; the second gives the state that they have left."""
+class Training(coordination.Training, Protocol):
+    """What the strategy knows of models."""
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
@@ -61,17 +57,25 @@ class AtTheChief(calls.Together):
     def __init__(self, member: Member, desk: Desk, training: Training) -> None:
         self._member, self._desk, self._training = member, desk, training
         self._call, self._is_inside = 0, False
+        self.coordination: coordination.Coordination = Coordinating(member, training, self._next_call, desk)
 
     def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.calls.Together`."""
         if call == "predict" or self._is_inside:
             return proceed()
-        self._call += 1
         self._is_inside = True
         try:
+            if call == "evaluate" and self.coordination.is_open:
+                return self.coordination.evaluated(proceed)
+            self.coordination.end()
+            self._next_call()
             return self._fit(model, arguments, proceed) if call == "fit" else self._evaluate(proceed)
         finally:
             self._is_inside = False
+
+    def _next_call(self) -> int:
+        self._call += 1
+        return self._call
 
     def _evaluate(self, proceed: Callable[[], Any]) -> Any:
         self._desk.open(self._call)
@@ -139,14 +143,18 @@ class Elsewhere(calls.Together):
     def __init__(self, member: Member, desk: DeskClient, training: Training) -> None:
         self._member, self._desk, self._training = member, desk, training
         self._call = 0
+        self.coordination: coordination.Coordination = TakingPart(member, training, self._next_call, desk)
         self._roles = {"worker": self._work, "ps": self._serve, "evaluator": self._look_on}
 
     def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.calls.Together`."""
-        if call == "predict":
+        if call == "predict" or self.coordination.is_in_function:
             arguments["verbose"] = 0
             return proceed()
-        self._call += 1
+        if call == "evaluate" and self.coordination.is_open:
+            return self.coordination.evaluated(proceed)
+        self.coordination.end()
+        self._next_call()
         with self._staying(arguments) if call == "fit" else nullcontext():
             over = self._end_of(model, call, arguments)
         self._desk.leave(self._call)
@@ -175,6 +183,10 @@ class Elsewhere(calls.Together):
             with suppress(ClusterError):  # It may have ended because of another process.
                 self._desk.fail(self._call, error)
             raise
+
+    def _next_call(self) -> int:
+        self._call += 1
+        return self._call
 
     def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
         batches = arguments["x"].numbered()

@@ -14,15 +14,13 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.asynchronous.differences import Totals
 from lockstep.asynchronous.evaluator import epoch_key
+from lockstep.asynchronous.exchange import Exchange, State, differs
 from lockstep.asynchronous.parts import busy_parts, count_batch_rows
 from lockstep.asynchronous.statistics import Count
-from lockstep.asynchronous.step import names_of
 from lockstep.data.inputs import Input
 from lockstep.parameters.client import VariableClient
 from lockstep.parameters.desk import Desk, Result
-from lockstep.parameters.optimizer_state import OptimizerState
 from lockstep.parameters.shards import Plan
 from lockstep.resume.variables import variables_of
 
@@ -30,8 +28,6 @@ __all__ = ["READY", "ChiefFit"]
 
 READY = "the servers have values"
 _AHEAD = 2  # pieces for each worker: one that it does, and one that waits for it
-
-State = tuple[list[Any], list[Any], list[Any], list[Any]]  # trainable, other, optimizer's and metrics' values
 
 
 class _Update:
@@ -93,11 +89,10 @@ class ChiefFit:
         self._model, self._data, self._desk, self._connect = model, data, desk, connect
         self._parts, self._tell = parts, tell
         self._client: VariableClient | None = None
-        self._totals = Totals(model)
         self._given: State | None = None  # what Keras has, as the last step gave it
         self._waiting: list[_Update] = []
         self._lock = threading.Lock()
-        self._updates = self._states = 0
+        self._updates = 0
         self._reading = ""  # what workers need to know to read the batches that are handed out
         self._newest_state: State | None = None  # as settled; None where a batch was handed out since
         self._logs: dict[str, Any] = {}
@@ -111,8 +106,8 @@ class ChiefFit:
 
     def begin(self) -> None:
         """Keras's loop has built the model, and is about to begin."""
-        self._plan, self._client = self._connect()
-        self._totals, self._optimizer = Totals(self._model), OptimizerState(self._model.optimizer, self._plan)
+        plan, self._client = self._connect()
+        self._exchange = Exchange(self._model, self._desk, plan, self._client)
 
     def step(self, state: Any, batch: Any) -> tuple[dict[str, Any], State]:
         """Keras's next step: hand out the batch that was taken just now."""
@@ -136,17 +131,13 @@ class ChiefFit:
         self._is_lost = True  # Until it is not: after an error nothing is fetched any more.
         self._collect(0)
         self._shown.update(self._logs)  # Keras takes them for the epoch.
-        states = self._client.state()
+        self._newest_state = self._exchange.newest()
         self._is_lost = False
-        values = _joined(self._plan, [arrays for _, arrays in states])
-        trainable = [values[name] for name in names_of(self._model)]
-        optimizer = self._optimizer.joined([arrays for _, arrays in states])
-        self._newest_state = _on_devices((trainable, self._totals.others, optimizer, self._totals.metrics))
         return self._newest_state
 
     def tell_of_epoch(self, epoch: int) -> None:
         """An epoch has ended: the evaluator may look at what has come of it."""
-        others = {str(number): value for number, value in enumerate(self._totals.others)}
+        others = {str(number): value for number, value in enumerate(self._exchange.totals.others)}
         self._desk.tell("newest epoch", {"epoch": epoch})
         self._desk.tell(epoch_key(epoch), {"epoch": epoch}, others)
 
@@ -166,27 +157,15 @@ class ChiefFit:
         if state is self._given:
             return self._given  # Nobody has looked at it since.
         known = self._newest_state
-        changed = [known is None or _differs(state[kind], known[kind]) for kind in range(len(state))]
+        changed = [known is None or differs(state[kind], known[kind]) for kind in range(len(state))]
+        self._given = (list(state[0]), list(state[1]), list(state[2]), list(state[3]))
         if any(changed):
             self._collect(0)
-            self._spread(changed, [[np.asarray(value) for value in part] for part in state])
-        self._given = (list(state[0]), list(state[1]), list(state[2]), list(state[3]))
-        return self._given
-
-    def _spread(self, changed: list[bool], state: list[list[np.ndarray]]) -> None:
-        trainable, others, optimizer, metrics = state
-        self._totals.set(others, metrics)
-        if (changed[0] or changed[2]) and self._client is not None:
-            values = dict(zip(names_of(self._model), trainable, strict=True))
-            known = self._optimizer.split(optimizer)
             self._is_lost = True
-            self._client.fill(values, known, version=self._updates, task=self._updates)
+            self._exchange.spread(changed, state, self._updates, self._updates)
             self._is_lost = False
             self._desk.tell(READY, {})
-        if changed[1]:
-            self._states += 1
-            about = {"number": self._states, "update": self._updates}
-            self._desk.tell("state", about, {str(n): value for n, value in enumerate(others)})
+        return self._given
 
     def _hand_out(self, batch: int, rows: int) -> None:
         lowest = min((update.batch for update in self._waiting), default=batch)
@@ -194,7 +173,7 @@ class ChiefFit:
             "pass": self._reading,
             "batch": batch,
             "lowest": lowest,
-            "state": self._states,
+            "state": self._exchange.states,
             "update": self._updates,
         }
         if self._parts is None:
@@ -228,12 +207,12 @@ class ChiefFit:
         """A batch is done; in the thread of whoever has brought its last part, before that takes another one."""
         told, changed = zip(*found, strict=True)
         with self._lock:
-            self._totals.add(changed, [one["rows"] for one in told], frozenset(told[0]["no_sums"]))
+            self._exchange.totals.add(changed, [one["rows"] for one in told], frozenset(told[0]["no_sums"]))
             self.count.add(told)
 
     def _newest(self) -> Mapping[str, np.ndarray]:
         with self._lock:
-            return self._totals.newest()
+            return self._exchange.totals.newest()
 
     def _logs_of(self, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Of all batches that are done; what no metric gives is that of the last one."""
@@ -243,7 +222,7 @@ class ChiefFit:
                 f"metric {name!r} does not add up over batches, so what is shown is that of the last batch that was done"
             )
         with self._lock:
-            measured = self._measured(list(self._totals.metrics))
+            measured = self._measured(list(self._exchange.totals.metrics))
         own = {name: _mean(name, told) for name in told[0]["logs"]}
         return {name: own.get(name, measured.get(name)) for name in told[0]["names"]}
 
@@ -255,25 +234,6 @@ class ChiefFit:
         pairs = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=pairs):
             return self._model.get_metrics_result()
-
-
-def _joined(plan: Plan, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Each variable from its shards."""
-    found = {}
-    for name, shards in plan.shards.items():
-        pieces = [parts[shard.server][shard.spec.name] for shard in shards]
-        found[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return found
-
-
-def _on_devices(state: Any) -> State:
-    trainable, others, optimizer, metrics = ([jax.numpy.asarray(value) for value in part] for part in state)
-    return trainable, others, optimizer, metrics
-
-
-def _differs(found: Sequence[Any], known: Sequence[Any]) -> bool:
-    pairs = zip(found, known, strict=True)
-    return any(one is not other and np.asarray(one).tobytes() != np.asarray(other).tobytes() for one, other in pairs)
 
 
 def _mean(name: str, told: Sequence[Mapping[str, Any]]) -> Any:

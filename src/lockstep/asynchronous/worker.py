@@ -1,13 +1,14 @@
 """What a worker does in a call of ``fit``: it takes batches from the chief, by number, and brings their gradients to the servers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep.asynchronous.differences import Totals, difference, differences, is_sum, merges
+from lockstep.asynchronous.differences import Totals, differences, is_sum, merges
+from lockstep.asynchronous.draws import Draws
+from lockstep.asynchronous.exchange import STATE
 from lockstep.asynchronous.parts import count_batch_rows, part_of, refuse_all_but_means
 from lockstep.asynchronous.step import Computed, GradientStep
 from lockstep.data.numbered import NumberedBatches
@@ -16,8 +17,6 @@ from lockstep.parameters.desk import Result
 from lockstep.parameters.rows import TouchedRows, as_rows
 from lockstep.parameters.working import CallOver, DeskClient, Piece, work
 from lockstep.resume.variables import variables_of
-from lockstep.step.randomness import seed_of_replica
-from lockstep.step.replica import Merge
 
 __all__ = ["WorkerFit"]
 
@@ -56,7 +55,7 @@ class WorkerFit:
         self._pass, self._state = "", -1
         self._others: Values = []
         self._first_update = 0
-        self._draws: list[np.ndarray | None] | None = None  # what a step adds to the state of each seed
+        self._draws: Draws | None = None
         self._no_sums: frozenset[int] = frozenset()
         self._traffic = 0
 
@@ -76,8 +75,7 @@ class WorkerFit:
         place = None if part is None else Part(about["update"], part, parts)
         self._take_over(about, piece.arrays)
         values = self._pulled(batch, place)
-        self._learn(values, batch)
-        others = self._with_seeds(about["update"], part or 0)
+        others = self._learned_from(values, batch).seeded(self._others, about["update"] - self._first_update, part or 0)
         found = self._compute(values, others, self._zero, batch)
         task = None if place else piece.number
         self._client.push(as_rows(found.gradients), weight=rows, part=place, task=task).wait()
@@ -113,28 +111,18 @@ class WorkerFit:
     def _take_over(self, about: Mapping[str, Any], newest: Mapping[str, np.ndarray]) -> None:
         """The chief's values of what is not trained."""
         if about["state"] != self._state:
-            what, arrays = self._desk.ask(self._call, "state")
+            what, arrays = self._desk.ask(self._call, STATE)
             self._state, self._first_update = what["number"], what["update"]
             self._others = [arrays[str(number)] for number in range(len(self._merges))]
         self._others = Totals.taken_over(self._others, newest)
 
-    def _learn(self, values: Mapping[str, Any], batch: Any) -> None:
+    def _learned_from(self, values: Mapping[str, Any], batch: Any) -> Draws:
         """See from one step, and the same again, how many random numbers a step draws, and which metrics add up."""
         if self._draws is not None:
-            return
+            return self._draws
         first = self._compute(values, self._others, self._zero, batch)
         second = self._compute(values, self._others, first.metrics, batch)
         three = zip(first.metrics, self._zero, second.metrics, strict=True)
         self._no_sums = frozenset(number for number, each in enumerate(three) if not is_sum(*each))
-        pairs = zip(first.others, self._others, self._merges, strict=True)
-        self._draws = [difference(new, old) if merge is Merge.SEED else None for new, old, merge in pairs]
-
-    def _with_seeds(self, update: int, part: int) -> Values:
-        """The values of what is not trained, with the seeds of one batch: as if all batches before it had been drawn for."""
-        draws: Sequence[np.ndarray | None] = self._draws or ()
-        own = list(self._others)
-        for number, drawn in enumerate(draws):
-            if drawn is not None:
-                seed = own[number] + drawn * drawn.dtype.type(update - self._first_update)
-                own[number] = np.asarray(seed_of_replica(jnp.asarray(seed), jnp.int32(part)))
-        return own
+        self._draws = Draws(self._merges, first.others, self._others)
+        return self._draws

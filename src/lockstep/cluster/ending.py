@@ -42,6 +42,10 @@ class Guard:
         end: ends the process.
         sleep: waits.
 
+    Attributes:
+        before_end: is given the summary of an exception that nobody has caught, and the exit code, to tell others who are not in the
+            session.
+
     Example:
         >>> import sys
         >>> before = sys.excepthook
@@ -70,6 +74,7 @@ class Guard:
         self._speaking = threading.Lock()
         self._has_said = False
         self._raised = ""
+        self.before_end: Callable[[str, int], Any] = lambda summary, code: None
 
     def install(self) -> None:
         """Take the place of ``sys.excepthook``."""
@@ -99,8 +104,10 @@ class Guard:
         self._raised = summary_of(error)
         self._before(kind, error, traceback)
         failure = None if self.session is None else _cause(self.session, self._raised)
+        code = _code(error, failure)
+        _within_limit(lambda: self.before_end(self._raised, code))
         _within_limit(_flush if failure is None else lambda: self._say_last(failure))
-        self._end(_code(error, failure))
+        self._end(code)
 
     def _say_once(self, failure: Failure) -> None:
         with self._speaking:

@@ -160,6 +160,7 @@ class VariableClient:
         weight: float = 1.0,
         part: Part | None = None,
         task: int | None = None,
+        below: int = 0,
     ) -> Pushed:
         """Send a gradient to the servers, which apply it at once; does not wait for that.
 
@@ -168,13 +169,14 @@ class VariableClient:
             weight: of this part among those of its round.
             part: what it is part of; None: an update of its own.
             task: number of the batch. A server applies the gradient of a number once, whoever computed it.
+            below: all batches with smaller numbers are done, so that servers need not remember which.
         """
         arrays = [
             as_arrays({one.spec.name: share(gradients[one.variable.name], one) for one in self._plan.at(number)})
             for number in range(self._plan.servers)
         ]
         about = {} if part is None else {"round": part.round, "part": part.part, "parts": part.parts}
-        about |= {} if task is None else {"task": task}
+        about |= {} if task is None else {"task": task, "below": below}
         messages = [{"kind": "push", "weight": weight, "pulled": version, **about} for version in self.versions]
         return Pushed(self._ask(messages, arrays, [no_arrays] * len(arrays)))
 

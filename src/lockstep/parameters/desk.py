@@ -16,10 +16,11 @@ from lockstep._errors import ClusterError
 from lockstep._logging import announce as announce_line
 from lockstep.cluster import exit_codes
 from lockstep.cluster.waiting import Notice, listed
+from lockstep.parameters.points import Points
 from lockstep.parameters.requests import whole
 from lockstep.parameters.shards import Spec
 from lockstep.parameters.visits import Answer, Visit, seconds_of
-from lockstep.parameters.wire import MalformedError, Message, payload_bytes
+from lockstep.parameters.wire import Arrays, MalformedError, Message, payload_bytes
 from lockstep.parameters.work import WorkQueue
 
 __all__ = ["Desk", "Result"]
@@ -67,17 +68,12 @@ class Desk:
         self._pieces: dict[int, tuple[Message, Mapping[str, np.ndarray], Future[Result]]] = {}
         self._results: dict[int, Result] = {}
         self._facts: dict[str, Result] = {}
+        self._points = Points()
         self._present: set[Visit] = set()  # who is in the call that is open, or has not left it yet
         self._failure: tuple[str, int] | None = None
         self._moved = clock()
-        self._kinds = {
-            "enter": self._enter,
-            "take": self._take,
-            "finish": self._finish,
-            "fail": self._fail,
-            "ask": self._ask,
-            "leave": self._leave_call,
-        }
+        self._kinds = {"enter": self._enter, "ask": self._ask, "leave": self._leave_call}
+        self._kinds |= {"take": self._take, "finish": self._finish, "fail": self._fail}
 
     # The chief's side.
 
@@ -117,6 +113,12 @@ class Desk:
         """Have something ready for whoever asks for it in this call; a later one of that key takes its place."""
         with self._changed:
             self._facts[key] = (what, arrays or {})
+            self._changed.notify_all()
+
+    def tell_point(self, what: Message, arrays: Arrays | None = None, newest: Arrays | None = None) -> None:
+        """Have this ready for whoever comes to the next point of the script, in this call or later: see :meth:`Points.add`."""
+        with self._changed:
+            self._points.add(what, arrays or {}, newest)
             self._changed.notify_all()
 
     def schedule(
@@ -179,9 +181,7 @@ class Desk:
             self._results[self._call] = (result, arrays or {})
             self._is_open = False
             self._changed.notify_all()
-            deadline = self._clock() + self._timeout
-            while self._present and (left := deadline - self._clock()) > 0:
-                self._changed.wait(min(left, _LOOK_SECONDS))
+            self._wait_until_gone(self._timeout)
             late, self._present = sorted(map(str, self._present)), set()
         if late:
             self._announce(f"{listed(late)} did not come for the end within {self._timeout:g} s; the chief goes on")
@@ -190,7 +190,12 @@ class Desk:
         """Nothing goes on: everybody who asks hears why, and has a moment for that."""
         with self._changed:
             self._break(sentence, exit_code)
-            self._changed.wait_for(lambda: not self._present, _HEAR_SECONDS)
+            self._wait_until_gone(_HEAR_SECONDS)
+
+    def _wait_until_gone(self, seconds: float) -> None:
+        deadline = self._clock() + seconds
+        while self._present and (left := deadline - self._clock()) > 0:
+            self._changed.wait(min(left, _LOOK_SECONDS))
 
     def _break(self, sentence: str, exit_code: int) -> None:
         if self._failure is None:
@@ -243,7 +248,7 @@ class Desk:
                     self._break(f"{visit} was lost, and with it the variables that it holds.", exit_codes.PEER_LOST)
                 self._moved = self._clock()
             self._changed.notify_all()
-        if lost:
+        if lost and not self.has_failed:
             pieces = f"piece{'s' if lost[1:] else ''} {listed(map(str, lost))}"
             self._announce(f"{visit} has gone: others do {pieces} of the work again")
 
@@ -256,11 +261,11 @@ class Desk:
                     self._present.discard(visit)
                     self._changed.notify_all()
                     return {"kind": "failed", "sentence": self._failure[0], "code": self._failure[1]}, {}
+                found = ready() if call == self._call and self._is_open else None
+                if found := found or self._points.answer_to(message):
+                    return found
                 if call in self._results:
                     return {"kind": "over", "result": self._results[call][0]}, self._results[call][1]
-                found = ready() if call == self._call and self._is_open else None
-                if found is not None:
-                    return found
                 left = deadline - self._clock()
                 if left <= 0 or visit.is_gone():
                     return {"kind": "nothing"}, {}
@@ -277,15 +282,16 @@ class Desk:
         return self._answered(visit, message, enter)
 
     def _take(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        known = whole(message, "known") if "known" in message else None
+
         def take() -> Answer | None:
-            number = self._queue.take(visit, self._clock())
+            number = self._queue.take(visit, self._clock(), known)
             if number is None:
                 return None
             what, given, _ = self._pieces[number]
-            return {"kind": "task", "task": number, "what": what}, {
-                **given,
-                **self._attached(),
-            }
+            about = {"kind": "task", "task": number, "what": what}
+            about |= {} if known is None else {"below": self._queue.below}
+            return about, {**given, **self._attached()}
 
         return self._answered(visit, message, take)
 

@@ -18,6 +18,8 @@ class Done:
         (True, True, False, 1, True)
         >>> done.add(1), done.below
         (True, 3)
+        >>> done.raise_to(7), done.below, done.add(6)
+        (None, 7, False)
     """
 
     def __init__(self, below: int = 0) -> None:
@@ -30,12 +32,22 @@ class Done:
     def __len__(self) -> int:
         return self.below + len(self._above)
 
+    def raise_to(self, below: int) -> None:
+        """All smaller numbers are done, also those that were never added."""
+        if below > self.below:
+            self.below = below
+            self._above = {number for number in self._above if number >= below}
+            self._close_up()
+
     def add(self, number: int) -> bool:
         """One more is done; False where it was already."""
         if number in self:
             return False
         self._above.add(number)
+        self._close_up()
+        return True
+
+    def _close_up(self) -> None:
         while self.below in self._above:
             self._above.remove(self.below)
             self.below += 1
-        return True

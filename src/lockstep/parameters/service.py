@@ -102,7 +102,9 @@ class Service:
             except OptionError as error:
                 raise MalformedError(str(error)) from None
         if "task" in message:
-            return [push] if self._done.add(whole(message, "task")) else None
+            number = whole(message, "task")
+            self._done.raise_to(whole(message, "below") if "below" in message else 0)
+            return [push] if self._done.add(number) else None
         return [push]
 
     def _pull(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:

@@ -47,14 +47,26 @@ class WorkQueue:
         """So many more pieces."""
         self.added += count
 
-    def take(self, worker: Hashable, now: float = 0.0) -> int | None:
-        """A piece for a worker, those first that another one has lost; None: there is none now, but one may come back."""
-        if self._again:
+    @property
+    def below(self) -> int:
+        """All pieces with smaller numbers are done."""
+        return self._done.below
+
+    def take(self, worker: Hashable, now: float = 0.0, known: int | None = None) -> int | None:
+        """A piece for a worker, those first that another one has lost; None: there is none now, but one may come back.
+
+        Args:
+            worker: who it is for.
+            now: seconds.
+            known: only pieces with smaller numbers are for this worker; None: all are.
+        """
+        known = self.added if known is None else min(known, self.added)
+        if self._again and self._again[0] < known:
             number = heapq.heappop(self._again)
-        elif self._next < self.added:
+        elif self._next < known:
             number, self._next = self._next, self._next + 1
         else:
-            overdue = self._overdue(worker, now)
+            overdue = self._overdue(worker, now, known)
             if overdue is None:
                 return None
             number = overdue
@@ -82,11 +94,12 @@ class WorkQueue:
         """Who has which piece."""
         return {number: list(holders) for number, holders in self._held.items()}
 
-    def _overdue(self, worker: Hashable, now: float) -> int | None:
+    def _overdue(self, worker: Hashable, now: float, known: int) -> int | None:
         """A piece that one other worker has had for too long."""
         late = [
             number
             for number, holders in self._held.items()
-            if len(holders) == 1 and worker not in holders and now - min(holders.values()) >= self._patience
+            if number < known and len(holders) == 1 and worker not in holders
+            if now - min(holders.values()) >= self._patience
         ]
         return min(late, default=None)

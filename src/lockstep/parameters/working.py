@@ -16,7 +16,7 @@ from lockstep.parameters.requests import no_arrays
 from lockstep.parameters.shards import Spec
 from lockstep.parameters.wire import MalformedError, Message, payload_bytes
 
-__all__ = ["CallOver", "DeskClient", "Piece", "work"]
+__all__ = ["CallOver", "DeskClient", "Piece", "PointReached", "Until", "work"]
 
 _NEVER = "what nobody tells"
 _MOST_BYTES = 2**31  # Of the arrays of one answer.
@@ -30,11 +30,26 @@ class Piece:
         number: of this piece in its call.
         what: says what, in values of JSON.
         arrays: that go with it.
+        below: all pieces with smaller numbers were done when this one was given out.
     """
 
     number: int
     what: Message
     arrays: Mapping[str, np.ndarray]
+    below: int = 0
+
+
+@dataclass(frozen=True)
+class Until:
+    """How long a worker works in a call that it sees piece by piece, as its own script comes to them.
+
+    Args:
+        point: of the script: when the chief has told what follows there, and nothing else is to be done.
+        known: pieces with smaller numbers are known here; others are not asked for.
+    """
+
+    point: int
+    known: int
 
 
 Do = Callable[[Piece], Result]
@@ -51,6 +66,19 @@ class CallOver(Exception):  # noqa: N818 # It is no error: a call comes to its e
     def __init__(self, result: Any, arrays: Mapping[str, np.ndarray]) -> None:
         super().__init__("the call is over")
         self.result, self.arrays = result, arrays
+
+
+class PointReached(Exception):  # noqa: N818 # It is no error: work for one point comes to its end so.
+    """The chief has told what follows at a point of the script.
+
+    Args:
+        what: it has told.
+        arrays: that go with it.
+    """
+
+    def __init__(self, what: Message, arrays: Mapping[str, np.ndarray]) -> None:
+        super().__init__("the point is reached")
+        self.what, self.arrays = what, arrays
 
 
 class DeskClient:
@@ -77,6 +105,11 @@ class DeskClient:
         message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "fact")
         return message["what"], arrays
 
+    def at_point(self, call: int, point: int) -> Result:
+        """Wait for what the chief tells at a point of the script; errors as for :meth:`enter`."""
+        message, arrays = self._wait({"kind": "ask", "call": call, "point": point}, "fact")
+        return message["what"], arrays
+
     def end_of(self, call: int) -> CallOver:
         """Wait until a call is over; other errors as for :meth:`enter`."""
         try:
@@ -85,19 +118,23 @@ class DeskClient:
         except CallOver as over:
             return over
 
-    def take(self, call: int, after: "Future[Answer] | None" = None) -> Piece:
-        """Wait for a piece of work; errors as for :meth:`enter`.
+    def take(self, call: int, after: "Future[Answer] | None" = None, until: Until | None = None) -> Piece:
+        """Wait for a piece of work; other errors as for :meth:`enter`.
 
         Args:
             call: its number.
             after: the answer to a first question that was asked already.
-        """
-        message, arrays = self._wait(self._take(call), "task", after)
-        return Piece(int(message["task"]), message["what"], arrays)
+            until: which pieces, and how long; None: all, until the call is over.
 
-    def asked_for_piece(self, call: int) -> "Future[Answer]":
+        Raises:
+            PointReached: there is nothing more to do until then.
+        """
+        message, arrays = self._wait(self._take(call, until), "task", after)
+        return Piece(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
+
+    def asked_for_piece(self, call: int, until: Until | None = None) -> "Future[Answer]":
         """Ask for a piece of work without waiting, for :meth:`take`."""
-        return self._ask(self._take(call))
+        return self._ask(self._take(call, until))
 
     def finish(self, call: int, piece: Piece, result: Result) -> "Future[Answer]":
         """Bring a result; does not wait."""
@@ -118,8 +155,8 @@ class DeskClient:
         """End the connection."""
         self._courier.close()
 
-    def _take(self, call: int) -> Message:
-        return {"kind": "take", "call": call}
+    def _take(self, call: int, until: Until | None) -> Message:
+        return {"kind": "take", "call": call} | ({} if until is None else vars(until))
 
     def _ask(self, message: Message) -> "Future[Answer]":
         return self._courier.ask(message | {"seconds": self._courier.timeout_seconds}, {}, _some_bytes)
@@ -130,13 +167,17 @@ class DeskClient:
         while found[0]["kind"] != kind:
             if found[0]["kind"] == "over":
                 raise CallOver(found[0]["result"], found[1])
+            if found[0]["kind"] == "fact":
+                raise PointReached(found[0]["what"], found[1])
             if found[0]["kind"] == "failed":
                 raise ClusterError(str(found[0]["sentence"]), int(found[0]["code"]))
             found = self._ask(message).result()
         return found
 
 
-def work(desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambda: None) -> CallOver:
+def work(
+    desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambda: None, until: Until | None = None
+) -> CallOver:
     """Do what the chief hands out until the call is over.
 
     Args:
@@ -144,18 +185,20 @@ def work(desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambd
         call: its number.
         do: does one piece.
         idle: is called where there is nothing to do for a moment.
+        until: which pieces, and how long; None: all, until the call is over.
 
     Returns:
         The end of the call, with its result.
 
     Raises:
+        PointReached: there is nothing more to do ``until`` then.
         ClusterError: the chief is lost, or has failed.
         Exception: what ``do`` has raised; the chief knows of it then, unless it was a loss.
     """
-    asked = desk.asked_for_piece(call)
+    asked = desk.asked_for_piece(call, until)
     try:
         while True:
-            piece = _next(desk, call, asked, idle)
+            piece = _next(desk, call, asked, idle, until)
             try:
                 result = do(piece)
             except ClusterError:
@@ -165,7 +208,7 @@ def work(desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambd
                     desk.fail(call, error, piece)
                 raise
             noted = desk.finish(call, piece, result)
-            asked = desk.asked_for_piece(call)
+            asked = desk.asked_for_piece(call, until)
             noted.result()
     except CallOver as over:
         return over
@@ -174,12 +217,14 @@ def work(desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambd
 _SOON_SECONDS = 0.05
 
 
-def _next(desk: DeskClient, call: int, asked: "Future[Answer]", idle: Callable[[], object]) -> Piece:
+def _next(
+    desk: DeskClient, call: int, asked: "Future[Answer]", idle: Callable[[], object], until: Until | None
+) -> Piece:
     try:
         asked.result(_SOON_SECONDS)
     except TimeoutError:
         idle()
-    return desk.take(call, asked)
+    return desk.take(call, asked, until)
 
 
 def _some_bytes(message: Message, given: tuple[Spec, ...]) -> None:

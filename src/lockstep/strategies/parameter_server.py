@@ -9,15 +9,16 @@ from typing import Any
 import keras
 
 from lockstep import _keras
-from lockstep._errors import ClusterError, OptionError, whole_number
+from lockstep._errors import ClusterError, ModelError, OptionError, whole_number
 from lockstep.asynchronous.calls import AtTheChief, Elsewhere
+from lockstep.asynchronous.coordination import Coordination
+from lockstep.asynchronous.coordinator import Coordinated
 from lockstep.asynchronous.member import Member
 from lockstep.asynchronous.step import GradientStep
 from lockstep.cluster.ending import Guard
 from lockstep.cluster.resolvers import ClusterResolver, resolve
 from lockstep.cluster.roles import Part, part_of
 from lockstep.cluster.variables import Variables
-from lockstep.data import calls
 from lockstep.data.options import InputOptions
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.guard.around import guard_among
@@ -36,7 +37,7 @@ __all__ = ["ParameterServerStrategy"]
 TIMEOUT_SECONDS = 60.0
 
 
-class ParameterServerStrategy(Strategy):
+class ParameterServerStrategy(Coordinated, Strategy):
     """Trains one model on several workers that do not wait for each other; its variables are kept on servers.
 
     Counterpart of ``tf.distribute.ParameterServerStrategy``. The same script runs on every process: the chief runs Keras's loop, workers
@@ -124,12 +125,22 @@ class ParameterServerStrategy(Strategy):
     def _closing(self) -> contextlib.ExitStack:
         return contextlib.ExitStack()
 
+    @property
+    def _coordination(self) -> Coordination:
+        return self._together.coordination
+
     @cached_property
-    def _together(self) -> calls.Together:  # type: ignore[override]
+    def _together(self) -> AtTheChief | Elsewhere:  # type: ignore[override]
+        together = self._met()
+        self._closing.callback(together.coordination.end)
+        return together
+
+    def _met(self) -> AtTheChief | Elsewhere:
         self._guard = Guard()
         self._guard.install()
         if self.is_chief:
             desk = Desk(timeout_seconds=self._member.timeout_seconds, announce=self._announce)
+            self._guard.before_end = lambda summary, code: desk.abort(f"the chief has failed: {summary}", code)
             self._closing.callback(self._member.serve_desk(desk).stop)
             desk.open(0)
             desk.close({"seed": _keras.get_random_seed(), "random": captured_random_state()})
@@ -150,22 +161,40 @@ class ParameterServerStrategy(Strategy):
 
     @contextlib.contextmanager
     def steps_by(
-        self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any]
+        self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any] = lambda: None
     ) -> Iterator[None]:
         """Have the training steps of a model made by ``step``; ``settle`` waits for them, and gives the state that they have left."""
-        functions, before = self._functions[model], self._functions[model].settle
+        functions = self._functions[model]
+        before = functions.elsewhere, functions.settle
         functions.elsewhere, functions.settle = step, settle
         try:
             yield
         finally:
-            functions.elsewhere, functions.settle = None, before
+            functions.elsewhere, functions.settle = before
+
+    def model_of_loop(self) -> keras.Model:
+        """The model whose variables the servers hold while functions are scheduled: the newest one that is compiled and built.
+
+        Raises:
+            ModelError: there is none.
+        """
+        for model in reversed([*self._functions]):  # They are in the order in which they were made.
+            if model.compiled and model.built:
+                return model
+        raise ModelError(
+            "ClusterCoordinator: the strategy has no model that is compiled and built, and servers need its variables. Build and compile it "
+            "in the scope before something is scheduled."
+        )
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
         self._functions[model].tell(sentence)
 
     def _claim(self, model: keras.Model) -> None:
+        is_new = model not in self._functions
         super()._claim(model)
+        if is_new and model in self._functions:
+            self._functions[model].elsewhere = _refuse_to_train_here
         if not self.is_chief:
             leave_files_to_the_chief(model)
 
@@ -202,6 +231,13 @@ class ParameterServerStrategy(Strategy):
             f"{type(self).__name__}: {self._part.name} ({self._part.source}); {count} worker{'s' * (count > 1)}, {how}; variables on "
             f"{servers} server{'s' * (servers > 1)}"
         )
+
+
+def _refuse_to_train_here(state: Any, batch: Any) -> Any:
+    raise ModelError(
+        "train_on_batch: with ParameterServerStrategy workers make the training steps. Schedule a function that calls it with "
+        "lockstep.ClusterCoordinator, or use fit. Of several models the newest one that is compiled can be trained so."
+    )
 
 
 def _generation() -> int:

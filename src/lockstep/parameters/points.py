@@ -1,0 +1,69 @@
+"""What the chief has told at points of the script that all processes run, for those who come there later."""
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from lockstep.parameters.requests import whole
+from lockstep.parameters.visits import Answer
+from lockstep.parameters.wire import Message
+
+__all__ = ["Points"]
+
+_LEAST_BYTES = 256  # What keeping one takes, however little it says.
+
+
+class Points:
+    """The points 0, 1, 2, …; the oldest ones are forgotten where all together are too large. Used under its owner's lock.
+
+    Args:
+        limit_bytes: of the arrays of all of them, with some bytes for each, but not of those that go with the newest alone.
+
+    Example:
+        >>> points = Points()
+        >>> points.add({"done": False}, {})
+        >>> points.answer_to({"kind": "ask", "point": 0})
+        ({'kind': 'fact', 'what': {'done': False}}, {})
+        >>> points.answer_to({"kind": "ask", "point": 1}) is None
+        True
+    """
+
+    def __init__(self, limit_bytes: int = 2**26) -> None:
+        self._limit, self._bytes, self._first = limit_bytes, 0, 0
+        self._kept: deque[tuple[Message, Mapping[str, np.ndarray]]] = deque()
+        self._newest: tuple[int, Mapping[str, np.ndarray]] = (-1, {})
+
+    def add(
+        self, what: Message, arrays: Mapping[str, np.ndarray], newest: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """The next point, which is kept, whatever its size.
+
+        Args:
+            what: is told there.
+            arrays: that go with it.
+            newest: that go with it, too, until the next point that has such.
+        """
+        if newest is not None:
+            self._newest = self._first + len(self._kept), newest
+        self._kept.append((what, arrays))
+        self._bytes += _bytes_of(arrays)
+        while self._bytes > self._limit and len(self._kept) > 1:
+            self._bytes -= _bytes_of(self._kept.popleft()[1])
+            self._first += 1
+
+    def answer_to(self, message: Message) -> Answer | None:
+        """What was told at the ``"point"`` of a message; None where there is none, or not yet."""
+        if "point" not in message:
+            return None
+        number = whole(message, "point")
+        if number >= self._first + len(self._kept):
+            return None
+        if number < self._first:
+            return {"kind": "fact", "what": {"is_forgotten": True}}, {}
+        what, arrays = self._kept[number - self._first]
+        return {"kind": "fact", "what": what}, {**arrays, **(self._newest[1] if number == self._newest[0] else {})}
+
+
+def _bytes_of(arrays: Mapping[str, np.ndarray]) -> int:
+    return _LEAST_BYTES + sum(array.nbytes for array in arrays.values())

@@ -1,0 +1,234 @@
+"""Loops of one's own in one process: what is refused, what travels, what is kept."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.asynchronous.draws import Draws
+from lockstep.asynchronous.results import decoded, encoded
+from lockstep.cluster.peer import Peer
+from lockstep.parameters.desk import Desk
+from lockstep.parameters.numbers import Done
+from lockstep.parameters.points import Points
+from lockstep.parameters.visits import Visit
+from lockstep.parameters.work import WorkQueue
+from lockstep.step.replica import Merge
+from tests.workers.jobs import own_host
+
+
+def net():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.fixture
+def chief(monkeypatch):
+    """Makes the strategy of a chief whose workers never come; it waits for them for a moment."""
+    made = []
+
+    def make(**options):
+        host = own_host()
+        cluster = {job: [f"{host}:{port}"] for job, port in [("chief", 12431), ("worker", 12432), ("ps", 12433)]}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}))
+        made.append(lockstep.ParameterServerStrategy(timeout_seconds=0.3, **options))
+        monkeypatch.delenv("TF_CONFIG")
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()
+
+
+def test_only_a_strategy_with_servers_has_a_coordinator():
+    with pytest.raises(lockstep.OptionError, match="expected a ParameterServerStrategy, got MirroredStrategy"):
+        lockstep.ClusterCoordinator(lockstep.MirroredStrategy(["cpu:0"]))
+
+
+def test_a_strategy_has_one_coordinator_under_both_names(chief):
+    strategy = chief()
+    coordinator = lockstep.ClusterCoordinator(strategy)
+    assert lockstep.experimental.ClusterCoordinator(strategy) is coordinator
+    assert coordinator.strategy is strategy
+    assert lockstep.ClusterCoordinator(chief()) is not coordinator
+
+
+def test_where_nothing_was_scheduled_nothing_is_waited_for(chief):
+    coordinator = lockstep.ClusterCoordinator(chief())
+    coordinator.join()
+    assert coordinator.done()
+
+
+def test_without_a_compiled_model_nothing_can_be_scheduled(chief):
+    strategy = chief()
+    with strategy.scope():
+        keras.Sequential([keras.layers.Dense(1)]).compile("sgd", "mse")  # It is not built.
+    with pytest.raises(lockstep.ModelError, match="has no model that is compiled and built"):
+        lockstep.ClusterCoordinator(strategy).schedule(print)
+
+
+def test_synchronous_training_is_for_fit(chief):
+    with pytest.raises(lockstep.OptionError, match="max_staleness=0 is for fit"):
+        lockstep.ClusterCoordinator(chief(max_staleness=0)).schedule(print)
+
+
+def test_who_does_not_come_is_named(chief):
+    strategy = chief()
+    with strategy.scope():
+        model = net()
+    assert model.built
+    with pytest.raises(lockstep.ClusterError, match=r"ps 0 at 127\..* could not be reached within 0\.3 s"):
+        lockstep.ClusterCoordinator(strategy).schedule(print)
+
+
+def test_the_chief_trains_no_batch_itself(chief):
+    strategy = chief()
+    with strategy.scope():
+        model = net()
+    before = model.get_weights()
+    with pytest.raises(lockstep.ModelError, match=r"workers make the training steps. Schedule a function"):
+        model.train_on_batch(np.ones((2, 3)), np.ones((2, 1)))
+    for new, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_pull_and_push_are_for_scheduled_functions(chief):
+    strategy = chief()
+    with pytest.raises(lockstep.ScopeError, match=r"strategy.pull is for scheduled functions"):
+        strategy.pull(net())
+    with pytest.raises(lockstep.ScopeError, match=r"strategy.push is for scheduled functions"):
+        strategy.push(net(), [])
+
+
+def test_what_cannot_be_scheduled_is_refused(chief):
+    coordinator = lockstep.ClusterCoordinator(chief())
+    with pytest.raises(lockstep.OptionError, match="fn: expected a function, got 7"):
+        coordinator.schedule(7)
+    with pytest.raises(lockstep.OptionError, match=r"a RemoteValue cannot be an argument. Fetch it before"):
+        coordinator.schedule(print, kwargs={"value": [lockstep.RemoteValue(None, None)]})
+    with pytest.raises(lockstep.OptionError, match=r"expected an iterable of batches, or a function .* got 7"):
+        coordinator.create_per_worker_dataset(7)
+
+
+def test_per_worker_values_cannot_be_used_in_the_loop_itself(chief):
+    batches = iter(lockstep.ClusterCoordinator(chief()).create_per_worker_dataset([1, 2]))
+    with pytest.raises(lockstep.ScopeError, match="stands for a value of each worker"):
+        next(batches)
+
+
+VALUES = [
+    None,
+    True,
+    -3,
+    float("inf"),
+    "text",
+    {"a": [1, (2.5, None)], 3: {}},
+    np.arange(6, dtype="int16").reshape(2, 3),
+    np.float32(0.1),
+    [],
+    (),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_results_come_as_they_were_returned(value):
+    found = decoded(encoded([value], "f"))[0]
+    assert type(found) is type(value)
+    np.testing.assert_equal(found, value)
+
+
+def test_arrays_of_jax_come_as_numpys():
+    variable = keras.Variable(np.ones((2,), "float32"), dtype="bfloat16")
+    found = decoded(encoded({"v": variable, "a": keras.ops.ones((3,))}, "f"))
+    assert {name: (type(array), str(array.dtype), array.shape) for name, array in found.items()} == {
+        "v": (np.ndarray, "bfloat16", (2,)),
+        "a": (np.ndarray, "float32", (3,)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [({"x": object()}, "step returned a object"), (np.array(["a"]), "an array of <U1"), ({(1, 2): 3}, "the key")],
+)
+def test_what_cannot_travel_is_named(value, what):
+    with pytest.raises(lockstep.OptionError, match=what):
+        encoded(value, "step")
+
+
+def fact(what, arrays=None):
+    return {"kind": "fact", "what": what}, arrays or {}
+
+
+def test_points_are_kept_up_to_their_limit_and_the_newest_always():
+    points = Points(limit_bytes=2000)
+    for number in range(4):
+        points.add({"number": number}, {"a": np.zeros(64)})
+    assert [points.answer_to({"kind": "ask", "point": number}) for number in (0, 1, 4)] == [
+        fact({"is_forgotten": True}),
+        fact({"is_forgotten": True}),
+        None,
+    ]
+    for number in (2, 3):
+        told, arrays = points.answer_to({"kind": "ask", "point": number})
+        assert (told["what"], arrays["a"].size) == ({"number": number}, 64)
+    points.add({"number": 4}, {"a": np.zeros(1000)})
+    assert points.answer_to({"kind": "ask", "point": 4})[1]["a"].size == 1000
+
+
+def test_weights_go_with_the_newest_point_that_has_them_alone():
+    points = Points(limit_bytes=2000)
+    for number in range(3):
+        points.add({}, {}, {"w": np.full(1000, number)})
+    points.add({"value": True}, {})
+    told = [points.answer_to({"kind": "ask", "point": number})[1] for number in range(4)]
+    assert [list(arrays) for arrays in told] == [[], [], ["w"], []]
+    assert told[2]["w"][0] == 2
+
+
+def test_a_worker_gets_only_pieces_that_it_knows():
+    queue = WorkQueue(patience=1.0)
+    queue.add(3)
+    assert [queue.take("worker 0", known=number) for number in (0, 1, 1, 9)] == [None, 0, None, 1]
+    assert queue.lose("worker 0") == [0, 1]
+    assert [queue.take("worker 1", known=number) for number in (0, 1, 1)] == [None, 0, None]
+    assert [queue.take("worker 2", now=5.0, known=number) for number in (0, 1)] == [None, 0]  # It takes too long.
+    assert queue.below == 0
+    assert queue.finish("worker 2", 0)
+    assert queue.below == 1
+
+
+def test_at_a_point_work_comes_first_and_what_was_told_outlasts_the_call():
+    desk, visit = Desk(), Visit(Peer(0, 1, "here", 1, information={"job": "worker"}))
+    desk.open(1)
+    desk.schedule({"n": 0})
+    desk.tell_point({"value": 5})
+    take = {"kind": "take", "call": 1, "point": 0, "known": 1, "seconds": 0}
+    task, _ = desk.answer(visit, take, {})
+    assert (task["kind"], task["task"], task["below"]) == ("task", 0, 0)
+    assert desk.answer(visit, take, {}) == fact({"value": 5})
+    assert desk.answer(visit, take | {"point": 1}, {})[0]["kind"] == "nothing"
+    desk.close({})
+    desk.open(2)
+    assert desk.answer(visit, take, {}) == fact({"value": 5})
+    assert desk.answer(visit, take | {"point": 1}, {})[0]["kind"] == "over"
+
+
+def test_what_was_never_added_is_done_where_all_below_is():
+    done = Done()
+    done.add(5), done.add(9)
+    done.raise_to(5)
+    assert (done.below, 9 in done, 8 in done) == (6, True, False)
+    done.raise_to(3)
+    assert done.below == 6
+
+
+def test_steps_draw_other_numbers_and_those_of_one_after_the_other():
+    seed, average = np.array([7, 10], "uint32"), np.zeros(2, "float32")
+    draws = Draws([Merge.SEED, Merge.MEAN], [np.array([7, 13], "uint32"), average + 1], [seed, average])
+    first, second = draws.seeded([seed, average], 0), draws.seeded([seed, average], 2)
+    assert (first[0].tolist(), second[0].tolist()) == ([7, 10], [7, 16])
+    assert second[1] is average
+    assert draws.seeded([seed, average], 2, part=1)[0].tolist() != [7, 16]
