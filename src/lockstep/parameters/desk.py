@@ -7,10 +7,8 @@ that both sides understand; no code travels.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-
-import numpy as np
 
 from lockstep._errors import ClusterError
 from lockstep._logging import announce as announce_line
@@ -26,9 +24,11 @@ from lockstep.parameters.work import WorkQueue
 __all__ = ["Desk", "Result"]
 
 _HEAR_SECONDS = 1.0
+_NOTED: Answer = {"kind": "noted", "counts": True}, {}
 _LOOK_SECONDS = 0.25  # How often a waiting worker is looked after: it may have gone.
 
-Result = tuple[Message, Mapping[str, np.ndarray]]
+WhenDone = Callable[["Future[Result]"], object]
+Result = tuple[Message, Arrays]
 
 
 class Desk:
@@ -62,10 +62,9 @@ class Desk:
         self._timeout, self._long, self._result_bytes = timeout_seconds, long_seconds, result_bytes
         self._announce, self._clock = announce, clock
         self._changed = threading.Condition()
-        self._call, self._is_open = 0, False
-        self._queue = WorkQueue()
-        self._attached: Callable[[], Mapping[str, np.ndarray]] = dict
-        self._pieces: dict[int, tuple[Message, Mapping[str, np.ndarray], Future[Result]]] = {}
+        self._call, self._is_open, self._queue = 0, False, WorkQueue()
+        self._attached: Callable[[], Arrays] = dict
+        self._pieces: dict[int, tuple[Message, Arrays, Future[Result]]] = {}
         self._results: dict[int, Result] = {}
         self._facts: dict[str, Result] = {}
         self._points = Points()
@@ -74,8 +73,6 @@ class Desk:
         self._moved = clock()
         self._kinds = {"enter": self._enter, "ask": self._ask, "leave": self._leave_call}
         self._kinds |= {"take": self._take, "finish": self._finish, "fail": self._fail}
-
-    # The chief's side.
 
     @property
     def is_idle(self) -> bool:
@@ -95,7 +92,7 @@ class Desk:
         with self._changed:
             return sum(visit.peer.job == "worker" for visit in self._present)
 
-    def open(self, call: int, attached: Callable[[], Mapping[str, np.ndarray]] = dict) -> None:
+    def open(self, call: int, attached: Callable[[], Arrays] = dict) -> None:
         """Begin a call.
 
         Args:
@@ -104,12 +101,11 @@ class Desk:
         """
         with self._changed:
             self._raise_failure()
-            self._call, self._is_open, self._queue = call, True, WorkQueue(self._timeout)
-            self._attached = attached
+            self._call, self._is_open, self._queue, self._attached = call, True, WorkQueue(self._timeout), attached
             self._pieces, self._facts, self._moved = {}, {}, self._clock()
             self._changed.notify_all()
 
-    def tell(self, key: str, what: Message, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def tell(self, key: str, what: Message, arrays: Arrays | None = None) -> None:
         """Have something ready for whoever asks for it in this call; a later one of that key takes its place."""
         with self._changed:
             self._facts[key] = (what, arrays or {})
@@ -122,10 +118,7 @@ class Desk:
             self._changed.notify_all()
 
     def schedule(
-        self,
-        what: Message,
-        arrays: Mapping[str, np.ndarray] | None = None,
-        when_done: "Callable[[Future[Result]], object] | None" = None,
+        self, what: Message, arrays: Arrays | None = None, when_done: WhenDone | None = None
     ) -> "Future[Result]":
         """Have something done by the next worker that is free, at least once.
 
@@ -169,7 +162,7 @@ class Desk:
                 self._changed.wait(_LOOK_SECONDS)
             self._raise_failure()
 
-    def close(self, result: Message, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def close(self, result: Message, arrays: Arrays | None = None) -> None:
         """End the call, and wait until everybody has its result or is gone.
 
         Args:
@@ -193,9 +186,7 @@ class Desk:
             self._wait_until_gone(_HEAR_SECONDS)
 
     def _wait_until_gone(self, seconds: float) -> None:
-        deadline = self._clock() + seconds
-        while self._present and (left := deadline - self._clock()) > 0:
-            self._changed.wait(min(left, _LOOK_SECONDS))
+        self._changed.wait_for(lambda: not self._present, seconds)
 
     def _break(self, sentence: str, exit_code: int) -> None:
         if self._failure is None:
@@ -210,10 +201,9 @@ class Desk:
             raise ClusterError(*self._failure)
 
     def _raise_if_stuck(self, notice: Notice) -> None:
-        has_workers = any(visit.peer.job == "worker" for visit in self._present)
-        if not has_workers:
+        limit = self._long if self.workers else self._timeout
+        if not self.workers:
             notice.tell("a worker")
-        limit = self._long if has_workers else self._timeout
         if self._clock() - self._moved < limit:
             return
         held = [f"{listed(map(str, who))} has piece {number}" for number, who in sorted(self._queue.held().items())]
@@ -233,7 +223,7 @@ class Desk:
         if payload_bytes(given) > limit or (given and not limit):
             raise MalformedError(f"{payload_bytes(given):,} bytes follow a {message['kind']!r}: at most {limit:,} may")
 
-    def answer(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def answer(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
         """Do what somebody asks; MalformedError where that cannot be asked."""
         return self._kinds[message["kind"]](visit, message, arrays)
 
@@ -271,7 +261,7 @@ class Desk:
                     return {"kind": "nothing"}, {}
                 self._changed.wait(min(left, _LOOK_SECONDS))
 
-    def _enter(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _enter(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
         def enter() -> Answer:
             if visit not in self._present:
                 self._moved = self._clock()
@@ -281,7 +271,7 @@ class Desk:
 
         return self._answered(visit, message, enter)
 
-    def _take(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _take(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
         known = whole(message, "known") if "known" in message else None
 
         def take() -> Answer | None:
@@ -295,14 +285,14 @@ class Desk:
 
         return self._answered(visit, message, take)
 
-    def _ask(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _ask(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
         def ask() -> Answer | None:
             found = self._facts.get(str(message.get("key")))
             return None if found is None else ({"kind": "fact", "what": found[0]}, found[1])
 
         return self._answered(visit, message, ask)
 
-    def _finish(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _finish(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
         number, found = whole(message, "task"), message.get("result")
         if not isinstance(found, dict):
             raise MalformedError("a 'finish' has no result")
@@ -316,14 +306,14 @@ class Desk:
             self._changed.notify_all()
         return {"kind": "noted", "counts": counts}, {}
 
-    def _fail(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _fail(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
         with self._changed:
             where = f" in piece {whole(message, 'task')} of the work" if "task" in message else ""
             self._break(f"{visit} failed{where}: {message.get('summary')}", exit_codes.USER_ERROR)
-        return {"kind": "noted", "counts": True}, {}
+        return _NOTED
 
-    def _leave_call(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _leave_call(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
         with self._changed:
             self._present.discard(visit)
             self._changed.notify_all()
-        return {"kind": "noted", "counts": True}, {}
+        return _NOTED
