@@ -61,7 +61,7 @@ def step_of(kind=keras.Sequential, replicas=1, devices=1, **options):
     with strategy.scope():
         model = made(kind, **options)
         model.make_train_function()
-    return model, GradientStep(model, strategy._functions[model], strategy._placement)
+    return model, GradientStep(model, strategy._functions_of(model), strategy._placement)
 
 
 def state_of(model):

@@ -1,9 +1,11 @@
 """Law 5: import changes nothing, a scope restores what it changed, strategies live side by side, a model remembers."""
 
+import gc
 import logging
 import subprocess
 import sys
 import threading
+import weakref
 
 import jax
 import keras
@@ -234,6 +236,20 @@ def test_clear_session_breaks_nothing():
     keras.backend.clear_session()
     assert_trained_like_one_device(model)
     assert devices_of(model) == 2
+
+
+def test_a_model_that_nobody_uses_any_more_is_freed():
+    strategy = Topology(2, 1).strategy()
+
+    def trained():
+        with strategy.scope():
+            model = compiled()
+        fitted(model)
+        return weakref.ref(model)
+
+    found = trained()
+    gc.collect()
+    assert found() is None
 
 
 def test_another_thread_does_not_see_the_scope():

@@ -35,6 +35,8 @@ from lockstep.topology.devices import device_name
 
 __all__ = ["Strategy"]
 
+_FUNCTIONS = "_lockstep_functions"
+
 
 def _current() -> "Strategy | None":
     scopes = open_scopes.get()
@@ -74,7 +76,6 @@ class Strategy(LoopTools):
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._input_options = options_of(input_options)
         self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit)
-        self._functions: weakref.WeakKeyDictionary[keras.Model, StepFunctions] = weakref.WeakKeyDictionary()
         self._announce(self._summary())
 
     @property
@@ -220,7 +221,7 @@ class Strategy(LoopTools):
 
         plan = self._plan_for(self._placement, model)
         functions = StepFunctions(model, self._placement, plan, tell, self._listener)
-        self._functions[model] = functions
+        vars(model)[_FUNCTIONS] = functions  # There, as they hold the model: both are freed together.
 
         def make(kind: str) -> Any:
             _refuse_other_scope(model, self)
@@ -233,6 +234,10 @@ class Strategy(LoopTools):
         notes = self._inputs.install(model, tell)
         self._models.add(model)
 
+    def _functions_of(self, model: keras.Model) -> StepFunctions:
+        """What makes the steps of a model that is this strategy's."""
+        return vars(model)[_FUNCTIONS]
+
     @cached_property
     def _together(self) -> Together:  # type: ignore[override]  # made when it is first asked for
         """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
@@ -241,7 +246,7 @@ class Strategy(LoopTools):
     @contextlib.contextmanager
     def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
         setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
-        functions, together, announce = self._functions[model], self._together, self._announce
+        functions, together, announce = self._functions_of(model), self._together, self._announce
         guard = guard_among(arguments.get("callbacks"))
         with (
             backed_up(model, arguments, functions, setup, together, announce) as run,

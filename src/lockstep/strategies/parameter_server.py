@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
@@ -125,6 +126,11 @@ class ParameterServerStrategy(Coordinated, Strategy):
     def _closing(self) -> contextlib.ExitStack:
         return contextlib.ExitStack()
 
+    @cached_property
+    def _order(self) -> "weakref.WeakKeyDictionary[keras.Model, None]":
+        """The models, in the order in which they were made."""
+        return weakref.WeakKeyDictionary()
+
     @property
     def _coordination(self) -> Coordination:
         return self._together.coordination
@@ -157,14 +163,14 @@ class ParameterServerStrategy(Coordinated, Strategy):
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
         """Computes gradients on the devices of this process."""
-        return GradientStep(model, self._functions[model], self._placement)
+        return GradientStep(model, self._functions_of(model), self._placement)
 
     @contextlib.contextmanager
     def steps_by(
         self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any] = lambda: None
     ) -> Iterator[None]:
         """Have the training steps of a model made by ``step``; ``settle`` waits for them, and gives the state that they have left."""
-        functions = self._functions[model]
+        functions = self._functions_of(model)
         before = functions.elsewhere, functions.settle
         functions.elsewhere, functions.settle = step, settle
         try:
@@ -178,7 +184,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
         Raises:
             ModelError: there is none.
         """
-        for model in reversed([*self._functions]):  # They are in the order in which they were made.
+        for model in reversed([*self._order]):
             if model.compiled and model.built:
                 return model
         raise ModelError(
@@ -188,13 +194,13 @@ class ParameterServerStrategy(Coordinated, Strategy):
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
-        self._functions[model].tell(sentence)
+        self._functions_of(model).tell(sentence)
 
     def _claim(self, model: keras.Model) -> None:
-        is_new = model not in self._functions
         super()._claim(model)
-        if is_new and model in self._functions:
-            self._functions[model].elsewhere = _refuse_to_train_here
+        if model in self._models and model not in self._order:
+            self._order[model] = None
+            self._functions_of(model).elsewhere = _refuse_to_train_here
         if not self.is_chief:
             leave_files_to_the_chief(model)
 
