@@ -104,6 +104,7 @@ def test_the_evaluator_evaluates_while_others_train(job):
     made.end()
     assert "its validation data are evaluated by the evaluator" in made.said()
     assert "mixed/history/val_loss" not in made.arrays("chief", 0)
+    assert "after epoch 2" in made.said("evaluator0")  # Whatever it had to leave out, it looks at the end.
     assert bits(made.arrays("evaluator", 0)) == bits(made.arrays("chief", 0))
 
 
