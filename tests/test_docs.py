@@ -92,6 +92,17 @@ def test_the_code_about_variables_on_one_device_says_where_they_are(tmp_path):
     assert done.stdout == "{2}\n"
 
 
+@pytest.mark.full
+def test_the_code_about_servers_trains_on_two_workers(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parameter_servers.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "train.py").write_text(code)
+    command = [sys.executable, "-m", "lockstep.cli", "run", "--workers", "2", "--servers", "1", "--timeout", "150"]
+    done = subprocess.run([*command, "train.py"], capture_output=True, text=True, timeout=180, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[chief] 3 epochs, 150 updates\n" in done.stdout
+    assert "2 workers, without waiting; variables on 1 server" in done.stdout
+
+
 def test_the_code_about_clusters_runs_as_it_stands(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), flags=re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)

@@ -15,20 +15,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAIRS = sorted(path.parent.name for path in EXAMPLES.glob("*/mirrored.py"))
+TWINS = sorted(
+    path.relative_to(EXAMPLES) for kind in ("mirrored", "asynchronous") for path in EXAMPLES.glob(f"*/{kind}.py")
+)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_twins_differ_by_less_than_ten_lines(name):
-    texts = [(EXAMPLES / name / f"{twin}.py").read_text() for twin in ("single", "mirrored")]
+@pytest.mark.parametrize("twin", TWINS, ids=str)
+def test_the_twins_differ_by_less_than_ten_lines(twin):
+    texts = [(EXAMPLES / path).read_text() for path in (twin.with_name("single.py"), twin)]
     single, mirrored = ([line for line in re.sub(r'^"""[\s\S]*?"""', "", text).splitlines() if line] for text in texts)
     changed = [line for line in difflib.ndiff(single, mirrored) if line.startswith(("+ ", "- "))]
     added = [line for line in changed if line.startswith("+ ")]
     assert 1 <= len(added) < 10, "\n".join(changed)
 
 
-def run(script, *arguments, steps=12, timeout=280):
+def run(script, *arguments, steps=12, timeout=280, launcher=()):
     environment = os.environ | {"KERAS_MAX_EPOCHS": "1", "KERAS_MAX_STEPS_PER_EPOCH": str(steps)}
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    command = [sys.executable, *launcher, str(EXAMPLES / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -51,6 +54,20 @@ def test_reuters_begins_as_plain_keras_does(devices):
     assert found[0].keys() == found[1].keys() >= {"loss", "val_loss"}
     for name, value in found[0].items():
         assert found[1][name] == pytest.approx(value, abs=2e-4), name
+
+
+@pytest.mark.data
+@pytest.mark.full
+@pytest.mark.usefixtures("data_folder")
+def test_reuters_trains_on_workers_that_do_not_wait():
+    limit = 250
+    launcher = ("-m", "lockstep.cli", "run", "--workers", "2", "--servers", "1", "--timeout", str(limit))
+    printed = run("reuters/asynchronous.py", steps=40, timeout=limit + 30, launcher=launcher)
+    assert {*re.findall(r"^\[(.*?)\]", printed, flags=re.MULTILINE)} == {"chief"}  # It prints alone.
+    assert "332,856" in printed
+    found = logs(printed)
+    assert found.keys() >= {"loss", "val_loss", "updates_per_sec", "staleness"}
+    assert 0 < found["loss"] < 3.828  # The logarithm of 46 classes: it has learned.
 
 
 @pytest.mark.data
