@@ -2,7 +2,7 @@
 
     python examples/record.py reuters -- "" "cpu:0 cpu:1"
 
-Each word group after ``--`` is one run of mirrored.py with those arguments; single.py runs first.
+Each word group after ``--`` is one run of mirrored.py with those arguments; single.py runs first, and asynchronous.py last, where there is one.
 """
 
 import re
@@ -14,19 +14,25 @@ from pathlib import Path
 from lockstep.report.machine import describe_machine
 
 FOLDER = Path(__file__).parent
+LAUNCHER = ("-m", "lockstep.cli", "run", "--workers", "2", "--servers", "1")
 
 
 def main():
     name, _, *runs = sys.argv[1:]
     text = f"# {name}: what the scripts printed\n\n{describe_machine()}\n"
-    for script, arguments in [("single.py", ""), *(("mirrored.py", words) for words in runs)]:
+    scripts = [("single.py", ""), *(("mirrored.py", words) for words in runs)]
+    if (FOLDER / name / "asynchronous.py").exists():
+        scripts.append(("asynchronous.py", ""))
+    for script, arguments in scripts:
         start = time.perf_counter()
-        command = [sys.executable, str(FOLDER / name / script), *arguments.split()]
+        launcher = LAUNCHER if script == "asynchronous.py" else ()
+        command = [sys.executable, *launcher, str(FOLDER / name / script), *arguments.split()]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         seconds = time.perf_counter() - start
         if done.returncode:
             sys.exit(done.stdout)
-        shown = " ".join(["python", f"examples/{name}/{script}", *arguments.split()])
+        shown = " ".join(["lockstep", *launcher[2:]] if launcher else ["python"])
+        shown = " ".join([shown, f"examples/{name}/{script}", *arguments.split()])
         text += f"\n`{shown}` ({seconds:.0f} s)\n\n```\n{kept(done.stdout)}\n```\n"
         print(text[-1500:], flush=True)
     (FOLDER / name / "results.md").write_text(text)
@@ -34,7 +40,10 @@ def main():
 
 def kept(printed: str) -> str:
     """The lines that carry a result: of a progress bar only its last state, and no terminal codes."""
-    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m|\x08", "", printed).splitlines()]
+    lines = [
+        line.rstrip()
+        for line in re.sub(r"\x1b\[[0-9;]*m|\x08|^\[chief\] ", "", printed, flags=re.MULTILINE).splitlines()
+    ]
     wanted = r"val_|lockstep:|Total params|replicas|^ +\d+ +\d+ +0\.|Restoring|Creating|^\d+/\d+ - |^step \d*00,|^test accuracy"
     return "\n".join(re.sub(r"━+ ?", "", line) for line in lines if re.search(wanted, line))
 
