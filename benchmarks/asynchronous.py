@@ -138,7 +138,7 @@ def measure_accuracy(net):
 
 def described(found, base):
     own = [100 * run["accuracy"] for run in found]
-    off = statistics.mean(own) - 100 * statistics.mean(base)
+    off = round(statistics.mean(own) - 100 * statistics.mean(base), 2) + 0.0  # No -0.00.
     accuracy = (f"{statistics.mean(own):.2f}", f"{min(own):.2f} … {max(own):.2f}", f"{off:+.2f}")
     seconds = f"{statistics.median(run['seconds'] for run in found):.0f}"
     if "updates_per_sec" not in found[0]["history"]:
