@@ -40,12 +40,10 @@ def main():
 
 def kept(printed: str) -> str:
     """The lines that carry a result: of a progress bar only its last state, and no terminal codes."""
-    lines = [
-        line.rstrip()
-        for line in re.sub(r"\x1b\[[0-9;]*m|\x08|^\[chief\] ", "", printed, flags=re.MULTILINE).splitlines()
-    ]
+    plain = re.sub(r"\x1b\[[0-9;]*m|\x08|^\[chief\] ", "", printed, flags=re.MULTILINE)
+    lines = [line.rstrip() for line in plain.splitlines()]
     wanted = r"val_|lockstep:|Total params|replicas|^ +\d+ +\d+ +0\.|Restoring|Creating|^\d+/\d+ - |^step \d*00,|^test accuracy"
-    return "\n".join(re.sub(r"━+ ?", "", line) for line in lines if re.search(wanted, line))
+    return "\n".join(re.sub(r"━+ ?|^\d+/\d+ .*(?=lockstep: )", "", line) for line in lines if re.search(wanted, line))
 
 
 main()
