@@ -36,6 +36,14 @@ def test_a_batch_of_a_worker_that_stands_still_is_done_by_another(job):
     assert int(found["counted/optimizer/0"]) == 3 * 6
 
 
+def test_with_a_bound_a_worker_that_stands_still_ends_the_job_by_name(job):
+    made = job(workers=2, servers=1)
+    options = {"cases": ["counted"], "strategy": PROMPT | {"max_staleness": 1}}
+    made.start_all(each=only("worker", 1, stop=[3, signal.SIGSTOP]), **options)
+    assert {made.processes[name].end() for name in ("chief0", "worker0", "ps0")} == {124}
+    assert "it waits for worker 1 of 2" in made.said()
+
+
 def test_a_server_that_dies_ends_the_job_by_name_and_the_next_start_goes_on_to_the_same_bits(job, tmp_path):
     options = {"cases": ["mixed"], "strategy": {}}
     expected = bits(job(workers=1, servers=2).run(**options))

@@ -5,7 +5,7 @@ come back with the chief's history and the chief's weights. ``evaluate`` is done
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, Protocol
 
 import keras
@@ -177,11 +177,8 @@ class Elsewhere(calls.Together):
             return self._desk.end_of(self._call)
         try:
             return self._roles[self._member.part.job](model, arguments)
-        except ClusterError:
-            raise  # The chief sees by itself who is lost.
         except Exception as error:
-            with suppress(ClusterError):  # It may have ended because of another process.
-                self._desk.fail(self._call, error)
+            self._desk.fail(self._call, error)
             raise
 
     def _next_call(self) -> int:

@@ -309,7 +309,8 @@ class Desk:
     def _fail(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
         with self._changed:
             where = f" in piece {whole(message, 'task')} of the work" if "task" in message else ""
-            self._break(f"{visit} failed{where}: {message.get('summary')}", exit_codes.USER_ERROR)
+            code = exit_codes.NO_PROGRESS if message.get("is_stuck") is True else exit_codes.USER_ERROR
+            self._break(f"{visit} failed{where}: {message.get('summary')}", code)
         return _NOTED
 
     def _leave_call(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:

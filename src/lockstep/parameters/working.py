@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lockstep._errors import ClusterError
+from lockstep.cluster import exit_codes
 from lockstep.cluster.failure import summary_of
 from lockstep.parameters.courier import Answer, Courier
 from lockstep.parameters.desk import Result
@@ -142,10 +143,14 @@ class DeskClient:
         return self._courier.ask(about, result[1], no_arrays)
 
     def fail(self, call: int, error: BaseException, piece: Piece | None = None) -> None:
-        """Tell what this process, or a piece, has ended with; then nobody goes on."""
-        about = {"kind": "fail", "call": call, "summary": summary_of(error)}
+        """Tell what this process, or a piece, has ended with; then nobody goes on. Of who is lost the chief hears by itself."""
+        is_stuck = isinstance(error, ClusterError) and error.exit_code == exit_codes.NO_PROGRESS
+        if isinstance(error, ClusterError) and not is_stuck:
+            return
+        about = {"kind": "fail", "call": call, "summary": summary_of(error), "is_stuck": is_stuck}
         about |= {} if piece is None else {"task": piece.number}
-        self._courier.ask(about, {}, no_arrays).result()
+        with contextlib.suppress(ClusterError):  # The chief may have ended because of another process.
+            self._courier.ask(about, {}, no_arrays).result()
 
     def leave(self, call: int) -> None:
         """Tell that this process has all that it needs of a call."""
@@ -201,11 +206,8 @@ def work(
             piece = _next(desk, call, asked, idle, until)
             try:
                 result = do(piece)
-            except ClusterError:
-                raise  # The chief sees by itself who is lost.
             except Exception as error:
-                with contextlib.suppress(ClusterError):  # The chief may have ended because of another worker.
-                    desk.fail(call, error, piece)
+                desk.fail(call, error, piece)
                 raise
             noted = desk.finish(call, piece, result)
             asked = desk.asked_for_piece(call, until)
