@@ -82,7 +82,7 @@ def measure(model, batches, address, specs, by_rows):
 
 
 def main():
-    from lockstep.parameters.step import specs_of
+    from lockstep.asynchronous.step import specs_of
 
     processes = multiprocessing.get_context("spawn")
     lines = []

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from lockstep.parameters.step import specs_of
 
+from lockstep.asynchronous.step import specs_of
 from lockstep.parameters.gradients import Rows
 from lockstep.parameters.looked_up import LookedUp, tables_of
 from lockstep.parameters.partitioners import FixedShardsPartitioner
