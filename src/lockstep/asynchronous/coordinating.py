@@ -65,8 +65,8 @@ class Coordinating(Coordination):
         self.begin()
         self._spread_changes()
         outcome: Outcome = Outcome()
-        done = self._desk.schedule({"state": self._exchange.states})
-        done.add_done_callback(lambda found: self._add(found.exception(), found, outcome))
+        about = {"state": self._exchange.states}
+        self._desk.schedule(about, when_done=lambda found: self._add(found.exception(), found, outcome))
         self._scheduled += 1
         return outcome
 
