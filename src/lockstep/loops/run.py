@@ -18,7 +18,8 @@ from lockstep._errors import ModelError
 from lockstep.data.placement import DEVICE_AXIS, Placement
 from lockstep.loops.meeting import Meeting, meet_p
 from lockstep.loops.values import PerReplica, is_per_replica
-from lockstep.step.programs import marks_outside, part_of
+from lockstep.step.programs import marks_outside
+from lockstep.step.traces import part_of
 
 __all__ = ["Shapes", "run_on_replicas"]
 

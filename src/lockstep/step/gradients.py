@@ -16,8 +16,9 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep._keras_layers import replaced_methods
 from lockstep.data.placement import Placement
-from lockstep.step.programs import marks_outside, part_of
+from lockstep.step.programs import marks_outside
 from lockstep.step.states import Step, changes_of
+from lockstep.step.traces import part_of
 
 __all__ = ["GradientProgram", "GradientPrograms"]
 

@@ -11,14 +11,15 @@ from typing import Any, Protocol
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
 from lockstep.data.placement import Placement, Rows, joined
 from lockstep.step.local import Local, OnEachDevice, local, whole_array
+from lockstep.step.traces import evaluate, is_literal, part_of
 
-__all__ = ["Apart", "Piece", "Programs", "marks_outside", "part_of", "run_apart"]
+__all__ = ["Apart", "Piece", "Programs", "marks_outside", "run_apart"]
 
 
 class Apart(Protocol):
@@ -137,12 +138,12 @@ class Piece:
     def __init__(self, equations: list[JaxprEqn], live: set[Var]) -> None:
         self.equations = equations
         made = {var for equation in equations for var in equation.outvars}
-        used = [atom for equation in equations for atom in equation.invars if _is_literal(atom) or atom not in made]
+        used = [atom for equation in equations for atom in equation.invars if is_literal(atom) or atom not in made]
         self.is_apart = equations[0].primitive is _apart
-        self.inputs: list[Any] = used if self.is_apart else list(dict.fromkeys(x for x in used if not _is_literal(x)))
+        self.inputs: list[Any] = used if self.is_apart else list(dict.fromkeys(x for x in used if not is_literal(x)))
         outputs = [var for equation in equations for var in equation.outvars]
         self.outputs: list[Var] = outputs if self.is_apart else [var for var in outputs if var in live]
-        self.last_used = {x for x in self.inputs if not _is_literal(x) and x not in live}
+        self.last_used = {x for x in self.inputs if not is_literal(x) and x not in live}
         self.donated: tuple[int, ...] = ()  # positions of the inputs that the outputs take their memory from
         self.run: Callable[[list[Any]], list[Any]]
         if self.is_apart:
@@ -183,15 +184,9 @@ def _cut(jaxpr: Jaxpr, donated: set[Var], on: Placement) -> list[Piece]:
         piece = Piece(group[::-1], live)
         if not piece.is_apart:
             piece.compile(jaxpr, donated, on)
-        live = live | {atom for atom in piece.inputs if not _is_literal(atom)}
+        live = live | {atom for atom in piece.inputs if not is_literal(atom)}
         pieces.append(piece)
     return pieces[::-1]
-
-
-def part_of(jaxpr: Jaxpr, equations: list[JaxprEqn], inputs: list[Var], outputs: Sequence[Var]) -> Callable[..., Any]:
-    """Some equations of ``jaxpr`` as a function."""
-    own = jaxpr.replace(constvars=[], invars=inputs, outvars=list(outputs), eqns=equations)
-    return jaxpr_as_fun(ClosedJaxpr(own, []))
 
 
 # --- marks inside functions that were called: jit, custom derivatives -------------------------------------------------
@@ -208,7 +203,11 @@ def marks_outside(closed: ClosedJaxpr, mark: Primitive, refuse: Callable[[str], 
     if not any(_hides(equation, mark) for equation in closed.jaxpr.eqns):
         return closed
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *values: _evaluate(closed, values, mark, refuse))(*shapes)
+
+    def opened(equation: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
+        return evaluate(_body(equation, refuse), inputs, opened) if _hides(equation, mark) else None
+
+    return jax.make_jaxpr(lambda *values: evaluate(closed, values, opened))(*shapes)
 
 
 def _hides(equation: JaxprEqn, mark: Primitive) -> bool:
@@ -217,26 +216,6 @@ def _hides(equation: JaxprEqn, mark: Primitive) -> bool:
         for jaxpr in jaxprs_in_params(equation.params)
         for inner in jaxpr.eqns
     )
-
-
-def _evaluate(
-    closed: ClosedJaxpr, arguments: Sequence[Any], mark: Primitive, refuse: Callable[[str], Any]
-) -> list[Any]:
-    """Run equation by equation; calls of functions that hide a mark are opened."""
-    values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(closed.jaxpr.invars, arguments, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in closed.jaxpr.eqns:
-        if _hides(equation, mark):
-            outputs = _evaluate(_body(equation, refuse), [read(atom) for atom in equation.invars], mark, refuse)
-        else:
-            inputs = list(dict.fromkeys(atom for atom in equation.invars if not _is_literal(atom)))
-            outputs = part_of(closed.jaxpr, [equation], inputs, equation.outvars)(*map(read, inputs))
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in closed.jaxpr.outvars]
 
 
 def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:
@@ -252,10 +231,6 @@ def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:
 
 def _is_rows(leaf: Any) -> bool:
     return isinstance(leaf, Rows)
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, Literal)
 
 
 def _kind(leaf: Any) -> Any:
