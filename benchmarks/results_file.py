@@ -3,14 +3,25 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.report.machine import describe_machine
 
 
-def write(name: str, title: str, columns: tuple[str, ...], rows: list[tuple[object, ...]], note: str = "") -> None:
-    """Write a table as Markdown, with a ``note`` below it, and its rows as JSON."""
-    command = " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+def write(
+    name: str,
+    title: str,
+    columns: tuple[str, ...],
+    rows: list[tuple[object, ...]],
+    note: str = "",
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Write a table as Markdown, with a ``note`` below it, and its rows as JSON.
+
+    ``arguments`` are those of the command that gives these rows; None: those of this one.
+    """
+    command = " ".join(["python", os.path.relpath(sys.argv[0]), *(sys.argv[1:] if arguments is None else arguments)])
     lines = [columns, ("---",) * len(columns), *rows]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
     text = f"# {title}\n\n{describe_machine()}\n\n`{command}`\n\n{table}\n" + (f"\n{note}\n" if note else "")
