@@ -156,7 +156,7 @@ class Inputs:
             tell(sentence)
         return Input(
             source,
-            self._placement.place if is_compiled else (lambda batch: batch),
+            self._placement.hand_over if is_compiled else (lambda batch: batch),
             self._depth(source, options["shuffle"]),
             options["steps_per_epoch"],
             tell,
@@ -172,7 +172,7 @@ class Inputs:
         if isinstance(source, AdapterSource) and source.is_arrays:
             # On a CPU the rows are there already, and a thread only takes time from the step. And Keras draws the order
             # within a batch from NumPy's global generator, which must not happen at the same time as anything else.
-            on_the_spot = shuffle == "batch" or self._placement.devices[0].platform == "cpu"
+            on_the_spot = shuffle == "batch" or self._placement.platform == "cpu"
         else:
             on_the_spot = isinstance(source, DeviceSource)
         return 0 if on_the_spot else self._options.prefetch

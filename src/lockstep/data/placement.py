@@ -56,6 +56,11 @@ class Placement:
         return tuple(self.mesh.devices.flat)
 
     @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", "gpu" or "tpu"."""
+        return self.devices[0].platform
+
+    @property
     def own_places(self) -> tuple[int, ...]:
         """Numbers of the devices that belong to this process."""
         return tuple(place for place, device in enumerate(self.devices) if device.process_index == jax.process_index())
@@ -158,13 +163,17 @@ class Placement:
         Raises:
             InputError: the arrays have different lengths, or none.
         """
-        if any(isinstance(leaf, Rows) for leaf in jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, Rows))):
+        if _is_placed(batch):
             return batch
-        layout = self.layout(count_rows(batch))
-        if not isinstance(batch, (tuple, list)):
-            return self._place_rows(batch, layout)
-        inputs, *targets = batch
-        return (self._place_rows(inputs, layout), *(self._place_targets(tree, layout) for tree in targets))
+        laid = self._laid_out(batch)
+        places = jax.tree.map(lambda leaf: self.cut if _is_rows(leaf) else self.replicated, laid, is_leaf=_is_rows)
+        return self.put(laid, places)
+
+    def hand_over(self, batch: Any) -> Any:
+        """As :meth:`place`, for a compiled step: to one CPU alone its program takes the arrays of the host itself, in less time."""
+        if len(self.devices) == 1 and self.platform == "cpu" and not _is_placed(batch):
+            return self._laid_out(batch)
+        return self.place(batch)
 
     def select(self, data: Any, numbers: np.ndarray) -> Any:
         """A placed batch out of a data set that lies on every device as a whole; each device takes its own rows.
@@ -190,17 +199,21 @@ class Placement:
             return rows(data)
         return (rows(data[0]), *(jax.tree.map(targets, tree) for tree in data[1:]))
 
-    def _place_rows(self, tree: Any, layout: Layout) -> Any:
-        return jax.tree.map(lambda leaf: Rows(self.put(_laid_out(leaf, layout), self.cut), layout), tree)
+    def _laid_out(self, batch: Any) -> Any:
+        """A batch on the host as it will lie on the devices; what will be cut over them is wrapped in :class:`Rows`."""
+        layout = self.layout(count_rows(batch))
 
-    def _place_targets(self, tree: Any, layout: Layout) -> Any:
-        def place(leaf: Any) -> Any:
+        def rows(leaf: Any) -> Any:
+            array: Any = _host(leaf)
+            return Rows(array if layout.is_full else array[layout.row_index()], layout)
+
+        def targets(leaf: Any) -> Any:
             array = _host(leaf)
-            if array.nbytes <= REPLICATE_BELOW:
-                return self.put(array)
-            return self._place_rows(array, layout)
+            return array if array.nbytes <= REPLICATE_BELOW else rows(array)
 
-        return jax.tree.map(place, tree)
+        if not isinstance(batch, (tuple, list)):
+            return jax.tree.map(rows, batch)
+        return (jax.tree.map(rows, batch[0]), *(jax.tree.map(targets, tree) for tree in batch[1:]))
 
 
 def _put_own_part(leaf: Any, place: NamedSharding) -> jax.Array:
@@ -234,9 +247,12 @@ def count_rows(batch: Any) -> int:
     return int(lengths.pop())  # type: ignore[arg-type]  # None was refused above
 
 
-def _laid_out(leaf: Any, layout: Layout) -> Any:
-    array = _host(leaf)
-    return array if layout.is_full else array[layout.row_index()]
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Rows)
+
+
+def _is_placed(batch: Any) -> bool:
+    return any(map(_is_rows, jax.tree.leaves(batch, is_leaf=_is_rows)))
 
 
 def _host(leaf: Any) -> np.ndarray | jax.Array:

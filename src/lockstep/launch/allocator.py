@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError
+from lockstep.topology.memory import SWITCH
 
 __all__ = ["CHOICES", "Allocator", "choose_allocator", "library_folders"]
 
@@ -55,7 +56,8 @@ def choose_allocator(
     """
     own = environment.get("LD_PRELOAD", "")
     if wanted == "system" or (wanted == "auto" and (uses_gpus or "malloc" in own)):
-        return Allocator(f"that of LD_PRELOAD ({own})" if "malloc" in own else "that of the system", {})
+        as_it_is = {SWITCH: "0"} if wanted == "system" else {}
+        return Allocator(f"that of LD_PRELOAD ({own})" if "malloc" in own else "that of the system", as_it_is)
     folders = list(folders)
     for name in ("tcmalloc", "jemalloc") if wanted == "auto" else (wanted,):
         library = _find(name, folders)

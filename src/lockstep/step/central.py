@@ -62,7 +62,8 @@ class CentralPlan(FastPlan):
         def apply(values: Any, gradients: Any) -> tuple[Any, Any]:
             return (), optimizer.stateless_apply(values[1], gradients, values[0])
 
-        update = Training(apply, lambda values: (self._home, self._home), donated=gate is None)
+        places = (self._home, self._home)
+        update = Training(apply, lambda values: places, self.placement.platform, donated=gate is None)
 
         def run(state: _CentralState, batch: Any) -> tuple[Any, Any]:
             program = programs.of(state, batch)

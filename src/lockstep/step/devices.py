@@ -21,6 +21,10 @@ from lockstep.topology.layout import Layout
 
 __all__ = ["Forward", "finished", "forward_eagerly", "forward_on_devices"]
 
+UNROLLED = (
+    4  # replicas of a CPU up to which each is a call of its own: under vmap XLA compiles convolutions worse there
+)
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -66,7 +70,8 @@ def forward_on_devices(
     """
     layout = forward.layout
     if layout.devices == 1:
-        return finished(forward, _local(forward, inputs, layout.per_device[0], first_replica=0))
+        own = layout.per_device[0]
+        return finished(forward, _local(forward, inputs, own, 0, _is_vectorized(own, placement)))
 
     def on_one_device(
         trainable: list[jax.Array], non_trainable: list[jax.Array], shared: list[jax.Array], inputs: Any
@@ -137,14 +142,14 @@ def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Resu
     device = lax.axis_index(DEVICE_AXIS)
     first_replica = jnp.asarray(layout.first_replica)[device]
     branches: list[Callable[[], Result]] = [
-        partial(_padded, forward, inputs, share, first_replica=first_replica) for share in shares
+        partial(_padded, forward, inputs, share, first_replica, _is_vectorized(share, placement)) for share in shares
     ]
     if len(set(layout.per_device)) == 1:
         return branches[0]()
     if len(shares) < len(set(layout.per_device)):  # Some devices have no row at all.
         branches.append(lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(branches[0])))
     choice = jnp.asarray([number.get(share, len(shares)) for share in layout.per_device])[device]
-    if placement.devices[0].platform == "cpu":
+    if placement.platform == "cpu":
         return _select(choice, branches)
     return lax.switch(choice, branches)
 
@@ -163,9 +168,14 @@ def _select(choice: jax.Array, branches: Sequence[Callable[[], Result]]) -> Resu
     return chosen
 
 
-def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array) -> Result:
+def _is_vectorized(rows: tuple[int, ...], placement: Placement) -> bool:
+    """Whether equal replicas of a device, which have so many rows each, run as one call."""
+    return placement.platform != "cpu" or len(rows) > UNROLLED
+
+
+def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array, vectorize: bool) -> Result:
     """Run one share of the rows and fill its results up to the room that every device has."""
-    result = _local(forward, inputs, share, first_replica)
+    result = _local(forward, inputs, share, first_replica, vectorize)
 
     def fill(leaf: jax.Array) -> jax.Array:
         k = leaf.shape[0] // sum(share)
@@ -176,7 +186,7 @@ def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica
 
 
 def _local(
-    forward: Forward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool = True
+    forward: Forward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool
 ) -> Result:
     return run_replicas(
         partial(forward.call, shared=forward.shared),

@@ -195,7 +195,7 @@ class _Forwarder:
             return self.original(*values, *args, return_losses=return_losses, **kwargs)
         merges = tuple(merge_of(variable) for variable in self.model.non_trainable_variables)
         places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
-        call = rewritten(split) if self.placement.devices[0].platform == "cpu" else split
+        call = rewritten(split) if self.placement.platform == "cpu" else split
         result = self.plan.forward(Forward(call, merges, *values, split.shared, layout), split.inputs, places)
         self._tell_of_averages(merges, result.state, values[1])
         outputs, losses = split.joined(result)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep.data.placement import Placement
+from lockstep.topology.compiler import compiler_options
 
 __all__ = ["Local", "OnEachDevice", "cut_array", "local", "whole_array"]
 
@@ -38,7 +39,8 @@ class OnEachDevice:
 
     def __init__(self, function: Callable[..., list[Any]], placement: Placement, donated: Sequence[int] = ()) -> None:
         self._placement = placement
-        self._program = jax.jit(function, donate_argnums=tuple(donated))
+        options = compiler_options(placement.platform)
+        self._program = jax.jit(function, donate_argnums=tuple(donated), compiler_options=options)
         self._compiled: set[int] = set()
         self._lock = threading.Lock()
 

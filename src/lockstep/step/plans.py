@@ -17,7 +17,8 @@ from lockstep.step.devices import Forward, forward_eagerly, forward_on_devices
 from lockstep.step.gate import Gate
 from lockstep.step.programs import Programs
 from lockstep.step.replica import Result
-from lockstep.step.states import Step, Training, changes_of, dispatch_lock, with_changes, without_aliases
+from lockstep.step.states import Step, Training, Values, changes_of, dispatch_lock, with_changes, without_aliases
+from lockstep.topology.compiler import compiler_options
 from lockstep.topology.layout import Layout
 
 __all__ = ["DeterministicPlan", "EagerPlan", "FastPlan", "Plan"]
@@ -67,7 +68,7 @@ class FastPlan:
     def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
         if kind == "train":
-            training = Training(step, self._places, donated=gate is None)
+            training = Training(step, self._places, self.placement.platform, donated=gate is None)
             return _placing(training, self.placement, self._places, gate)
 
         return _placing(self.reading(step), self.placement)
@@ -79,7 +80,8 @@ class FastPlan:
             result, new = step(state, batch)
             return result, changes_of(state, new)
 
-        program = jax.jit(changes, out_shardings=self.placement.replicated)
+        options = compiler_options(self.placement.platform)
+        program = jax.jit(changes, out_shardings=self.placement.replicated, compiler_options=options)
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = program(state, batch)
@@ -200,12 +202,12 @@ def _placing(
     """
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        placed = placement.place(batch)
+        placed = placement.hand_over(batch)
         if not isinstance(state, _PlacedState):
             state = placement.put(without_aliases(state), places(state) if places else None)
         with dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
-            result, new = run(tuple(state), placed)
+            result, new = run(tuple(list(part) for part in state), placed)
             new = gate(state, new, result) if gate else new
-        return result, _PlacedState(new)
+        return result, _PlacedState(Values(part) for part in new)
 
     return step

@@ -1,13 +1,15 @@
 """The state of a step: who may give its memory away, what has changed in it, and one step at a time."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Step", "Training", "changes_of", "dispatch_lock", "with_changes", "without_aliases"]
+from lockstep.topology.compiler import compiler_options
+
+__all__ = ["Step", "Training", "Values", "changes_of", "dispatch_lock", "with_changes", "without_aliases"]
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
 
@@ -16,24 +18,60 @@ Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outpu
 dispatch_lock = threading.RLock()
 
 
+@jax.tree_util.register_pytree_node_class
+class Values(Sequence[Any]):
+    """One part of a state that Keras is given.
+
+    Keras hangs the state on the model after each step, which looks at each number of a list or tuple in Python; what is
+    neither it leaves alone. With many variables that is most of the host's time.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = tuple(values)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._values[position]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        """For JAX: it is a tree like a list."""
+        return self._values, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, values: Iterable[Any]) -> "Values":
+        """The opposite."""
+        return cls(values)
+
+
 class Training:
     """A compiled training step, whose new state lies in the same places as the old, and has its memory where that is ``donated``.
 
     Args:
         step: on arrays.
         places: where the parts of a state lie.
+        platform: of the devices.
         donated: whether the new state has the old one's memory.
     """
 
-    def __init__(self, step: Step, places: Callable[[Any], Any], *, donated: bool) -> None:
+    def __init__(self, step: Step, places: Callable[[Any], Any], platform: str, *, donated: bool) -> None:
         self._step, self._places, self._donated = step, places, donated
+        self._options = compiler_options(platform)
         self._program: Any = None
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Logs and the new state."""
         if self._program is None:
             places, donated = self._places(state), (0,) if self._donated else ()
-            self._program = jax.jit(self._run, donate_argnums=donated, out_shardings=(places[0], places))
+            self._program = jax.jit(
+                self._run, donate_argnums=donated, out_shardings=(places[0], places), compiler_options=self._options
+            )
         result, new = self._program(state, batch)
         return result, new if self._donated else with_changes(state, new)
 

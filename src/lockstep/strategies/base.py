@@ -30,8 +30,10 @@ from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.arguments import options_of, refuse_with_slices, resolve_ops
 from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
+from lockstep.topology.cpu import has_started
 from lockstep.topology.determinism import describe_determinism, is_deterministic, prepare_determinism
 from lockstep.topology.devices import device_name
+from lockstep.topology.memory import keep_memory
 
 __all__ = ["Strategy"]
 
@@ -70,6 +72,8 @@ class Strategy(LoopTools):
             replicas = whole_number("replicas", replicas)
         if self._deterministic:
             prepare_determinism()
+        if not has_started():  # Later its threads would have heaps of their own.
+            keep_memory()
         found = find_devices()
         mesh = Mesh(np.asarray(found), (DEVICE_AXIS,))
         self._placement = Placement(mesh, replicas or len(found))
