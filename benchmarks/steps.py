@@ -45,12 +45,12 @@ class Steps:
         # Copies: what is donated is not the model's.
         state = jax.tree.map(jnp.copy, state_of(model))
         if strategy is None:
-            step, self._batch, self._state = model.train_step, jax.device_put(batch), state
+            step, self._batch, self._state, places = model.train_step, jax.device_put(batch), state, None
         else:
             functions, placement = strategy._functions_of(model), strategy._placement
             step, self._batch = functions.step_by(functions.plan, "train"), placement.place(batch)
-            self._state = placement.put(state)
-        self.program = jax.jit(lambda state, batch: step(state, batch), donate_argnums=0)
+            self._state, places = placement.put(state), placement.replicated
+        self.program = jax.jit(step, donate_argnums=0, out_shardings=places)
 
     def compiled_text(self):
         """What the compiler made of the bare step."""
