@@ -21,7 +21,10 @@ from lockstep.step.traces import evaluate
 
 __all__ = ["rewritten"]
 
-PATCH_SIZE = 64  # numbers under a window up to which its patches are laid out for one product of matrices
+# Beyond these the other words take longer to run or to compile than XLA's own.
+PATCH_SIZE = 64  # numbers under a window whose patches are laid out for one product of matrices
+MOST_SLICES = 64  # places of the window of a depthwise convolution
+MOST_POOLED = 16  # places of the window of max pooling
 Axes = tuple[int, ...]
 
 
@@ -63,8 +66,12 @@ def _in_other_words(equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any] | No
 def _rule(equation: JaxprEqn) -> Callable[..., jax.Array] | None:
     """Other words for one operation, or None."""
     find = _RULES.get(equation.primitive.name)
-    made: Any = equation.outvars[0].aval
-    return find(equation) if find and made.dtype == jnp.float32 else None
+    return find(equation) if find and all(map(_is_float32, (*equation.invars, *equation.outvars))) else None
+
+
+def _is_float32(atom: Any) -> bool:
+    """Whether that is what it holds, and it holds anything."""
+    return atom.aval.dtype == jnp.float32 and atom.aval.size > 0
 
 
 # --- convolutions ---------------------------------------------------------------------------------------------------------
@@ -79,7 +86,7 @@ def _convolution_rule(equation: JaxprEqn) -> Callable[..., jax.Array] | None:
         return None
     window, channels, groups = kernel[:-2], rows[-1], params["feature_group_count"]
     slices = functools.partial(_slices, window=window, params=params)
-    if groups == channels > 1:
+    if groups == channels > 1 and math.prod(window) <= MOST_SLICES:
         return lambda x, k: _depthwise(slices(x), k)
     if groups == 1 and (math.prod(window) == 1 or channels * math.prod(window) <= PATCH_SIZE):
         return lambda x, k: _by_patches(slices(x), k)
@@ -137,7 +144,7 @@ def _pooling_rule(equation: JaxprEqn) -> Callable[..., jax.Array] | None:
     is_plain = set(params["base_dilation"]) | set(params["window_dilation"]) == {1} and not any(
         map(any, params["padding"])
     )
-    if not is_plain or window != params["window_strides"] or math.prod(window) == 1:
+    if not is_plain or window != params["window_strides"] or not 1 < math.prod(window) <= MOST_POOLED:
         return None
     return lambda x: _pooled(_cut_off(x, window), window)
 

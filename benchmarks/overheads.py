@@ -1,0 +1,205 @@
+"""What a step costs the host, what the first step costs, and the memory of a run: Lockstep beside plain Keras.
+
+Host time: the wall time of a step of ``fit`` less that of the bare compiled step in a loop, on a model with nearly nothing to compute
+(``steps.py``), on one CPU device. Both programs of a row take turns; a figure is the median of the turns, and so is the
+ratio of the host times. First step and memory: each in a fresh process, in turns, for two nets of ``peers/``; the first step is
+the time from building the model to the end of a ``fit`` of one batch (it traces and compiles), the memory the process's greatest
+(``ru_maxrss``) after an epoch. How many rows the input delivers is in ``feed.py``.
+
+All of it takes about a quarter of an hour, most of it for compiling 5,000 variables. With ``--quick`` there are fewer variables and turns, and nothing is kept.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+import keras
+import numpy as np
+import results_file
+from curves import Panel, draw
+from steps import Steps, scalars
+
+import lockstep
+
+ROWS, SECONDS = 64, 0.3  # of a batch; of an epoch
+REPLICAS, VARIABLES = (1, 2, 8, 64), (10, 20, 100, 1000, 5000)
+USUAL = 2, 20  # replicas, and variables where it is the replicas that grow
+GOALS = {(2, 20): 150, (2, 5000): 3000}  # us of the host a step
+MILLISECONDS = {0.01: "0.01", 0.1: "0.1", 1.0: "1", 10.0: "10", 100.0: "100"}
+NETS = {"mnist": 64, "reuters": 32}  # rows of a batch
+WAYS = {"Keras": None, "2 replicas": ["cpu:0"], "2 devices": ["cpu:0", "cpu:1"]}
+COLUMNS = ("replicas", "variables", "fit, us", "bare step, us", "host, us", "Keras: fit, us", "Keras: bare step, us")
+COLUMNS += ("Keras: host, us", "host / Keras's", "goal", "reached")
+COLUMNS_OF_FIRST = ("net", "way", "first step, s", "first step / Keras's", "memory, MB", "memory / Keras's")
+
+
+# --- the host's side of a step --------------------------------------------------------------------------------------------
+
+
+def steps_of(variables, replicas):
+    """The model with so many variables; plain Keras where ``replicas`` is None."""
+    strategy = replicas and lockstep.MirroredStrategy(["cpu:0"], replicas=replicas)
+    if strategy is None:
+        model = compiled(variables)
+    else:
+        with strategy.scope():
+            model = compiled(variables)
+    x = np.zeros((ROWS, 1), "float32")
+    steps = Steps(model, strategy, x, x, ROWS)
+    wanted = max(10, min(500, int(SECONDS / steps.bare())))
+    steps.data, steps.batches = (np.zeros((ROWS * wanted, 1), "float32"),) * 2, wanted
+    return steps
+
+
+def compiled(variables):
+    model = scalars(variables)
+    model.compile("sgd", "mse")
+    return model
+
+
+def host_times(variables, replicas, turns):
+    """For each number of replicas, and for None (plain Keras), a list of (fit, bare, host) in microseconds."""
+    ways = {number: steps_of(variables, number) for number in (None, *replicas)}
+    found = {number: [] for number in ways}
+    for _ in range(turns):
+        for number, steps in ways.items():
+            fit, bare = 1e6 * steps.in_fit(), 1e6 * steps.bare()
+            found[number].append((fit, bare, fit - bare))
+    return found
+
+
+def row(replicas, variables, ours, keras_times, host_of_one=None):
+    """One line of the table; ``host_of_one`` is the host time of one replica, where that is compared."""
+    own, plain = ([statistics.median(each) for each in zip(*times, strict=True)] for times in (ours, keras_times))
+    ratio = statistics.median(a[2] / b[2] for a, b in zip(ours, keras_times, strict=True))
+    goal, is_reached = "", ""
+    if (replicas, variables) in GOALS:
+        limit = GOALS[replicas, variables]
+        goal, is_reached = f"at most {limit:,} us", "yes" if own[2] <= limit else "no"
+    elif host_of_one is not None:
+        goal = f"less than {replicas} x one replica"
+        is_reached = "yes" if own[2] < replicas * host_of_one else "no"
+    numbers = [round(number) for number in (*own, *plain)]
+    return dict(zip(COLUMNS, (replicas, variables, *numbers, round(ratio, 2), goal, is_reached), strict=True))
+
+
+def host_rows(variables, turns):
+    usual_replicas, usual_variables = USUAL
+    times = host_times(usual_variables, REPLICAS, turns)
+    of_one = statistics.median(host for _, _, host in times[1])
+    rows = [row(n, usual_variables, times[n], times[None], of_one if n > 1 else None) for n in REPLICAS]
+    for count in variables:
+        if count != usual_variables:
+            times = host_times(count, (usual_replicas,), turns)
+            rows.append(row(usual_replicas, count, times[usual_replicas], times[None]))
+    return rows
+
+
+# --- the first step, and memory -------------------------------------------------------------------------------------------
+
+
+def child(net, way):
+    """In a process of its own: train, and print the seconds to the end of the first step and the greatest memory in MB."""
+    from nets import build
+    from rows import rows
+
+    batch, devices = NETS[net], WAYS[way]
+    x, y = rows(net, 20 * batch)
+    strategy = devices and lockstep.MirroredStrategy(devices, replicas=2)
+    keras.random.uniform(())  # JAX has started.
+    begun = time.perf_counter()
+    if strategy:
+        with strategy.scope():
+            model = build(net)
+    else:
+        model = build(net)
+    model.fit(x[:batch], y[:batch], batch_size=batch, verbose=0)
+    first = time.perf_counter() - begun
+    model.fit(x, y, batch_size=batch, verbose=0)
+    print(json.dumps({"first": first, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+
+
+def first_rows(turns):
+    rows = []
+    for net in NETS:
+        found = {way: [] for way in WAYS}
+        for _ in range(turns):
+            for way in WAYS:
+                command = [sys.executable, __file__, "--child", net, way]
+                ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+                found[way].append(json.loads(ended.stdout.splitlines()[-1]))
+        for way, each in found.items():
+            row = [net, way]
+            for name, digits in (("first", 2), ("memory", 0)):
+                row.append(round(statistics.median(one[name] for one in each), digits or None))
+                pairs = zip(each, found["Keras"], strict=True)
+                row.append(round(statistics.median(one[name] / keras_one[name] for one, keras_one in pairs), 2))
+            rows.append(tuple(row))
+    return rows
+
+
+# --- keeping --------------------------------------------------------------------------------------------------------------
+
+
+def picture(rows):
+    usual_replicas, usual_variables = USUAL
+    sights = (
+        (f"Host's ms a step, {usual_replicas} replicas", "variables", "replicas", (10, 100, 1000, 10000)),
+        (f"Host's ms a step, {usual_variables} variables", "replicas", "variables", REPLICAS),
+    )
+    panels = []
+    for title, grows, stays, ticks in sights:
+        chosen = [row for row in rows if row[stays] == dict(replicas=usual_replicas, variables=usual_variables)[stays]]
+        chosen.sort(key=lambda row: row[grows])
+        curves = {
+            name: [(row[grows], max(0.01, row[column] / 1000)) for row in chosen]
+            for name, column in (("Lockstep", "host, us"), ("Keras", "Keras: host, us"))
+        }
+        panels.append(Panel(title, grows, {tick: f"{tick:,}" for tick in ticks}, MILLISECONDS, curves))
+    path = Path(__file__).parent / "results" / "overheads.svg"
+    draw(path, "The host's side of a training step", panels, ("Lockstep", "Keras"))
+
+
+def keep(rows, first):
+    note = "Host: a step of `fit` less the bare compiled step; Keras runs on one device. 64 rows, SGD. Rows a second of the input: "
+    note += "`feed.md`. First step and memory: `overheads_first_step.md`.\n\n![Host time](overheads.svg)"
+    lines = [tuple(row.values()) for row in rows]
+    results_file.write("overheads", "The host's side of a training step", COLUMNS, lines, note)
+    note = "Medians; a ratio is the median of the ratios of the turns. The first step holds building, tracing and compiling; memory is the "
+    note += "greatest of the process, with Python, Keras and JAX in it."
+    results_file.write("overheads_first_step", "The first step, and memory", COLUMNS_OF_FIRST, first, note)
+    picture(rows)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="fewer variables and turns; nothing is kept")
+    parser.add_argument("--child", nargs=2, metavar=("NET", "WAY"), help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        child(*chosen.child)
+    else:
+        measure(is_quick=chosen.quick)
+
+
+def measure(*, is_quick):
+    rows = host_rows(VARIABLES[:3] if is_quick else VARIABLES, 2 if is_quick else 7)
+    first = first_rows(1 if is_quick else 5)
+    if not is_quick:
+        keep(rows, first)
+        return
+    for line in (*rows, *(dict(zip(COLUMNS_OF_FIRST, line, strict=True)) for line in first)):
+        print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
