@@ -5,7 +5,8 @@ round, while nobody else computes: one call of ``fit`` (a loop in torch, bare st
 the driver. Two processes begin together, and the slower one counts. Rows are synthetic, of the real shapes.
 
 ====================  =================================================================================================
-lockstep              ``MirroredStrategy`` on two logical CPU devices
+lockstep              ``MirroredStrategy(replicas=2)``: two replicas on the machine's CPU, one device with all threads
+lockstep_2_devices    ``MirroredStrategy(["cpu:0", "cpu:1"])``: the same replicas on two logical CPU devices
 keras                 Keras on JAX on one device, with the same global batch
 keras_same_allocator  the same, with the allocator of Lockstep
 data_parallel         ``keras.distribution.DataParallel`` on two CPU devices, with threads enough for not dead-locking
@@ -96,6 +97,7 @@ ONE_THREAD = (("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false"),)
 HALF_OF_THE_CORES = (("OMP_NUM_THREADS", str(max(1, os.cpu_count() // 2))),)
 COMPETITORS = {
     "lockstep": Competitor("with_lockstep.py", has_our_allocator=True),
+    "lockstep_2_devices": Competitor("with_lockstep.py", has_our_allocator=True, variables=(("TWO_DEVICES", "1"),)),
     "keras": Competitor("with_keras.py"),
     "keras_same_allocator": Competitor("with_keras.py", has_our_allocator=True),
     "data_parallel": Competitor("with_keras.py", variables=TWO_DEVICES),
@@ -110,6 +112,7 @@ RATIOS = (
     ("data_parallel", "lockstep"),
     ("tensorflow", "lockstep"),
     ("limit", "lockstep"),
+    ("lockstep_2_devices", "lockstep"),
     ("torch", "lockstep_workers"),
     ("limit", "lockstep_workers"),
 )

@@ -1,4 +1,4 @@
-"""Lockstep on two CPU devices, or with ``TF_CONFIG`` in one of several workers: NET BATCH STEPS."""
+"""Lockstep with two replicas on one CPU device, on two where ``TWO_DEVICES`` is set, or with ``TF_CONFIG`` in one of several workers: NET BATCH STEPS."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def main():
 def strategy():
     if "TF_CONFIG" in os.environ:
         return lockstep.MultiWorkerMirroredStrategy()
-    return lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
+    return lockstep.MirroredStrategy(["cpu:0", "cpu:1"] if "TWO_DEVICES" in os.environ else None, replicas=2)
 
 
 def finish(model):
