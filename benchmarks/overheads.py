@@ -55,7 +55,7 @@ def steps_of(variables, replicas):
             model = compiled(variables)
     x = np.zeros((ROWS, 1), "float32")
     steps = Steps(model, strategy, x, x, ROWS)
-    wanted = max(10, min(500, int(SECONDS / steps.bare())))
+    wanted = max(50, min(500, int(SECONDS / steps.bare())))
     steps.data, steps.batches = (np.zeros((ROWS * wanted, 1), "float32"),) * 2, wanted
     return steps
 
