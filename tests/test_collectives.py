@@ -1,6 +1,7 @@
 """The contract of every cross-device operation, run over the registry: it equals the naive sum."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lockstep
 from lockstep.collectives import ALGORITHMS, all_reduce, resolve_cross_device_ops
+from lockstep.collectives.auto import platform_sum_in_few
 from lockstep.collectives.packing import pack, plan_packs, unpack
 from lockstep.testing import check_cross_device_ops, count_traffic
 
@@ -389,3 +391,17 @@ def test_the_mostly_zero_gradient_of_an_embedding_is_added_exactly_where_it_is_n
     np.testing.assert_array_equal(found[~used], 0)
     rounding = 2.0**-7 * np.abs(expected).max() if ops == "half_precision" else 0  # Two roundings to bfloat16.
     np.testing.assert_allclose(found[used], expected[used], rtol=0, atol=1e-6 + rounding)
+
+
+def test_between_processes_on_cpus_small_arrays_travel_together():
+    devices = [SimpleNamespace(process_index=process, platform="cpu") for process in range(2)]
+    shapes = {"float32": [(2,), (3, 4), (600, 500), (0,), ()], "int32": [(5,)]}
+    values = [jnp.ones((2, *shape), dtype) for dtype, some in shapes.items() for shape in some]
+
+    def add(one):
+        return platform_sum_in_few(one, "d", devices)
+
+    assert all((total == 2).all() for total in jax.vmap(add, axis_name="d")(values))
+    traced = jax.make_jaxpr(add, axis_env=[("d", 2)])([value[0] for value in values])
+    carried = [x.aval.shape for equation in traced.eqns if "psum" in equation.primitive.name for x in equation.invars]
+    assert sorted(carried) == [(5,), (15,), (600, 500)]

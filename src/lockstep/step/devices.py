@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from lockstep.collectives import CrossDeviceOps
+from lockstep.collectives.auto import platform_sum_in_few
 from lockstep.data.placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, gather_rows
 from lockstep.step.replica import Merge, ReplicaCall, Result, run_replicas
 from lockstep.topology.layout import Layout
@@ -78,7 +79,8 @@ def forward_on_devices(
     ) -> Result:
         own = Forward(forward.call, forward.merges, [value[0] for value in trainable], non_trainable, shared, layout)
         result = _on_this_device(own, inputs, placement)
-        state = lax.psum(result.state, DEVICE_AXIS)
+        changed, form = jax.tree.flatten(result.state)
+        state = jax.tree.unflatten(form, platform_sum_in_few(changed, DEVICE_AXIS, placement.devices))
         return Result(rows=result.rows, means=[share[None] for share in result.means], state=state)
 
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()

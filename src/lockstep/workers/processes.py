@@ -17,6 +17,7 @@ from lockstep.cluster.waiting import listed
 from lockstep.topology.cpu import has_started, reserve_threads
 from lockstep.workers.jax_service import address_of_jax
 from lockstep.workers.own_address import refuse_unreachable_names
+from lockstep.workers.scheduling import wake_without_preempting
 
 __all__ = ["share_of_gpus", "start_jax"]
 
@@ -49,6 +50,7 @@ def start_jax(
     gpus = share_of_gpus(visible, group.index)
     if not any(seen for _, seen in visible):
         refuse_unreachable_names(session)
+        wake_without_preempting()
     service = address_of_jax(session, environ, announce)
     reserve_threads(cpu_devices)
     jax.config.update("jax_enable_recoverability", True)  # Or JAX aborts a process whose peer has died.
