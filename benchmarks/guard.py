@@ -174,9 +174,9 @@ class OnTwoDevices:
 def checks():
     on_two = OnTwoDevices(mlp)
     return [
-        Check("step of an MLP, 64 rows / Keras's", 1.9, Pair(mlp).step, ATTEMPTS),
+        Check("step of an MLP, 64 rows / Keras's", 1.7, Pair(mlp).step, ATTEMPTS),
         Check("step of a CNN with depthwise convolution and pooling / Keras's", 0.5, Pair(cnn).step, ATTEMPTS),
-        Check("host's time of a step, 20 variables / Keras's", 5, Pair(tiny).host, ATTEMPTS),
+        Check("host's time of a step, 20 variables / Keras's", 2.5, Pair(tiny).host, ATTEMPTS),
         Check("all-reduces in a step of the MLP on two devices", 1, on_two.all_reduces),
         Check("other collectives in it", 1, on_two.others),
         Check("programs that a second fit compiles", 0, on_two.programs_of_a_later_fit),
