@@ -4,7 +4,7 @@ Host time: the wall time of a step of ``fit`` less that of the bare compiled ste
 (``steps.py``), on one CPU device. Both programs of a row take turns; a figure is the median of the turns, and so is the
 ratio of the host times. First step and memory: each in a fresh process, in turns, for two nets of ``peers/``; the first step is
 the time from building the model to the end of a ``fit`` of one batch (it traces and compiles), the memory the process's greatest
-(``ru_maxrss``) after an epoch. How many rows the input delivers is in ``feed.py``.
+after an epoch. How many rows the input delivers is in ``feed.py``.
 
 All of it takes about a quarter of an hour, most of it for compiling 5,000 variables. With ``--quick`` there are fewer variables and turns, and nothing is kept.
 """
@@ -12,7 +12,6 @@ All of it takes about a quarter of an hour, most of it for compiling 5,000 varia
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -125,7 +124,13 @@ def child(net, way):
     model.fit(x[:batch], y[:batch], batch_size=batch, verbose=0)
     first = time.perf_counter() - begun
     model.fit(x, y, batch_size=batch, verbose=0)
-    print(json.dumps({"first": first, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    print(json.dumps({"first": first, "memory": greatest_memory()}))
+
+
+def greatest_memory():
+    """Megabytes that this program has had at most; ``ru_maxrss`` would also count what its parent had when it started it."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
 
 
 def first_rows(turns):
@@ -169,33 +174,40 @@ def picture(rows):
     draw(path, "The host's side of a training step", panels, ("Lockstep", "Keras"))
 
 
-def keep(rows, first):
+def keep_host(rows):
     note = "Host: a step of `fit` less the bare compiled step; Keras runs on one device. 64 rows, SGD. Rows a second of the input: "
     note += "`feed.md`. First step and memory: `overheads_first_step.md`.\n\n![Host time](overheads.svg)"
     lines = [tuple(row.values()) for row in rows]
     results_file.write("overheads", "The host's side of a training step", COLUMNS, lines, note)
+    picture(rows)
+
+
+def keep_first(rows):
     note = "Medians; a ratio is the median of the ratios of the turns. The first step holds building, tracing and compiling; memory is the "
     note += "greatest of the process, with Python, Keras and JAX in it."
-    results_file.write("overheads_first_step", "The first step, and memory", COLUMNS_OF_FIRST, first, note)
-    picture(rows)
+    results_file.write("overheads_first_step", "The first step, and memory", COLUMNS_OF_FIRST, rows, note)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer variables and turns; nothing is kept")
+    parser.add_argument("--only", choices=("host", "first_step"), help="the other result stays as it is")
     parser.add_argument("--child", nargs=2, metavar=("NET", "WAY"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
         child(*chosen.child)
     else:
-        measure(is_quick=chosen.quick)
+        measure(chosen.only, is_quick=chosen.quick)
 
 
-def measure(*, is_quick):
-    rows = host_rows(VARIABLES[:3] if is_quick else VARIABLES, 2 if is_quick else 7)
-    first = first_rows(1 if is_quick else 5)
+def measure(only, *, is_quick):
+    rows = [] if only == "first_step" else host_rows(VARIABLES[:3] if is_quick else VARIABLES, 2 if is_quick else 7)
+    first = [] if only == "host" else first_rows(1 if is_quick else 5)
     if not is_quick:
-        keep(rows, first)
+        if rows:
+            keep_host(rows)
+        if first:
+            keep_first(first)
         return
     for line in (*rows, *(dict(zip(COLUMNS_OF_FIRST, line, strict=True)) for line in first)):
         print(json.dumps(line))
