@@ -11,10 +11,10 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["SWITCH", "keep_memory"]
+__all__ = ["NVIDIA_GPUS", "SWITCH", "keep_memory"]
 
 SWITCH = "LOCKSTEP_KEEP_MEMORY"  # "0" leaves the allocator as it is
-_GPUS = Path("/proc/driver/nvidia/gpus")  # A machine that has some trains on them.
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # A machine that has some trains on them.
 _ARENAS, _MAPPINGS, _TRIM_ABOVE, _GROW_BY = (
     -8,
     -4,
@@ -33,7 +33,7 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
     Returns:
         Whether it does now.
     """
-    if platform.libc_ver()[0] != "glibc" or _GPUS.exists() or _is_set_by_the_user(environ):
+    if platform.libc_ver()[0] != "glibc" or NVIDIA_GPUS.exists() or _is_set_by_the_user(environ):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(parameter, value) for parameter, value in _SETTINGS.items()])

@@ -15,13 +15,13 @@ from lockstep.cluster.addresses import host_of, is_loopback
 from lockstep.cluster.session import Session
 from lockstep.cluster.waiting import listed
 from lockstep.topology.cpu import has_started, reserve_threads
+from lockstep.topology.memory import NVIDIA_GPUS
 from lockstep.workers.jax_service import address_of_jax
 from lockstep.workers.own_address import refuse_unreachable_names
 from lockstep.workers.scheduling import wake_without_preempting
 
 __all__ = ["share_of_gpus", "start_jax"]
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -109,7 +109,7 @@ def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | Non
     return list(range(first, first + share))
 
 
-def _visible_gpus(environ: Mapping[str, str], gpus: Path = _GPUS) -> str:
+def _visible_gpus(environ: Mapping[str, str], gpus: Path = NVIDIA_GPUS) -> str:
     if _VISIBLE in environ:
         return environ[_VISIBLE]
     return ",".join(str(number) for number, _ in enumerate(gpus.iterdir())) if gpus.is_dir() else ""
