@@ -202,6 +202,22 @@ def test_an_abort_reaches_all_wherever_they_wait():
             office.client(1).enter(1)
 
 
+def test_an_abort_waits_until_those_who_were_told_have_gone():
+    """The chief's process ends after it: what they are told must be on the way by then."""
+    desk, one = opened(), visit(1)
+    told(desk, one, "enter")
+    aborting = threading.Thread(target=desk.abort, args=("the chief has ended",))
+    aborting.start()
+    while not desk.has_failed:
+        time.sleep(0.001)
+    assert told(desk, one, "take")[0]["kind"] == "failed"
+    aborting.join(0.2)
+    assert aborting.is_alive()
+    desk.leave(one)
+    aborting.join(2)
+    assert not aborting.is_alive()
+
+
 @pytest.mark.parametrize("wait", ["ask", "enter"])
 def test_who_waits_for_the_chief_goes_on_when_that_has_come_so_far(wait):
     with Office() as office:

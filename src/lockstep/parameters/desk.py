@@ -23,7 +23,7 @@ from lockstep.parameters.work import WorkQueue
 
 __all__ = ["Desk", "Result"]
 
-_HEAR_SECONDS = 1.0
+_HEAR_SECONDS = 3.0
 _NOTED: Answer = {"kind": "noted", "counts": True}, {}
 _LOOK_SECONDS = 0.25  # How often a waiting worker is looked after: it may have gone.
 
@@ -180,7 +180,7 @@ class Desk:
             self._announce(f"{listed(late)} did not come for the end within {self._timeout:g} s; the chief goes on")
 
     def abort(self, sentence: str, exit_code: int = exit_codes.USER_ERROR) -> None:
-        """Nothing goes on: everybody who asks hears why, and has a moment for that."""
+        """Nothing goes on: everybody who asks hears why, and has a moment to hear it and to go."""
         with self._changed:
             self._break(sentence, exit_code)
             self._wait_until_gone(_HEAR_SECONDS)
@@ -247,9 +247,7 @@ class Desk:
         call, deadline = whole(message, "call"), self._clock() + seconds_of(message)
         with self._changed:
             while True:
-                if self._failure:
-                    self._present.discard(visit)
-                    self._changed.notify_all()
+                if self._failure:  # It stays present until it has gone: its answer is not on the way yet.
                     return {"kind": "failed", "sentence": self._failure[0], "code": self._failure[1]}, {}
                 found = ready() if call == self._call and self._is_open else None
                 if found := found or self._points.answer_to(message):
