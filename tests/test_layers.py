@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up: a file may import from its own layer and from those above it in this list.
 LAYERS = (
     ("_errors", "_version"),
-    ("_keras", "_keras_layers", "_keras_state", "_logging"),
+    ("_keras", "_keras_fit", "_keras_layers", "_keras_state", "_logging"),
     ("cluster", "checkpoint"),
     ("topology",),
     ("collectives", "data", "parameters"),

@@ -18,6 +18,7 @@ import numpy as np
 
 from lockstep import _keras
 from lockstep._errors import OptionError
+from lockstep._keras_fit import takeable
 from lockstep.data.advice import about_kept_order, about_order, about_rows
 from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
 from lockstep.data.epoch import Check, Gather
@@ -140,7 +141,7 @@ class Inputs:
 
                 return self._together.perform(model, name, given, proceed)
 
-        return method
+        return takeable(model, method) if name == "fit" else method
 
     def _input(
         self, model: keras.Model, tell: Tell, is_fit: bool, *data: Any, path_ending: str = "", **options: Any

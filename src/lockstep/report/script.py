@@ -1,0 +1,92 @@
+"""A user's script is run up to its first ``fit``, to look at the model and the data that it would train."""
+
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from lockstep._errors import OptionError
+from lockstep._keras_fit import fits_taken
+
+__all__ = ["FirstFit", "run_until_fit"]
+
+
+@dataclass(frozen=True)
+class FirstFit:
+    """The first call of ``fit`` of a script.
+
+    Args:
+        model: whose it is, compiled.
+        fit: does what the script has asked for, with ``args`` and ``kwargs``.
+        args: as the script gives them.
+        kwargs: the named ones.
+        path: of the file that has the call.
+        line: of the call, from 1.
+    """
+
+    model: keras.Model
+    fit: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    path: str
+    line: int
+
+
+class _EnoughError(BaseException):  # Not an Exception: the script may catch those.
+    """The script has come to its first fit, and need not go on."""
+
+
+def run_until_fit(path: str, arguments: Sequence[str], look: Callable[[FirstFit], None]) -> None:
+    """Run a script as ``python path arguments`` does, hand its first ``fit`` to ``look``, and end it there.
+
+    Args:
+        path: of the script.
+        arguments: what it finds in ``sys.argv`` behind its name.
+        look: is called once, inside the script's own contexts.
+
+    Raises:
+        OptionError: there is no such file, or it came to its end without a ``fit``.
+    """
+    if not Path(path).is_file():
+        raise OptionError(f"{path}: there is no such file. Give the script that trains the model.")
+
+    def take(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        where = _call_in_script(path)
+        look(FirstFit(model, fit, args, kwargs, where.filename, where.lineno or 0))
+        raise _EnoughError
+
+    with _as_main(path, arguments), fits_taken(take):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except (_EnoughError, SystemExit) as end:
+            if isinstance(end, _EnoughError):
+                return
+    raise OptionError(
+        f"{path}: it ended before any model was trained by fit, so there is nothing to look at. For a loop of your own, call "
+        "strategy.doctor or lockstep.scaling_report in it."
+    )
+
+
+@contextmanager
+def _as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
+    """What Python gives a script: its folder comes first where modules are looked for."""
+    before = sys.argv, list(sys.path)
+    sys.argv, sys.path[0:0] = [path, *arguments], [str(Path(path).resolve().parent)]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _call_in_script(path: str) -> traceback.FrameSummary:
+    """Where the script, or a module beside it, has made the call that runs."""
+    folder = Path(path).resolve().parent
+    own = [frame for frame in traceback.extract_stack() if Path(frame.filename).resolve().is_relative_to(folder)]
+    inside = [frame for frame in own if not {"site-packages", "lockstep"} & set(Path(frame.filename).parts)]
+    return (inside or own)[-1]

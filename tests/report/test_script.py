@@ -1,0 +1,96 @@
+"""A script is run up to its first fit, whatever stands around that."""
+
+import sys
+
+import keras
+import pytest
+
+from lockstep import OptionError
+from lockstep.report.script import run_until_fit
+
+BUILD = """
+import keras, lockstep, numpy as np, sys
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+x = np.ones((5, 2))
+"""
+PLAIN = """
+model = build()
+model.fit(x, np.ones((5, 1)), batch_size=3, epochs=2)
+raise RuntimeError("too far")
+"""
+STRATEGY = """
+with lockstep.MirroredStrategy(replicas=2).scope():
+    model = build()
+    try:
+        model.fit(x, np.ones((5, 1)), batch_size=3, epochs=int(sys.argv[1]))
+    except Exception:
+        pass
+raise RuntimeError("too far")
+"""
+OWN_CLASS = """
+class Own(keras.Model):
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, batch_size=3, **kwargs)
+with lockstep.MirroredStrategy(replicas=2).scope():
+    inputs = keras.Input((2,))
+    model = Own(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+model.fit(x, np.ones((5, 1)), epochs=2)
+raise RuntimeError("too far")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(code):
+        (tmp_path / "train.py").write_text(code)
+        return str(tmp_path / "train.py")
+
+    return write
+
+
+def found_in(path, *arguments):
+    found = []
+    run_until_fit(path, arguments, found.append)
+    (only,) = found
+    return only
+
+
+@pytest.mark.parametrize("code", [PLAIN, STRATEGY, OWN_CLASS])
+def test_the_first_fit_is_handed_over_with_its_line_and_the_script_ends_there(script, code):
+    path = script(BUILD + code)
+    found = found_in(path, "2")
+    assert found.kwargs["batch_size"] == 3
+    assert found.kwargs["epochs"] == 2
+    assert found.args[0].shape == (5, 2)
+    assert found.path == path
+    assert ".fit(" in (BUILD + code).splitlines()[found.line - 1]
+
+
+def test_what_it_would_have_done_can_be_done(script):
+    path, histories = script(BUILD + STRATEGY), []
+    run_until_fit(path, ["2"], lambda found: histories.append(found.fit(*found.args, **found.kwargs, verbose=0)))
+    assert len(histories[0].history["loss"]) == 2
+
+
+def test_a_helper_module_beside_the_script_is_found_and_its_line_named(script, tmp_path):
+    (tmp_path / "helper_of_train.py").write_text("def train(model, x):\n    model.fit(x, x[:, :1])\n")
+    found = found_in(script(f"{BUILD}\nfrom helper_of_train import train\ntrain(build(), x)"))
+    assert (found.path, found.line) == (str(tmp_path / "helper_of_train.py"), 2)
+
+
+def test_nothing_is_left_behind(script):
+    fit, argv, path = keras.Model.fit, list(sys.argv), list(sys.path)
+    with pytest.raises(ZeroDivisionError):
+        found_in(script(f"{BUILD}\n1 / 0"))
+    assert (keras.Model.fit, sys.argv, sys.path) == (fit, argv, path)
+
+
+def test_a_script_without_fit_or_that_is_not_there_is_told(script, tmp_path):
+    with pytest.raises(OptionError, match="ended before any model was trained by fit"):
+        found_in(script("raise SystemExit(0)"))
+    with pytest.raises(OptionError, match=r"other\.py: there is no such file"):
+        found_in(str(tmp_path / "other.py"))
