@@ -1,6 +1,7 @@
 """One process, eight logical CPU devices on a fixed thread pool, and nothing left behind by any test."""
 
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -11,6 +12,10 @@ import pytest
 
 import lockstep
 
+# Many tests compile the same programs. Processes that tests start do not share them: one that is killed might leave half a file.
+_COMPILED = tempfile.TemporaryDirectory(prefix="lockstep-compiled-")
+jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 lockstep.config.set_logical_cpu_devices(8)
 
 

@@ -221,7 +221,7 @@ say(first=[one["number"] for one in first], who=[one["who"] for one in coordinat
         write("second-" + name); wait_for(lambda: is_there("second-worker0") and is_there("second-worker1"))"""
     code = COUNTING.format(options="max_staleness=3", inside=dying) + rounds
     said, done = job(tmp_path, code, "--max-restarts", 1)
-    assert sorted(said) == ["chief0", "ps0", "worker0", "worker1"]
+    assert sorted(said) == ["chief0", "ps0", "worker0", "worker1"], done.stdout + done.stderr
     assert all(each == said["chief0"] for each in said.values())
     assert said["chief0"]["first"] == list(range(8))
     assert set(said["chief0"]["who"]) == {"worker0", "worker1"}
