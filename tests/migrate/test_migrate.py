@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import lockstep
 from lockstep import OptionError, cli
 from lockstep.migrate.imports import is_there
-from lockstep.migrate.names import ABSENT, RENAMED, translated
+from lockstep.migrate.names import ABSENT, RENAMED, STRATEGY_METHODS, translated, why_absent
 from lockstep.migrate.program import translate
 
 PROGRAMS = Path(__file__).parent / "programs"
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 TF = "import tensorflow as tf\n"
 
 
@@ -231,6 +233,16 @@ def test_logits_of_two_models_are_marked_and_not_guessed():
     assert ["lockstep doctor" in mark.sentence for mark in found.marks] == [True]
 
 
+def test_arguments_that_are_not_known_any_more_are_marked_and_those_with_a_new_name_get_it():
+    code = "b = tf.keras.callbacks.BackupAndRestore(backup_dir='run', double_checkpoint=True)\n"
+    found = translate(TF + code)
+    assert "lockstep.callbacks.BackupAndRestore(directory='run', double_checkpoint=True)" in found.after
+    (mark,) = found.marks
+    assert mark.sentence.startswith("lockstep.callbacks.BackupAndRestore has no argument 'double_checkpoint'")
+    options = "o = tf.distribute.InputOptions(experimental_fetch_to_device=False)\n"
+    assert ["experimental_fetch_to_device" in mark.sentence for mark in translate(TF + options).marks] == [True]
+
+
 def test_logical_cpus():
     code = """cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
@@ -295,3 +307,42 @@ def test_what_is_no_program_is_refused_and_stays(tmp_path, capsys, content, mess
 def test_syntax_is_refused_with_its_line():
     with pytest.raises(OptionError, match=r"script\.py, line 2: "):
         translate("import keras\nx = (\n")
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def rows_of_the_page():
+    """Name of TensorFlow, and what the page says of it: same, different or absent."""
+    names, _, _ = PAGE.partition("## Coming from keras.distribution")
+    for first, second in re.findall(r"^\| (`.*?) \| (same|different|absent) \|", names, flags=re.MULTILINE):
+        for name in re.findall(r"`([\w.]+)`", first):
+            yield name, second
+
+
+def full(name):
+    return name.replace("tf.", "tensorflow.", 1) if name.startswith("tf.") else f"tensorflow.distribute.{name}"
+
+
+@pytest.mark.parametrize(("name", "what"), [row for row in rows_of_the_page() if row[0] != "TF_CONFIG"])
+def test_the_page_says_what_is_so(name, what):
+    is_method = name[0].islower() and "." not in name and not is_there(f"lockstep.{name}")
+    if is_method and not why_absent(full(name)):
+        methods = {*dir(lockstep.MirroredStrategy), *dir(lockstep.MultiWorkerMirroredStrategy), *STRATEGY_METHODS}
+        assert (name in methods) == (what != "absent")
+        return
+    becomes = translated(full(name))
+    is_same = becomes == f"lockstep.{name}" and is_there(becomes)
+    assert is_same == (what == "same" or name == "InputOptions")
+    if what == "different":
+        rest = "\n".join(line for line in PAGE.splitlines() if f"`{name}`" in line)
+        assert becomes in rest or "set_" in name or name == "InputOptions", becomes
+    if what == "absent":
+        assert why_absent(full(name)) or not is_there(becomes)
+
+
+def test_each_name_that_is_translated_or_absent_is_on_the_page():
+    told = {full(name) for name, _ in rows_of_the_page()}
+    for name in {*RENAMED, *ABSENT}:
+        if name.startswith("tensorflow.distribute."):
+            assert any(name == one or one.startswith(f"{name}.") for one in told), name

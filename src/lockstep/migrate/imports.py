@@ -4,12 +4,13 @@ import ast
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
+from typing import Any
 
 from lockstep.migrate.bindings import Bindings, imports_of_ours
 from lockstep.migrate.names import translated
 from lockstep.migrate.source import Edit, Source
 
-__all__ = ["imports", "is_there", "names"]
+__all__ = ["imports", "is_there", "names", "thing"]
 
 _BACKEND = 'os.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.\n'
 _HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.\n'
@@ -17,12 +18,17 @@ _HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; t
 
 def is_there(name: str) -> bool:
     """Whether Keras or Lockstep has something of that full name."""
-    module, _, rest = name.partition(".")
     try:
-        found = import_module(module)
-        return not rest or operator.attrgetter(rest)(found) is not None
+        return thing(name) is not None
     except AttributeError:
         return False
+
+
+def thing(name: str) -> Any:
+    """What Keras or Lockstep has under a full name; AttributeError where it has nothing."""
+    module, _, rest = name.partition(".")
+    found = import_module(module)
+    return operator.attrgetter(rest)(found) if rest else found
 
 
 def names(source: Source, bindings: Bindings) -> Iterator[Edit]:

@@ -1,13 +1,14 @@
 """What a program still has of TensorFlow that has no counterpart: a comment above each says what to write."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.migrate.bindings import Bindings, imports_of_ours
-from lockstep.migrate.imports import is_there
+from lockstep.migrate.imports import is_there, thing
 from lockstep.migrate.names import translated, why_absent
-from lockstep.migrate.rules import is_claim_of_logits
+from lockstep.migrate.rules import calls, is_claim_of_logits
 from lockstep.migrate.source import Edit, Source
 
 __all__ = ["Mark", "marked", "marks"]
@@ -61,6 +62,12 @@ def _left(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
             name = f"{statement.module}.{alias.name}" if isinstance(statement, ast.ImportFrom) else alias.name
             if alias.name != "*" and (reason := _reason(name)):
                 yield statement, f"{_short(name)}: {reason}"
+    for call in calls(source):
+        for argument in _unknown_arguments(call, bindings.name_of(call.func)):
+            yield (
+                call,
+                f"{bindings.name_of(call.func)} has no argument {argument!r}: leave it out, or see its documentation",
+            )
     constants = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
     has_softmax = any(node.value == "softmax" for node in constants)
     for node in ast.walk(source.tree):
@@ -80,6 +87,16 @@ def _reason(name: str) -> str | None:
     if becomes.startswith("tensorflow") or is_there(becomes):
         return None
     return f"{'Keras 3' if becomes.startswith('keras') else 'Lockstep'} has no such name"
+
+
+def _unknown_arguments(call: ast.Call, name: str) -> list[str]:
+    """Named arguments of a call that what is called now does not take."""
+    try:
+        parameters = inspect.signature(thing(name)).parameters if name and not name.startswith("tensorflow") else {}
+    except (AttributeError, TypeError, ValueError):  # There is no such thing, or it does not say.
+        return []
+    takes_any = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return [] if takes_any else [one.arg for one in call.keywords if one.arg and one.arg not in parameters]
 
 
 def _short(name: str) -> str:

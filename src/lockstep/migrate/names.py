@@ -40,6 +40,7 @@ ABSENT = {
     ),
     "tensorflow.config": "JAX starts its devices by itself; name them to the strategy, as in lockstep.MirroredStrategy(['gpu:0', 'gpu:1'])",
     "tensorflow.contrib": "TensorFlow 1 has no counterpart; see the pages of docs/",
+    "tensorflow.data.experimental.AutoShardPolicy": "all workers read the same, and each takes its rows: leave it out",
     "tensorflow.device": "a strategy places its models; name the devices to it, or use keras.device outside of one",
     "tensorflow.distribute.OneDeviceStrategy": "write lockstep.MirroredStrategy([device])",
     "tensorflow.distribute.Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",

@@ -72,14 +72,19 @@ def batch_normalization(source: Source, bindings: Bindings) -> Iterator[Edit]:
 
 
 def old_arguments(source: Source, bindings: Bindings) -> Iterator[Edit]:
-    """``lr`` of an optimizer is ``learning_rate``."""
+    """``lr`` of an optimizer is ``learning_rate``, and ``backup_dir`` is ``directory``."""
     for call in calls(source):
-        if full_name(bindings, call).startswith("keras.optimizers."):
-            for keyword in call.keywords:
-                if keyword.arg == "lr":
-                    start = source.span(keyword.value)[0]
-                    written = source.text.rindex("lr", 0, start)
-                    yield Edit(written, written + 2, "learning_rate")
+        for keyword in call.keywords:
+            old, new = keyword.arg, _new_argument(full_name(bindings, call), keyword.arg)
+            if old and new:
+                written = source.text.rindex(old, 0, source.span(keyword.value)[0])
+                yield Edit(written, written + len(old), new)
+
+
+def _new_argument(name: str, argument: str | None) -> str | None:
+    if name.startswith("keras.optimizers.") and argument == "lr":
+        return "learning_rate"
+    return "directory" if name == "lockstep.callbacks.BackupAndRestore" and argument == "backup_dir" else None
 
 
 def cached_last(source: Source, bindings: Bindings) -> Iterator[Edit]:
