@@ -15,7 +15,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0 done, 1 the numbers did not agree or a checkpoint is damaged, 2 wrong usage, or a worker's.
+    0 done, 1 the numbers did not agree, a checkpoint is damaged or something is left to be translated, 2 wrong usage, or a worker's.
 
     Args:
         arguments: words after ``lockstep``, by default those of the process.
@@ -54,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     test.set_defaults(run=_test)
     environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
     environment.set_defaults(run=_env)
+    migrate = commands.add_parser("migrate", help="turn a tf.distribute or tf.keras script into a Lockstep one")
+    migrate.add_argument("scripts", nargs="+", metavar="FILE", help="Python files")
+    migrate.add_argument("--write", action="store_true", help="change the files (default: show the difference)")
+    migrate.set_defaults(run=_migrate)
     _add_checkpoint(commands)
     return parser
 
@@ -129,6 +133,22 @@ def _env(options: argparse.Namespace) -> int:
 
     print(describe_environment(os.environ))
     return 0
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # Names are looked up in Keras.
+    from lockstep.migrate.files import migrate
+
+    try:
+        found = [migrate(path, write=options.write) for path in options.scripts]
+    except LockstepError as error:
+        print(f"lockstep migrate: {error}", file=sys.stderr)
+        return 2
+    for one in found:
+        print(one.difference, end="")
+    for one in found:
+        print(one.summary, file=sys.stderr)
+    return 1 if any(one.translation.marks for one in found) else 0
 
 
 def _catching(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:

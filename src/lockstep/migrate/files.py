@@ -1,0 +1,78 @@
+"""``lockstep migrate``: files, the difference, and what is left to be done by hand."""
+
+import difflib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep._errors import OptionError
+from lockstep.migrate.program import Translation, translate
+
+__all__ = ["Migration", "migrate"]
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One file.
+
+    Args:
+        path: as it was given.
+        translation: of what is in it.
+        is_written: whether the file has the new text.
+    """
+
+    path: str
+    translation: Translation
+    is_written: bool
+
+    @property
+    def difference(self) -> str:
+        """A unified diff, which ``patch`` understands; empty where nothing changes."""
+        texts = self.translation.before, self.translation.after
+        before, after = (text.splitlines(keepends=True) for text in texts)
+        lines = difflib.unified_diff(before, after, self.path, f"{self.path} (Lockstep)")
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+    @property
+    def summary(self) -> str:
+        """What was done, and by line what is left."""
+        found = self.translation
+        if found.before == found.after and not found.marks:
+            return f"{self.path}: nothing to translate"
+        state = "written" if self.is_written else "shown above; --write changes the file"
+        lines = [f"{self.path}: {state}; {len(found.marks) or 'nothing'} left to you"]
+        return "\n".join([*lines, *(f"  line {mark.line}: {mark.sentence}" for mark in found.marks)])
+
+
+def migrate(path: str, *, write: bool = False) -> Migration:
+    """Translate one file.
+
+    Args:
+        path: of a Python file.
+        write: whether the file gets the new text; it is replaced as a whole or not at all.
+
+    Raises:
+        OptionError: it cannot be read or written, or is not Python.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text, newline = file.read(), file.newlines
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} cannot be read: {error}. Give Python files in UTF-8.") from None
+    translation = translate(text, path)
+    is_written = write and translation.after != text
+    if is_written:
+        _replace(Path(path), translation.after, newline if isinstance(newline, str) else None)
+    return Migration(path, translation, is_written)
+
+
+def _replace(path: Path, text: str, newline: str | None) -> None:
+    try:
+        number, beside = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}-")
+        with open(number, "w", encoding="utf-8", newline=newline) as file:
+            file.write(text)
+        os.chmod(beside, path.stat().st_mode)
+        os.replace(beside, path.resolve())
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error}. Nothing was changed.") from None

@@ -1,0 +1,121 @@
+"""Names and imports: what TensorFlow's modules are called in Keras and Lockstep, and what a program then has to import."""
+
+import ast
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from lockstep.migrate.bindings import Bindings, imports_of_ours
+from lockstep.migrate.names import translated
+from lockstep.migrate.source import Edit, Source
+
+__all__ = ["imports", "is_there", "names", "thing"]
+
+_BACKEND = 'os.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.\n'
+_HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.\n'
+
+
+def is_there(name: str) -> bool:
+    """Whether Keras or Lockstep has something of that full name."""
+    try:
+        return thing(name) is not None
+    except AttributeError:
+        return False
+
+
+def thing(name: str) -> Any:
+    """What Keras or Lockstep has under a full name; AttributeError where it has nothing."""
+    module, _, rest = name.partition(".")
+    found = import_module(module)
+    return operator.attrgetter(rest)(found) if rest else found
+
+
+def names(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """Dotted names whose import, once it is translated, would not give the right thing."""
+    for chain in bindings.chains:
+        root = bindings.modules[chain.root]
+        becomes, by_import = translated(chain.name), translated(root) + chain.name[len(root) :]
+        if (becomes not in (chain.name, by_import) and is_there(becomes)) or (
+            becomes == by_import and root == "tensorflow" != translated(root)
+        ):
+            yield source.replaced(chain.node, becomes)
+
+
+def imports(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """Import statements, and those that are missing after names were translated."""
+    used = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
+    statements = list(imports_of_ours(source))
+    written = {statement: _rewritten(statement, used) for statement in statements}
+    missing = [name for name in ("keras", "lockstep") if name in used - _bound(written.values())]
+    top = [statement for statement in statements if statement in source.tree.body]
+    first = top[0] if top else None
+    for statement, lines in written.items():
+        head = _head(source, missing) if statement is first else ""
+        text = head + "\n".join(lines) + _hiding(source, statement, lines)
+        if text != source.segment(statement):
+            yield _replaced(source, statement, text)
+
+
+def _head(source: Source, missing: Sequence[str]) -> str:
+    """What comes before the first of the imports."""
+    needs_backend = "KERAS_BACKEND" not in source.text
+    head = f"import os\n\n{_BACKEND}\n" if needs_backend else ""
+    return head + "".join(f"import {name}\n" for name in missing)
+
+
+def _hiding(source: Source, statement: ast.stmt, lines: list[str]) -> str:
+    """TensorFlow that stays must leave the accelerators alone."""
+    stays = [line for line in lines if line.split()[:2] == ["import", "tensorflow"]]
+    if not stays or "set_visible_devices" in source.text or statement not in source.tree.body:
+        return ""
+    return f"\n{stays[0].split()[-1]}{_HIDDEN}".rstrip("\n")
+
+
+def _replaced(source: Source, statement: ast.stmt, text: str) -> Edit:
+    start, end = source.span(statement)
+    if text:
+        return Edit(start, end, text.rstrip("\n"))
+    whole_line = source.line_start(statement) == start and source.text[end : end + 1] == "\n"
+    return Edit(start, end + 1, "") if whole_line else Edit(start, end, "pass")
+
+
+def _rewritten(statement: ast.Import | ast.ImportFrom, used: set[str]) -> list[str]:
+    """The lines that take the place of an import statement."""
+    if isinstance(statement, ast.Import):
+        return [line for alias in statement.names for line in _module(alias, used)]
+    by_module: dict[str, list[str]] = {}
+    for alias in statement.names:
+        full = f"{statement.module}.{alias.name}"
+        becomes = translated(str(statement.module)) + ".*" if alias.name == "*" else translated(full)
+        if not becomes.endswith("*") and not is_there(becomes):
+            becomes = full
+        module, _, last = becomes.rpartition(".")
+        known = alias.asname or alias.name
+        by_module.setdefault(module, []).append(last if last == known or last == "*" else f"{last} as {known}")
+    return [_line(module, items) for module, items in by_module.items()]
+
+
+def _line(module: str, items: list[str]) -> str:
+    return f"from {module} import {', '.join(items)}" if module else f"import {', '.join(items)}"
+
+
+def _module(alias: ast.alias, used: set[str]) -> list[str]:
+    """The import of one module; none where its name is not used any more."""
+    known = alias.asname or alias.name.partition(".")[0]
+    if alias.name.partition(".")[0] == "tensorflow" and known not in used:
+        return []
+    becomes = translated(alias.name) if alias.asname else alias.name
+    module, _, last = becomes.rpartition(".")
+    if becomes == alias.name or not is_there(becomes):
+        becomes = alias.name
+    elif module:
+        return [_line(module, [last if last == known else f"{last} as {known}"])]
+    return [f"import {becomes}" + (f" as {alias.asname}" if alias.asname and alias.asname != becomes else "")]
+
+
+def _bound(written: Iterable[list[str]]) -> set[str]:
+    """Names that lines of imports make."""
+    tree = ast.parse("\n".join(line for lines in written for line in lines))
+    aliases = [alias for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
+    return {alias.asname or alias.name.partition(".")[0] for alias in aliases}

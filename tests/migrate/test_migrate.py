@@ -1,0 +1,348 @@
+"""Programs for TensorFlow become programs for Lockstep that run; what has no counterpart is marked, and nothing else is touched."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep import OptionError, cli
+from lockstep.migrate.imports import is_there
+from lockstep.migrate.names import ABSENT, RENAMED, STRATEGY_METHODS, translated, why_absent
+from lockstep.migrate.program import translate
+
+PROGRAMS = Path(__file__).parent / "programs"
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+TF = "import tensorflow as tf\n"
+
+
+def translation(name):
+    return translate((PROGRAMS / f"{name}.txt").read_text(), name)
+
+
+def new_lines(code):
+    """The lines below the imports that Lockstep needs."""
+    after = translate(TF + code).after
+    return after.split("import lockstep\n")[-1].split("import keras\n")[-1].strip()
+
+
+# --- whole programs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("table", "replicas 1 loss is finite True"),
+        ("resume", "epochs 1 2"),
+        ("workers", "workers 1 layers 156"),
+    ],
+)
+def test_a_program_runs_after_it_is_translated_and_needs_no_tensorflow(name, printed, tmp_path):
+    found = translation(name)
+    assert not found.marks
+    assert "tensorflow" not in found.after.partition('"""\n\n')[2]
+    (tmp_path / "train.py").write_text(f"import sys\nsys.modules['tensorflow'] = None\n{found.after}")
+    environment = {key: value for key, value in os.environ.items() if key != "KERAS_BACKEND"}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == printed
+
+
+def test_logical_gpus_become_replicas_and_the_input_is_cached_first_and_the_loss_mended():
+    found = translation("logical_gpus")
+    assert 'lockstep.MirroredStrategy(["gpu:0"], replicas=2)' in found.after
+    assert "from_logits=False" in found.after
+    calls = [
+        node.func.attr
+        for node in ast.walk(ast.parse(found.after))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    chain = [call for call in calls if call in ("cache", "shuffle", "batch", "prefetch")]
+    assert chain == ["prefetch", "batch", "shuffle", "cache"]  # The tree has the last call outermost.
+    assert [mark.sentence.partition(":")[0] for mark in found.marks] == ["tf.config.list_physical_devices"]
+    assert 'tf.config.set_visible_devices([], "GPU")' in found.after  # tf.data stays.
+
+
+def test_what_has_no_counterpart_is_marked_where_it_stands_and_left_as_it_is():
+    found = translation("towers")
+    before = (PROGRAMS / "towers.txt").read_text().splitlines()
+    rest = [line for line in found.after.splitlines() if "lockstep migrate" not in line]
+    added = [line for line in rest if line not in before]
+    assert added == [
+        "import os",
+        'os.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.',
+        'tf.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.',
+    ]
+    marked = {mark.sentence.partition(":")[0] for mark in found.marks}
+    assert marked == {
+        "tf.compat.v1.layers.dense",
+        "tf.device",
+        "tf.placeholder",
+        "tf.variable_scope",
+        "tf.train.Saver",
+        "tf.Session",
+    }
+    lines = found.after.splitlines()
+    for mark in found.marks:
+        assert mark.sentence.partition(":")[0] in lines[mark.line - 1]
+        assert any(mark.sentence in line for line in lines[mark.line - 4 : mark.line - 1])
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PROGRAMS.glob("*.txt")))
+def test_what_is_translated_is_not_changed_by_translating_it_again(name):
+    once = translation(name)
+    again = translate(once.after)
+    assert again.after == once.after
+    assert again.marks == once.marks
+
+
+def test_a_program_without_tensorflow_and_keras_stays_as_it_is():
+    code = "import torch\nx = 1  # tf.distribute\n"
+    found = translate(code)
+    assert (found.after, found.marks) == (code, ())
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def public_names():
+    """All that ``tf.distribute`` has in common with Lockstep, from Lockstep's side."""
+    names = [name for name in lockstep.__all__ if name[0].isupper() and not name.endswith("Error")]
+    return [*names, *(f"experimental.{name}" for name in lockstep.experimental.__all__)]
+
+
+def test_each_name_of_the_table_leads_to_something():
+    for name in RENAMED:
+        becomes = translated(name)
+        if name not in ABSENT and not becomes.startswith("keras.callbacks.experimental"):
+            assert is_there(becomes) or becomes.startswith("lockstep.callbacks.TensorBoard"), (name, becomes)
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_a_name_of_lockstep_under_tf_distribute_is_translated(name):
+    assert new_lines(f"found = tf.distribute.{name}") == f"found = lockstep.{name}"
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_a_name_that_is_absent_is_marked_with_what_to_write(name):
+    found = translate(f"import tensorflow as tf\nimport keras\nfound = {name.replace('tensorflow', 'tf')}\n")
+    (mark,) = found.marks
+    assert mark.sentence.endswith(ABSENT[name])
+
+
+def test_a_name_that_neither_has_is_marked_and_stays():
+    found = translate(
+        f"{TF}a = tf.distribute.Unheard\nb = tf.keras.layers.Unheard\nfrom tensorflow.keras.layers import Other\n"
+    )
+    assert "a = tf.distribute.Unheard\n" in found.after
+    assert "b = tf.keras.layers.Unheard\n" in found.after
+    names = ["tf.distribute.Unheard: Lockstep", "tf.keras.layers.Unheard: Keras 3", "tf.keras.layers.Other: Keras 3"]
+    assert [mark.sentence.partition(" has no")[0] for mark in found.marks] == names
+
+
+# --- small things ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("m = tf.keras.Model.from_config(c)", "m = keras.Model.from_config(c)"),
+        ("tf.random.set_seed(3)", "keras.utils.set_random_seed(3)"),
+        ("tf.config.experimental.enable_op_determinism()", "lockstep.config.set_deterministic()"),
+        ("s = tf.distribute.OneDeviceStrategy('/gpu:0')", "s = lockstep.MirroredStrategy(['/gpu:0'])"),
+        ("s = tf.distribute.OneDeviceStrategy(device=name)", "s = lockstep.MirroredStrategy([name])"),
+        ("b = tf.keras.layers.experimental.SyncBatchNormalization()", "b = keras.layers.BatchNormalization(synchronized=True)"),
+        (
+            "b = tf.keras.layers.experimental.SyncBatchNormalization(axis=1)",
+            "b = keras.layers.BatchNormalization(axis=1, synchronized=True)",
+        ),
+        ("o = tf.keras.optimizers.legacy.SGD(lr = 1, nesterov=True)", "o = keras.optimizers.SGD(learning_rate = 1, nesterov=True)"),
+        ("c = tf.distribute.coordinator.ClusterCoordinator(s)", "c = lockstep.ClusterCoordinator(s)"),
+        ("p = tf.distribute.experimental.partitioners.MinSizePartitioner()", "p = lockstep.experimental.partitioners.MinSizePartitioner()"),
+        ("r = tf.distribute.cluster_resolver.SlurmClusterResolver()", "r = lockstep.cluster_resolver.SlurmClusterResolver()"),
+    ],
+)  # fmt: skip
+def test_names_and_calls(before, after):
+    assert new_lines(before) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import tensorflow.keras as k\nk.Model", "import keras as k\nk.Model"),
+        ("from tensorflow import keras\nkeras.Model", "import keras\nkeras.Model"),
+        ("from tensorflow.keras.layers import *\nDense", "from keras.layers import *\nDense"),
+        ("from tensorflow.keras import layers as L, models\nL.Dense", "from keras import layers as L, models\nL.Dense"),
+        ("from tensorflow import distribute as d\nd.MirroredStrategy", "import lockstep as d\nd.MirroredStrategy"),
+        ("from tensorflow.distribute import MirroredStrategy\nMirroredStrategy", "from lockstep import MirroredStrategy\nMirroredStrategy"),
+        (
+            "from tensorflow.keras.callbacks import BackupAndRestore, CSVLogger\nCSVLogger",
+            "from lockstep.callbacks import BackupAndRestore\nfrom keras.callbacks import CSVLogger\nCSVLogger",
+        ),
+        ("import tensorflow\ntensorflow.keras.Model", "import keras\nkeras.Model"),
+    ],
+)  # fmt: skip
+def test_imports(before, after):
+    head = 'import os\n\nos.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.\n\n'
+    assert translate(before).after == head + after
+
+
+def test_a_backend_that_the_script_sets_is_left_alone():
+    code = 'import os\nos.environ["KERAS_BACKEND"] = "jax"\nimport tensorflow as tf\ntf.keras.Model\n'
+    assert translate(code).after == 'import os\nos.environ["KERAS_BACKEND"] = "jax"\nimport keras\nkeras.Model\n'
+
+
+def test_an_import_inside_a_block_that_is_not_needed_any_more_leaves_the_block_whole():
+    code = "def f():\n    import tensorflow as tf\nimport keras\nif 1: import tensorflow as tf\n"
+    ast.parse(translate(code).after)
+
+
+def test_a_name_that_is_assigned_is_not_taken_for_a_module():
+    code = "import tensorflow as tf\ntf = other\ntf.keras.Model\n"
+    assert "tf.keras.Model" in translate(code).after
+
+
+@pytest.mark.parametrize("code", [
+    "d = d.map(f).cache().shuffle(9).batch(2)",  # in order already
+    "d = d.shuffle(9).map(f).cache()",  # what is cached has been through f
+])  # fmt: skip
+def test_a_chain_that_is_right_or_means_something_else_is_left_alone(code):
+    assert translate(TF + code).after.endswith(code)
+
+
+@pytest.mark.parametrize("end", [
+    "tf.keras.layers.Dense(3)",
+    "tf.keras.layers.Dense(3, activation='relu')",
+])  # fmt: skip
+def test_logits_are_left_alone_where_no_softmax_is_at_the_end(end):
+    code = f"m = tf.keras.Sequential([{end}])\nl = tf.keras.losses.BinaryCrossentropy(from_logits=True)\n"
+    assert "from_logits=True" in translate(TF + code).after
+    assert not translate(TF + code).marks
+
+
+def test_logits_of_two_models_are_marked_and_not_guessed():
+    one = "tf.keras.Sequential([tf.keras.layers.Dense(3, activation='softmax')])\n"
+    code = f"{TF}a = {one}b = {one}l = tf.keras.losses.CategoricalCrossentropy(from_logits=True)\n"
+    found = translate(code)
+    assert "from_logits=True" in found.after
+    assert ["lockstep doctor" in mark.sentence for mark in found.marks] == [True]
+
+
+def test_arguments_that_are_not_known_any_more_are_marked_and_those_with_a_new_name_get_it():
+    code = "b = tf.keras.callbacks.BackupAndRestore(backup_dir='run', double_checkpoint=True)\n"
+    found = translate(TF + code)
+    assert "lockstep.callbacks.BackupAndRestore(directory='run', double_checkpoint=True)" in found.after
+    (mark,) = found.marks
+    assert mark.sentence.startswith("lockstep.callbacks.BackupAndRestore has no argument 'double_checkpoint'")
+    options = "o = tf.distribute.InputOptions(experimental_fetch_to_device=False)\n"
+    assert ["experimental_fetch_to_device" in mark.sentence for mark in translate(TF + options).marks] == [True]
+
+
+def test_logical_cpus():
+    code = """cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+"""
+    assert "\nlockstep.config.set_logical_cpu_devices(4)\n" in translate(TF + code).after
+
+
+def test_logical_devices_whose_number_is_not_written_are_marked():
+    code = "tf.config.set_logical_device_configuration(one, configurations)\n"
+    assert translate(TF + code).marks
+
+
+def test_letters_that_take_several_bytes_do_not_shift_anything():
+    code = 'print("Größe: 🙂", tf.keras.Model, "é"); tf.random.set_seed(1)'
+    assert new_lines(code) == 'print("Größe: 🙂", keras.Model, "é"); keras.utils.set_random_seed(1)'
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_the_difference_and_writes_only_when_told(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_bytes(b"import tensorflow as tf\r\ns = tf.distribute.MirroredStrategy()\r\n")
+    path.chmod(0o755)
+    before = path.read_bytes()
+    assert cli.main(["migrate", str(path)]) == 0
+    shown = capsys.readouterr()
+    changed = {line for line in shown.out.splitlines() if line[:1] in "+-" and "import" not in line}
+    assert changed >= {"-s = tf.distribute.MirroredStrategy()", "+s = lockstep.MirroredStrategy()"}
+    assert "--write changes the file; nothing left to you" in shown.err
+    assert path.read_bytes() == before
+    assert cli.main(["migrate", str(path), "--write"]) == 0
+    assert path.read_bytes().endswith(b"import lockstep\r\ns = lockstep.MirroredStrategy()\r\n")
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+    capsys.readouterr()
+    assert cli.main(["migrate", str(path)]) == 0
+    assert capsys.readouterr().err == f"{path}: nothing to translate\n"
+
+
+def test_what_is_left_gives_the_exit_code_1(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(f"{TF}with tf.GradientTape() as tape:\n    pass\n")
+    assert cli.main(["migrate", str(path), "--write"]) == 1
+    assert "jax.value_and_grad" in capsys.readouterr().err
+    assert "# lockstep migrate: tf.GradientTape: " in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"print 3\n", "train.py, line 1: "), (b"\xff\xfe", "cannot be read: "), (None, "cannot be read: ")],
+)
+def test_what_is_no_program_is_refused_and_stays(tmp_path, capsys, content, message):
+    path = tmp_path / "train.py"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.main(["migrate", str(path), "--write"]) == 2
+    assert message in capsys.readouterr().err
+    assert content is None or path.read_bytes() == content
+
+
+def test_syntax_is_refused_with_its_line():
+    with pytest.raises(OptionError, match=r"script\.py, line 2: "):
+        translate("import keras\nx = (\n")
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def rows_of_the_page():
+    """Name of TensorFlow, and what the page says of it: same, different or absent."""
+    names, _, _ = PAGE.partition("## Coming from keras.distribution")
+    for first, second in re.findall(r"^\| (`.*?) \| (same|different|absent) \|", names, flags=re.MULTILINE):
+        for name in re.findall(r"`([\w.]+)`", first):
+            yield name, second
+
+
+def full(name):
+    return name.replace("tf.", "tensorflow.", 1) if name.startswith("tf.") else f"tensorflow.distribute.{name}"
+
+
+@pytest.mark.parametrize(("name", "what"), [row for row in rows_of_the_page() if row[0] != "TF_CONFIG"])
+def test_the_page_says_what_is_so(name, what):
+    is_method = name[0].islower() and "." not in name and not is_there(f"lockstep.{name}")
+    if is_method and not why_absent(full(name)):
+        methods = {*dir(lockstep.MirroredStrategy), *dir(lockstep.MultiWorkerMirroredStrategy), *STRATEGY_METHODS}
+        assert (name in methods) == (what != "absent")
+        return
+    becomes = translated(full(name))
+    is_same = becomes == f"lockstep.{name}" and is_there(becomes)
+    assert is_same == (what == "same" or name == "InputOptions")
+    if what == "different":
+        rest = "\n".join(line for line in PAGE.splitlines() if f"`{name}`" in line)
+        assert becomes in rest or "set_" in name or name == "InputOptions", becomes
+    if what == "absent":
+        assert why_absent(full(name)) or not is_there(becomes)
+
+
+def test_each_name_that_is_translated_or_absent_is_on_the_page():
+    told = {full(name) for name, _ in rows_of_the_page()}
+    for name in {*RENAMED, *ABSENT}:
+        if name.startswith("tensorflow.distribute."):
+            assert any(name == one or one.startswith(f"{name}.") for one in told), name
