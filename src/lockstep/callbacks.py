@@ -1,6 +1,7 @@
 """Callbacks for ``fit``."""
 
 from lockstep.guard.callback import NanGuard
+from lockstep.monitor.throughput import ThroughputMonitor
 from lockstep.resume.backup import BackupAndRestore
 
-__all__ = ["BackupAndRestore", "NanGuard"]
+__all__ = ["BackupAndRestore", "NanGuard", "ThroughputMonitor"]
