@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     test.set_defaults(run=_test)
     environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
     environment.set_defaults(run=_env)
+    top = commands.add_parser("top", help="what the workers of a running job do")
+    top.add_argument("directory", metavar="RUN_DIR", help="folder of its BackupAndRestore, or of its TensorBoard")
+    top.add_argument(
+        "--once", action="store_true", help="print it once (so it is done where the output is no terminal)"
+    )
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
+    top.set_defaults(run=_top)
     _add_checkpoint(commands)
     return parser
 
@@ -128,6 +135,23 @@ def _env(options: argparse.Namespace) -> int:
     from lockstep.report.environment import describe_environment
 
     print(describe_environment(os.environ))
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lockstep.report.top import picture, watch
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        if options.once or not console.is_terminal:
+            console.print(picture(options.directory))
+        else:
+            watch(options.directory, options.interval, console)
+    except LockstepError as error:
+        print(f"lockstep top: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,5 +1,6 @@
 """What TensorBoard's own reader finds in the files, beside what Keras's history says."""
 
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.util.tensor_util import make_ndarray
@@ -18,6 +20,7 @@ import lockstep
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
 from lockstep.monitor.events import EventFile, crc32c, histogram, newest_steps, scalar
 from lockstep.monitor.throughput import NAMES
+from lockstep.report.top import picture
 
 from .runs import STEPS, built, data, fit
 
@@ -182,6 +185,12 @@ def test_files_can_be_read_after_a_kill_and_no_tensorflow_was_there(tmp_path):
     found = shown(tmp_path / "train")
     assert [step for step, _ in found["epoch_loss"]] == [0, 1, 2]
     assert [step for step, _ in found["batch_loss"]] == [2, 4, 6, 8, 10, 12, 14]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "running"
+    console = Console(width=160)
+    with console.capture() as printed:
+        console.print(picture(tmp_path, now=lambda: status["time"] + 40))
+    assert printed.get().startswith("no sign of life for 40 s; it ran for ")
 
 
 def test_a_file_that_was_torn_anywhere_is_read_up_to_there(tmp_path):
