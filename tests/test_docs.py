@@ -85,6 +85,18 @@ def test_the_code_about_nan_says_what_the_page_says(tmp_path):
 
 
 @pytest.mark.full
+def test_the_code_about_monitoring_adds_the_names_that_it_prints(tmp_path):
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (printed,) = re.findall(r"```\n(throughput/.*?\n)```", page)
+    assert done.stdout.endswith(printed)
+    assert (tmp_path / "run" / "status.json").exists()
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"train", "validation", "status.json"}
+
+
+@pytest.mark.full
 def test_the_code_about_variables_on_one_device_says_where_they_are(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "central_storage.md").read_text(), flags=re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)

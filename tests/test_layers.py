@@ -18,7 +18,7 @@ LAYERS = (
     ("collectives", "data", "parameters"),
     ("step",),
     ("loops",),
-    ("resume", "guard"),
+    ("resume", "guard", "monitor"),
     ("workers", "asynchronous"),
     ("strategies",),
     ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"),

@@ -58,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     migrate.add_argument("scripts", nargs="+", metavar="FILE", help="Python files")
     migrate.add_argument("--write", action="store_true", help="change the files (default: show the difference)")
     migrate.set_defaults(run=_migrate)
+    top = commands.add_parser("top", help="what the workers of a running job do")
+    top.add_argument("directory", metavar="RUN_DIR", help="folder of its BackupAndRestore, or of its TensorBoard")
+    top.add_argument(
+        "--once", action="store_true", help="print it once (so it is done where the output is no terminal)"
+    )
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
+    top.set_defaults(run=_top)
     _add_checkpoint(commands)
     return parser
 
@@ -149,6 +156,23 @@ def _migrate(options: argparse.Namespace) -> int:
     for one in found:
         print(one.summary, file=sys.stderr)
     return 1 if any(one.translation.marks for one in found) else 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lockstep.report.top import picture, watch
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        if options.once or not console.is_terminal:
+            console.print(picture(options.directory))
+        else:
+            watch(options.directory, options.interval, console)
+    except LockstepError as error:
+        print(f"lockstep top: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _catching(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:

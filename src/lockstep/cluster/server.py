@@ -6,8 +6,8 @@ It lives in a thread of the chief's process. The chief's own session is connecte
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep._errors import OptionError
@@ -56,6 +56,7 @@ class _Seat:
     left: bool = False  # It said goodbye.
     failed: bool = False  # It said that its program failed.
     gone: bool = False  # Its connection has ended.
+    facts: Mapping[str, float] = field(default_factory=dict)  # Numbers that it says of itself.
 
 
 class Server:
@@ -118,6 +119,10 @@ class Server:
     def stop(self) -> None:
         """Close all connections and end."""
         self._loop.stop()
+
+    def beats(self) -> list[Beat]:
+        """What is known of all workers that have joined, in order; may be asked from any thread."""
+        return [self._known(seat) for _, seat in sorted(self._seats.items())]
 
     # Joining.
 
@@ -185,6 +190,7 @@ class Server:
     def _beat(self, seat: _Seat, message: dict[str, Any]) -> None:
         seat.step, seat.activity = int(message["step"]), str(message["activity"])
         seat.since = seat.heard - float(message["seconds"])
+        seat.facts = {str(name): float(value) for name, value in message.get("facts", seat.facts).items()}
 
     def _call(self, seat: _Seat, message: dict[str, Any]) -> None:
         asked = [message[name] for name in ("lane", "number", "operation", "topic", "value")]
@@ -263,7 +269,7 @@ class Server:
 
     def _known(self, seat: _Seat) -> Beat:
         heard, since = max(seat.heard, self._awake.since), max(seat.since, self._awake.since)
-        return Beat(seat.peer, heard, seat.step, seat.activity, since, seat.left)
+        return Beat(seat.peer, heard, seat.step, seat.activity, since, seat.left, seat.facts)
 
     def _declare(self, found: Failure) -> None:
         """The job has failed: the first cause is told to all, last to this process, which may end at once."""

@@ -21,7 +21,7 @@ from lockstep.cluster.peer import Peer
 from lockstep.cluster.pulse import Pulse
 from lockstep.cluster.server import LEAVE, Server
 from lockstep.cluster.waiting import GivenUpError, Notice, listed
-from lockstep.cluster.watch import BEAT_SECONDS, QUIET, WAITING, Awake, Limits, failure
+from lockstep.cluster.watch import BEAT_SECONDS, QUIET, WAITING, Awake, Beat, Limits, failure
 from lockstep.cluster.wire import encode, plain
 
 __all__ = ["Session"]
@@ -44,6 +44,7 @@ class Session:
         peers: all workers, in order.
         failure: why the job cannot go on; None as long as it can.
         departed: workers that came to their end in order.
+        facts: gives numbers that the chief may know of this worker, for each heartbeat.
 
     Example:
         >>> from lockstep.cluster.group import WorkerGroup
@@ -68,6 +69,7 @@ class Session:
         self.group, self.peers = group, peers
         self.failure: Failure | None = None
         self.departed: set[int] = set()
+        self.facts: Callable[[], dict[str, float]] = dict
         self._connection, self._server, self._limits = connection, server, limits
         self._on_failure, self._announce, self._clock = on_failure, announce, clock
         self._process = os.getpid()
@@ -100,6 +102,10 @@ class Session:
                 word names work of this worker alone: ``"data"``, ``"callback"``, ``"save"``, ``"idle"``.
         """
         self._pulse.report(step, activity)
+
+    def beats(self) -> list[Beat]:
+        """What the chief, where this is one, has last heard of all workers."""
+        return self._server.beats() if self._server else []
 
     def gather(
         self, topic: str, value: Any = None, *, lane: str = MAIN, timeout_seconds: float | None = None
@@ -299,7 +305,7 @@ class Session:
 
     def _beat(self) -> None:
         self._pulse.tick()
-        self._connection.send(encode(self._pulse.message))
+        self._connection.send(encode(self._pulse.message | {"facts": self.facts()}))
         if self._pulse.silence > self._limits.timeout and not self._is_alone:
             self._lose(self._pulse.silent_chief())
         self._loop.later(BEAT_SECONDS, self._beat)

@@ -6,8 +6,8 @@ its end never will, so that nobody waits for it for long. Where all stay in one 
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lockstep._errors import OptionError
 from lockstep.cluster.failure import Failure, Kind
@@ -84,6 +84,7 @@ class Beat:
         activity: what its main thread does there.
         since: when it began to.
         left: whether it has come to its end in order.
+        facts: numbers that it says of itself, for those who watch.
     """
 
     peer: Peer
@@ -92,6 +93,7 @@ class Beat:
     activity: str = START
     since: float = 0.0
     left: bool = False
+    facts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def doing(self) -> str:

@@ -23,11 +23,16 @@ class Meter:
 
     Args:
         clock: gives seconds.
+
+    Attributes:
+        waited: seconds in all, the first steps included.
+        read: seconds for which the data's own code has run, in whatever thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._steps, self._waited = clock, 0, 0.0
         self._begun = clock()
+        self.waited = self.read = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -36,7 +41,9 @@ class Meter:
         try:
             yield
         finally:
-            self._waited += self._clock() - begun
+            seconds = self._clock() - begun
+            self._waited += seconds
+            self.waited += seconds
 
     def step(self) -> None:
         """A step begins."""

@@ -19,6 +19,7 @@ import numpy as np
 from lockstep import _keras
 from lockstep._errors import OptionError
 from lockstep._keras_fit import takeable
+from lockstep.cluster.watch import Beat
 from lockstep.data.advice import about_kept_order, about_order, about_rows
 from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
 from lockstep.data.epoch import Check, Gather
@@ -65,6 +66,10 @@ class Together:
     def gathered(self, topic: str, value: Any) -> list[Any]:
         """The values of all processes, each of which calls this for that topic."""
         return [value]
+
+    def beats(self) -> list[Beat]:
+        """What the chief has last heard of all processes; nothing on the others, and where there is one process."""
+        return []
 
     def gathering(self, name: str) -> Callable[[], Gather] | None:
         """Gives, for each pass over an input, what brings values of all processes together; None where there is one process."""

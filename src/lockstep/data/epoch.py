@@ -1,6 +1,7 @@
 """One pass over an input: what is looked at on the host, what waits on the devices, and where the pass stands."""
 
 import inspect
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -176,12 +177,14 @@ class Epoch:
         return batches
 
     def _read(self) -> _Read:
+        begun = time.monotonic()
         try:
             host = self._looked.popleft() if self._looked else self._next()
         except StopIteration:
             if self._check:
                 self._check(self._number, None)
             raise
+        self._meter.read += time.monotonic() - begun
         if self._check:
             self._check(self._number, host)
         self._number += 1

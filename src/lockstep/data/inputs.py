@@ -38,6 +38,10 @@ class Input(_keras.DataAdapter):
         tell: is given a sentence where something could be done better.
         advise: what to say about a batch of so many rows.
         new_check: gives what looks at the batches of a pass; None: nobody does.
+
+    Attributes:
+        meter: measures the waits for batches.
+        goes_on: whether training goes on where another process stood.
     """
 
     def __init__(
@@ -55,9 +59,9 @@ class Input(_keras.DataAdapter):
         self._tell, self._advise, self._new_check = tell, advise, new_check
         self._start: Position | None = None
         self._done, self._is_kept = 0, False
-        self._is_expecting = False
+        self._is_expecting = self.goes_on = False
         self.hooks: list[Hook] = []
-        self._meter = Meter()
+        self.meter = Meter()
         self._epoch: Epoch | None = None
         self._passes = self._taken_before = 0
         self._handed_out: Epoch | None = None  # the pass that Keras has
@@ -79,7 +83,7 @@ class Input(_keras.DataAdapter):
             self._source,
             self._placed,
             self._depth,
-            self._meter,
+            self.meter,
             self._new_check() if self._new_check else None,
             start,
             is_kept=self._is_kept,
@@ -128,6 +132,11 @@ class Input(_keras.DataAdapter):
         return {"pass": self._passes, "at_begin": begun_with, "hooks": self.hooks, "taken_before": self._taken_before}
 
     @property
+    def done_before(self) -> int:
+        """Number of steps of this epoch that another process has done."""
+        return self._done
+
+    @property
     def can_seek(self) -> bool:
         """Whether a pass can begin in the middle, without reading what comes before."""
         return self._source.can_seek
@@ -152,7 +161,7 @@ class Input(_keras.DataAdapter):
             steps: number of steps of the epoch that are done.
             hooks: what :attr:`hooks` was there.
         """
-        self._start, self._done, self._is_expecting = position, steps, False
+        self._start, self._done, self._is_expecting, self.goes_on = position, steps, False, True
         for kind, state in hooks:
             restore_random_state(state)
             (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
@@ -234,7 +243,7 @@ class Input(_keras.DataAdapter):
         if self._within:  # Keras does not say so where a callback ends the training within an epoch.
             self.on_epoch_end()
         self._source.close()
-        sentence = self._meter.sentence()
+        sentence = self.meter.sentence()
         if sentence:
             self._tell(sentence)
 

@@ -44,8 +44,8 @@ class StepListener:
     def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
         """A step of ``kind`` ("train", "test" or "predict") is about to be started, or compiled first."""
 
-    def ended(self, model: keras.Model, kind: str, state: Any) -> None:
-        """It was started; ``state`` is what it will have left."""
+    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+        """It was started; ``state`` is what it will have left, and ``logs`` what it will give, or its outputs."""
 
     def pauses(self) -> None:
         """Something else is done now, which may take as long as compiling does."""
@@ -110,7 +110,7 @@ class StepFunctions:
                     else:
                         own = self.elsewhere if kind == "train" else None
                         last, state = (own or step)(state, batch)
-                    self.listener.ended(self.model, kind, state)
+                    self.listener.ended(self.model, kind, state, last)
                     if kind == "train":
                         self.stepped(state)
                     results.append(last)

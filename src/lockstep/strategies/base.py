@@ -23,6 +23,7 @@ from lockstep.guard.around import guard_among, guarded
 from lockstep.loops.context import ReplicaContext, open_scopes
 from lockstep.loops.model import call_on_replica
 from lockstep.loops.tools import LoopTools
+from lockstep.monitor.around import monitored
 from lockstep.resume.around import backed_up
 from lockstep.resume.checkpoint import Checkpoint
 from lockstep.resume.frequency import SaveFrequency
@@ -253,6 +254,7 @@ class Strategy(LoopTools):
         functions, together, announce = self._functions_of(model), self._together, self._announce
         guard = guard_among(arguments.get("callbacks"))
         with (
+            monitored(arguments, functions, self._placement, together, announce),
             backed_up(model, arguments, functions, setup, together, announce) as run,
             guarded(guard, functions, run, together, announce),
         ):

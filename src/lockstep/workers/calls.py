@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from lockstep.cluster.session import Session
+from lockstep.cluster.watch import Beat
 from lockstep.data import calls
 from lockstep.data.placement import Placement
 from lockstep.workers.alike import described_model
@@ -48,6 +49,9 @@ class Together(calls.Together):
         self._session.agree(f"{call}()", {"arguments": given, "model": described_model(model)})
         if not self._session.group.is_chief:
             leave_printing_to_the_chief(arguments)
+        if call == "fit":
+            meter = arguments["x"].meter
+            self._session.facts = lambda: {"waited": meter.waited, "read": meter.read}
         yield
 
     def checking(self, name: str, has_known_length: bool) -> Callable[[], Comparison]:
@@ -63,6 +67,10 @@ class Together(calls.Together):
     def gathered(self, topic: str, value: Any) -> list[Any]:
         """See the base class."""
         return self._session.gather(topic, value)
+
+    def beats(self) -> list[Beat]:
+        """See the base class."""
+        return self._session.beats()
 
     def gathering(self, name: str) -> Callable[[], Gathering]:
         """See the base class."""

@@ -43,7 +43,7 @@ class Progress(StepListener):
         """See :class:`StepListener`."""
         self._session.report(self._steps, "compiling")
 
-    def ended(self, model: keras.Model, kind: str, state: Any) -> None:
+    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
         """See :class:`StepListener`."""
         self._session.report(self._steps, "step")
         if kind != "train" or not self._check_every:

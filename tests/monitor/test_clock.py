@@ -1,0 +1,211 @@
+"""The clock of a call of fit, with a clock of the test's own, and the callback that puts it into the logs."""
+
+import math
+import threading
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.callbacks import BackupAndRestore, ThroughputMonitor
+from lockstep.monitor.clock import Course, Reading, StepClock
+from lockstep.monitor.flops import PEAKS, flops_of_step, peak_of
+from lockstep.monitor.throughput import NAMES, numbers_of
+from lockstep.step.functions import StepListener
+
+from .runs import BATCH, STEPS, built, data, fit
+
+
+class Times:
+    """Seconds that pass only when the test says so."""
+
+    def __init__(self, window=100):
+        self.now = self.waited = 0.0
+        self.clock = StepClock(StepListener(), lambda: self.waited, window, lambda: self.now)
+
+    def step(self, seconds, rows=8, waits=0.0, kind="train"):
+        self.clock.reads()
+        self.now += waits
+        self.waited += waits
+        self.clock.begins(None, kind, (np.zeros((rows, 3)),))
+        self.now += seconds
+        self.clock.ended(None, kind, None, {})
+
+    def trained(self, *seconds, **options):
+        for one in seconds:
+            self.step(one, **options)
+        return self.clock
+
+
+def test_steps_that_are_compiled_do_not_count():
+    clock = Times().trained(60, 50, 2, 4)
+    assert clock.reading == Reading(2, 16, 6, 0)
+    assert clock.course.total == 4
+
+
+def test_a_batch_of_another_shape_is_compiled_too():
+    times = Times()
+    times.trained(60, 50, 2)
+    times.trained(70, 20, 3, rows=5)
+    assert times.clock.reading == Reading(2, 13, 5, 0)
+
+
+def test_validation_and_what_comes_between_epochs_do_not_count():
+    times = Times()
+    times.trained(60, 50, 2)
+    times.clock.pause()
+    times.step(7, kind="test")
+    times.now += 30
+    times.clock.begin_epoch(Course(1, 2, 0, None, 3))
+    times.trained(4, 6, waits=1.0)
+    times.clock.pause()
+    assert times.clock.of_epoch == Reading(2, 16, 12, 2)
+    assert times.clock.reading == Reading(3, 24, 14, 2)
+
+
+def test_what_is_recent_looks_back_so_many_steps():
+    clock = Times(window=2).trained(60, 50, 9, 9, 9, 1, 3)
+    assert clock.recent == Reading(2, 16, 4, 0)
+    assert Times().clock.recent == Reading()
+
+
+def test_numbers_are_none_where_nothing_was_measured():
+    numbers = numbers_of(Reading(), devices=1)
+    assert set(numbers) == set(NAMES[:4])
+    assert all(map(math.isnan, numbers.values()))
+    assert numbers_of(Reading(10, 80, 4.0, 1.0), 2) == dict(zip(NAMES, (20, 10, 0.4, 0.1), strict=False))
+
+
+def test_the_monitor_counts_each_step_and_row_but_those_that_are_compiled():
+    seen = []
+
+    class Seen(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs):
+            seen.append((monitor.attachment.clock.of_epoch, logs["time/step"]))
+
+    monitor = ThroughputMonitor()
+    model = built(devices=2)
+    history = fit(model, Seen(), monitor, rows=37, epochs=3, validation_split=0.1)  # 33 rows: the fifth batch has one
+    assert [reading[:2] for reading, _ in seen] == [(2, 16), (4, 32), (5, 33)]
+    for number, (reading, _) in enumerate(seen):
+        expected = numbers_of(reading, 2)
+        assert {name: history[name][number] for name in expected} == expected
+    assert [of_step for _, of_step in seen] == history["time/step"]  # A callback before it sees the numbers, too.
+    assert monitor.last.keys() == set(NAMES[:4])
+    assert "mfu" not in history  # Nobody knows what a CPU could do.
+
+
+def test_weights_and_logs_are_those_without_it():
+    plain, watched = built(), built()
+    before, after = fit(plain), fit(watched, ThroughputMonitor(peak_flops=1e9), validation_split=0.0)
+    assert {name: after[name] for name in before} == before
+    for one, other in zip(plain.get_weights(), watched.get_weights(), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_a_slow_input_is_what_steps_wait_for():
+    class Slow(keras.utils.PyDataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, number):
+            waiting.wait(0.03)
+            return tuple(array[:BATCH] for array in data())
+
+    waiting = threading.Event()
+    logs = built().fit(Slow(), epochs=2, verbose=0, callbacks=[ThroughputMonitor()]).history
+    assert logs["time/data_wait"][1] > 0.5 * logs["time/step"][1]
+    assert fit(built(), ThroughputMonitor())["time/data_wait"] == [0, 0]
+
+
+def test_the_operations_of_a_step_are_those_of_its_matrices():
+    class Seen(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs):
+            self.counting, self.rate = monitor.attachment.counting, logs["throughput/device/samples_per_sec"]
+
+    seen, monitor = Seen(), ThroughputMonitor(peak_flops=1e9)
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=4).scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128), keras.layers.Dense(32)])
+        model.compile("sgd", "mse")
+    x = np.ones((64, 64), "float32")
+    logs = model.fit(x, x[:, :32], batch_size=16, verbose=0, callbacks=[seen, monitor]).history
+    matrices = 2 * (2 * 64 * 128 + 3 * 128 * 32)  # forwards, and backwards to weights and, in the second, to inputs
+    assert matrices < seen.counting.per_row < 1.5 * matrices
+    assert logs["mfu"] == [seen.counting.per_row * seen.rate / 1e9]
+
+
+def test_a_step_is_counted_as_plain_keras_has_it():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 4), "float32")
+    state = [[v.value for v in part] for part in _parts(model)]
+    plain = jax.jit(model.train_step).lower(tuple(state), (x, y)).cost_analysis()["flops"]
+    assert flops_of_step(model, state, (x, y)) == plain
+
+
+def _parts(model):
+    model.optimizer.build(model.trainable_variables)
+    model.train_on_batch(np.ones((8, 3)), np.ones((8, 4)))
+    return model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+
+
+def test_peaks_are_found_by_the_names_that_jax_gives():
+    kinds = {
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+        "NVIDIA L4": "L4",
+        "Tesla V100-SXM2-16GB": "V100",
+        "Tesla T4": "T4",
+        "TPU v5 lite": "TPU v5 lite",
+        "TPU v5p": "TPU v5p",
+        "TPU v6 lite": "TPU v6",
+    }
+    assert {kind: peak_of(kind) for kind in kinds} == {kind: PEAKS[name] for kind, name in kinds.items()}
+    assert peak_of("NVIDIA L40") is None
+    assert peak_of("cpu") is None
+
+
+def test_a_run_that_goes_on_counts_on(tmp_path):
+    totals = []
+
+    class Seen(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs):
+            totals.append((epoch, *monitor.attachment.clock.course[2:]))
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs):
+            if batch == 2:
+                raise InterruptedError
+
+    monitor = ThroughputMonitor()
+    backup = BackupAndRestore(tmp_path, save_freq=1)
+    with pytest.raises(InterruptedError):
+        fit(built(), monitor, backup, Stop())
+    fit(built(), monitor, BackupAndRestore(tmp_path), Seen())
+    assert totals == [(0, STEPS, STEPS, STEPS), (1, STEPS, STEPS, 2 * STEPS)]
+
+
+def test_accumulated_steps_count():
+    totals = []
+    seen = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: totals.append(monitor.attachment.clock.course.total)
+    )
+    monitor = ThroughputMonitor()
+    model = built(optimizer=keras.optimizers.SGD(gradient_accumulation_steps=5))
+    fit(model, monitor, seen, epochs=1)
+    fit(model, monitor, seen, epochs=1)
+    assert totals == [STEPS, 2 * STEPS]
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(lockstep.OptionError, match="window: expected a whole number of at least 1, got 0"):
+        ThroughputMonitor(window=0)
+    with pytest.raises(lockstep.OptionError, match=r"peak_flops: expected operations a second .* got -1"):
+        ThroughputMonitor(peak_flops=-1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(lockstep.ScopeError, match="ThroughputMonitor works for models of a strategy"):
+        fit(model, ThroughputMonitor())
