@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path, at):
     logs = fit(built(), TensorBoard(whole, update_freq=1), epochs=3)
     board = TensorBoard(broken, update_freq=1)
     with pytest.raises(InterruptedError):
-        fit(built(), board, Stop(at), BackupAndRestore(tmp_path / "backup", save_freq=2), epochs=3)
+        fit(built(), board, Stop(at), BackupAndRestore(tmp_path / "backup", save_freq=2, async_=False), epochs=3)
     fit(built(), TensorBoard(broken, update_freq=1), BackupAndRestore(tmp_path / "backup"), epochs=3)
     expected, found = shown(whole / "train"), shown(broken / "train")
     for tag in ("batch_loss", "epoch_loss", "batch_mae", "epoch_mae"):
