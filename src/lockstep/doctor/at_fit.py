@@ -1,0 +1,56 @@
+"""What is looked at when a model's ``fit`` is called, and what is told of it: each finding once a model, in a line."""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+
+from lockstep.data.advice import Onlooker
+from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL, findings_of
+from lockstep.doctor.finding import Finding
+from lockstep.doctor.program import Program, Setting, caller
+from lockstep.doctor.switch import is_on
+
+__all__ = ["AtFit"]
+
+
+class AtFit(Onlooker):
+    """Looks at calls of ``fit`` with checks that compile nothing and look at a bounded number of values.
+
+    Args:
+        setting: where the models train.
+        tell: takes a model and a sentence.
+    """
+
+    def __init__(self, setting: Setting, tell: Callable[[keras.Model, str], None]) -> None:
+        self._setting, self._tell = setting, tell
+        self._told: WeakKeyDictionary[keras.Model, set[str]] = WeakKeyDictionary()
+
+    def called(
+        self, model: keras.Model, data: tuple[Any, Any, Any], arguments: dict[str, Any]
+    ) -> Callable[[Any], None] | None:
+        """See the base class."""
+        if not is_on():
+            return None
+        program = Program(model, *data, arguments, self._setting, caller())
+        self._say(program, findings_of(program, ABOUT_THE_CALL + ABOUT_BATCHES))
+        if program.rows is not None:  # It was seen as a whole.
+            return None
+        return lambda batch: self._say(program, findings_of(of_batch(program, batch), ABOUT_BATCHES))
+
+    def _say(self, program: Program, findings: Iterable[Finding]) -> None:
+        told = self._told.setdefault(program.model, set())
+        new = [finding for finding in findings if finding.name not in told]
+        told.update(finding.name for finding in new)
+        for finding in new:
+            self._tell(program.model, finding.line)
+
+
+def of_batch(program: Program, batch: Any) -> Program:
+    """The same program, of which one batch is looked at: ``(x,)``, ``(x, y)``, ``(x, y, sample_weight)`` or x alone."""
+    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    x, y, weights = (*parts, None, None)[:3]
+    return replace(program, x=x, y=y, sample_weight=weights, arguments={**program.arguments, "batch_size": sys.maxsize})
