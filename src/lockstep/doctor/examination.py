@@ -1,13 +1,14 @@
 """One examination of a program: all checks that cost something, what was looked at, and what could not be."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep._errors import ModelError
+from lockstep.data.calls import Inputs
 from lockstep.doctor.at_fit import of_batch
 from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL, ABOUT_THE_PROCESS, findings_of
 from lockstep.doctor.finding import Finding, Report
-from lockstep.doctor.measured import Read, about_input, measure, waiting_share
+from lockstep.doctor.measured import Read, about_input, measure, read_some, waiting_share
 from lockstep.doctor.memory import about_memory, bytes_at_least, bytes_of_data
 from lockstep.doctor.program import Program
 from lockstep.step.functions import StepFunctions
@@ -15,15 +16,16 @@ from lockstep.step.functions import StepFunctions
 __all__ = ["examine"]
 
 _NUMBERS = 200_000_000  # of an array that are looked at: some seconds
+_OPTIONS = ("batch_size", "shuffle", "class_weight", "steps_per_epoch")
 
 
-def examine(program: Program, functions: StepFunctions, read: Callable[[], Read], environ: Mapping[str, str]) -> Report:
+def examine(program: Program, functions: StepFunctions, inputs: Inputs, environ: Mapping[str, str]) -> Report:
     """Look at a program, and run some of its steps on a copy of its state.
 
     Args:
         program: with a compiled model.
         functions: of that model.
-        read: gives its first batches.
+        inputs: make what its fit would read.
         environ: variables of the process.
 
     Raises:
@@ -33,7 +35,8 @@ def examine(program: Program, functions: StepFunctions, read: Callable[[], Read]
     if not model.compiled:
         raise ModelError(f"doctor: model {model.name!r} is not compiled; compile it first.")
     program = replace(program, numbers=_NUMBERS)
-    seen = read()
+    data = program.x, program.y, program.sample_weight
+    seen = read_some(inputs.to_look_at(model, data, **{name: program.arguments.get(name) for name in _OPTIONS}))
     looked = program if program.rows is not None or not seen.batches else of_batch(program, seen.batches[0])
     found = findings_of(program, ABOUT_THE_CALL) + findings_of(looked, ABOUT_BATCHES)
     of_steps, lines, left_out = _steps(program, functions, seen)
@@ -43,10 +46,10 @@ def examine(program: Program, functions: StepFunctions, read: Callable[[], Read]
 
 def _looked_at(program: Program, seen: Read) -> list[str]:
     setting, model = program.setting, program.model
-    where = f"{setting.replicas} replica(s) on {len(setting.devices)} device(s) in {setting.processes} process(es)"
+    where = f"replicas: {setting.replicas}, devices: {len(setting.devices)}, processes: {setting.processes}"
     rows = "its arrays" if program.rows is not None else f"{len(seen.batches)} batches of {seen.name}"
     return [
-        f"model {model.name!r}, {len(model.layers)} layers, loss, optimizer; {where}",
+        f"model {model.name!r}, its loss and optimizer; {where}",
         f"{rows}, {bytes_of_data((program.x, program.y)) / 2**20:.1f} MiB in memory",
         "versions, settings of the process",
     ]

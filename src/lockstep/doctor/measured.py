@@ -30,7 +30,7 @@ class Read:
 
     Args:
         batches: on the host.
-        seconds: that one took, without the first; None where there was one only.
+        seconds: that the usual one took, without the first; None where there was one only.
         is_ahead: whether such batches are read while steps run.
         name: of the input.
         in_all: number of batches of a pass, where it is known.
@@ -63,8 +63,8 @@ def read_some(made: Input, clock: Clock = time.perf_counter) -> Read:
         made.close()
         if made.restarts:
             restore_random_state(before)
-    mean = float(np.mean(seconds[1:])) if len(seconds) > 1 else None
-    return Read(batches, mean, made.depth > 0, made.name, made.num_batches)
+    usual = float(np.median(seconds[1:])) if len(seconds) > 1 else None
+    return Read(batches, usual, made.depth > 0, made.name, made.num_batches)
 
 
 def measure(functions: StepFunctions, read: Read) -> Trial:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from lockstep.step.functions import StepFunctions
 from lockstep.step.plans import FastPlan
@@ -19,7 +20,7 @@ class Trial:
     """What was measured.
 
     Args:
-        seconds: of a step, the shortest of all; None where there was one batch only.
+        seconds: of the usual step; None where there was one batch only.
         bytes: that the program needs on a device: arguments, results and what it keeps between; None where JAX does not say.
     """
 
@@ -55,14 +56,14 @@ def try_steps(
 
 
 def _timed(step: Any, state: Any, batches: Sequence[Any], clock: Callable[[], float]) -> tuple[float | None, Any]:
-    """Seconds of the shortest step but the first, which is compiled; and the last state."""
+    """Seconds of the usual step, without the first, which is compiled; and the last state."""
     seconds = []
     for batch in batches:
         begun = clock()
         logs, state = step(state, batch)
         jax.block_until_ready((logs, state))
         seconds.append(clock() - begun)
-    return min(seconds[1:], default=None), state
+    return (float(np.median(seconds[1:])) if len(seconds) > 1 else None), state
 
 
 def _bytes(memory: Any) -> int | None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -13,14 +14,13 @@ from lockstep.data.calls import Inputs
 from lockstep.data.placement import Placement
 from lockstep.doctor.examination import examine
 from lockstep.doctor.finding import Report
-from lockstep.doctor.measured import read_some
 from lockstep.doctor.program import Program, Setting, caller
 from lockstep.loops.tools import LoopTools
 from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import Plan
 from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
 
-__all__ = ["Checkups"]
+__all__ = ["Checkups", "examined"]
 
 
 class Checkups(LoopTools):
@@ -121,13 +121,7 @@ class Checkups(LoopTools):
             "steps_per_epoch": steps_per_epoch,
         }
         data = (x, y, sample_weight)
-        program = Program(model, *data, options, self._setting(), caller())
-        functions = StepFunctions(
-            model, self._placement, self._plan_for(self._placement, model), lambda _: None, StepListener()
-        )
-        return examine(
-            program, functions, lambda: read_some(self._inputs.to_look_at(model, data, **options)), os.environ
-        )
+        return examined(self, Program(model, *data, options, fit_at=caller()))
 
     def _refuse_foreign(self, model: keras.Model, call: str) -> None:
         if _keras.adopted_by(model) is not self or not model.compiled:
@@ -144,3 +138,15 @@ class Checkups(LoopTools):
     def _tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
         self._functions_of(model).tell(sentence)
+
+
+def examined(strategy: Checkups, program: Program) -> Report:
+    """As :meth:`Checkups.doctor`, of a call of ``fit`` that somebody has written down.
+
+    Raises:
+        ModelError: the model is not compiled.
+    """
+    model, placement = program.model, strategy._placement
+    plan = strategy._plan_for(placement, model)
+    functions = StepFunctions(model, placement, plan, lambda _: None, StepListener())
+    return examine(replace(program, setting=strategy._setting()), functions, strategy._inputs, os.environ)
