@@ -14,7 +14,7 @@ from lockstep.doctor.program import spread
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, SPARSE, X, Y, dense, net
 
-NAMES = sorted({*PROGRAMS, *REFUSED})
+NAMES = sorted({*PROGRAMS, *REFUSED, "batch-without-rate"})
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your input ran out of data"),
     pytest.mark.filterwarnings("ignore:You are using a softmax over axis"),  # Keras sees that one, too.
@@ -112,6 +112,52 @@ def test_it_can_be_switched_off_for_the_process_and_by_the_environment(strategy,
     monkeypatch.setitem(os.environ, "LOCKSTEP_DOCTOR", "0")
     fit(strategy, PROGRAMS["softmax-from-logits"][0][0])
     assert told() == []
+
+
+def fitted_twice(first, second, rate=None, **options):
+    strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    for batch in (first, second):
+        with contextlib.suppress(EnoughError):
+            model.fit(X, Y, batch_size=batch, verbose=0, callbacks=[*options.get("callbacks", ()), Stop()])
+        if rate:
+            model.optimizer.learning_rate = rate
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "names"),
+    [
+        ((16, 64), {}, ["batch-without-rate"]),
+        ((64, 16), {}, ["batch-without-rate"]),
+        ((16, 20), {}, []),
+        ((16, 64), {"rate": 0.04}, []),
+        ((16, 64), {"callbacks": [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)]}, []),
+    ],
+)
+def test_a_batch_that_changes_without_the_rate_is_told(batches, options, names, told, monkeypatch):
+    monkeypatch.setattr("lockstep.doctor.rate._is_known", lambda kind: True)  # Stop is a class of our own.
+    fitted_twice(*batches, **options)
+    assert told() == names
+
+
+def test_a_callback_of_somebodys_own_may_set_the_rate(told):
+    fitted_twice(16, 64)
+    assert told() == []
+
+
+@pytest.mark.parametrize(("batch", "is_told"), [(48, True), (16, False)])
+def test_a_run_that_goes_on_with_another_batch_is_told(batch, is_told, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "lockstep")
+    strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+    for size, epochs in ((16, 1), (batch, 2)):
+        with strategy.scope():
+            model = net(dense(), loss=FROM_LOGITS)
+        backup = lockstep.callbacks.BackupAndRestore(tmp_path, allow_changes=True)
+        model.fit(X, Y, batch_size=size, epochs=epochs, verbose=0, callbacks=[backup])
+    lines = [record.getMessage() for record in caplog.records if "batch-without-rate" in record.getMessage()]
+    assert len(lines) == is_told
+    assert not is_told or "48 rows, 16 in the run that goes on, and the learning rate is 0.01 as before" in lines[0]
 
 
 def test_a_large_array_is_sampled_evenly_and_that_is_said():

@@ -10,10 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
+import numpy as np
+
 from lockstep import _keras
 from lockstep.data.advice import Meter
 from lockstep.data.epoch import Check, Epoch, Place
 from lockstep.data.numbered import NumberedBatches, UnreadBatches
+from lockstep.data.placement import Rows
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.data.sources import DatasetSource, Source
@@ -59,6 +63,7 @@ class Input(_keras.DataAdapter):
         self._handed_out: Epoch | None = None  # the pass that Keras has
         self._is_going_on = False  # whether this process began in the middle of a pass of several epochs
         self._within = False
+        self.rows: int | None = None  # of the first batch that was taken
 
     def get_jax_iterator(self) -> Epoch:
         """A new pass; what an earlier one has left goes back to the source."""
@@ -179,6 +184,7 @@ class Input(_keras.DataAdapter):
         return replace(found, after=captured_random_state(), digest=None if self._source.has_hooks else found.digest)
 
     def _placed(self, batch: Any) -> Any:
+        self.rows = self.rows or _rows_of(batch)
         if self._look is not None:
             look, self._look = self._look, None
             look(batch)
@@ -239,6 +245,12 @@ class Input(_keras.DataAdapter):
         sentence = self._meter.sentence()
         if sentence:
             self._tell(sentence)
+
+
+def _rows_of(batch: Any) -> int | None:
+    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
+    shapes = [leaf.shape if isinstance(leaf, Rows) else np.shape(leaf) for leaf in leaves]
+    return int(shapes[0][0]) if shapes and shapes[0] else None
 
 
 def next_batch(iterator: Any, after: Any) -> Any:

@@ -12,6 +12,7 @@ from lockstep.data.advice import Onlooker
 from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL, findings_of
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.program import Program, Setting, caller
+from lockstep.doctor.rate import Fitted, about_changed_batch, fitted
 from lockstep.doctor.switch import is_on
 
 __all__ = ["AtFit"]
@@ -27,6 +28,7 @@ class AtFit(Onlooker):
 
     def __init__(self, setting: Setting, tell: Callable[[keras.Model, str], None]) -> None:
         self._setting, self._tell = setting, tell
+        self._fitted: WeakKeyDictionary[keras.Model, Fitted] = WeakKeyDictionary()
         self._told: WeakKeyDictionary[keras.Model, set[str]] = WeakKeyDictionary()
 
     def called(
@@ -36,10 +38,17 @@ class AtFit(Onlooker):
         if not is_on():
             return None
         program = Program(model, *data, arguments, self._setting, caller())
-        self._say(program, findings_of(program, ABOUT_THE_CALL + ABOUT_BATCHES))
-        if program.rows is not None:  # It was seen as a whole.
+        self._say(program, findings_of(program, ABOUT_THE_CALL))
+        if program.rows is not None:
+            self._look_at_data(program)
             return None
-        return lambda batch: self._say(program, findings_of(of_batch(program, batch), ABOUT_BATCHES))
+        return lambda batch: self._look_at_data(of_batch(program, batch))
+
+    def _look_at_data(self, program: Program) -> None:
+        now, earlier = fitted(program), self._fitted.get(program.model)
+        self._say(program, [*findings_of(program, ABOUT_BATCHES), *about_changed_batch(now, earlier, program.at_fit)])
+        if now:
+            self._fitted[program.model] = now
 
     def _say(self, program: Program, findings: Iterable[Finding]) -> None:
         told = self._told.setdefault(program.model, set())
@@ -53,4 +62,7 @@ def of_batch(program: Program, batch: Any) -> Program:
     """The same program, of which one batch is looked at: ``(x,)``, ``(x, y)``, ``(x, y, sample_weight)`` or x alone."""
     parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     x, y, weights = (*parts, None, None)[:3]
-    return replace(program, x=x, y=y, sample_weight=weights, arguments={**program.arguments, "batch_size": sys.maxsize})
+    whole = replace(
+        program, x=x, y=y, sample_weight=weights, arguments={**program.arguments, "batch_size": sys.maxsize}
+    )
+    return replace(whole, rows_read=whole.rows)

@@ -51,6 +51,7 @@ class Program:
         fit_at: ``file:line`` of the call, "" where that is not known.
         compiled_at: of ``compile``, likewise.
         numbers: of an array that are looked at, at most.
+        rows_read: of a batch, where one was read.
     """
 
     model: keras.Model
@@ -62,12 +63,20 @@ class Program:
     fit_at: str = ""
     compiled_at: str = ""
     numbers: int = 1_000_000
+    rows_read: int | None = None
 
     @property
     def rows(self) -> int | None:
-        """Rows of a batch, where they are known without reading one."""
+        """Rows of a batch, where they are known without reading one, or one was read."""
+        if self.rows_read is not None:
+            return self.rows_read
         lengths = [len(leaf) for leaf in keras.tree.flatten(self.x) if in_memory(leaf) is not None and np.ndim(leaf)]
         return min(self.arguments.get("batch_size") or ROWS, lengths[0]) if lengths else None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a batch is what an input gives, and not cut out of arrays."""
+        return self.rows_read is not None
 
     @property
     def at_fit(self) -> str:
