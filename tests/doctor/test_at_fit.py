@@ -52,7 +52,12 @@ def fit(strategy, make):
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [(name, make) for name, (wrong, _) in PROGRAMS.items() for make in wrong], ids=str
+    ("name", "make"),
+    [
+        pytest.param(name, make, id=f"{name}-{n}")
+        for name, (wrong, _) in PROGRAMS.items()
+        for n, make in enumerate(wrong)
+    ],
 )
 def test_a_program_that_is_wrong_is_told_so(name, make, strategy, told):
     fit(strategy, make)
@@ -60,14 +65,21 @@ def test_a_program_that_is_wrong_is_told_so(name, make, strategy, told):
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [(name, make) for name, (_, right) in PROGRAMS.items() for make in right], ids=str
+    ("name", "make"),
+    [
+        pytest.param(name, make, id=f"{name}-{n}")
+        for name, (_, right) in PROGRAMS.items()
+        for n, make in enumerate(right)
+    ],
 )
 def test_a_near_by_program_that_is_right_is_told_nothing(name, make, strategy, told):
     fit(strategy, make)
     assert told() == []
 
 
-@pytest.mark.parametrize(("name", "wrong", "right"), [(name, *both) for name, both in REFUSED.items()])
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"), [(name, *both) for name, both in REFUSED.items()], ids=list(REFUSED)
+)
 def test_labels_of_another_form_are_named_before_keras_refuses_their_shapes(name, wrong, right, strategy, told):
     with pytest.raises(ValueError, match="must have the same shape"):
         fit(strategy, wrong)
@@ -139,6 +151,26 @@ def test_a_batch_that_changes_without_the_rate_is_told(batches, options, names, 
     monkeypatch.setattr("lockstep.doctor.rate._is_known", lambda kind: True)  # Stop is a class of our own.
     fitted_twice(*batches, **options)
     assert told() == names
+
+
+def test_a_batch_that_changes_in_an_input_that_is_read_is_told(strategy, told):
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    for rows in (16, 48):
+        model.fit(((X[:rows], Y[:rows]) for _ in range(2)), shuffle=False, verbose=0)
+    assert told() == ["batch-without-rate"]
+
+
+def test_what_cannot_be_looked_at_is_told_and_training_goes_on(strategy, caplog, monkeypatch):
+    def broken(program):
+        raise ZeroDivisionError("in a check")
+
+    caplog.set_level(logging.INFO, "lockstep")
+    monkeypatch.setattr("lockstep.doctor.at_fit.ABOUT_BATCHES", (broken,))
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    assert model.fit(X, Y, verbose=0).history["loss"]
+    assert "what is given to fit could not be looked at (ZeroDivisionError: in a check)" in caplog.text
 
 
 def test_a_callback_of_somebodys_own_may_set_the_rate(told):

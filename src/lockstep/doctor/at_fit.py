@@ -12,7 +12,7 @@ from lockstep.data.advice import Onlooker
 from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL, findings_of
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.program import Program, Setting, caller
-from lockstep.doctor.rate import Fitted, about_changed_batch, fitted
+from lockstep.doctor.rate import Fitted, about_changed_batch, fitted, rate_of
 from lockstep.doctor.switch import is_on
 
 __all__ = ["AtFit"]
@@ -38,17 +38,26 @@ class AtFit(Onlooker):
         if not is_on():
             return None
         program = Program(model, *data, arguments, self._setting, caller())
-        self._say(program, findings_of(program, ABOUT_THE_CALL))
+        self._look(program, lambda: findings_of(program, ABOUT_THE_CALL))
+        rate = rate_of(program)
         if program.rows is not None:
-            self._look_at_data(program)
+            self._look_at_data(program, rate)
             return None
-        return lambda batch: self._look_at_data(of_batch(program, batch))
+        return lambda batch: self._look_at_data(of_batch(program, batch), rate)
 
-    def _look_at_data(self, program: Program) -> None:
-        now, earlier = fitted(program), self._fitted.get(program.model)
-        self._say(program, [*findings_of(program, ABOUT_BATCHES), *about_changed_batch(now, earlier, program.at_fit)])
+    def _look_at_data(self, program: Program, rate: float | None) -> None:
+        now, earlier = fitted(program, rate), self._fitted.get(program.model)
+        changed = about_changed_batch(now, earlier, program.at_fit)
+        self._look(program, lambda: [*findings_of(program, ABOUT_BATCHES), *changed])
         if now:
             self._fitted[program.model] = now
+
+    def _look(self, program: Program, find: Callable[[], Iterable[Finding]]) -> None:
+        """Tell what is found; what goes wrong in looking must not end a training that is right."""
+        try:
+            self._say(program, find())
+        except Exception as error:
+            self._tell(program.model, f"what is given to fit could not be looked at ({type(error).__name__}: {error})")
 
     def _say(self, program: Program, findings: Iterable[Finding]) -> None:
         told = self._told.setdefault(program.model, set())

@@ -11,7 +11,7 @@ from lockstep._keras_graph import is_kerases_own
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.program import ROWS, Program
 
-__all__ = ["Fitted", "about_changed_batch", "fitted"]
+__all__ = ["Fitted", "about_changed_batch", "fitted", "rate_of"]
 
 _FACTOR = 2  # of the batch; less is lost among other noise
 _CHANGING = (  # callbacks that may set the rate
@@ -34,17 +34,23 @@ class Fitted:
     rate: float
 
 
-def fitted(program: Program) -> Fitted | None:
+def fitted(program: Program, rate: float | None) -> Fitted | None:
     """How it will be trained; None where the batch is not known, or the rate changes by itself."""
+    if program.rows is None or rate is None:
+        return None
+    meant = program.arguments.get("batch_size") or ROWS  # also where there are fewer rows in all
+    return Fitted(program.rows if program.is_read else meant, rate)
+
+
+def rate_of(program: Program) -> float | None:
+    """The rate of learning; None where it may change by itself. To be asked before steps run, when variables have no values."""
     optimizer = program.model.optimizer
-    if program.rows is None or optimizer is None or _may_change(program.arguments.get("callbacks")):
+    if optimizer is None or _may_change(program.arguments.get("callbacks")):
         return None
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     if isinstance(inner.get_config().get("learning_rate"), dict):  # a schedule
         return None
-    meant = program.arguments.get("batch_size") or ROWS  # also where there are fewer rows in all
-    rows = program.rows if program.is_read else meant
-    return Fitted(rows, float(np.asarray(inner.learning_rate)))
+    return float(np.asarray(inner.learning_rate))
 
 
 def about_changed_batch(

@@ -22,7 +22,7 @@ from lockstep.data.inputs import Hook, Input
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.doctor.program import Program
-from lockstep.doctor.rate import Fitted, about_changed_batch, fitted
+from lockstep.doctor.rate import Fitted, about_changed_batch, fitted, rate_of
 from lockstep.doctor.switch import is_on
 from lockstep.resume.backup import BackupAndRestore
 from lockstep.resume.preemption import Preemption, leave
@@ -147,7 +147,8 @@ class BackedUpFit:
             self._data.go_on_from(self._position, self.done, self._facts["hooks"])
             self._restore()
             given = {"callbacks": self._others}  # The rate of learning is that of the checkpoint now.
-            self._trained = fitted(Program(self._model, None, arguments=given, rows_read=self._facts.get("rows")))
+            program = Program(self._model, None, arguments=given, rows_read=self._facts.get("rows"))
+            self._trained = fitted(program, rate_of(program))
             at = f"step {self.step}: epoch {self.epoch + 1}, after {self.done} of its steps"
             self._announce(f"goes on from {self._backup.directory} at {at}")
             self._tell_of_versions()
