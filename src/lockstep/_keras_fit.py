@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-__all__ = ["Take", "fits_taken", "takeable"]
+__all__ = ["Take", "compiles_noted", "fits_taken", "takeable"]
 
 Fit = Callable[..., Any]
 Take = Callable[[keras.Model, Fit, tuple[Any, ...], dict[str, Any]], Any]
@@ -36,6 +36,24 @@ def fits_taken(take: Take) -> Iterator[None]:
     finally:
         setattr(owner, "fit", original)  # noqa: B010
         _taken_by.reset(token)
+
+
+@contextlib.contextmanager
+def compiles_noted(note: Callable[[keras.Model], None]) -> Iterator[None]:
+    """Have ``note`` see each model that is compiled while this context is open, from within that call."""
+    owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+    original = vars(owner)["compile"]
+
+    @functools.wraps(original)
+    def compile(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        note(model)
+        return original(model, *args, **kwargs)
+
+    setattr(owner, "compile", compile)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(owner, "compile", original)  # noqa: B010
 
 
 def takeable(model: keras.Model, fit: Fit) -> Fit:

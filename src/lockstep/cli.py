@@ -2,8 +2,10 @@
 
 import argparse
 import io
+import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from lockstep._errors import LockstepError
@@ -15,7 +17,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0 done, 1 the numbers did not agree, a checkpoint is damaged or something is left to be translated, 2 wrong usage, or a worker's.
+    0 done, 1 the numbers did not agree, a checkpoint is damaged, the doctor has found something or something is left to be translated, 2 wrong
+    usage, or a worker's.
 
     Args:
         arguments: words after ``lockstep``, by default those of the process.
@@ -52,6 +55,13 @@ def _parser() -> argparse.ArgumentParser:
         "-n", type=int, metavar="N", help="start N workers here (default: this is one that a scheduler started)"
     )
     test.set_defaults(run=_test)
+    doctor = commands.add_parser(
+        "doctor", help="look for what makes a script's training wrong or slow without an error"
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    doctor.add_argument("script", help="is run up to its first fit")
+    doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    doctor.set_defaults(run=_doctor)
     environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
     environment.set_defaults(run=_env)
     migrate = commands.add_parser("migrate", help="turn a tf.distribute or tf.keras script into a Lockstep one")
@@ -133,6 +143,27 @@ def _test(options: argparse.Namespace) -> int:
     except LockstepError as error:
         print(f"lockstep test: {error}", file=sys.stderr)
         return 2
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    from lockstep.report.doctor import examine_script, look_at_cluster, to_standard_error
+
+    try:
+        with to_standard_error(options.json):
+            network = look_at_cluster(os.environ)
+            for name in network.variables:  # The script runs in this process alone, and must not wait for the others.
+                os.environ.pop(name, None)
+            report = examine_script(options.script, options.arguments, network)
+    except LockstepError as error:
+        print(f"lockstep doctor: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        traceback.print_exc()
+        print(f"lockstep doctor: {options.script} failed before its first fit.", file=sys.stderr)
+        return 2
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
+    return 1 if report.findings else 0
 
 
 def _env(options: argparse.Namespace) -> int:

@@ -1,18 +1,15 @@
-"""What slows an input down or freezes it, and the cure: one sentence each."""
+"""Who looks at an input: how long steps wait for it, and what somebody above may say about it."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
-from lockstep import _keras
-from lockstep.data.cache import CachedSource
-from lockstep.data.sources import DatasetSource, Source
+import keras
 
-__all__ = ["Meter", "about_kept_order", "about_order", "about_rows"]
+__all__ = ["BOUND", "Meter", "Onlooker", "about_waiting"]
 
-_BOUND = 0.2  # share of the time that may be spent waiting for data before it is told
+BOUND = 0.2  # share of the time that may be spent waiting for data before it is told
 _LEAST = 2.0  # seconds of waiting below which nothing is told: it is not worth a sentence
 
 
@@ -54,51 +51,34 @@ class Meter:
     def sentence(self) -> str | None:
         """What is to be told about it, or None."""
         passed = self._clock() - self._begun
-        if self._steps <= 3 or self._waited < _LEAST or self._waited < _BOUND * passed:
+        if self._steps <= 3 or self._waited < _LEAST or self._waited < BOUND * passed:
             return None
-        return (
-            f"input-bound: {100 * self._waited / passed:.0f} % of the time is spent waiting for data. Do less for each batch, read it "
-            "with several workers, or keep what does not change with lockstep.InputOptions(cache=…)"
-        )
+        what, cure = about_waiting(self._waited / passed)
+        return f"input-bound: {what}. {cure}"
 
 
-def about_rows(rows: int, replicas: int) -> str | None:
-    """About a batch with fewer rows than there are replicas."""
-    if rows >= replicas:
-        return None
+def about_waiting(share: float) -> tuple[str, str]:
+    """What is found where so large a share of the time is spent waiting, and the cure."""
     return (
-        f"a batch of {rows} rows leaves {replicas - rows} of {replicas} replicas idle; the batch size is that of the global "
-        f"batch: make it {replicas} or more"
+        f"{100 * share:.0f} % of the time is spent waiting for data",
+        "Do less for each batch, read it with several workers, or keep what does not change with lockstep.InputOptions(cache=…)",
     )
 
 
-def about_kept_order(source: Source, shuffle: bool | str) -> list[str]:
-    """About a cache that keeps batches whose order should change."""
-    if not shuffle or not isinstance(source, CachedSource) or not isinstance(source.source, DatasetSource):
-        return []
-    return [
-        "the cache keeps the batches of its PyDataset in the order of the first epoch, though shuffle=True; say shuffle=False "
-        "where that is meant, or leave out the cache"
-    ]
+class Onlooker:
+    """Is shown each call of ``fit``; this one does not look."""
 
+    def called(
+        self, model: keras.Model, data: tuple[Any, Any, Any], arguments: dict[str, Any]
+    ) -> Callable[[Any], None] | None:
+        """See a call.
 
-def about_order(x: Any) -> list[str]:
-    """About ``shuffle``, ``cache`` and ``prefetch`` of a ``tf.data.Dataset`` in an order that defeats them."""
-    if not _keras.is_tf_dataset(x):
-        return []
-    try:  # The tree that tf.data shows for debugging, one line each, from the last step to the first; it may be missing.
-        shown = x.__debug_string__()
-    except AttributeError:
-        return []
-    chain = [line.lstrip("-<_").partition("Dataset")[0] for line in shown.splitlines()]
-    found = []
-    if "Cache" in chain and "Shuffle" in chain[chain.index("Cache") :]:
-        found.append(
-            "its tf.data.Dataset caches what it has shuffled, so every epoch has the order of the first; put cache() before "
-            "shuffle()"
-        )
-    if ("Cache", "Prefetch") in pairwise(chain):
-        found.append(
-            "its tf.data.Dataset caches what it has prefetched, so nothing is read ahead of the step; put prefetch() last"
-        )
-    return found
+        Args:
+            model: whose it is.
+            data: inputs, targets and weights, as given.
+            arguments: further ones, by name.
+
+        Returns:
+            What wants to see the first batch on the host, if anything.
+        """
+        return None

@@ -20,7 +20,7 @@ from lockstep import _keras
 from lockstep._errors import OptionError
 from lockstep._keras_fit import takeable
 from lockstep.cluster.watch import Beat
-from lockstep.data.advice import about_kept_order, about_order, about_rows
+from lockstep.data.advice import Onlooker
 from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
 from lockstep.data.epoch import Check, Gather
 from lockstep.data.inputs import Input
@@ -84,6 +84,7 @@ class Inputs:
         options: what the user has chosen.
         together: what surrounds the calls.
         around_fit: what surrounds a call of fit besides, given the model and the arguments.
+        onlooker: is shown each call of fit.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class Inputs:
         options: InputOptions,
         together: Together,
         around_fit: Callable[[keras.Model, dict[str, Any]], AbstractContextManager[None]],
+        onlooker: Onlooker,
     ) -> None:
         self._placement, self._options, self._together = placement, options, together
-        self._around_fit = around_fit
+        self._around_fit, self._onlooker = around_fit, onlooker
         # What was read from a generator and not used waits here for the next call; with the generator it goes away.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
@@ -117,6 +119,16 @@ class Inputs:
                 notes.append(f"{owner.__name__} has its own {name}, to which input_options do not apply")
         return notes
 
+    def to_look_at(self, model: keras.Model, data: tuple[Any, Any, Any], **options: Any) -> Input:
+        """The input that ``fit`` would get, without a cache, for somebody who reads some batches and closes it.
+
+        Args:
+            model: whose fit.
+            data: inputs, targets and weights, as fit takes them.
+            **options: batch_size, shuffle, class_weight and steps_per_epoch, as fit takes them.
+        """
+        return self._input(model, lambda _: None, False, *data, **options)
+
     def _shadow(self, model: keras.Model, name: str, tell: Tell) -> Callable[..., Any]:
         original = getattr(type(model), name)
         signature = inspect.signature(original)
@@ -135,8 +147,9 @@ class Inputs:
                     _replace_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
                 data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
                 options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
-                shuffle = given.pop("shuffle", True) if name == "fit" else False
-                made = make(*data, steps_per_epoch=given.get(_STEPS[name]), shuffle=shuffle, **options)
+                options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
+                look = self._onlooker.called(model, tuple(data), given | options) if name == "fit" else None
+                made = make(*data, steps_per_epoch=given.get(_STEPS[name]), look=look, **options)
                 given["x"] = stack.enter_context(_closing(made))
                 stack.enter_context(self._together.during(model, name, given, options["batch_size"]))
 
@@ -149,24 +162,27 @@ class Inputs:
         return takeable(model, method) if name == "fit" else method
 
     def _input(
-        self, model: keras.Model, tell: Tell, is_fit: bool, *data: Any, path_ending: str = "", **options: Any
+        self,
+        model: keras.Model,
+        tell: Tell,
+        is_fit: bool,
+        *data: Any,
+        path_ending: str = "",
+        look: Callable[[Any], None] | None = None,
+        **options: Any,
     ) -> Input:
         given = options | {"pending": self._pending_of}
         source = source_of(*data, **given)
         is_compiled = model.jit_compile and not model.run_eagerly
-        advice = about_order(data[0])
         if is_fit and self._options.cache:
             source = self._kept(source, data, is_compiled, path_ending, given)
-            advice += about_kept_order(source, options["shuffle"])
-        for sentence in advice:
-            tell(sentence)
         return Input(
             source,
             self._placement.hand_over if is_compiled else (lambda batch: batch),
             self._depth(source, options["shuffle"]),
             options["steps_per_epoch"],
             tell,
-            (lambda rows: about_rows(rows, self._placement.replicas)) if is_fit else (lambda rows: None),
+            look,
             self._together.checking(source.name, source.num_batches is not None) if source.is_shared else None,
         )
 

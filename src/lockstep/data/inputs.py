@@ -36,7 +36,7 @@ class Input(_keras.DataAdapter):
         depth: number of batches that are placed ahead.
         steps: number of batches of an epoch, or None for all of them.
         tell: is given a sentence where something could be done better.
-        advise: what to say about a batch of so many rows.
+        look: is shown the first batch on the host.
         new_check: gives what looks at the batches of a pass; None: nobody does.
 
     Attributes:
@@ -51,12 +51,12 @@ class Input(_keras.DataAdapter):
         depth: int,
         steps: int | None,
         tell: Callable[[str], None],
-        advise: Callable[[int], str | None] = lambda rows: None,
+        look: Callable[[Any], None] | None = None,
         new_check: Callable[[], Check] | None = None,
     ) -> None:
         self._source, self._place, self._depth = source, place, depth
         self._steps = math.inf if steps is None else steps
-        self._tell, self._advise, self._new_check = tell, advise, new_check
+        self._tell, self._look, self._new_check = tell, look, new_check
         self._start: Position | None = None
         self._done, self._is_kept = 0, False
         self._is_expecting = self.goes_on = False
@@ -66,7 +66,8 @@ class Input(_keras.DataAdapter):
         self._passes = self._taken_before = 0
         self._handed_out: Epoch | None = None  # the pass that Keras has
         self._is_going_on = False  # whether this process began in the middle of a pass of several epochs
-        self._within = self._seen = False
+        self._within = False
+        self.rows: int | None = None  # of the first batch that was taken
 
     def get_jax_iterator(self) -> Epoch:
         """A new pass; what an earlier one has left goes back to the source."""
@@ -99,6 +100,16 @@ class Input(_keras.DataAdapter):
     def name(self) -> str:
         """What it is, for messages."""
         return self._source.name
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a new pass begins with the first batch again."""
+        return self._source.restarts
+
+    @property
+    def depth(self) -> int:
+        """Number of batches that are placed ahead."""
+        return self._depth
 
     def numbered(self) -> NumberedBatches:
         """The batches by pass and number, for a process that takes some of them; this object gives none then."""
@@ -182,13 +193,10 @@ class Input(_keras.DataAdapter):
         return replace(found, after=captured_random_state(), digest=None if self._source.has_hooks else found.digest)
 
     def _placed(self, batch: Any) -> Any:
-        if not self._seen:
-            self._seen = True
-            leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
-            shapes = [np.shape(leaf) for leaf in leaves]
-            advice = self._advise(shapes[0][0]) if shapes and shapes[0] else None
-            if advice:
-                self._tell(advice)
+        self.rows = self.rows or _rows_of(batch)
+        if self._look is not None:
+            look, self._look = self._look, None
+            look(batch)
         return self._place(batch)
 
     @property
@@ -246,6 +254,12 @@ class Input(_keras.DataAdapter):
         sentence = self.meter.sentence()
         if sentence:
             self._tell(sentence)
+
+
+def _rows_of(batch: Any) -> int | None:
+    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
+    shapes = [leaf.shape if isinstance(leaf, Rows) else np.shape(leaf) for leaf in leaves]
+    return int(shapes[0][0]) if shapes and shapes[0] else None
 
 
 def next_batch(iterator: Any, after: Any) -> Any:

@@ -15,6 +15,7 @@ from lockstep.cluster_resolver import resolve
 from lockstep.launch.allocator import choose_allocator, glibc_version, library_folders
 from lockstep.launch.gpus import gpus_of
 from lockstep.report.machine import describe_machine
+from lockstep.topology.host_memory import first_line, host_memory
 
 __all__ = ["describe_environment"]
 
@@ -81,7 +82,7 @@ def _versions() -> Iterable[str]:
 
 def _cores() -> str:
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    quota = _first_line(Path("/sys/fs/cgroup/cpu.max"))
+    quota = first_line(Path("/sys/fs/cgroup/cpu.max"))
     limited = "" if not quota or quota.startswith("max") else f", cgroup quota {_quota(quota):g}"
     return f"{os.cpu_count()}, {usable} of them for this process{limited}"
 
@@ -92,17 +93,9 @@ def _quota(line: str) -> float:
 
 
 def _memory() -> str:
-    all_of_it = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
-    limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
-    limited = "" if not limit.isdigit() else f", cgroup limit {int(limit) / _GIB:.1f} GiB"
-    return f"{all_of_it:.1f} GiB{limited}"
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text().partition("\n")[0]
-    except OSError:
-        return ""
+    memory = host_memory()
+    limited = "" if memory.limit is None else f", cgroup limit {memory.limit / _GIB:.1f} GiB"
+    return f"{memory.total / _GIB:.1f} GiB{limited}"
 
 
 def _devices(environment: Mapping[str, str], limit: float) -> str:

@@ -6,7 +6,7 @@ resets metrics there.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,9 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.inputs import Hook, Input
 from lockstep.data.position import Position
 from lockstep.data.random_state import captured_random_state, restore_random_state
+from lockstep.doctor.program import Program
+from lockstep.doctor.rate import Fitted, about_changed_batch, fitted, rate_of
+from lockstep.doctor.switch import is_on
 from lockstep.resume.backup import BackupAndRestore
 from lockstep.resume.preemption import Preemption, leave
 from lockstep.resume.values import packed_attributes, unpacked_attributes
@@ -92,6 +95,7 @@ class BackedUpFit:
         self._epoch_now, self._done_now, self._epochs_done = self.epoch, 0, self.epoch
         self._before_validation: _Moment | None = None
         self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
+        self._trained: Fitted | None = None  # how the earlier run was
         self._logs = jax.tree.map(lambda number: self._arrays[f"logs/{number}"], self._facts.get("logs", {}))
         self.settle: Callable[[], Any] = lambda: (
             None
@@ -142,6 +146,9 @@ class BackedUpFit:
         if self._facts:
             self._data.go_on_from(self._position, self.done, self._facts["hooks"])
             self._restore()
+            given = {"callbacks": self._others}  # The rate of learning is that of the checkpoint now.
+            program = Program(self._model, None, arguments=given, rows_read=self._facts.get("rows"))
+            self._trained = fitted(program, rate_of(program))
             at = f"step {self.step}: epoch {self.epoch + 1}, after {self.done} of its steps"
             self._announce(f"goes on from {self._backup.directory} at {at}")
             self._tell_of_versions()
@@ -155,6 +162,7 @@ class BackedUpFit:
     def batch_ended(self, done: int, logs: Any) -> None:
         """A step has ended, the ``done``-th of its epoch."""
         self._logs = logs or {}
+        self._tell_of_batch()
         before, self.step, self._done_now = self.step, self.step + self._model.steps_per_execution, done
         is_last = self._preemption.is_now()
         if is_last or self._backup.frequency.is_due(before, self.step):
@@ -226,6 +234,7 @@ class BackedUpFit:
             "is_epoch_over": moment.is_epoch_over,
             "is_finished": is_finished,
             "stop_training": bool(self._model.stop_training),
+            "rows": self._data.rows,
             "position": moment.position.as_facts() if moment.position else None,
             "hooks": moment.hooks,
             "random": moment.random,
@@ -271,6 +280,14 @@ class BackedUpFit:
                 f"{self._backup.directory}: the checkpoint of step {self.step} is from a run with another set-up, and going on would "
                 f"give other numbers than either: {lines}. Make it the same, say BackupAndRestore(allow_changes=True), or take another directory."
             )
+
+    def _tell_of_batch(self) -> None:
+        """Once, when the first step is done."""
+        then, self._trained = self._trained, None
+        if then and self._data.rows and is_on():
+            now = replace(then, rows=self._data.rows)
+            for finding in about_changed_batch(now, then, "fit", "the run that goes on"):
+                self._announce(f"Model {self._model.name!r}: {finding.line}.")
 
     def _tell_of_versions(self) -> None:
         then = self._facts.get("versions", self._versions)

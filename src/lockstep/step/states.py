@@ -75,6 +75,10 @@ class Training:
         result, new = self._program(state, batch)
         return result, new if self._donated else with_changes(state, new)
 
+    def memory(self, state: Any, batch: Any) -> Any:
+        """What the program that such a call has compiled needs on a device, as JAX's ``memory_analysis`` has it."""
+        return self._program.lower(state, batch).compile().memory_analysis()
+
     def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
         result, new = self._step(state, batch)
         return result, tuple(list(part) for part in new) if self._donated else tuple(changes_of(state, new))

@@ -19,10 +19,10 @@ from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.data.calls import Inputs, Together
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
+from lockstep.doctor.at_fit import AtFit
 from lockstep.guard.around import guard_among, guarded
 from lockstep.loops.context import ReplicaContext, open_scopes
 from lockstep.loops.model import call_on_replica
-from lockstep.loops.tools import LoopTools
 from lockstep.monitor.around import monitored
 from lockstep.resume.around import backed_up
 from lockstep.resume.checkpoint import Checkpoint
@@ -30,7 +30,7 @@ from lockstep.resume.frequency import SaveFrequency
 from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.arguments import options_of, refuse_with_slices, resolve_ops
-from lockstep.strategies.self_check import compare_steps, reference_batch, reference_model
+from lockstep.strategies.checkups import Checkups
 from lockstep.topology.cpu import has_started
 from lockstep.topology.determinism import describe_determinism, is_deterministic, prepare_determinism
 from lockstep.topology.devices import device_name
@@ -51,7 +51,7 @@ def _current_claim() -> _keras.Claim | None:
     return strategy._claim if strategy else None
 
 
-class Strategy(LoopTools):
+class Strategy(Checkups):
     """Base class of the strategies: synchronous data parallelism over a mesh of devices."""
 
     def __init__(
@@ -80,7 +80,8 @@ class Strategy(LoopTools):
         self._placement = Placement(mesh, replicas or len(found))
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._input_options = options_of(input_options)
-        self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit)
+        onlooker = AtFit(self._setting(), self._tell)
+        self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit, onlooker)
         self._announce(self._summary())
 
     @property
@@ -134,47 +135,6 @@ class Strategy(LoopTools):
             if self in scopes:
                 scopes.remove(self)
             open_scopes.set(tuple(scopes))
-
-    def self_check(
-        self, model: keras.Model | None = None, x: Any = None, y: Any = None, sample_weight: Any = None
-    ) -> str:
-        """Run one training step twice from the same state and compare every bit.
-
-        Under ``deterministic=True`` the first device alone repeats it too, with the same number of replicas. The model, its
-        optimizer and the random state stay as they are. Worth a minute on a new machine: there are reports of compiled
-        programs whose result differs from call to call (https://github.com/jax-ml/jax/issues/39741).
-
-        Args:
-            model: a compiled model of this strategy. By default a small one with a convolution, BatchNormalization
-                and Dropout, for which no data are needed.
-            x: one batch of inputs, a tree of arrays ``(rows, …)``.
-            y: its targets.
-            sample_weight: its weights.
-
-        Returns:
-            SHA-256 of the logs and of the state after the step, in hex: it may be compared between machines.
-
-        Raises:
-            DeterminismError: a variable or a log differs; it is named.
-            ModelError: the model belongs to another strategy or is not compiled.
-
-        Example:
-            >>> import lockstep
-            >>> len(lockstep.MirroredStrategy(replicas=2, deterministic=True).self_check())
-            64
-        """
-        if model is None:
-            with self.scope():
-                model = reference_model()
-            x, y = reference_batch(4 * self.num_replicas_in_sync)
-        if _keras.adopted_by(model) is not self or not model.compiled:
-            raise ModelError(
-                f"self_check: {model.name!r} is not a compiled model of {self}. Build and compile it in scope()."
-            )
-        placements = [self._placement, self._placement]
-        if self._deterministic and len(self.devices) > 1:
-            placements.append(self._placement.on_first_device())
-        return compare_steps(model, (x, y, sample_weight), [(p, self._plan_for(p, model)) for p in placements])
 
     def checkpoint(self, directory: str | os.PathLike[str], save_freq: str | int = 1, keep: int = 3) -> Checkpoint:
         """Checkpoints for a loop of one's own, written while it runs.

@@ -11,7 +11,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["NVIDIA_GPUS", "SWITCH", "keep_memory"]
+__all__ = ["NVIDIA_GPUS", "SWITCH", "gives_memory_back", "keep_memory"]
 
 SWITCH = "LOCKSTEP_KEEP_MEMORY"  # "0" leaves the allocator as it is
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # A machine that has some trains on them.
@@ -37,6 +37,15 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(parameter, value) for parameter, value in _SETTINGS.items()])
+
+
+def gives_memory_back(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why this process returns freed memory to the system, though it could keep it; None where it keeps it, or the user has chosen."""
+    if environ.get(SWITCH) == "0":
+        return None if _is_set_by_the_user({**environ, SWITCH: ""}) else f"{SWITCH}=0"
+    if platform.libc_ver()[0] != "glibc" and "malloc" not in environ.get("LD_PRELOAD", ""):
+        return f"the C library is {platform.libc_ver()[0] or 'none that keeps it'}"
+    return None
 
 
 def _is_set_by_the_user(environ: Mapping[str, str]) -> bool:

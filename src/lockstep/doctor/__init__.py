@@ -1,0 +1,1 @@
+"""Looks for what makes a training wrong or slow without an error: findings, each with its reason and its cure."""

@@ -1,0 +1,220 @@
+"""Small programs that train wrongly or slowly without an error, each beside a near-by one that is right."""
+
+import keras
+import numpy as np
+from keras import layers, losses
+
+ROWS, CLASSES = 96, 3
+
+
+def data(seed=0):
+    """Points of three clouds, ``(96, 2)``, and their numbers."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, CLASSES, ROWS)
+    centres = np.array([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]])
+    return (centres[y] + 0.3 * rng.normal(size=(ROWS, 2))).astype("float32"), y
+
+
+X, Y = data()
+ONE_HOT = keras.utils.to_categorical(Y, CLASSES)
+IS_FIRST = (Y == 0).astype("float32")[:, None]
+FROM_LOGITS = losses.SparseCategoricalCrossentropy(from_logits=True)
+SPARSE = "sparse_categorical_crossentropy"
+
+
+def with_values(array, row, value):
+    array = np.array(array)
+    array[row] = value
+    return array
+
+
+def net(*last, loss, optimizer="sgd", **options):
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(4, "tanh"), *last])
+    model.compile(optimizer, loss, **options)
+    return model
+
+
+def dense(activation=None, units=CLASSES, **options):
+    return layers.Dense(units, activation, **options)
+
+
+def two_outputs(first, second, loss):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, {"a": first(inputs), "b": second(inputs)})
+    model.compile("sgd", loss)
+    return model
+
+
+def nested(activation, loss):
+    inner = keras.Sequential([keras.Input((2,)), dense(activation)])
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, layers.Activation("linear", dtype="float32")(layers.Reshape((CLASSES,))(inner(inputs))))
+    model.compile("sgd", loss)
+    return model
+
+
+class OwnStep(keras.Sequential):
+    """Its train_step may do what it likes with the outputs."""
+
+    def train_step(self, state, batch):
+        return super().train_step(state, batch)
+
+
+class Scaled(layers.Layer):
+    """Brings probabilities back to logits."""
+
+    def call(self, x):
+        return keras.ops.log(x + 1e-6)
+
+
+class OwnDense(layers.Dense):
+    """Somebody's own: its outputs are probabilities."""
+
+    def call(self, x):
+        return keras.ops.softmax(super().call(x))
+
+
+def own_step(loss):
+    model = OwnStep([keras.Input((2,)), dense("softmax")])
+    model.compile("sgd", loss)
+    return model
+
+
+def mixture():
+    """A mixture of probabilities is one, though its layer is linear."""
+    model = keras.Sequential([keras.Input((2,)), dense("softmax")])
+    model.add(dense(use_bias=False, kernel_constraint="non_neg", kernel_initializer="ones"))
+    model.compile("sgd", SPARSE)
+    return model
+
+
+def on_steps(last, loss):
+    model = keras.Sequential([keras.Input((5, 2)), layers.TimeDistributed(last)])
+    model.compile("sgd", loss)
+    return model
+
+
+STEPS = np.repeat(X[:, None], 5, 1), np.repeat(Y[:, None], 5, 1)
+BINARY = losses.BinaryCrossentropy(from_logits=True)
+MASKED = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+
+# name of the finding: programs that have it, and programs that do not; each gives a model and what fit gets.
+PROGRAMS = {
+    "softmax-from-logits": (
+        [
+            lambda: (net(dense("softmax"), loss=FROM_LOGITS), (X, Y)),
+            lambda: (net(dense(), layers.Softmax(), loss=FROM_LOGITS), (X, Y)),
+            lambda: (net(dense(), layers.Activation("softmax"), loss=FROM_LOGITS), (X, Y)),
+            lambda: (net(dense(keras.ops.softmax), loss=FROM_LOGITS), (X, Y)),
+            lambda: (nested("softmax", FROM_LOGITS), (X, Y)),
+            lambda: (on_steps(dense("softmax"), FROM_LOGITS), STEPS),
+            lambda: (net(dense("sigmoid", 1), loss=BINARY), (X, IS_FIRST)),
+            lambda: (
+                two_outputs(
+                    dense("softmax"), lambda x: keras.ops.sigmoid(dense(None, 1)(x)), {"a": SPARSE, "b": BINARY}
+                ),
+                (X, {"a": Y, "b": IS_FIRST}),
+            ),
+            lambda: (net(dense("softmax"), loss=losses.CategoricalFocalCrossentropy(from_logits=True)), (X, ONE_HOT)),
+        ],
+        [
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, Y)),
+            lambda: (net(dense("softmax"), Scaled(), loss=FROM_LOGITS), (X, Y)),
+            lambda: (net(dense("softmax"), layers.Rescaling(8.0), loss=FROM_LOGITS), (X, Y)),
+            lambda: (net(dense("softmax"), dense(), loss=FROM_LOGITS), (X, Y)),
+            lambda: (own_step(FROM_LOGITS), (X, Y)),
+            lambda: (
+                two_outputs(dense("softmax"), dense(None, 1), {"a": SPARSE, "b": BINARY}),
+                (X, {"a": Y, "b": IS_FIRST}),
+            ),
+        ],
+    ),
+    "logits-as-probabilities": (
+        [
+            lambda: (net(dense(), loss=SPARSE), (X, Y)),
+            lambda: (net(dense(), loss=losses.sparse_categorical_crossentropy), (X, Y)),
+            lambda: (nested(None, SPARSE), (X, Y)),
+            lambda: (on_steps(dense(), SPARSE), STEPS),
+            lambda: (net(dense(None, 1), loss="binary_crossentropy"), (X, IS_FIRST)),
+            lambda: (two_outputs(dense(), dense(), SPARSE), (X, {"a": Y, "b": Y})),
+        ],
+        [
+            lambda: (net(dense("softmax"), loss=SPARSE), (X, Y)),
+            lambda: (net(dense("exponential"), loss=SPARSE), (X, Y)),
+            lambda: (net(OwnDense(CLASSES), loss=SPARSE), (X, Y)),
+            lambda: (net(dense(None, 1), loss="mse"), (X, IS_FIRST)),
+            lambda: (mixture(), (X, Y)),
+        ],
+    ),
+    "softmax-of-one": (
+        [lambda: (net(dense("softmax", 1), loss="binary_crossentropy"), (X, IS_FIRST))],
+        [lambda: (net(dense("sigmoid", 1), loss="binary_crossentropy"), (X, IS_FIRST))],
+    ),
+    "labels-out-of-range": (
+        [
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, Y + 1)),
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, -1))),
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, Y + 0.5)),
+            lambda: (net(dense(None, 1), loss=BINARY), (X, 2 * IS_FIRST - 1)),
+            lambda: (net(dense(), loss=MASKED), (X, with_values(Y, 3, -2))),
+        ],
+        [
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, Y.astype("float32"))),
+            lambda: (net(dense(), loss=MASKED), (X, with_values(Y, 3, -1))),
+            lambda: (net(dense(), loss=FROM_LOGITS), (X, with_values(Y, 90, -1), with_values(np.ones(ROWS), 90, 0))),
+            lambda: (net(dense(None, 1), loss=BINARY), (X, 0.1 + 0.8 * IS_FIRST)),
+            lambda: (net(dense(None, 1), loss="hinge"), (X, 2 * IS_FIRST - 1)),
+        ],
+    ),
+    "labels-not-finite": (
+        [lambda: (net(dense(None, 1), loss=BINARY), (X, with_values(IS_FIRST, 7, np.nan)))],
+        [lambda: (net(dense(None, 1), loss=BINARY), (X, IS_FIRST))],
+    ),
+    "inputs-not-finite": (
+        [lambda: (net(dense(), loss=FROM_LOGITS), (with_values(X, 7, np.nan), Y))],
+        [lambda: (net(layers.Lambda(keras.ops.nan_to_num), dense(), loss=FROM_LOGITS), (with_values(X, 7, np.nan), Y))],
+    ),
+    "fewer-rows-than-replicas": (
+        [lambda: (net(dense(), loss=FROM_LOGITS), (X, Y, None, 1))],
+        [lambda: (net(dense(), loss=FROM_LOGITS), (X, Y, None, 2))],
+    ),
+    "normalization-of-few-rows": (
+        [lambda: (net(layers.BatchNormalization(), dense(), loss=FROM_LOGITS), (X, Y, None, 12))],
+        [
+            lambda: (net(layers.BatchNormalization(), dense(), loss=FROM_LOGITS), (X, Y, None, 16)),
+            lambda: (net(layers.BatchNormalization(synchronized=True), dense(), loss=FROM_LOGITS), (X, Y, None, 12)),
+            lambda: (net(layers.BatchNormalization(trainable=False), dense(), loss=FROM_LOGITS), (X, Y, None, 12)),
+        ],
+    ),
+    "float16-without-loss-scale": (
+        [
+            lambda: (half(auto_scale_loss=False), (X, Y)),
+            lambda: (net(dense(dtype="mixed_float16"), loss=FROM_LOGITS), (X, Y)),
+        ],
+        [
+            lambda: (half(), (X, Y)),
+            lambda: (half(optimizer=keras.optimizers.SGD(loss_scale_factor=128.0), auto_scale_loss=False), (X, Y)),
+            lambda: (net(dense(dtype="mixed_bfloat16"), loss=FROM_LOGITS), (X, Y)),
+        ],
+    ),
+}
+# Keras stops at the shapes of these, so what they do is not trained.
+REFUSED = {
+    "one-hot-labels": (
+        lambda: (net(dense("softmax"), loss=SPARSE), (X, ONE_HOT)),
+        lambda: (net(dense("softmax"), loss=SPARSE), (X, Y[:, None])),
+    ),
+    "labels-not-one-hot": (
+        lambda: (net(dense("softmax"), loss="categorical_crossentropy"), (X, Y)),
+        lambda: (net(dense("softmax"), loss="categorical_crossentropy"), (X, ONE_HOT)),
+    ),
+}
+
+
+def half(optimizer="sgd", **options):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return net(dense(), loss=FROM_LOGITS, optimizer=optimizer, **options)
+    finally:
+        keras.config.set_dtype_policy(before)

@@ -1,0 +1,230 @@
+"""Each finding comes with a program that has it, in one line at fit, and not with a near-by program that is right."""
+
+import contextlib
+import logging
+import os
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL
+from lockstep.doctor.program import spread
+
+from .programs import FROM_LOGITS, PROGRAMS, REFUSED, SPARSE, X, Y, dense, net
+
+NAMES = sorted({*PROGRAMS, *REFUSED, "batch-without-rate"})
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Your input ran out of data"),
+    pytest.mark.filterwarnings("ignore:You are using a softmax over axis"),  # Keras sees that one, too.
+]
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    lines = lambda: " | ".join(record.getMessage() for record in caplog.records)  # noqa: E731
+    return lambda: [name for name in NAMES if f": {name}: " in lines()]
+
+
+class EnoughError(Exception):
+    """What is told is told by now."""
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        raise EnoughError
+
+
+def fit(strategy, make):
+    with strategy.scope():
+        model, (x, y, *rest) = make()
+    weight, batch = (*rest, None, None)[:2]
+    with contextlib.suppress(EnoughError):  # Nothing is compiled.
+        model.fit(x, y, sample_weight=weight, batch_size=batch, verbose=0, callbacks=[Stop()])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        pytest.param(name, make, id=f"{name}-{n}")
+        for name, (wrong, _) in PROGRAMS.items()
+        for n, make in enumerate(wrong)
+    ],
+)
+def test_a_program_that_is_wrong_is_told_so(name, make, strategy, told):
+    fit(strategy, make)
+    assert told() == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        pytest.param(name, make, id=f"{name}-{n}")
+        for name, (_, right) in PROGRAMS.items()
+        for n, make in enumerate(right)
+    ],
+)
+def test_a_near_by_program_that_is_right_is_told_nothing(name, make, strategy, told):
+    fit(strategy, make)
+    assert told() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"), [(name, *both) for name, both in REFUSED.items()], ids=list(REFUSED)
+)
+def test_labels_of_another_form_are_named_before_keras_refuses_their_shapes(name, wrong, right, strategy, told):
+    with pytest.raises(ValueError, match="must have the same shape"):
+        fit(strategy, wrong)
+    assert told() == [name]
+    fit(strategy, right)
+    assert told() == [name]
+
+
+def test_of_an_input_that_is_read_its_first_batch_is_looked_at_and_none_is_lost(strategy, told):
+    batches = [(X[start : start + 32], Y[start : start + 32] + 1) for start in range(0, 96, 32)]
+    seen = []
+
+    def read():
+        for batch in batches:
+            seen.append(batch)
+            yield batch
+
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    model.fit(read(), shuffle=False, verbose=0, callbacks=[count])
+    assert told() == ["labels-out-of-range"]
+    assert [number for number in seen if isinstance(number, int)] == [0, 1, 2]
+
+
+def test_a_finding_is_told_once_a_model_with_its_place(strategy, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    model = fit(strategy, PROGRAMS["softmax-from-logits"][0][0])
+    model.fit(X, Y, verbose=0)
+    (line,) = [record.getMessage() for record in caplog.records if "softmax-from-logits" in record.getMessage()]
+    place = fit.__code__
+    assert f"{place.co_filename}:" in line
+    assert "from_logits=False" in line
+
+
+def test_it_can_be_switched_off_for_the_process_and_by_the_environment(strategy, told, monkeypatch):
+    lockstep.config.set_doctor(False)
+    try:
+        fit(strategy, PROGRAMS["softmax-from-logits"][0][0])
+    finally:
+        lockstep.config.set_doctor(True)
+    monkeypatch.setitem(os.environ, "LOCKSTEP_DOCTOR", "0")
+    fit(strategy, PROGRAMS["softmax-from-logits"][0][0])
+    assert told() == []
+
+
+def fitted_twice(first, second, rate=None, **options):
+    strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    for batch in (first, second):
+        with contextlib.suppress(EnoughError):
+            model.fit(X, Y, batch_size=batch, verbose=0, callbacks=[*options.get("callbacks", ()), Stop()])
+        if rate:
+            model.optimizer.learning_rate = rate
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "names"),
+    [
+        ((16, 64), {}, ["batch-without-rate"]),
+        ((64, 16), {}, ["batch-without-rate"]),
+        ((16, 20), {}, []),
+        ((16, 64), {"rate": 0.04}, []),
+        ((16, 64), {"callbacks": [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)]}, []),
+    ],
+)
+def test_a_batch_that_changes_without_the_rate_is_told(batches, options, names, told, monkeypatch):
+    monkeypatch.setattr("lockstep.doctor.rate._is_known", lambda kind: True)  # Stop is a class of our own.
+    fitted_twice(*batches, **options)
+    assert told() == names
+
+
+def test_a_batch_that_changes_in_an_input_that_is_read_is_told(strategy, told):
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    for rows in (16, 48):
+        model.fit(((X[:rows], Y[:rows]) for _ in range(2)), shuffle=False, verbose=0)
+    assert told() == ["batch-without-rate"]
+
+
+def test_what_cannot_be_looked_at_is_told_and_training_goes_on(strategy, caplog, monkeypatch):
+    def broken(program):
+        raise ZeroDivisionError("in a check")
+
+    caplog.set_level(logging.INFO, "lockstep")
+    monkeypatch.setattr("lockstep.doctor.at_fit.ABOUT_BATCHES", (broken,))
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    assert model.fit(X, Y, verbose=0).history["loss"]
+    assert "what is given to fit could not be looked at (ZeroDivisionError: in a check)" in caplog.text
+
+
+def test_a_callback_of_somebodys_own_may_set_the_rate(told):
+    fitted_twice(16, 64)
+    assert told() == []
+
+
+@pytest.mark.parametrize(("batch", "is_told"), [(48, True), (16, False)])
+def test_a_run_that_goes_on_with_another_batch_is_told(batch, is_told, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "lockstep")
+    strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+    for size, epochs in ((16, 1), (batch, 2)):
+        with strategy.scope():
+            model = net(dense(), loss=FROM_LOGITS)
+        backup = lockstep.callbacks.BackupAndRestore(tmp_path, allow_changes=True)
+        model.fit(X, Y, batch_size=size, epochs=epochs, verbose=0, callbacks=[backup])
+    lines = [record.getMessage() for record in caplog.records if "batch-without-rate" in record.getMessage()]
+    assert len(lines) == is_told
+    assert not is_told or "48 rows, 16 in the run that goes on, and the learning rate is 0.01 as before" in lines[0]
+
+
+def test_a_large_array_is_sampled_evenly_and_that_is_said():
+    large = np.broadcast_to(np.float32(0), (10**7, 100))  # 4 GB, were it there.
+    found, said = spread(large, 10**6)
+    assert found.size <= 10**6
+    assert said == "10,000 of 10,000,000 rows, evenly spread"
+
+
+def test_what_is_looked_at_at_fit_is_bounded(strategy, monkeypatch):
+    looked = []
+    monkeypatch.setattr("lockstep.doctor.labels.spread", lambda array, n: looked.append(n) or spread(array, n))
+    fit(strategy, PROGRAMS["labels-out-of-range"][1][0])
+    assert 1 <= len(looked) <= len(ABOUT_BATCHES + ABOUT_THE_CALL)
+    assert set(looked) == {1_000_000}
+
+
+def accuracy(model):
+    model.fit(X, Y, batch_size=32, epochs=20, shuffle=False, verbose=0)
+    return (model.predict(X, verbose=0).argmax(-1) == Y).mean(), float(FROM_LOGITS(Y, logits(model)))
+
+
+def logits(model):
+    outputs = model.predict(X, verbose=0)
+    return np.log(outputs) if model.layers[-1].activation is keras.activations.softmax else outputs
+
+
+def test_the_cures_of_the_loss_help(strategy):
+    optimizer = keras.optimizers.SGD
+    with strategy.scope():
+        kernel = {"kernel_initializer": keras.initializers.GlorotUniform(1)}
+        twice = net(dense("softmax", **kernel), loss=FROM_LOGITS, optimizer=optimizer(0.3))
+        never = net(dense(**kernel), loss=SPARSE, optimizer=optimizer(0.3))
+        once = net(dense("softmax", **kernel), loss=SPARSE, optimizer=optimizer(0.3))
+        cured = net(dense(**kernel), loss=FROM_LOGITS, optimizer=optimizer(0.3))
+    for wrong, right in ((twice, once), (never, cured)):
+        assert accuracy(right)[0] > 0.99
+        assert accuracy(wrong)[1] > 2 * accuracy(right)[1]

@@ -1,0 +1,82 @@
+"""What the network of a cluster is found to be, on real sockets of this machine."""
+
+import socket
+import time
+
+import pytest
+
+from lockstep.cluster_resolver import SimpleClusterResolver
+from lockstep.doctor import network
+from lockstep.doctor.network import Peer, about_network, peers_of
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def free():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return f"127.0.0.1:{port}"
+
+
+def names_and_texts(*peers, **options):
+    return [(finding.name, finding.what) for finding in about_network(peers, **options)]
+
+
+def test_a_worker_that_listens_is_reached(listener):
+    assert names_and_texts(Peer("worker 0", listener, is_own=False, listens=True)) == []
+
+
+def test_a_worker_that_has_not_started_is_said_to_be_such(free):
+    ((name, what),) = names_and_texts(Peer("worker 0", free, is_own=False, listens=True))
+    assert name == "worker-not-reached"
+    assert what == f"worker 0 at {free} refused: nothing listens there yet"
+    assert names_and_texts(Peer("worker 1", free, is_own=False, listens=False)) == []  # Its machine is there.
+
+
+def test_a_name_that_leads_nowhere_is_told():
+    ((name, what),) = names_and_texts(Peer("worker 0", "no-such-host.invalid:2222", is_own=False, listens=True))
+    assert (name, what) == ("worker-not-reached", "worker 0: the name 'no-such-host.invalid' leads to no address")
+
+
+def test_an_own_port_that_somebody_uses_is_told(listener, free):
+    ((name, what),) = names_and_texts(Peer("worker 0", listener, is_own=True, listens=True))
+    assert (name, what) == ("port-not-free", f"worker 0, which is this process, cannot listen at {listener}")
+    assert names_and_texts(Peer("worker 0", free, is_own=True, listens=True)) == []
+    assert names_and_texts(Peer("worker 1", listener, is_own=True, listens=False)) == []
+
+
+def test_a_loopback_address_among_several_machines_is_told(listener):
+    own = Peer("worker 0", "10.255.255.1:2222", is_own=True, listens=False)
+    ((name, _),) = names_and_texts(own, Peer("worker 1", listener, is_own=False, listens=False))
+    assert name == "loopback-in-cluster"
+
+
+def test_all_are_asked_at_once_and_silence_has_a_limit(monkeypatch):
+    class Silent:
+        def create_connection(self, address, timeout):
+            time.sleep(timeout)
+            raise TimeoutError
+
+    monkeypatch.setattr(network.socket, "create_connection", Silent().create_connection)
+    peers = [Peer(f"worker {n}", f"10.0.0.{n}:2222", is_own=False, listens=n == 0) for n in range(20)]
+    begun = time.monotonic()
+    found = names_and_texts(*peers, limit=0.5)
+    assert time.monotonic() - begun < 5  # One after the other they would take 10.
+    assert [name for name, _ in found] == ["worker-not-reached"] * 20
+    assert "no answer within" in found[7][1]
+
+
+def test_who_is_called_follows_from_the_jobs():
+    def called(cluster, task):
+        resolver = SimpleClusterResolver(cluster, task_type=task, task_id=0, environ={})
+        peers = peers_of(resolver.membership)
+        return [peer.name for peer in peers if peer.listens], [peer.name for peer in peers if peer.is_own]
+
+    assert called({"worker": ["a:1", "b:1"]}, "worker") == (["worker 0"], ["worker 0"])
+    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1", "d:1"]}
+    assert called(cluster, "ps") == (["chief 0", "ps 0", "ps 1"], ["ps 0"])
