@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +11,23 @@ from lockstep import _keras
 from lockstep.data.cache import CachedSource
 from lockstep.data.sources import DatasetSource, Source
 
-__all__ = ["Meter", "about_kept_order", "about_order", "about_rows"]
+__all__ = ["Meter", "about_kept_order", "about_order", "about_rows", "meters_observed"]
 
 _BOUND = 0.2  # share of the time that may be spent waiting for data before it is told
 _LEAST = 2.0  # seconds of waiting below which nothing is told: it is not worth a sentence
+
+_observed: ContextVar["list[Meter] | None"] = ContextVar("observed", default=None)
+
+
+@contextmanager
+def meters_observed() -> Iterator["list[Meter]"]:
+    """Gives a list that each meter joins which is made in this context."""
+    made: list[Meter] = []
+    token = _observed.set(made)
+    try:
+        yield made
+    finally:
+        _observed.reset(token)
 
 
 class Meter:
@@ -23,11 +37,27 @@ class Meter:
 
     Args:
         clock: gives seconds.
+
+    Attributes:
+        taking: seconds that the thread which starts the steps has spent on getting batches, waiting or reading, in all.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._steps, self._waited = clock, 0, 0.0
         self._begun = clock()
+        self.taking = 0.0
+        observed = _observed.get()
+        if observed is not None:
+            observed.append(self)
+
+    @contextmanager
+    def getting(self) -> Iterator[None]:
+        """Is open while the thread which starts the steps gets the next batch."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self.taking += self._clock() - begun
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
