@@ -1,5 +1,6 @@
 """Which charts the page has, and the tables beside them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -118,13 +119,14 @@ def _shares(rows: Sequence[Row]) -> Figure:
         name = f"{row.setting.devices or 'Keras'} × {row.setting.batch}"
         texts = [f"{part:.0%}, {seconds(part * row.step)}" for part in parts]
         bars.append(Bar(name, list(zip(parts, texts, strict=True))))
-        lines.append((str(row.setting.devices or "Keras"), str(row.setting.batch), *texts))
+        shown = [f"{part:.0%}" for part in parts]
+        lines.append((str(row.setting.devices or "Keras"), str(row.setting.batch), seconds(row.step), *shown))
     text = (
         "Devices × global batch. Compute: the compiled step alone, repeated on one batch, less the all-reduce. Communication: an all-reduce of arrays "
         "like the gradients alone. Input: getting batches, as far as devices wait for it. Host: the rest of a step within fit."
     )
     return Figure(
-        bar_chart("Where a step's time goes", _PARTS, bars), text, ("devices", "global batch", *_PARTS), tuple(lines)
+        bar_chart("Where a step's time goes", _PARTS, bars), text, ("devices", "batch", "a step", *_PARTS), tuple(lines)
     )
 
 
@@ -175,8 +177,10 @@ def _predicted(outlook: Outlook) -> Figure:
     ]
     most = outlook.weak[-1].devices
     series.append(Series("perfect", [Point(1, 1, ""), Point(most, most, "")], 4, 1, is_marked=False))
-    ticks = {float(2**power): f"{2**power:,}" for power in range(0, 11, 2)}
-    chart = line_chart("Predicted speed-up", Axis("devices", ticks, True), Axis("speed-up", ticks, True), series)
+    lowest = math.floor(math.log2(min(1.0, *(one.speed_up for _, found in both for one in found))) / 2)
+    ticks = {4.0**power: f"{4**power:,}" if power >= 0 else f"1/{4**-power}" for power in range(lowest, 6)}
+    counts = {place: text for place, text in ticks.items() if place >= 1}
+    chart = line_chart("Predicted speed-up", Axis("devices", counts, True), Axis("speed-up", ticks, True), series)
     lines = tuple(
         (
             kind,

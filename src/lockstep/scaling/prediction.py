@@ -1,14 +1,14 @@
 """What more devices than there are would do, by what was measured: a model of the step, and its error where it can be seen.
 
-A step is compute, all-reduce, input and host, one after the other. A device that has ``r`` rows computes for a + u r + v R seconds, where
-R are the rows of its machine: logical CPU devices share the cores, so u is what a device's own rows cost and v what those of the
-whole machine cost; accelerators share nothing, v = 0. The all-reduce is that of :mod:`lockstep.collectives.cost`. Input and host are
-those of one process for each machine: h + w R. All are fitted by least squares of the errors relative to the step; none is negative.
+A step is compute, all-reduce, input and host, one after the other. Each of compute, input and host takes a + u r + v R + w M seconds, where
+r are the rows of a device, R those of its machine, and M is the number of devices of the machine. Accelerators share nothing when they compute:
+v = w = 0 there; logical CPU devices share the cores. Input and host are those of one process for each machine, u = 0. The all-reduce is that of
+:mod:`lockstep.collectives.cost`. All are fitted by least squares of the errors relative to the step; none is negative. The error
+is seen on the same settings that were fitted, so it is the least that must be expected.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -41,23 +41,25 @@ NETWORKS = {
     "pcie": (25.0, 10.0),
 }
 
+Coefficients = tuple[float, float, float, float]
+
 
 @dataclass(frozen=True)
 class StepModel:
     """What a step costs.
 
     Args:
-        compute: seconds a step, a row of the device, a row of its machine.
-        input: seconds a step, a row of the machine.
-        host: seconds a step, a row of the machine.
+        compute: seconds a step, a row of the device, a row of its machine, a device of its machine.
+        input: likewise.
+        host: likewise.
         algorithm: of the all-reduce.
         gradient_bytes: that it adds up.
         link: between the devices here, as it was measured; None where one device was measured alone.
     """
 
-    compute: tuple[float, float, float]
-    input: tuple[float, float]
-    host: tuple[float, float]
+    compute: Coefficients
+    input: Coefficients
+    host: Coefficients
     algorithm: str
     gradient_bytes: int
     link: Network | None
@@ -91,25 +93,27 @@ def model_of(rows: Sequence[Row]) -> StepModel | None:
     own = np.array([row.per_device for row in rows])
     machine = np.array([float(row.setting.batch) for row in rows])
     is_shared = rows[0].measured.platform == "cpu"
-    ones = np.ones(len(rows))
-    columns = [ones, own, machine * is_shared]
+    ones, devices = np.ones(len(rows)), np.array([float(row.setting.devices) for row in rows])
+    computing = [ones, own, machine * is_shared, devices * is_shared]
+    process = [ones, 0 * own, machine, devices]
     last = rows[-1].measured
     return StepModel(
-        compute=_fitted(columns, [row.shares.compute for row in rows], weights),
-        input=_fitted([ones, machine], [row.shares.input for row in rows], weights),
-        host=_fitted([ones, machine], [row.shares.host for row in rows], weights),
+        compute=_fitted(computing, [row.shares.compute for row in rows], weights),
+        input=_fitted(process, [row.shares.input for row in rows], weights),
+        host=_fitted(process, [row.shares.host for row in rows], weights),
         algorithm=last.algorithm,
         gradient_bytes=last.gradient_bytes,
         link=_link_of(rows),
     )
 
 
-def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.ndarray) -> Any:
+def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.ndarray) -> Coefficients:
     """Coefficients of columns, none negative; scaled, so that large numbers of rows weigh no more than ones."""
     scales = [float(column.max()) or 1.0 for column in columns]
     table = np.stack([column / scale for column, scale in zip(columns, scales, strict=True)], axis=1)
     found = not_negative(table * weights[:, None], np.array(values) * weights)
-    return tuple(float(one) / scale for one, scale in zip(found, scales, strict=True))
+    a, u, v, w = (float(one) / scale for one, scale in zip(found, scales, strict=True))
+    return a, u, v, w
 
 
 def _link_of(rows: Sequence[Row]) -> Network | None:
@@ -133,14 +137,18 @@ def predict_step(model: StepModel, devices: int, batch: int, network: Network) -
         network: between the devices, and how many are in a machine.
     """
     own = -(-batch // devices)
-    machine = own * min(devices, network.devices_per_machine)
-    a, u, v = model.compute
+    count = min(devices, network.devices_per_machine)
+    amounts = 1, own, own * count, count
     return Shares(
-        compute=a + u * own + v * machine,
+        compute=_sum(model.compute, amounts),
         communication=predict(model.algorithm, model.gradient_bytes, devices, network),
-        input=model.input[0] + model.input[1] * machine,
-        host=model.host[0] + model.host[1] * machine,
+        input=_sum(model.input, amounts),
+        host=_sum(model.host, amounts),
     )
+
+
+def _sum(coefficients: Coefficients, amounts: tuple[int, int, int, int]) -> float:
+    return sum(coefficient * amount for coefficient, amount in zip(coefficients, amounts, strict=True))
 
 
 def errors_of(model: StepModel, rows: Sequence[Row]) -> list[tuple[Row, float, float]]:

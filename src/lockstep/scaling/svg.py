@@ -8,7 +8,7 @@ from html import escape
 __all__ = ["Axis", "Bar", "Chart", "Point", "Series", "bar_chart", "line_chart", "standalone", "ticks_of"]
 
 WIDTH, HEIGHT = 460, 270  # of a chart, in units of its own; a letter is 12 high
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 46
+LEFT, RIGHT, TOP, BOTTOM = 70, 22, 12, 46
 _ROW, _LINE, _LETTER = 26, 18, 6.6  # of a bar, of a line of the legend; width of a letter
 COLORS = 8  # that the style has
 STYLE = """
@@ -104,7 +104,14 @@ def ticks_of(values: Sequence[float], *, is_from_zero: bool = True, count: int =
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return {number * step: f"{round(number * step, 12):,.12g}" for number in range(first, last + 1)}
+    return {number * step: _short(round(number * step, 12)) for number in range(first, last + 1)}
+
+
+def _short(value: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.6g}{unit}"
+    return f"{value:,.12g}"
 
 
 def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> Chart:
@@ -158,7 +165,7 @@ def _axes(x: Axis, y: Axis) -> list[str]:
     parts.append(f'<path class="axis" fill="none" d="M{LEFT} {TOP}V{bottom}H{right}"/>')
     parts.append(_text((LEFT + right) / 2, bottom + 36, x.label, "middle"))
     middle = (TOP + bottom) / 2
-    parts.append(f'<g transform="rotate(-90 12 {middle})">{_text(12, middle, y.label, "middle")}</g>')
+    parts.append(f'<g transform="rotate(-90 14 {middle})">{_text(14, middle, y.label, "middle")}</g>')
     return parts
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -51,14 +52,12 @@ def render(report: ScalingReport, width: int | None = None, *, is_terminal: bool
 
 
 def _measured(table: Table) -> RichTable:
-    shown = RichTable(
-        title="Measured; strong: against one device at the same global batch, weak: at the same batch a device"
-    )
-    for name in ("devices", "batch", "ms a step", "s an epoch", "rows/s", "strong", "efficiency", "weak", "efficiency"):
-        shown.add_column(name, justify="right")
+    title = "Measured; strong: against one device at one global batch, weak: at one batch a device; efficiency in %"
+    shown = RichTable(box=SIMPLE_HEAD, title=title)
+    names = ["devices", "batch", "ms a step", "s/epoch", "rows/s", "strong", "weak"]
+    for name in [*names, *(["equal rows", "equal time"] if table.metric else [])]:
+        shown.add_column(name, justify="right", no_wrap=True)
     if table.metric:
-        shown.add_column("equal rows", justify="right")
-        shown.add_column("equal time", justify="right")
         after = f"after {table.equal_rows:,} rows, and after {seconds(table.equal_seconds)} of training"
         shown.caption = f"{table.metric} on validation data {after}"
     for row in table.rows:
@@ -67,7 +66,6 @@ def _measured(table: Table) -> RichTable:
 
 
 def _cells(row: Row, table: Table) -> list[str]:
-    strong, weak = ("–" if one is None else f"{one:.0%}" for one in (row.strong_efficiency, row.weak_efficiency))
     values = [number(row.at_rows), number(row.at_time)] if table.metric else []
     return [
         str(row.setting.devices or "Keras"),
@@ -75,16 +73,18 @@ def _cells(row: Row, table: Table) -> list[str]:
         f"{1e3 * row.step:.3g} ± {row.spread:.0%}",
         f"{row.epoch:.3g}",
         f"{row.rows_per_second:,.0f}",
-        ratio(row.strong),
-        strong,
-        ratio(row.weak),
-        weak,
+        _speed_up(row.strong, row.strong_efficiency),
+        _speed_up(row.weak, row.weak_efficiency),
         *values,
     ]
 
 
+def _speed_up(value: float | None, efficiency: float | None) -> str:
+    return "–" if efficiency is None else f"{ratio(value)} {efficiency:.0%}"
+
+
 def _where(table: Table) -> RichTable:
-    shown = RichTable(title="Where a step's time goes, and the greatest memory")
+    shown = RichTable(box=SIMPLE_HEAD, title="Where a step's time goes, and the greatest memory")
     for name in ("devices", "batch", "compute", "communication", "input", "host", "memory"):
         shown.add_column(name, justify="right")
     for row in table.rows:
@@ -95,7 +95,7 @@ def _where(table: Table) -> RichTable:
 
 def _outlook(report: ScalingReport) -> RichTable:
     outlook = report.outlook
-    shown = RichTable(title="Predicted, not measured")
+    shown = RichTable(box=SIMPLE_HEAD, title="Predicted, not measured")
     for name in ("devices", "strong: batch", "rows/s", "speed-up", "weak: batch", "rows/s", "speed-up"):
         shown.add_column(name, justify="right")
     if outlook is None:
