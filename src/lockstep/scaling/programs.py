@@ -6,13 +6,13 @@ script, it runs that again as Python would, until the call of ``scaling_report``
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
 from lockstep._errors import OptionError
@@ -21,7 +21,7 @@ from lockstep.report.script import FirstFit, run_until_fit
 
 __all__ = ["Given", "Program", "is_in_child", "program_of", "run_program", "train_given"]
 
-_in_child: ContextVar[bool] = ContextVar("in_child", default=False)
+_measuring: ContextVar[str | None] = ContextVar("measuring", default=None)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,16 @@ class Given:
 
 
 def is_in_child() -> bool:
-    """Whether this process measures, so that ``scaling_report`` is only to train."""
-    return _in_child.get()
+    """Whether this process measures a script, so that ``scaling_report`` is only to train.
+
+    Raises:
+        OptionError: it measures functions of a module, and that module asks for a report when it is imported.
+    """
+    if _measuring.get() == "names":
+        raise OptionError(
+            'scaling_report: it is called while a module is imported. Put the call under if __name__ == "__main__".'
+        )
+    return _measuring.get() is not None
 
 
 def program_of(given: Given, folder: Path) -> Program | None:
@@ -86,42 +94,37 @@ def run_program(program: Program, look: Callable[[FirstFit], None]) -> None:
     Raises:
         OptionError: there is no fit.
     """
-    with _measuring():
+    token = _measuring.set(program.kind)
+    try:
         if program.kind == "script":
             run_until_fit(program.path, program.arguments, look)
             return
         sys.path[:] = list(program.folders)
         build, data = _imported(program.build), _loaded(program.data)
         given = Given(build, data, program.validation and _loaded(program.validation))
-        train_given(given, look)
+        with fits_taken(lambda model, fit, args, kwargs: look(FirstFit(model, fit, args, kwargs, "", 0))):
+            train_given(given)
+    finally:
+        _measuring.reset(token)
 
 
-def train_given(given: Given, look: Callable[[FirstFit], None] | None = None) -> None:
-    """Build the model and call fit, which hands the call over to ``look`` or to whoever takes such calls already."""
+def train_given(given: Given) -> None:
+    """Build the model and call its fit, for whoever takes that call.
+
+    Raises:
+        OptionError: what was given is something else.
+    """
     model = given.build()
-    if not callable(vars(type(model)).get("fit", type(model).fit)) or not model.compiled:
+    if not isinstance(model, keras.Model) or not model.compiled:
         raise OptionError(f"build: expected a function that gives a compiled model, got {model!r}.")
     arrays = given.data() if callable(given.data) else given.data
     validation = given.validation() if callable(given.validation) else given.validation
     if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 3):
         raise OptionError(
-            f"data: expected (x, y) or (x, y, sample_weight), or a function that gives it, got {type(arrays)}."
+            f"data: expected (x, y) or (x, y, sample_weight), or a function that gives it, got {arrays!r:.100}."
         )
-    weights = arrays[2] if len(arrays) == 3 else None
-    if look is None:
-        model.fit(arrays[0], arrays[1], sample_weight=weights, validation_data=validation)
-        return
-    with fits_taken(lambda model, fit, args, kwargs: look(FirstFit(model, fit, args, kwargs, "", 0))):
-        model.fit(arrays[0], arrays[1], sample_weight=weights, validation_data=validation)
-
-
-@contextmanager
-def _measuring() -> Iterator[None]:
-    token = _in_child.set(True)
-    try:
-        yield
-    finally:
-        _in_child.reset(token)
+    x, y, *weights = arrays
+    model.fit(x, y, sample_weight=weights[0] if weights else None, validation_data=validation)
 
 
 def _name_of(function: Callable[..., Any]) -> str | None:

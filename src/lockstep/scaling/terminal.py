@@ -111,8 +111,9 @@ def _outlook(report: ScalingReport) -> RichTable:
 
 
 @contextmanager
-def telling(count: int, stream: TextIO = sys.stderr) -> Iterator[Told]:
-    """Tells how far measuring has come: a bar on a terminal, else a line for each setting."""
+def telling(count: int, stream: TextIO | None = None) -> Iterator[Told]:
+    """Tells how far measuring has come, on standard error: a bar on a terminal, else a line for each setting."""
+    stream = stream or sys.stderr
     if not stream.isatty():
         yield _lines(count, stream)
         return
