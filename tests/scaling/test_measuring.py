@@ -107,6 +107,47 @@ def test_callbacks_write_nothing_but_the_learning_rate_is_set(tmp_path):
     assert "callbacks left out while measuring: ModelCheckpoint" in one.notes
 
 
+def test_a_fit_of_the_models_own_and_validation_without_end_are_understood():
+    calls = []
+
+    class Own(keras.Model):
+        def fit(self, *args, **kwargs):
+            calls.append(kwargs)
+            return super().fit(*args, batch_size=5, **kwargs)
+
+    inner = build()
+    model = Own(inner.inputs, inner.outputs)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def endless():
+        while True:
+            yield data()
+
+    original = keras.Model.fit.__get__(model)
+    call = FirstFit(model, original, data(), {"validation_data": endless(), "validation_steps": 2}, "train.py", 1)
+    with devices_imposed(1):
+        one = measure(call, Setting(1, 64), Budget())
+    assert not calls
+    assert (one.metric, one.is_higher_better) == ("loss", False)
+    assert one.curve[-1].rows == 576
+
+
+def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_train():
+    x, y = data()
+    keras.utils.set_random_seed(5)
+    plain, watched = build(), build()
+    watched.set_weights(plain.get_weights())
+    for model in (plain, watched):
+        model.compile("sgd", model.loss, steps_per_execution=4)
+    plain.fit(x[:512], y[:512], batch_size=64, shuffle=False, class_weight={0: 1.0, 1: 3.0}, verbose=0)
+    call = found(watched, x, y, shuffle=False, class_weight={0: 1.0, 1: 3.0}, validation_data=data())
+    with devices_imposed(1):
+        one = measure(call, Setting(1, 64), Budget(rows=512))
+    for ours, theirs in zip(watched.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert sum(one.blocks) > 0
+
+
 def test_a_run_that_would_pass_its_limit_stops_and_says_so():
     with devices_imposed(1):
         one = measure(found(build(), *data()), Setting(1, 32), Budget(epochs=10_000, limit=1.0))

@@ -109,8 +109,9 @@ def _train(found: FirstFit, work: Work, budget: Budget, meters: Sequence[Meter])
     clock = Clock(steps, _SHARE_OF_LIMIT * budget.limit, usual, _taking(meters), before)
     with _clock_on(model, clock):
         x, y, weights = work.data
-        # A model that a strategy has just made its own has another fit than the one that the script called.
-        model.fit(x, y, sample_weight=weights, epochs=work.epochs, verbose=0, **work.options)
+        # A model that a strategy has just made its own has another fit than the one that was called; a class may have its own around it.
+        fit = model.fit if "fit" in vars(model) else found.fit
+        fit(x, y, sample_weight=weights, epochs=work.epochs, verbose=0, **work.options)
     return clock, names[0] if names else None
 
 

@@ -95,16 +95,16 @@ def _of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, 
     cut = _rows(data, slice(steps * batch))
     first = next(_source(cut, {**given, "steps_per_epoch": None}, batch).batches())
     return Work(
-        cut,
-        first,
-        validation,
-        None,
-        options | {"batch_size": batch},
-        batch,
-        steps,
-        budget.epochs,
-        False,
-        (*notes, *note),
+        data=cut,
+        first=first,
+        validation=validation,
+        validation_steps=given.get("validation_steps") if given.get("validation_data") is not None else None,
+        options=options | {"batch_size": batch},
+        batch=batch,
+        steps_per_epoch=steps,
+        epochs=budget.epochs,
+        has_own_batches=False,
+        notes=(*notes, *note),
     )
 
 
@@ -118,9 +118,17 @@ def _of_batches(source: Source, data: Any, given: Any, options: Any, budget: Bud
     most = budget.rows and max(1, budget.rows // _count(first))
     if most and (steps is None or most < steps):
         steps = options["steps_per_epoch"] = most
-    validation_steps = given.get("validation_steps")
     return Work(
-        data, first, validation, validation_steps, options, _count(first), steps, budget.epochs, True, tuple(notes)
+        data=data,
+        first=first,
+        validation=validation,
+        validation_steps=given.get("validation_steps"),
+        options=options,
+        batch=_count(first),
+        steps_per_epoch=steps,
+        epochs=budget.epochs,
+        has_own_batches=True,
+        notes=tuple(notes),
     )
 
 
