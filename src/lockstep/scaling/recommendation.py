@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from lockstep.scaling.table import Row, Table
+from lockstep.scaling.words import seconds
 
 __all__ = ["choose", "recommend"]
 
 TOLERANCE = 0.005  # of a metric that grows; of one that shrinks, RELATIVE of the best
 RELATIVE = 0.02
+_UNSTEADY = 0.25  # spread of a row from which its figures say little
 _WORTH = 0.05  # share of an epoch below which more devices are not worth their while
 _NAMES = {"compute": "compute", "communication": "communication", "input": "getting batches", "host": "the host's work"}
 
@@ -52,11 +54,12 @@ def recommend(table: Table) -> list[str]:
         *_time(chosen, table),
         *_waste(chosen),
         *_overhead(table.rows),
+        *_unsteady(table.rows),
     ]
 
 
 def _take(chosen: Row, table: Table) -> str:
-    text = f"Take {chosen.setting.name}: {_seconds(chosen.epoch)} an epoch, {chosen.rows_per_second:,.0f} rows/s"
+    text = f"Take {chosen.setting.name}: {seconds(chosen.epoch)} an epoch, {chosen.rows_per_second:,.0f} rows/s"
     best = _best(table)
     if best is None or chosen.at_rows is None:
         return f"{text}, the fastest. What it does to accuracy is not known."
@@ -71,7 +74,7 @@ def _take(chosen: Row, table: Table) -> str:
         return reason
     faster = min(left_out, key=lambda row: row.epoch)
     return (
-        f"{reason} Faster, but not as good after as many rows: {faster.setting.name} ({_seconds(faster.epoch)} an epoch, "
+        f"{reason} Faster, but not as good after as many rows: {faster.setting.name} ({seconds(faster.epoch)} an epoch, "
         f"{table.metric} {faster.at_rows:.4g})."
     )
 
@@ -121,7 +124,7 @@ def _time(chosen: Row, table: Table) -> list[str]:
     if furthest is chosen or abs((furthest.at_time or 0) - chosen.at_time) <= _tolerance(chosen.at_time, table):
         return []
     return [
-        f"After equal time ({_seconds(table.equal_seconds)} of training) {furthest.setting.name} is further: {table.metric} "
+        f"After equal time ({seconds(table.equal_seconds)} of training) {furthest.setting.name} is further: {table.metric} "
         f"{furthest.at_time:.4g} against {chosen.at_time:.4g}. A larger batch makes fewer updates; a larger learning rate with warm-up "
         "may make up for it."
     ]
@@ -144,10 +147,17 @@ def _overhead(rows: Sequence[Row]) -> list[str]:
         return []
     before, under = min(both, key=lambda pair: pair[0].step)
     return [
-        f"At batch {under.setting.batch} a step takes {_seconds(before.step)} in plain Keras and {_seconds(under.step)} under a strategy on one "
+        f"At batch {under.setting.batch} a step takes {seconds(before.step)} in plain Keras and {seconds(under.step)} under a strategy on one "
         "device."
     ]
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+def _unsteady(rows: Sequence[Row]) -> list[str]:
+    found = [row for row in rows if row.spread > _UNSTEADY]
+    if not found:
+        return []
+    worst = max(found, key=lambda row: row.spread)
+    return [
+        f"{len(found)} of {len(rows)} settings spread by more than {_UNSTEADY:.0%} from block to block ({worst.setting.name}: ±{worst.spread:.0%}): the "
+        "machine had other work, or the steps are too few. Measure again on a quiet one, or with more epochs."
+    ]

@@ -52,8 +52,8 @@ def render(report: ScalingReport, width: int | None = None, *, is_terminal: bool
 
 
 def _measured(table: Table) -> RichTable:
-    title = "Measured; strong: against one device at one global batch, weak: at one batch a device; efficiency in %"
-    shown = RichTable(box=SIMPLE_HEAD, title=title)
+    title = "Measured. Speed-up and efficiency, strong: at one global batch, weak: at one batch a device"
+    shown = RichTable(box=SIMPLE_HEAD, title=title, padding=(0, 0, 0, 1), pad_edge=False)
     names = ["devices", "batch", "ms a step", "s/epoch", "rows/s", "strong", "weak"]
     for name in [*names, *(["equal rows", "equal time"] if table.metric else [])]:
         shown.add_column(name, justify="right", no_wrap=True)
