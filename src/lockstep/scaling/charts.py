@@ -142,6 +142,7 @@ def _metric(table: Table, rows: Sequence[Row], *, by_rows: bool) -> Figure:
                 f"{row.setting.name}: {name} {point.value:.4g} after {f'{point.rows:,} rows' if by_rows else seconds(point.seconds)}",
             )
             for point in row.measured.curve
+            if point.rows  # What was there before training would only press the rest together.
         ]
         color, dash = batches.index(row.setting.batch), counts.index(row.setting.devices)
         series.append(Series(row.setting.name, points, color, dash))

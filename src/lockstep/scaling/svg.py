@@ -140,8 +140,9 @@ def bar_chart(title: str, names: Sequence[str], bars: Sequence[Bar]) -> Chart:
 def standalone(chart: Chart) -> str:
     """The SVG as a file of its own."""
     head = '<svg xmlns="http://www.w3.org/2000/svg" '
+    paper = '<rect style="fill:var(--paper)" width="100%" height="100%"/>'  # Its own, whatever the page around it.
     body = chart.svg.replace("<svg ", head, 1)
-    return body.replace(">", f"><style>{STYLE}{STYLE_DARK}</style>", 1) + "\n"
+    return body.replace(">", f"><style>{STYLE}{STYLE_DARK}</style>{paper}", 1) + "\n"
 
 
 def _svg(title: str, height: float, parts: Sequence[str]) -> str:
