@@ -46,7 +46,7 @@ def measure(found: FirstFit, setting: Setting, budget: Budget) -> Measured:
     return Measured(
         setting=replace(setting, batch=work.batch),
         has_own_batches=work.has_own_batches,
-        rows_per_epoch=work.batch * (work.steps_per_epoch or clock.steps),
+        rows_per_epoch=work.batch * (work.steps_per_epoch or clock.steps // work.epochs),
         blocks=tuple(seconds / count for seconds, count in zip(clock.seconds, clock.lengths, strict=True)),
         bare=_bare(found.model, work, strategy),
         taking=sum(clock.taken) / steps if strategy else None,
