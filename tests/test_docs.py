@@ -34,6 +34,17 @@ def test_the_code_in_the_readme_runs_as_it_stands(tmp_path):
 
 
 @pytest.mark.full
+def test_the_code_about_scaling_runs_as_it_stands(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "measured.py").write_text(code)
+    command = [sys.executable, "measured.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Take 1 device, batch 64" in done.stdout
+    assert (tmp_path / "scaling.html").exists()
+
+
+@pytest.mark.full
 def test_the_code_about_collectives_runs_as_it_stands(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "collectives.md").read_text(), flags=re.DOTALL)
     command = [sys.executable, "-c", "\n".join(blocks)]

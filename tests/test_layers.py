@@ -22,7 +22,7 @@ LAYERS = (
     ("workers", "asynchronous"),
     ("strategies",),
     ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"),
-    ("launch", "migrate", "report"),
+    ("launch", "migrate", "report", "scaling"),
     ("cli",),
 )
 

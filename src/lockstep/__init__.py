@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from lockstep.loops.datasets import DistributedDataset, InputContext, ValueContext
     from lockstep.loops.losses import compute_average_loss, scale_regularization_loss
     from lockstep.loops.values import PerReplica
+    from lockstep.scaling.asking import scaling_report
     from lockstep.strategies.central import CentralStorageStrategy
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -103,6 +104,7 @@ __all__ = [
     "in_cross_replica_context",
     "partitioners",
     "scale_regularization_loss",
+    "scaling_report",
     "testing",
 ]
 
@@ -139,6 +141,7 @@ _LATER = {
     "has_strategy": "lockstep.loops.current",
     "in_cross_replica_context": "lockstep.loops.current",
     "scale_regularization_loss": "lockstep.loops.losses",
+    "scaling_report": "lockstep.scaling.asking",
 }
 
 

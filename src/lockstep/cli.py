@@ -17,8 +17,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0 done, 1 the numbers did not agree, a checkpoint is damaged, the doctor has found something or something is left to be translated, 2 wrong
-    usage, or a worker's.
+    0 done, 1 something is not as it should be (numbers, a checkpoint, what the doctor looks at), could not be measured or is left to be
+    translated, 2 wrong usage, or a worker's.
 
     Args:
         arguments: words after ``lockstep``, by default those of the process.
@@ -30,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2
     """
     parser = _parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    behind = words.index("--") if words[:1] == ["scale"] and "--" in words else len(words)
+    options = parser.parse_args(words[:behind])
+    options.behind = words[behind + 1 :]
     if "run" not in options:
         parser.print_help()
         return 2
@@ -55,28 +58,69 @@ def _parser() -> argparse.ArgumentParser:
         "-n", type=int, metavar="N", help="start N workers here (default: this is one that a scheduler started)"
     )
     test.set_defaults(run=_test)
-    doctor = commands.add_parser(
-        "doctor", help="look for what makes a script's training wrong or slow without an error"
-    )
+    scale = commands.add_parser("scale", help="measure what more devices and other batches do for a script's model")
+    _add_scale(scale)
+    scale.set_defaults(run=_scale)
+    environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
+    environment.set_defaults(run=_env)
+    _add_lookers(commands)
+    _add_checkpoint(commands)
+    return parser
+
+
+def _add_lookers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Commands that look at a script or at a run."""
+    text = "look for what makes a script's training wrong or slow without an error"
+    doctor = commands.add_parser("doctor", help=text)
     doctor.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     doctor.add_argument("script", help="is run up to its first fit")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     doctor.set_defaults(run=_doctor)
-    environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
-    environment.set_defaults(run=_env)
     migrate = commands.add_parser("migrate", help="turn a tf.distribute or tf.keras script into a Lockstep one")
     migrate.add_argument("scripts", nargs="+", metavar="FILE", help="Python files")
     migrate.add_argument("--write", action="store_true", help="change the files (default: show the difference)")
     migrate.set_defaults(run=_migrate)
     top = commands.add_parser("top", help="what the workers of a running job do")
     top.add_argument("directory", metavar="RUN_DIR", help="folder of its BackupAndRestore, or of its TensorBoard")
-    top.add_argument(
-        "--once", action="store_true", help="print it once (so it is done where the output is no terminal)"
-    )
+    text = "print it once (so it is done where the output is no terminal)"
+    top.add_argument("--once", action="store_true", help=text)
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
     top.set_defaults(run=_top)
-    _add_checkpoint(commands)
-    return parser
+
+
+def _add_scale(scale: argparse.ArgumentParser) -> None:
+    measuring = scale.add_argument_group("what is measured")
+    measuring.add_argument("--devices", type=_numbers, default=(1, 2), metavar="1,2", help="numbers of devices (1,2)")
+    batches = (64, 128, 256, 512)
+    text = "global batches (64,128,256,512)"
+    measuring.add_argument("--batch", type=_numbers, default=batches, metavar="64,128", help=text)
+    measuring.add_argument("--epochs", type=int, default=1, metavar="N", help="that each setting trains (1)")
+    measuring.add_argument("--rows", type=int, metavar="N", help="of the data that are used at most (all)")
+    measuring.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds for each setting (600)")
+    predicting = scale.add_argument_group("what is predicted: up to 1,024 devices")
+    text = "between machines: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (100GbE)"
+    predicting.add_argument("--bandwidth", type=_number_or_name, default="100GbE", metavar="B", help=text)
+    predicting.add_argument(
+        "--latency", type=float, metavar="US", help="between machines in µs (that of the name, else 30)"
+    )
+    text = "devices in a machine (8 accelerators, or 1 CPU)"
+    predicting.add_argument("--devices-per-machine", type=int, metavar="N", help=text)
+    scale.add_argument("--html", default="scaling.html", metavar="FILE", help="the page (scaling.html)")
+    scale.add_argument("--json", metavar="FILE", help="all figures as JSON")
+    scale.add_argument(
+        "script", metavar="SCRIPT", help="a Python program that calls fit; its own arguments stand last, behind --"
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def _number_or_name(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -164,6 +208,30 @@ def _doctor(options: argparse.Namespace) -> int:
         return 2
     print(json.dumps(report.as_dict(), indent=2) if options.json else report)
     return 1 if report.findings else 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: nothing imported Keras yet.
+    from lockstep.scaling.asking import scale_script
+    from lockstep.scaling.measured import Budget
+    from lockstep.scaling.report import Question
+    from lockstep.scaling.terminal import render
+
+    command = " ".join(["lockstep", *sys.argv[1:]])
+    try:
+        budget = Budget(options.epochs, options.rows, options.limit)
+        question = Question(options.bandwidth, options.latency, options.devices_per_machine)
+        asked = options.script, options.behind, options.devices, options.batch, budget, question
+        report = scale_script(*asked, command=command)
+        report.save_html(options.html)
+        if options.json:
+            report.save_json(options.json)
+    except LockstepError as error:
+        print(f"lockstep scale: {error}", file=sys.stderr)
+        return 2
+    print(render(report, is_terminal=sys.stdout.isatty()), end="")
+    print(f"The page: {options.html}")
+    return 0 if report.table.rows else 1
 
 
 def _env(options: argparse.Namespace) -> int:

@@ -15,7 +15,17 @@ from lockstep._errors import OptionError, whole_number
 from lockstep.collectives.hierarchical_copy import group_size
 from lockstep.collectives.traffic import Traffic, crossing
 
-__all__ = ["FORMULAS", "Link", "Measurement", "Network", "Stage", "fit", "predict", "seconds_on_the_way"]
+__all__ = [
+    "FORMULAS",
+    "Link",
+    "Measurement",
+    "Network",
+    "Stage",
+    "fit",
+    "not_negative",
+    "predict",
+    "seconds_on_the_way",
+]
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,7 @@ def fit(measurements: Sequence[Measurement]) -> tuple[Network, float]:
     """
     counts = np.array([_counts(one) for one in measurements])
     seconds = np.array([one.seconds for one in measurements])
-    alpha, beta, gamma = _not_negative(counts / seconds[:, None])
+    alpha, beta, gamma = map(float, not_negative(counts / seconds[:, None], np.ones(len(counts))))
     errors = np.abs(counts @ [alpha, beta, gamma] / seconds - 1)
     link = Link(alpha, beta)
     most = max(one.devices for one in measurements)
@@ -150,17 +160,26 @@ def _counts(one: Measurement) -> tuple[float, float, float]:
     return rounds, sent * one.nbytes, added * one.nbytes
 
 
-def _not_negative(rows: np.ndarray) -> tuple[float, float, float]:
-    """The best coefficients, none negative, with which each of ``rows``, ``(measurements, 3)``, gives one."""
-    best, least = np.zeros(3), np.inf
-    for size in (1, 2, 3):
-        for chosen in map(list, combinations(range(3), size)):
-            found = np.zeros(3)
-            found[chosen] = np.linalg.lstsq(rows[:, chosen], np.ones(len(rows)), rcond=None)[0]
-            error = float(np.square(rows @ found - 1).sum())
+def not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The coefficients, none negative, with which ``rows`` give ``values`` best by least squares.
+
+    Args:
+        rows: ``(measurements, coefficients)``; a few coefficients, as all their subsets are tried.
+        values: ``(measurements,)``.
+
+    Returns:
+        ``(coefficients,)``.
+    """
+    count = rows.shape[1]
+    best, least = np.zeros(count), np.inf
+    for size in range(1, count + 1):
+        for chosen in map(list, combinations(range(count), size)):
+            found = np.zeros(count)
+            found[chosen] = np.linalg.lstsq(rows[:, chosen], values, rcond=None)[0]
+            error = float(np.square(rows @ found - values).sum())
             if (found >= 0).all() and error < least:
                 best, least = found, error
-    return float(best[0]), float(best[1]), float(best[2])
+    return best
 
 
 def _stages(algorithm: str, devices: int) -> list[Stage]:

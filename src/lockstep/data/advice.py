@@ -3,14 +3,28 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import keras
 
-__all__ = ["BOUND", "Meter", "Onlooker", "about_waiting"]
+__all__ = ["BOUND", "Meter", "Onlooker", "about_waiting", "meters_observed"]
 
 BOUND = 0.2  # share of the time that may be spent waiting for data before it is told
 _LEAST = 2.0  # seconds of waiting below which nothing is told: it is not worth a sentence
+
+_observed: ContextVar["list[Meter] | None"] = ContextVar("observed", default=None)
+
+
+@contextmanager
+def meters_observed() -> Iterator["list[Meter]"]:
+    """Gives a list that each meter joins which is made in this context."""
+    made: list[Meter] = []
+    token = _observed.set(made)
+    try:
+        yield made
+    finally:
+        _observed.reset(token)
 
 
 class Meter:
@@ -24,12 +38,26 @@ class Meter:
     Attributes:
         waited: seconds in all, the first steps included.
         read: seconds for which the data's own code has run, in whatever thread.
+        taking: seconds that the thread which starts the steps has spent on getting batches, waiting or reading, in all.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._steps, self._waited = clock, 0, 0.0
         self._begun = clock()
         self.waited = self.read = 0.0
+        self.taking = 0.0
+        observed = _observed.get()
+        if observed is not None:
+            observed.append(self)
+
+    @contextmanager
+    def getting(self) -> Iterator[None]:
+        """Is open while the thread which starts the steps gets the next batch."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self.taking += self._clock() - begun
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -136,10 +136,11 @@ class Epoch:
             jax.block_until_ready(self._running.popleft())
         if self._reader.is_waiting():
             jax.block_until_ready(after)  # Until here devices were at work, and nobody waited for data.
-            with self._meter.waiting():
+            with self._meter.getting(), self._meter.waiting():
                 batch = self._reader.take()
         else:
-            batch = self._reader.take()
+            with self._meter.getting():
+                batch = self._reader.take()
         self._meter.step()
         if self._is_kept:
             self._last = batch

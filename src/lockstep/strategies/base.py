@@ -31,6 +31,7 @@ from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.arguments import options_of, refuse_with_slices, resolve_ops
 from lockstep.strategies.checkups import Checkups
+from lockstep.strategies.imposed import as_imposed, is_out_of_use
 from lockstep.topology.cpu import has_started
 from lockstep.topology.determinism import describe_determinism, is_deterministic, prepare_determinism
 from lockstep.topology.devices import device_name
@@ -48,7 +49,7 @@ def _current() -> "Strategy | None":
 
 def _current_claim() -> _keras.Claim | None:
     strategy = _current()
-    return strategy._claim if strategy else None
+    return strategy._claim if strategy and not is_out_of_use() else None
 
 
 class Strategy(Checkups):
@@ -75,6 +76,7 @@ class Strategy(Checkups):
             prepare_determinism()
         if not has_started():  # Later its threads would have heaps of their own.
             keep_memory()
+        find_devices, replicas = as_imposed(type(self).__name__, find_devices, replicas)
         found = find_devices()
         mesh = Mesh(np.asarray(found), (DEVICE_AXIS,))
         self._placement = Placement(mesh, replicas or len(found))

@@ -18,6 +18,7 @@ __all__ = [
     "ensure_cpu_devices",
     "has_started",
     "pool_threads",
+    "reserve_devices",
     "reserve_threads",
     "set_logical_cpu_devices",
     "start_with_threads",
@@ -60,6 +61,11 @@ def ensure_cpu_devices(count: int) -> None:
     found = len(jax.local_devices(backend="cpu"))
     if found < count:
         raise _too_late(count, found)
+
+
+def reserve_devices(count: int) -> None:
+    """Have JAX start with at least ``count`` CPU devices; it need not start yet."""
+    _start_with(max(count, _configured_count(os.environ)), os.environ)
 
 
 def reserve_threads(devices: int) -> None:

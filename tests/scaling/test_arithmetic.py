@@ -1,0 +1,246 @@
+"""The table's arithmetic, the prediction and the advice, on measurements that are made by hand."""
+
+import json
+import statistics
+
+import numpy as np
+import pytest
+
+from lockstep import OptionError
+from lockstep.collectives.cost import Link, Network, not_negative, predict
+from lockstep.scaling.measured import Budget, Failed, Point, Setting, from_json, settings_of, to_json
+from lockstep.scaling.prediction import errors_of, link_between, model_of, network_for, predict_step, series_of, total
+from lockstep.scaling.recommendation import choose, recommend
+from lockstep.scaling.report import Question, report_of
+from lockstep.scaling.table import shares_of, table_of, value_at
+from lockstep.scaling.terminal import render
+from lockstep.scaling.timing import WARM, Clock, block_ends
+
+from .made import BYTES, WITHIN, by_formula, measured
+
+COMPUTE, INPUT, HOST = (1e-3, 2e-5, 3e-5, 2e-4), (1e-4, 0.0, 1e-6, 0.0), (3e-4, 0.0, 0.0, 1e-4)
+SETTINGS = [(devices, batch) for devices in (1, 2, 4) for batch in (64, 128, 256)]
+
+
+def test_speed_up_and_efficiency_are_ratios_of_rows_a_second():
+    times = {(1, 64): 0.010, (2, 64): 0.008, (1, 32): 0.007, (2, 128): 0.013}
+    table = table_of([measured(*key, blocks=(0.9 * one, one, 1.1 * one)) for key, one in times.items()])
+    rows = {(row.setting.devices, row.setting.batch): row for row in table.rows}
+    assert rows[2, 64].strong == pytest.approx((64 / 0.008) / (64 / 0.010))
+    assert rows[2, 64].weak == pytest.approx((64 / 0.008) / (32 / 0.007))
+    assert rows[2, 64].weak_efficiency == pytest.approx(rows[2, 64].weak / 2)
+    assert rows[2, 128].strong is None
+    assert rows[2, 128].weak_efficiency == pytest.approx((128 / 0.013) / (64 / 0.010) / 2)
+    assert rows[1, 64].strong == rows[1, 64].weak_efficiency == 1
+    assert rows[1, 64].epoch == pytest.approx(10 * 0.010)
+    assert rows[1, 64].spread == pytest.approx(0.05)
+
+
+def test_a_row_has_the_median_and_the_quartiles_of_its_blocks():
+    blocks = (0.01, 0.03, 0.011, 0.012, 0.0105)
+    (row,) = table_of([measured(1, 8, blocks=blocks)]).rows
+    assert row.step == statistics.median(blocks)
+    assert (row.low, row.high) == pytest.approx(tuple(np.percentile(blocks, [25, 75])))
+    (row,) = table_of([measured(1, 8, blocks=(0.02,))]).rows
+    assert (row.low, row.step, row.high) == (0.02, 0.02, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("step", "bare", "all_reduce", "taking"),
+    [(10, 6, 2, 1), (10, 12, 2, 1), (10, 6, 8, 1), (10, 6, 2, 9), (10, 0, 0, 0), (10, 10, 0, 3)],
+)
+def test_shares_are_the_whole_step_and_none_is_negative(step, bare, all_reduce, taking):
+    shares = shares_of(step, bare, all_reduce, taking)
+    assert total(shares) == pytest.approx(step)
+    assert min(shares.compute, shares.communication, shares.input, shares.host) >= 0
+    if (step, bare, all_reduce, taking) == (10, 6, 2, 1):
+        assert (shares.compute, shares.communication, shares.input, shares.host) == (4, 2, 1, 3)
+
+
+def test_the_metric_is_interpolated_as_numpy_does():
+    curve = [Point(0, 0.0, 0.1), Point(100, 1.0, 0.5), Point(300, 2.5, 0.4)]
+    for place in (0, 30, 100, 250, 300):
+        expected = np.interp(place, [0, 100, 300], [0.1, 0.5, 0.4])
+        assert value_at(curve, place, by_rows=True) == pytest.approx(expected)
+    assert value_at(curve, 1.75, by_rows=False) == pytest.approx(0.45)
+    assert value_at(curve, 301, by_rows=True) is None
+    assert value_at([], 1, by_rows=True) is None
+
+
+def test_settings_are_compared_where_all_have_been():
+    slow = (Point(0, 0.0, 0.1), Point(640, 0.4, 0.9))
+    quick = (Point(0, 0.0, 0.1), Point(600, 0.1, 0.7))
+    table = table_of([measured(1, 64, curve=slow), measured(2, 64, curve=quick), Failed(Setting(4, 64), "no")])
+    assert (table.equal_rows, table.equal_seconds) == (600, 0.1)
+    assert [row.at_rows for row in table.rows] == pytest.approx([0.1 + 0.8 * 600 / 640, 0.7])
+    assert [row.at_time for row in table.rows] == pytest.approx([0.3, 0.7])
+    assert [one.setting.devices for one in table.failed] == [4]
+
+
+def test_what_could_not_be_timed_is_a_row_that_says_so():
+    table = table_of([measured(1, 64, blocks=())])
+    assert not table.rows
+    assert "Too few steps" in table.failed[0].reason
+    assert recommend(table) == ["No setting could be measured; the reasons are in the table."]
+
+
+def test_blocks_end_with_the_last_step_and_are_about_equal():
+    for steps in (5, 11, 100, 1001):
+        ends = block_ends(steps)
+        lengths = np.diff([WARM, *ends])
+        assert ends[-1] == steps
+        assert lengths.max() - lengths.min() <= 1
+    assert block_ends(WARM) == []
+    assert block_ends(None)[:3] == [WARM + 10, WARM + 20, WARM + 40]
+
+
+def test_the_clock_leaves_out_the_first_steps_and_evaluating():
+    clock = Clock(WARM + 4, 100, lambda: 0.5, lambda: 0.0, before=0.1)
+    for _ in range(WARM + 4):
+        if clock.stepped((), 1):
+            clock.look()
+            clock.begin()
+    assert sum(clock.lengths) == 4
+    curve = clock.curve(10)
+    assert [point.rows for point in curve] == [0, *(10 * (WARM + number) for number in range(1, 5))]
+    assert curve[-1].seconds == pytest.approx(sum(clock.seconds) * (1 + WARM / 4))
+    assert not clock.is_cut
+
+
+def test_a_prediction_is_exact_where_the_formula_is_the_truth():
+    rows = table_of([by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]).rows
+    model = model_of(rows)
+    for row, seconds, error in errors_of(model, rows):
+        assert seconds == pytest.approx(row.step, rel=1e-6)
+        assert abs(error) < 1e-6
+    between = link_between(25.0, 20.0)
+    network = network_for(model, "cpu", between, 2)
+    shares = predict_step(model, 16, 1600, network)
+    assert shares.compute == pytest.approx(1e-3 + 2e-5 * 100 + 3e-5 * 200 + 2e-4 * 2, rel=1e-6)
+    assert shares.host == pytest.approx(3e-4 + 1e-4 * 2, rel=1e-6)
+    expected = predict("ring", BYTES, 16, Network(WITHIN.within, Link(20e-6, 1 / 25e9), 2))
+    assert shares.communication == pytest.approx(expected, rel=1e-6)
+
+
+def test_accelerators_share_nothing_and_cpus_the_cores():
+    many = [by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]
+    on_gpu = model_of(table_of([measured(*one, platform="gpu") for one in SETTINGS]).rows)
+    assert on_gpu.compute[2:] == (0.0, 0.0)
+    assert model_of(table_of(many).rows).compute[2] == pytest.approx(3e-5, rel=1e-6)
+    assert network_for(on_gpu, "gpu", link_between("nvlink", None), None).devices_per_machine == 8
+    assert network_for(on_gpu, "cpu", link_between("nvlink", None), None).devices_per_machine == 1
+
+
+def test_a_series_is_strong_or_weak():
+    model = model_of(table_of([by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]).rows)
+    network = network_for(model, "cpu", link_between("100GbE", None), None)
+    strong = series_of(model, 64, network, is_weak=False)
+    weak = series_of(model, 64, network, is_weak=True)
+    assert [one.devices for one in strong] == [1, 2, 4, 8, 16, 32, 64]
+    assert {one.batch for one in strong} == {64}
+    assert [one.batch for one in weak] == [64 * 2**power for power in range(11)]
+    assert strong[0].speed_up == weak[0].speed_up == 1
+    assert weak[-1].speed_up == pytest.approx(1024 * weak[0].seconds / weak[-1].seconds)
+
+
+def test_coefficients_are_not_negative_and_the_best():
+    rng = np.random.default_rng(0)
+    table = rng.uniform(size=(9, 4))
+    assert not_negative(table, table @ [1.0, 0.0, 2.0, 3.0]) == pytest.approx([1.0, 0.0, 2.0, 3.0])
+    found = not_negative(table, table @ [1.0, -2.0, 2.0, 0.5])
+    assert (found >= 0).all()
+    tried = np.square(table @ rng.uniform(0, 3, size=(4, 20_000)) - (table @ [1.0, -2.0, 2.0, 0.5])[:, None]).sum(0)
+    assert np.square(table @ found - table @ [1.0, -2.0, 2.0, 0.5]).sum() <= tried.min()
+
+
+def test_the_fastest_of_the_good_ones_is_taken():
+    rows = [
+        measured(1, 64, blocks=(0.010,) * 3),
+        measured(2, 64, blocks=(0.006,) * 3, bare=0.005, all_reduce=0.002),
+        measured(2, 512, blocks=(0.007,) * 3, rows_per_epoch=640, curve=(Point(0, 0, 0.1), Point(640, 0.01, 0.5))),
+    ]
+    table = table_of(rows)
+    assert choose(table).setting == Setting(2, 64)
+    text = " ".join(recommend(table))
+    assert "Take 2 devices, batch 64: 60 ms an epoch" in text
+    assert "Faster, but not as good after as many rows: 2 devices, batch 512" in text
+    assert (
+        "2 devices are 1.67 times as fast as one at this batch, 83% of what they could be: 33% of a step is communication"
+        in text
+    )
+
+
+def test_fewer_devices_are_taken_where_more_gain_nothing():
+    table = table_of([measured(1, 64), measured(2, 64, blocks=(0.013, 0.0131, 0.0132), bare=0.012, all_reduce=0.006)])
+    assert choose(table).setting == Setting(1, 64)
+    text = " ".join(recommend(table))
+    assert "2 devices are slower than one at this batch (1.31 times the time): 46% of a step is communication" in text
+
+
+def test_advice_names_input_overhead_and_what_is_further_after_equal_time():
+    ahead = (Point(0, 0.0, 0.1), Point(640, 0.01, 0.9))
+    behind = (Point(0, 0.0, 0.1), Point(320, 0.02, 0.899), Point(640, 0.04, 0.9))
+    table = table_of(
+        [
+            measured(0, 64, blocks=(0.004,) * 3, curve=()),
+            measured(1, 64, blocks=(0.005,) * 3, bare=0.001, taking=0.002, curve=behind),
+            measured(1, 128, blocks=(0.02,) * 3, curve=ahead),
+        ]
+    )
+    text = " ".join(recommend(table))
+    assert "40% of its time goes into getting batches" in text
+    assert "At batch 64 a step takes 4 ms in plain Keras and 5 ms under a strategy on one device." in text
+    assert "After equal time (10 ms of training) 1 device, batch 128 is further: accuracy 0.9 against 0.4995" in text
+
+
+def test_a_metric_that_shrinks_is_best_where_it_is_least():
+    curve = (Point(0, 0, 2.0), Point(640, 0.1, 0.3))
+    table = table_of(
+        [
+            measured(1, 64, metric="loss", is_higher_better=False, curve=curve),
+            measured(
+                2, 64, metric="loss", is_higher_better=False, curve=(*curve[:1], Point(640, 0.1, 0.9)), blocks=(0.001,)
+            ),
+        ]
+    )
+    assert choose(table).setting.devices == 1
+
+
+def test_what_was_measured_goes_through_json():
+    for one in (by_formula(2, 64, COMPUTE, INPUT, HOST), Failed(Setting(1, 2), "why")):
+        assert from_json(json.loads(json.dumps(to_json(one)))) == one
+
+
+def test_settings_that_are_compared_are_measured_one_after_the_other():
+    assert settings_of((2, 4), (128, 64)) == [Setting(d, b) for b in (64, 128) for d in (0, 1, 2, 4)]
+    assert settings_of((1,), (8,), with_plain=False) == [Setting(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: settings_of((0,), (8,)), "devices: expected a whole number of at least 1, got 0"),
+        (lambda: settings_of((1,), ()), r"batch: expected whole numbers such as \(1, 2\)"),
+        (lambda: Budget(epochs=0), "epochs: expected"),
+        (lambda: Budget(rows=0), "rows: expected"),
+        (lambda: Budget(limit=0), "limit: expected seconds"),
+        (lambda: Question("token ring"), "bandwidth: expected GB/s or one of 10GbE, 100GbE"),
+        (lambda: Question(-1.0), "expected GB/s above 0"),
+        (lambda: Question(1.0, -2.0), "µs from 0"),
+        (lambda: Question(devices_per_machine=0), "devices_per_machine: expected"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told(ask, message):
+    with pytest.raises(OptionError, match=message):
+        ask()
+
+
+def test_the_text_says_weak_or_strong_the_spread_and_what_failed():
+    found = [by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]
+    report = report_of("a [bold] model", "a command", [*found, Failed(Setting(8, 64), "[red]no")], Question())
+    text = render(report, 100)
+    assert max(map(len, text.splitlines())) <= 100
+    for part in ("a [bold] model", "strong", "weak", "± 0%", "8 devices, batch 64: [red]no", "Predicted, not measured"):
+        assert part in text
+    assert str(report) == render(report)
+    assert report.to_json()["outlook"]["checks"][0]["error"] == pytest.approx(0, abs=1e-6)

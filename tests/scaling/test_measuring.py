@@ -1,0 +1,325 @@
+"""Measuring trains as the script does, on the devices that are imposed; in this process, and in children."""
+
+import io
+import json
+import os
+import re
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep import DeviceError, OptionError, cli
+from lockstep.collectives import resolve_cross_device_ops
+from lockstep.data.advice import Meter, meters_observed
+from lockstep.report.script import FirstFit
+from lockstep.scaling.child import measure_program, reason_of
+from lockstep.scaling.measured import Budget, Failed, Measured, Setting
+from lockstep.scaling.measuring import is_higher_better, measure
+from lockstep.scaling.parts import formula_of
+from lockstep.scaling.processes import measure_all, measure_in_child
+from lockstep.scaling.programs import Given, Program, program_of, run_program
+from lockstep.scaling.terminal import line_of, telling
+from lockstep.strategies.imposed import as_imposed, devices_imposed
+
+from .data_of_tests import build, data
+
+SCRIPT = """
+import keras, lockstep, numpy as np, sys
+sys.path.insert(0, {folder!r})
+from data_of_tests import build, data
+"""
+PLAIN = """
+model = build()
+keep = keras.callbacks.ModelCheckpoint(sys.argv[1], save_weights_only=True)
+model.fit(*data(), batch_size=7, epochs=9, callbacks=[keep])
+raise RuntimeError("too far")
+"""
+OWN_BATCHES = """
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, number):
+        return tuple(array[50 * number : 50 * number + 50] for array in data())
+with lockstep.MirroredStrategy(replicas=5).scope():
+    model = build()
+model.fit(Batches(), validation_data=data())
+"""
+
+
+def script(tmp_path, code):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(folder=os.path.dirname(__file__)) + code)
+    return str(path)
+
+
+def found(model, *args, **kwargs):
+    return FirstFit(model, model.fit, args, kwargs, "train.py", 1)
+
+
+def test_measuring_trains_exactly_what_fit_trains():
+    x, y = data()
+    keras.utils.set_random_seed(3)
+    plain, watched = build(), build()
+    watched.set_weights(plain.get_weights())
+    plain.fit(x[:512], y[:512], batch_size=64, epochs=2, shuffle=False, verbose=0)
+    call = found(watched, x, y, batch_size=7, shuffle=False, validation_data=data())
+    with devices_imposed(2):
+        one = measure(call, Setting(2, 64), Budget(epochs=2, rows=540))
+    for ours, theirs in zip(watched.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    loss, accuracy = plain.evaluate(*data(), verbose=0)
+    assert (one.metric, one.curve[-1].rows) == ("accuracy", 1024)
+    assert one.curve[-1].value == pytest.approx(accuracy, abs=2 / 600)
+    assert loss > 0
+    assert [point.seconds for point in one.curve] == sorted(point.seconds for point in one.curve)
+    assert one.rows_per_epoch == 512
+    assert one.gradient_bytes == 4 * (4 * 8 + 8 + 8 * 2 + 2)
+    assert (one.algorithm, {link.devices for link in one.links}) == ("auto", {2})
+    assert min(*one.blocks, one.bare, one.taking, one.memory) > 0
+    assert "512 of 600 rows are used: whole batches only" in one.notes
+
+
+def test_plain_keras_is_measured_too_and_what_is_held_out_is_not_trained_on():
+    with devices_imposed(0):
+        strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
+        with strategy.scope():
+            model = build()
+        one = measure(found(model, *data()), Setting(0, 32), Budget())
+    assert strategy.devices == ("cpu:0",)
+    assert one.taking is None
+    assert one.links == ()
+    assert one.rows_per_epoch == 512  # Whole batches of the 540 rows that are left.
+    assert "the last 10% of the rows are held out to evaluate on" in one.notes
+
+
+def test_callbacks_write_nothing_but_the_learning_rate_is_set(tmp_path):
+    model, rates = build(), []
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rates.append(epoch) or rate)
+    keep = keras.callbacks.ModelCheckpoint(tmp_path / "kept.weights.h5", save_weights_only=True)
+    with devices_imposed(1):
+        one = measure(found(model, *data(), callbacks=[schedule, keep]), Setting(1, 64), Budget(epochs=2))
+    assert rates == [0, 1]
+    assert not list(tmp_path.iterdir())
+    assert "callbacks left out while measuring: ModelCheckpoint" in one.notes
+
+
+def test_a_fit_of_the_models_own_and_validation_without_end_are_understood():
+    calls = []
+
+    class Own(keras.Model):
+        def fit(self, *args, **kwargs):
+            calls.append(kwargs)
+            return super().fit(*args, batch_size=5, **kwargs)
+
+    inner = build()
+    model = Own(inner.inputs, inner.outputs)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def endless():
+        while True:
+            yield data()
+
+    original = keras.Model.fit.__get__(model)
+    call = FirstFit(model, original, data(), {"validation_data": endless(), "validation_steps": 2}, "train.py", 1)
+    with devices_imposed(1):
+        one = measure(call, Setting(1, 64), Budget())
+    assert not calls
+    assert (one.metric, one.is_higher_better) == ("loss", False)
+    assert one.curve[-1].rows == 576
+
+
+def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_train():
+    x, y = data()
+    keras.utils.set_random_seed(5)
+    plain, watched = build(), build()
+    watched.set_weights(plain.get_weights())
+    for model in (plain, watched):
+        model.compile("sgd", model.loss, steps_per_execution=4)
+    plain.fit(x[:512], y[:512], batch_size=64, shuffle=False, class_weight={0: 1.0, 1: 3.0}, verbose=0)
+    call = found(watched, x, y, shuffle=False, class_weight={0: 1.0, 1: 3.0}, validation_data=data())
+    with devices_imposed(1):
+        one = measure(call, Setting(1, 64), Budget(rows=512))
+    for ours, theirs in zip(watched.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert sum(one.blocks) > 0
+
+
+def test_a_run_that_would_pass_its_limit_stops_and_says_so():
+    with devices_imposed(1):
+        one = measure(found(build(), *data()), Setting(1, 32), Budget(epochs=10_000, limit=1.0))
+    assert any("the limit of 1 s would have been passed" in note for note in one.notes)
+    assert one.blocks
+
+
+def test_devices_are_imposed_whatever_the_script_names():
+    with devices_imposed(2):
+        strategy = lockstep.MirroredStrategy(["cpu:3"], replicas=7)
+        assert (strategy.devices, strategy.num_replicas_in_sync) == (("cpu:0", "cpu:1"), 2)
+        with pytest.raises(OptionError, match="MultiWorkerMirroredStrategy: only strategies of one process"):
+            lockstep.MultiWorkerMirroredStrategy()
+    with devices_imposed(4000), pytest.raises(DeviceError):
+        lockstep.MirroredStrategy()
+    assert lockstep.MirroredStrategy(["cpu:1"], replicas=3).num_replicas_in_sync == 3
+    assert as_imposed("MirroredStrategy", list, 3) == (list, 3)
+
+
+def test_a_batch_without_rows_is_a_row_that_says_so():
+    program = Program(
+        "names", build=f"{build.__module__}:build", data=f"{build.__module__}:data", folders=tuple(sys.path)
+    )
+    failed = measure_program(program, Setting(1, 4096), Budget())
+    assert failed == Failed(
+        Setting(1, 4096), "A batch of 4096 rows is more than the 540 rows to train on. Choose a smaller batch."
+    )
+    assert "more than the 540" in line_of(failed.setting, failed)
+
+
+def test_reasons_are_one_line():
+    assert reason_of(RuntimeError("RESOURCE_EXHAUSTED: no room\nmore")) == "out of memory: RESOURCE_EXHAUSTED: no room"
+    assert reason_of(MemoryError()) == "out of memory: no more could be had"
+    assert reason_of(KeyError("x")) == "KeyError: 'x'"
+    assert reason_of(OptionError("all of it")) == "all of it"
+
+
+def test_which_way_is_better_is_told_from_the_name():
+    assert all(
+        map(
+            is_higher_better,
+            ("accuracy", "sparse_top_k_categorical_accuracy", "AUC", "f1_score", "mean_io_u".replace("_", "")),
+        )
+    )
+    assert not any(map(is_higher_better, ("loss", "mae", "mean_squared_error", "kl_divergence")))
+
+
+def test_an_operation_has_its_formula_and_somebodys_own_the_platforms():
+    assert formula_of(resolve_cross_device_ops("tree")) == "tree"
+    assert formula_of(resolve_cross_device_ops(lambda array, axis: array)) == "auto"
+
+
+def test_a_meter_counts_what_getting_a_batch_takes_and_is_seen_where_it_is_made():
+    times = iter(range(100))
+    with meters_observed() as meters:
+        meter = Meter(lambda: next(times))
+        with meter.getting():
+            pass
+    assert meters == [meter]
+    assert meter.taking == 1
+    with meters_observed() as others:
+        assert others == []
+
+
+def test_children_import_functions_of_modules_and_get_arrays_in_files(tmp_path):
+    program = program_of(Given(build, data(), None), tmp_path)
+    assert (program.kind, program.build, program.validation) == ("names", f"{build.__module__}:build", None)
+    calls = []
+    run_program(program, lambda call: calls.append(call.args[0]))
+    np.testing.assert_array_equal(calls[0], data()[0])
+    with pytest.raises(OptionError, match="data: expected NumPy arrays"):
+        program_of(Given(build, "rows", None), tmp_path)
+
+
+def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, monkeypatch):
+    path = script(tmp_path, "print(lockstep.scaling_report(lambda: build(), data(), devices=(1,), batch=(64,)))")
+    main = types.ModuleType("__main__")
+    main.__file__, main.__spec__ = path, None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", [path, "an argument"])
+    program = program_of(Given(lambda: build(), data(), None), tmp_path)
+    assert program == Program("script", path=path, arguments=("an argument",))
+    calls = []
+    run_program(program, calls.append)
+    assert calls[0].line == 5
+    del main.__file__
+    with pytest.raises(OptionError, match="typed into a notebook or a console"):
+        lockstep.scaling_report(lambda: build(), data())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("lambda: 3, data()", "build: expected a function that gives a compiled model, got 3"),
+        ("build, (1,)", r"data: expected \(x, y\)"),
+    ],
+)
+def test_what_is_no_model_or_no_data_is_told(tmp_path, given, message):
+    program = Program("script", path=script(tmp_path, f"lockstep.scaling_report({given})"))
+    with pytest.raises(OptionError, match=message):
+        run_program(program, print)
+
+
+def test_a_module_that_asks_for_a_report_on_import_is_told(tmp_path, monkeypatch):
+    (tmp_path / "asks_at_once.py").write_text("import lockstep\nlockstep.scaling_report(print, ())\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    program = Program("names", build="asks_at_once:build", folders=(str(tmp_path), *sys.path))
+    with pytest.raises(OptionError, match="it is called while a module is imported"):
+        run_program(program, print)
+
+
+def test_the_command_measures_a_script_without_a_strategy(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "kept.weights.h5"
+    words = ["scale", "--devices", "2", "--batch", "64", "--json", "found.json", "--limit", "120"]
+    assert cli.main([*words, script(tmp_path, PLAIN), str(kept)]) == 0
+    shown = capsys.readouterr()
+    rows = json.loads((tmp_path / "found.json").read_text())["table"]["rows"]
+    assert [row["setting"] for row in rows] == [{"devices": count, "batch": 64} for count in (0, 1, 2)]
+    assert len({round(row["at_rows"], 4) for row in rows}) == 1  # The devices do not change the numbers.
+    assert rows[2]["measured"]["links"][0]["devices"] == 2
+    assert "callbacks left out while measuring: ModelCheckpoint" in shown.out.replace("\n", " ")
+    assert "lockstep scale: 3 of 3: 2 devices, batch 64" in shown.err
+    assert (tmp_path / "scaling.html").read_text().startswith("<!doctype html>")
+    assert not kept.exists()
+
+
+def test_an_input_with_batches_of_its_own_is_measured_once(tmp_path):
+    program, told = Program("script", path=script(tmp_path, OWN_BATCHES)), []
+    settings = [Setting(2, 64), Setting(2, 128)]
+    (one,) = measure_all(program, settings, Budget(limit=120), os.environ, lambda *words: told.append(words))
+    assert isinstance(one, Measured), one
+    assert one.setting == Setting(2, 50)
+    assert one.rows_per_epoch == 600
+    assert any("batches of its own" in note for note in one.notes)
+    assert one.curve
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "reason"),
+    [
+        ("import os\nos._exit(7)", 60, "The process ended with code 7: it said nothing"),
+        ("import os\nos.kill(os.getpid(), 9)", 60, r"The process was killed \(SIGKILL\): out of memory, as a rule\."),
+        ("import threading\nthreading.Event().wait()", 2, "Not done within 2 s"),
+        ("1 / 0", 60, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_setting_that_fails_is_a_row_with_the_reason(tmp_path, code, limit, reason):
+    path = tmp_path / "train.py"
+    path.write_text(code)
+    one = measure_in_child(Program("script", path=str(path)), Setting(1, 64), Budget(limit=limit), os.environ)
+    assert isinstance(one, Failed)
+    assert re.match(reason, one.reason), one.reason
+
+
+def test_a_terminal_gets_a_bar_and_a_line_for_each_setting():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream, failed = Terminal(), Failed(Setting(1, 64), "a [red]reason")
+    with telling(1, stream) as tell:
+        tell(failed.setting, None)
+        tell(failed.setting, failed)
+    assert "a [red]reason" in stream.getvalue()
+    assert "1/1" in stream.getvalue()
+
+
+def test_wrong_words_are_told_in_a_sentence(tmp_path, capsys):
+    assert cli.main(["scale", str(tmp_path / "absent.py")]) == 2
+    assert "absent.py: there is no such file" in capsys.readouterr().err
+    (tmp_path / "train.py").write_text("")
+    assert cli.main(["scale", "--bandwidth", "string", str(tmp_path / "train.py")]) == 2
+    assert "bandwidth: expected GB/s or one of" in capsys.readouterr().err
