@@ -262,8 +262,8 @@ def test_a_module_that_asks_for_a_report_on_import_is_told(tmp_path, monkeypatch
 def test_the_command_measures_a_script_without_a_strategy(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kept = tmp_path / "kept.weights.h5"
-    words = ["scale", "--devices", "2", "--batch", "64", "--json", "found.json", "--limit", "120"]
-    assert cli.main([*words, script(tmp_path, PLAIN), str(kept)]) == 0
+    words = ["--devices", "2", "--batch", "64", "--json", "found.json", "--limit", "120", "--", str(kept)]
+    assert cli.main(["scale", script(tmp_path, PLAIN), *words]) == 0
     shown = capsys.readouterr()
     rows = json.loads((tmp_path / "found.json").read_text())["table"]["rows"]
     assert [row["setting"] for row in rows] == [{"devices": count, "batch": 64} for count in (0, 1, 2)]
