@@ -21,6 +21,7 @@ LAYERS = (
     ("resume", "guard"),
     ("workers", "asynchronous"),
     ("strategies",),
+    ("tuning",),
     ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"),
     ("launch", "report"),
     ("cli",),

@@ -2,5 +2,6 @@
 
 from lockstep.guard.callback import NanGuard
 from lockstep.resume.backup import BackupAndRestore
+from lockstep.tuning.learning_rate import LearningRateScaling
 
-__all__ = ["BackupAndRestore", "NanGuard"]
+__all__ = ["BackupAndRestore", "LearningRateScaling", "NanGuard"]

@@ -63,6 +63,7 @@ class Input(_keras.DataAdapter):
         self._handed_out: Epoch | None = None  # the pass that Keras has
         self._is_going_on = False  # whether this process began in the middle of a pass of several epochs
         self._within = self._seen = False
+        self._rows: int | None = None  # of the first batch
 
     def get_jax_iterator(self) -> Epoch:
         """A new pass; what an earlier one has left goes back to the source."""
@@ -111,6 +112,20 @@ class Input(_keras.DataAdapter):
         if self._epoch:
             self._epoch.close()
         return first
+
+    def first_rows(self) -> int | None:
+        """Rows of the first batch; None where there is none. Asked for in ``fit``, from the begin of the first step on.
+
+        Where Keras has not looked at it, it is looked at now, as Keras would: the step still takes it.
+        """
+        if self._rows is None and self._handed_out:
+            self._count(next(self._handed_out, None))
+        return self._rows
+
+    def _count(self, batch: Any) -> None:
+        leaves: list[Any] = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
+        shapes = [(leaf.layout.rows,) if isinstance(leaf, Rows) else np.shape(leaf) for leaf in leaves]
+        self._rows = shapes[0][0] if shapes and shapes[0] else None
 
     @property
     def taken_last(self) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from lockstep._errors import ModelError, ScopeError, whole_number
 from lockstep._logging import announce
 from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.data.calls import Inputs, Together
+from lockstep.data.listening import listening
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
 from lockstep.guard.around import guard_among, guarded
@@ -253,6 +254,7 @@ class Strategy(LoopTools):
         functions, together, announce = self._functions_of(model), self._together, self._announce
         guard = guard_among(arguments.get("callbacks"))
         with (
+            listening(arguments),
             backed_up(model, arguments, functions, setup, together, announce) as run,
             guarded(guard, functions, run, together, announce),
         ):
