@@ -68,10 +68,13 @@ class FastPlan:
     def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
         if kind == "train":
-            training = Training(step, self._places, self.placement.platform, donated=gate is None)
-            return _placing(training, self.placement, self._places, gate)
+            return _placing(self.training(step, gate), self.placement, self._places, gate)
 
         return _placing(self.reading(step), self.placement)
+
+    def training(self, step: Step, gate: Gate | None = None) -> Training:
+        """A training step, on placed arrays."""
+        return Training(step, self._places, self.placement.platform, donated=gate is None)
 
     def reading(self, step: Step) -> Step:
         """A step that changes little or nothing, on placed arrays: the state is kept, and what did not change is not copied either."""
