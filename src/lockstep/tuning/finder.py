@@ -41,8 +41,8 @@ def batch_size_finder(
 
     The model's own training step is compiled for each size, and what the compiler says that it needs is compared with what there is before
     it is run, so that nothing is killed for lack of memory. Each size that fits is then run some times, until larger ones are no faster. All of
-    this is done on copies: the model, its optimizer and metrics, and all random states stay as they are, but for building what ``fit`` would
-    build. Several workers call it together with the same arguments: a size fits where it fits on all, and the slowest counts.
+    this is done on copies: the model, its optimizer and metrics, and all random states stay as they are. What is not built yet is built; ``fit`` then
+    looks at one batch less beforehand, and so shuffles the rows of such a model in another order. Several workers call it together with the same arguments: a size fits where it fits on all, and the slowest counts.
 
     Args:
         model: compiled; of a strategy, or plain Keras.
@@ -77,6 +77,7 @@ def batch_size_finder(
     owner = _keras.adopted_by(model)
     _refuse(model, owner)
     data = (x, y, sample_weight)
+    _source(data, 1)
     rows, steps = count_rows(data), whole_number("batch_size_finder: steps", steps)
     trials = _trials(model, owner)
     sizes = powers_of_two(rows, trials.replicas) if batch_sizes is None else _asked(batch_sizes, rows)
@@ -194,7 +195,12 @@ def _trials(model: keras.Model, strategy: Strategy | None) -> Trials:
 
 
 def _batch(data: tuple[Any, ...], rows: int) -> Any:
-    """The first rows, as ``fit`` would read them.
+    """The first rows, as ``fit`` would read them."""
+    return next(_source(data, rows).batches())
+
+
+def _source(data: tuple[Any, ...], rows: int) -> AdapterSource:
+    """What ``fit`` would read.
 
     Raises:
         InputError: they are no arrays.
@@ -204,7 +210,7 @@ def _batch(data: tuple[Any, ...], rows: int) -> Any:
         raise InputError(
             f"batch_size_finder: x must be a tree of arrays, of which it makes batches of any size; got {type(data[0]).__name__}."
         )
-    return next(source.batches())
+    return source
 
 
 def _asked(batch_sizes: Sequence[int], rows: int) -> list[int]:
