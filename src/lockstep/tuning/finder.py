@@ -83,9 +83,9 @@ def batch_size_finder(
     sizes = powers_of_two(rows, trials.replicas) if batch_sizes is None else _asked(batch_sizes, rows)
     together = owner._together if owner else Together()
     pauses = owner._listener.pauses if owner else lambda: None
-    _agree(together, [sizes, steps, rows])
+    _agree(together, [sizes, steps, rows, batch_sizes is None])
+    hosts = together.gathered("batch_size_finder: the machines", socket.gethostname())
     if memory_limit is None:
-        hosts = together.gathered("batch_size_finder: the machines", socket.gethostname())
         available = free_memory(trials.devices, hosts.count(socket.gethostname()))
     else:
         available = whole_number("batch_size_finder: memory_limit", memory_limit)
@@ -227,7 +227,7 @@ def _agree(together: Together, value: list[Any]) -> None:
     for index, other in enumerate(found):
         if other != found[0]:
             raise ClusterError(
-                f"batch_size_finder: worker {index} was called with other arguments than the chief: sizes, steps and rows are {other}, the "
+                f"batch_size_finder: worker {index} was called with other arguments than the chief: sizes, steps, rows and whether to refine are {other}, the "
                 f"chief's {found[0]}. Call it on all workers with the same."
             )
 

@@ -7,7 +7,7 @@ import lockstep
 from tests.workers.program import config, make_strategy, tell
 
 x, y = np.ones((64, 8), "float32"), np.ones((64, 1), "float32")
-with make_strategy(timeout=60).scope():
+with make_strategy().scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(64), keras.layers.Dense(1)])
     model.compile("adam", "mse")
 before = [weight.tobytes() for weight in model.get_weights()]
