@@ -95,15 +95,16 @@ def test_the_largest_is_that_of_a_search_that_compiles_each_size(kind):
     limit = (sizes[36] + sizes[38]) // 2
     found = lockstep.batch_size_finder(model, X, Y, steps=1, memory_limit=limit)
     expected = max(rows for rows, size in sizes.items() if size <= limit)
-    assert expected <= found.largest <= expected + 1
+    assert expected <= found.largest <= expected + (1 if strategy is None else 0)
     by_rows = {measured.rows: measured for measured in found.measurements}
     assert all(by_rows[rows].memory_bytes == size for rows, size in sizes.items() if rows in by_rows)
     assert not by_rows[ROWS].fits
     assert by_rows[ROWS].note == f"it takes {by_rows[ROWS].memory_bytes:,} bytes, and there are {limit:,}"
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("largest", [0, 7, 8, 31, 33, 100, 640, 641, 999, 1000])
-def test_the_search_finds_what_trying_each_size_finds(largest):
+def test_the_search_finds_what_trying_each_size_finds(largest, replicas):
     asked = []
 
     def fits(size):
@@ -112,12 +113,16 @@ def test_the_search_finds_what_trying_each_size_finds(largest):
 
     sizes = powers_of_two(1000, 3)
     assert sizes == [8, 16, 32, 64, 128, 256, 512, 1000]
-    found = find_largest(sizes, fits, refine=True)
+    found = find_largest(sizes, fits, replicas)
     low = max((size for size in sizes if size <= largest), default=None)
-    grid = [size for size in range(low or 0, largest + 1, max(1, (low or 1) // 32)) if low]
-    assert found == (max(grid) if low else None)
+    if low in (None, 1000):
+        assert found == low
+    else:
+        step = max(1, low // 32 // replicas) * replicas
+        tried = [size for size in range(low - low % replicas, min(largest, 999) + 1, step) if size > low]
+        assert found == max([low, *tried])
     assert len(asked) == len(set(asked)) <= len(sizes) + 6
-    assert find_largest(sizes, lambda size: size <= largest, refine=False) == low
+    assert find_largest(sizes, lambda size: size <= largest, None) == low
 
 
 def test_few_rows_and_many_replicas():

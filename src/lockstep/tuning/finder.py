@@ -50,7 +50,8 @@ def batch_size_finder(
         y: targets, likewise.
         sample_weight: a weight for each row, ``(rows,)``.
         batch_sizes: rows of the global batches to try. By default powers of two, from 8 or the number of replicas up to all rows; and then,
-            between the last that fits and the first that does not, steps of 1/32 to find the largest.
+            between the last that fits and the first that does not, steps of 1/32, in multiples of the
+            replicas, to find the largest.
         steps: how many training steps a size is timed for, after a first that does not count.
         memory_limit: bytes that a step may take: on each accelerator, or for all CPU devices of a process together. By default nine tenths of
             what is free, on a CPU also within the limit of the control group (container).
@@ -92,7 +93,7 @@ def batch_size_finder(
     search = _Search(
         trials, lambda size: _batch(data, size), steps, available, together, pauses, stops=batch_sizes is None
     )
-    largest = find_largest(sizes, search.fits, refine=batch_sizes is None)
+    largest = find_largest(sizes, search.fits, trials.replicas if batch_sizes is None else None)
     found = tuple(sorted(search.found, key=lambda measured: measured.rows))
     if largest is None:
         raise OptionError(

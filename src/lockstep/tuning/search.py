@@ -13,13 +13,14 @@ def powers_of_two(rows: int, least: int) -> list[int]:
     return [*(1 << power for power in range(first.bit_length() - 1, rows.bit_length()) if 1 << power < rows), rows]
 
 
-def find_largest(sizes: Sequence[int], fits: Callable[[int], bool], *, refine: bool) -> int | None:
+def find_largest(sizes: Sequence[int], fits: Callable[[int], bool], refine: int | None) -> int | None:
     """The largest size that fits, where each that is smaller than a fitting one fits, too.
 
     Args:
         sizes: to try, rising; the search ends with the first that does not fit.
         fits: is asked once for each size that is tried.
-        refine: whether sizes between the last that fits and the first that does not are tried, in steps of 1/32 of the last.
+        refine: try multiples of this number between the last that fits and the first that does not, in steps of about 1/32 of the
+            last: batches that replicas do not share evenly take more memory than larger ones that they do. None: do not.
 
     Returns:
         None where not even the first fits.
@@ -31,17 +32,17 @@ def find_largest(sizes: Sequence[int], fits: Callable[[int], bool], *, refine: b
         elif largest is None:
             return None
         else:
-            return _between(largest, size, fits) if refine else largest
+            return _between(largest, size, fits, refine) if refine else largest
     return largest
 
 
-def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    step = max(1, low // _PARTS)
-    fitting, failing = 0, -(-(high - low) // step)  # in steps above ``low``
+def _between(low: int, high: int, fits: Callable[[int], bool], multiple: int) -> int:
+    first, step = low - low % multiple, max(1, low // _PARTS // multiple) * multiple
+    fitting, failing = 0, -(-(high - first) // step)  # in steps above ``first``
     while failing - fitting > 1:
         middle = (fitting + failing) // 2
-        if fits(low + middle * step):
+        if fits(first + middle * step):
             fitting = middle
         else:
             failing = middle
-    return low + fitting * step
+    return first + fitting * step if fitting else low
