@@ -85,6 +85,13 @@ def test_the_code_about_inputs_runs_as_it_stands(tmp_path):
     assert done.stdout == "[0, 0, 1, 2, 3, 4]\n"
 
 
+def test_the_code_about_batch_sizes_runs_as_it_stands(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "batch_size.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ +512 .*\nLargest that fits: 512, all the rows that there are", done.stdout, flags=re.MULTILINE)
+
+
 @pytest.mark.full
 def test_the_code_about_nan_says_what_the_page_says(tmp_path):
     page = (ROOT / "docs" / "nan_guard.md").read_text()

@@ -21,6 +21,7 @@ LAYERS = (
     ("resume", "guard", "monitor", "doctor"),
     ("workers", "asynchronous"),
     ("strategies",),
+    ("tuning",),
     ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"),
     ("launch", "migrate", "report", "scaling"),
     ("cli",),

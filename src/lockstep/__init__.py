@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.central import CentralStorageStrategy
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
+    from lockstep.tuning.finder import batch_size_finder
 
 __all__ = [
     "AutoAllReduce",
@@ -92,6 +93,7 @@ __all__ = [
     "TreeAllReduce",
     "ValueContext",
     "__version__",
+    "batch_size_finder",
     "callbacks",
     "cluster_resolver",
     "compute_average_loss",
@@ -135,6 +137,7 @@ _LATER = {
     "RingAllReduce": "lockstep.collectives",
     "TreeAllReduce": "lockstep.collectives",
     "ValueContext": "lockstep.loops.datasets",
+    "batch_size_finder": "lockstep.tuning.finder",
     "compute_average_loss": "lockstep.loops.losses",
     "get_replica_context": "lockstep.loops.current",
     "get_strategy": "lockstep.loops.current",

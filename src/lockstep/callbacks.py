@@ -5,5 +5,13 @@ from lockstep.monitor.progress import RichProgress
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.throughput import ThroughputMonitor
 from lockstep.resume.backup import BackupAndRestore
+from lockstep.tuning.learning_rate import LearningRateScaling
 
-__all__ = ["BackupAndRestore", "NanGuard", "RichProgress", "TensorBoard", "ThroughputMonitor"]
+__all__ = [
+    "BackupAndRestore",
+    "LearningRateScaling",
+    "NanGuard",
+    "RichProgress",
+    "TensorBoard",
+    "ThroughputMonitor",
+]

@@ -11,11 +11,10 @@ from keras import layers
 
 import lockstep
 from lockstep.data.random_state import captured_random_state
-from lockstep.doctor.measured import Read, about_input
+from lockstep.doctor.measured import Read, Steps, about_input
 from lockstep.doctor.memory import about_memory
 from lockstep.doctor.process import BadVersion, about_allocator, about_devices_and_cores, about_thread_pool
 from lockstep.doctor.program import Program, Setting
-from lockstep.step.trial import Trial
 from lockstep.topology.host_memory import HostMemory, host_memory
 
 from .programs import FROM_LOGITS, PROGRAMS, X, Y, dense, net
@@ -126,7 +125,7 @@ def test_an_input_that_is_slower_than_the_steps_is_measured():
     [(0.1, 0.01, True, "90 %"), (0.01, 0.1, True, None), (0.1, 0.01, False, None), (0.0011, 0.0001, True, None)],
 )
 def test_an_input_is_slow_where_it_takes_longer_than_the_step(reads, runs, is_ahead, told):
-    found = about_input(Read([], reads, is_ahead, "input", None), Trial(runs, None), "fit")
+    found = about_input(Read([], reads, is_ahead, "input", None), Steps(runs, None), "fit")
     assert names_of(found) == ["input-bound"] * bool(told)
     assert not told or found[0].what == f"{told} of the time is spent waiting for data"
 

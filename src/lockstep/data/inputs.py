@@ -127,6 +127,15 @@ class Input(_keras.DataAdapter):
             self._epoch.close()
         return first
 
+    def first_rows(self) -> int | None:
+        """Rows of the first batch; None where there is none. Asked for in ``fit``, from the begin of the first step on.
+
+        Where Keras has not looked at it, it is looked at now, as Keras would: the step still takes it.
+        """
+        if self.rows is None and self._handed_out:
+            self.rows = _rows_of(next(self._handed_out, None))
+        return self.rows
+
     @property
     def taken_last(self) -> tuple[int, int]:
         """Number of the pass, and in it that of the batch, which was taken last."""

@@ -166,8 +166,20 @@ class Placement:
         if _is_placed(batch):
             return batch
         laid = self._laid_out(batch)
-        places = jax.tree.map(lambda leaf: self.cut if _is_rows(leaf) else self.replicated, laid, is_leaf=_is_rows)
-        return self.put(laid, places)
+        return self.put(laid, self._places(laid))
+
+    def described(self, batch: Any) -> Any:
+        """What :meth:`place` would put on the devices, by shapes, types and places: nothing is put there."""
+        laid = self._laid_out(batch)
+        kinds = jax.tree.map(jax.typeof, laid)
+        return jax.tree.map(
+            lambda kind, place: jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place),
+            kinds,
+            jax.tree.broadcast(self._places(laid), kinds),
+        )
+
+    def _places(self, laid: Any) -> Any:
+        return jax.tree.map(lambda leaf: self.cut if _is_rows(leaf) else self.replicated, laid, is_leaf=_is_rows)
 
     def hand_over(self, batch: Any) -> Any:
         """As :meth:`place`, for a compiled step: to one CPU alone its program takes the arrays of the host itself, in less time."""

@@ -62,16 +62,16 @@ def _steps(program: Program, functions: StepFunctions, seen: Read) -> tuple[list
             "the input has no batch" if not seen.batches else "the model has no weights yet: begin it with keras.Input"
         )
         return list(about_memory(program)), [], [f"steps, their memory and their wait for data: {reason}"]
-    trial = measure(functions, seen)
+    steps = measure(functions, seen)
     size = (seen.in_all or 0, bytes_of_data(seen.batches[0]))
-    found = about_input(seen, trial, program.at_fit) + list(about_memory(program, trial.bytes, size))
+    found = about_input(seen, steps, program.at_fit) + list(about_memory(program, steps.bytes, size))
     lines = []
-    if trial.seconds is not None and seen.seconds is not None:
+    if seen.seconds is not None:
         lines.append(
-            f"{len(seen.batches)} training steps on a copy of the state: {1000 * trial.seconds:.2f} ms each, {1000 * seen.seconds:.2f} ms "
-            f"to read a batch; {100 * waiting_share(seen, trial):.0f} % of the time would be spent waiting for data"
+            f"training steps on a copy of the state: {1000 * steps.seconds:.2f} ms each, {1000 * seen.seconds:.2f} ms "
+            f"to read a batch; {100 * waiting_share(seen, steps):.0f} % of the time would be spent waiting for data"
         )
-    memory = trial.bytes or bytes_at_least(program.model)
-    what = "a step" if trial.bytes else "weights, gradients and optimizer (JAX does not say what a step needs)"
+    memory = steps.bytes or bytes_at_least(program.model)
+    what = "a step" if steps.bytes else "weights, gradients and optimizer (JAX does not say what a step needs)"
     lines.append(f"memory of {what}: {memory / 2**20:.1f} MiB on each device")
     return found, lines, []

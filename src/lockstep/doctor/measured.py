@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import jax
 import numpy as np
 
 from lockstep import _keras
@@ -15,9 +14,10 @@ from lockstep.data.inputs import Input
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.doctor.finding import Finding
 from lockstep.step.functions import StepFunctions
-from lockstep.step.trial import Trial, try_steps
+from lockstep.step.plans import FastPlan
+from lockstep.step.trials import StrategyTrials, copies, usual_seconds
 
-__all__ = ["BATCHES", "Read", "about_input", "measure", "read_some"]
+__all__ = ["BATCHES", "Read", "Steps", "about_input", "measure", "read_some", "waiting_share"]
 
 BATCHES = 6  # that are read and trained on; the first step is compiled, and not counted
 _LEAST = 0.002  # seconds that a step waits; less is not worth a sentence
@@ -41,6 +41,19 @@ class Read:
     is_ahead: bool
     name: str
     in_all: int | None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What training steps took.
+
+    Args:
+        seconds: of the usual one.
+        bytes: that the program needs on a device; None where it is several programs.
+    """
+
+    seconds: float
+    bytes: int | None
 
 
 def read_some(made: Input, clock: Clock = time.perf_counter) -> Read:
@@ -67,30 +80,34 @@ def read_some(made: Input, clock: Clock = time.perf_counter) -> Read:
     return Read(batches, usual, made.depth > 0, made.name, made.num_batches)
 
 
-def measure(functions: StepFunctions, read: Read) -> Trial:
-    """Train on what was read, with copies of all values."""
-    first = jax.tree.map(np.shape, read.batches[0])
-    alike = [batch for batch in read.batches if jax.tree.map(np.shape, batch) == first]
-    random = captured_random_state()
+def measure(functions: StepFunctions, read: Read) -> Steps:
+    """Train on the first batch that was read, with copies of all values."""
+    random, steps = captured_random_state(), max(1, len(read.batches) - 1)
     try:
-        return try_steps(functions, _keras.training_state(functions.model, read.batches[0]), alike)
+        if isinstance(functions.plan, FastPlan) and functions.model.jit_compile and not functions.model.run_eagerly:
+            trials = StrategyTrials(functions.model, functions.placement, functions.plan, functions.plan)
+            trial = trials.of(read.batches[0])
+            return Steps(trial.seconds(steps), trial.memory)
+        train, state = functions.make("train"), copies(_keras.training_state(functions.model, read.batches[0]))
+        step = lambda state, batch: train(state, iter([batch]))  # noqa: E731
+        return Steps(usual_seconds(step, state, read.batches[0], steps), None)
     finally:
         restore_random_state(random)
 
 
-def waiting_share(read: Read, trial: Trial) -> float:
+def waiting_share(read: Read, steps: Steps) -> float:
     """The part of the time in which no step can run, as its batch is not there yet."""
-    if read.seconds is None or trial.seconds is None or not read.is_ahead:
+    if read.seconds is None or not read.is_ahead:
         return 0.0
-    return max(0.0, 1 - trial.seconds / read.seconds)
+    return max(0.0, 1 - steps.seconds / read.seconds)
 
 
-def about_input(read: Read, trial: Trial, where: str) -> list[Finding]:
+def about_input(read: Read, steps: Steps, where: str) -> list[Finding]:
     """About an input that is slower than the step."""
-    share = waiting_share(read, trial)
-    if share < BOUND or (read.seconds or 0) - (trial.seconds or 0) < _LEAST:
+    share = waiting_share(read, steps)
+    if share < BOUND or (read.seconds or 0) - steps.seconds < _LEAST:
         return []
     what, cure = about_waiting(share)
-    reads, runs = 1000 * (read.seconds or 0), 1000 * (trial.seconds or 0)
+    reads, runs = 1000 * (read.seconds or 0), 1000 * steps.seconds
     why = f"a batch of {read.name} is read in {reads:.1f} ms, and a step takes {runs:.1f} ms"
     return [Finding("input-bound", what, where, why, cure)]

@@ -68,13 +68,13 @@ class FastPlan:
     def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
         """See :class:`Plan`."""
         if kind == "train":
-            return _placing(self.training(step, donated=gate is None), self.placement, self.places, gate)
+            return _placing(self.training(step, gate), self.placement, self._places, gate)
 
         return _placing(self.reading(step), self.placement)
 
-    def training(self, step: Step, *, donated: bool) -> Training:
-        """A training step on placed arrays; see :class:`Training`."""
-        return Training(step, self.places, self.placement.platform, donated=donated)
+    def training(self, step: Step, gate: Gate | None = None) -> Training:
+        """A training step, on placed arrays."""
+        return Training(step, self._places, self.placement.platform, donated=gate is None)
 
     def reading(self, step: Step) -> Step:
         """A step that changes little or nothing, on placed arrays: the state is kept, and what did not change is not copied either."""
@@ -92,7 +92,7 @@ class FastPlan:
 
         return run
 
-    def places(self, state: Any) -> Any:
+    def _places(self, state: Any) -> Any:
         """Where a training step's state lies."""
         places = [self.placement.replicated] * len(state)
         if not self.shard_optimizer:

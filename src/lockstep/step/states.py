@@ -68,20 +68,29 @@ class Training:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Logs and the new state."""
         if self._program is None:
-            places, donated = self._places(state), (0,) if self._donated else ()
-            self._program = jax.jit(
-                self._run, donate_argnums=donated, out_shardings=(places[0], places), compiler_options=self._options
-            )
+            self._program = self._made(state)
         result, new = self._program(state, batch)
         return result, new if self._donated else with_changes(state, new)
 
-    def memory(self, state: Any, batch: Any) -> Any:
-        """What the program that such a call has compiled needs on a device, as JAX's ``memory_analysis`` has it."""
-        return self._program.lower(state, batch).compile().memory_analysis()
+    def ahead(self, state: Any, batch: Any) -> jax.stages.Compiled:
+        """The program for a state and a batch of these shapes, without running it."""
+        kinds = jax.tree.map(jax.typeof, tuple(list(part) for part in state))
+        described = jax.tree.map(_described, kinds, jax.tree.broadcast(self._places(state), kinds))
+        return self._made(state).lower(described, batch).compile()
+
+    def _made(self, state: Any) -> Any:
+        places, donated = self._places(state), (0,) if self._donated else ()
+        return jax.jit(
+            self._run, donate_argnums=donated, out_shardings=(places[0], places), compiler_options=self._options
+        )
 
     def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
         result, new = self._step(state, batch)
         return result, tuple(list(part) for part in new) if self._donated else tuple(changes_of(state, new))
+
+
+def _described(kind: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place, weak_type=kind.weak_type)
 
 
 def without_aliases(state: Any) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from lockstep._errors import ModelError, ScopeError, whole_number
 from lockstep._logging import announce
 from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.data.calls import Inputs, Together
+from lockstep.data.listening import listening
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
 from lockstep.doctor.at_fit import AtFit
@@ -217,6 +218,7 @@ class Strategy(Checkups):
         guard = guard_among(arguments.get("callbacks"))
         with (
             monitored(arguments, functions, self._placement, together, announce),
+            listening(arguments),
             backed_up(model, arguments, functions, setup, together, announce) as run,
             guarded(guard, functions, run, together, announce),
         ):

@@ -1,0 +1,264 @@
+"""LearningRateScaling against a loop in plain Keras that sets the rate by hand before each step."""
+
+import contextlib
+import logging
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep import _keras
+from lockstep.callbacks import LearningRateScaling
+from lockstep.strategies.parameter_server import ParameterServerStrategy
+from tests.resume.runs import BreakOff, BrokenOffError
+
+ROWS, BATCH, BASE, EPOCHS, RATE = 40, 16, 4, 3, 0.02
+STEPS = -(-ROWS // BATCH)
+X = np.random.default_rng(0).normal(size=(ROWS, 3)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(ROWS, 2)).astype("float32")
+
+
+def model_of(optimizer=None, strategy=None, **options):
+    keras.utils.set_random_seed(3)
+    made = strategy or lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+    with made.scope():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)])
+        model.compile(optimizer or keras.optimizers.SGD(RATE, momentum=0.9), "mse", **options)
+    return model
+
+
+def plain(optimizer=None):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(2)])
+    model.compile(optimizer or keras.optimizers.SGD(RATE, momentum=0.9), "mse")
+    return model
+
+
+class Rates(keras.callbacks.Callback):
+    """Keeps the rate of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.seen.append(float(self.model.optimizer.learning_rate))
+
+
+def fit(model, *callbacks, epochs=EPOCHS, batch=BATCH, **options):
+    rates = Rates()
+    model.fit(X, Y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0, callbacks=[*callbacks, rates], **options)
+    return rates.seen
+
+
+def by_hand(factor, warm_up, steps=EPOCHS * STEPS):
+    """The rates of the steps, written down anew."""
+    climb = np.linspace(RATE, RATE * factor, warm_up + 1)[:-1] if warm_up else []
+    return [*climb, *[RATE * factor] * (steps - warm_up)]
+
+
+def trained_by_hand(rates, optimizer=None):
+    model = plain(optimizer)
+    for step, rate in enumerate(rates):
+        model.optimizer.learning_rate = rate
+        rows = slice(step % STEPS * BATCH, (step % STEPS + 1) * BATCH)
+        model.train_on_batch(X[rows], Y[rows])
+    return model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("rule", "epochs", "factor"),
+    [("linear", 2, 4), ("linear", 0, 4), ("sqrt", 1, 2)],
+    ids=["linear", "at once", "sqrt"],
+)
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.Adam])
+def test_the_weights_are_those_of_a_loop_that_sets_the_rate_by_hand(rule, epochs, factor, optimizer):
+    scaling = LearningRateScaling(BASE, rule, epochs)
+    model = model_of(optimizer(RATE))
+    expected = by_hand(factor, epochs * STEPS)
+    np.testing.assert_allclose(fit(model, scaling), expected, rtol=1e-6)
+    assert scaling.factor == factor
+    for ours, theirs in zip(model.get_weights(), trained_by_hand(expected, optimizer(RATE)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_plain_keras_with_the_batch_said_is_the_same():
+    model = plain()
+    fit(model, LearningRateScaling(BASE, warmup_epochs=2, global_batch=BATCH))
+    for ours, theirs in zip(model.get_weights(), trained_by_hand(by_hand(4, 2 * STEPS)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_smaller_batch_has_its_smaller_rate_at_once():
+    assert fit(model_of(), LearningRateScaling(4 * BATCH)) == pytest.approx([RATE / 4] * STEPS * EPOCHS)
+
+
+def test_the_end_of_the_warm_up_needs_no_whole_calls():
+    seen = fit(model_of(steps_per_execution=2), LearningRateScaling(BASE, warmup_epochs=2))
+    rates = by_hand(4, 2 * STEPS)
+    assert seen == pytest.approx([rates[0], rates[2], rates[3], rates[5], rates[6], rates[8]])
+
+
+def batches():
+    while True:
+        yield from ((X[start : start + BATCH], Y[start : start + BATCH]) for start in (0, BATCH))
+
+
+@pytest.mark.parametrize("is_built", [False, True], ids=["new", "used"])
+def test_the_batch_of_a_generator_is_seen_and_none_is_lost(is_built):
+    models = [model_of(), model_of()]
+    scaling = LearningRateScaling(BASE, warmup_epochs=0)
+    for model, callbacks in zip(models, ([scaling], []), strict=True):
+        if is_built:
+            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        if not callbacks:
+            model.optimizer.learning_rate = 4 * RATE
+        model.fit(batches(), steps_per_epoch=2, epochs=2, verbose=0, callbacks=callbacks)
+    assert scaling.factor == 4
+    for ours, theirs in zip(models[0].get_weights(), models[1].get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_gradient_accumulation_makes_the_batch_larger():
+    scaling = LearningRateScaling(BASE, warmup_epochs=0)
+    fit(model_of(keras.optimizers.SGD(RATE, gradient_accumulation_steps=2)), scaling, epochs=1)
+    assert scaling.factor == 8
+
+
+def test_a_loss_scale_is_left_alone():
+    inner = keras.optimizers.SGD(RATE)
+    model = model_of(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0))
+    assert fit(model, LearningRateScaling(BASE, warmup_epochs=1)) == pytest.approx(by_hand(4, STEPS))
+    assert float(inner.learning_rate) == pytest.approx(4 * RATE)
+
+
+def test_a_second_fit_goes_on_and_does_not_scale_again():
+    model, scaling = model_of(), LearningRateScaling(BASE, warmup_epochs=2)
+    seen = [rate for _ in range(EPOCHS) for rate in fit(model, scaling, epochs=1)]
+    assert seen == pytest.approx(by_hand(4, 2 * STEPS))
+    assert fit(model, scaling, epochs=1) == pytest.approx([4 * RATE] * STEPS)
+    assert fit(model, scaling, epochs=1, batch=BATCH // 2)[0] == pytest.approx(2 * RATE)
+    model.optimizer.learning_rate = RATE
+    assert fit(model, scaling, epochs=1)[0] == pytest.approx(2 * RATE)
+    assert fit(model_of(), scaling, epochs=1)[0] == pytest.approx(RATE)  # another optimizer: anew
+
+
+def test_what_reduces_the_rate_after_the_warm_up_goes_on_from_the_scaled_one():
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
+    seen = fit(model_of(), LearningRateScaling(BASE, warmup_epochs=1), plateau, epochs=4)
+    assert [seen[epoch * STEPS] for epoch in range(4)] == pytest.approx([RATE, 4 * RATE, 2 * RATE, RATE])
+
+
+def test_a_scheduler_that_takes_the_rate_as_it_finds_it_goes_with_the_warm_up():
+    later = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate if epoch < 2 else rate / 10)
+    seen = fit(model_of(), LearningRateScaling(BASE, warmup_epochs=2), later)
+    assert seen == pytest.approx([*by_hand(4, 2 * STEPS)[:-STEPS], *[RATE * 4 / 10] * STEPS])
+
+
+def test_who_else_sets_the_rate_in_the_warm_up_ends_it_with_a_line(caplog):
+    other = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.05 if epoch == 1 else rate)
+    with caplog.at_level(logging.INFO):
+        seen = fit(model_of(), LearningRateScaling(BASE, warmup_epochs=2), other)
+    assert seen == pytest.approx([*by_hand(4, 2 * STEPS)[:STEPS], *[0.05] * 2 * STEPS])
+    assert f"the warm-up ends after {STEPS} steps, as something else has set the learning rate to 0.05" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What a run leaves that nobody has stopped."""
+    return resumed(None)
+
+
+def resumed(stop, folder=None):
+    model, rates = model_of(metrics=["mae"]), []
+    callbacks = [lockstep.callbacks.BackupAndRestore(folder, save_freq=2)] if folder else []
+    callbacks += [LearningRateScaling(BASE, warmup_epochs=2), BreakOff(stop)]
+    with contextlib.suppress(BrokenOffError):
+        rates = model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks).history
+    return rates, [np.asarray(variable).tobytes() for variable in [*model.variables, *model.optimizer.variables]]
+
+
+@pytest.mark.parametrize("stop", [3, 5, 8], ids=["in the warm-up", "later in it", "after it"])
+def test_broken_off_and_taken_up_the_bits_are_the_same(stop, whole, tmp_path):
+    assert resumed(stop, tmp_path)[0] == []
+    assert resumed(None, tmp_path) == whole
+
+
+def test_the_devices_decide_no_bit():
+    trained = []
+    for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
+        model = model_of(strategy=lockstep.MirroredStrategy(devices, replicas=2, deterministic=True))
+        fit(model, LearningRateScaling(BASE, warmup_epochs=1), epochs=2)
+        trained.append([value.tobytes() for value in model.get_weights()])
+    assert trained[0] == trained[1]
+
+
+SGD = keras.optimizers.SGD()
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(RATE, 10, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "data", "message"),
+    [
+        (lambda: keras.optimizers.SGD(SCHEDULE), {}, "multiply its rates by the ratio of the batches"),
+        (lambda: keras.optimizers.SGD(lambda: RATE), {}, "one learning rate that is a number"),
+        (
+            lambda: keras.optimizers.MultiOptimizer(lambda variable: SGD),
+            {},
+            "Of a MultiOptimizer scale the rates where its optimizers are made",
+        ),
+        (lambda: None, {"x": iter([(X, Y)])}, "does not say how many batches an epoch has. Give steps_per_epoch"),
+    ],
+    ids=["schedule", "function", "several", "no length"],
+)
+def test_what_cannot_be_scaled_is_refused_and_changes_nothing(optimizer, data, message):
+    model = model_of(optimizer())
+    before = [weight.tobytes() for weight in model.get_weights()]
+    given = {"x": (batch for batch in data["x"])} if data else {"x": X, "y": Y}
+    with pytest.raises(lockstep.OptionError, match=message):
+        model.fit(**given, verbose=0, callbacks=[LearningRateScaling(BASE)])
+    assert [weight.tobytes() for weight in model.get_weights()] == before
+
+
+def test_in_plain_keras_the_batch_must_be_said():
+    with pytest.raises(lockstep.ScopeError, match=r"say LearningRateScaling\(…, global_batch=512\)"):
+        fit(plain(), LearningRateScaling(BASE))
+
+
+def test_where_servers_keep_the_variables_it_is_refused():
+    model = plain()
+    strategy = object.__new__(ParameterServerStrategy)  # One that has met its cluster needs processes.
+    _keras.adopt(model, strategy, lambda kind: None)
+    with pytest.raises(lockstep.ScopeError, match="all workers of a ParameterServerStrategy would have to wait"):
+        fit(model, LearningRateScaling(BASE))
+
+
+def test_an_input_without_a_batch_is_told():
+    model = model_of()
+    fit(model, epochs=1)
+    with pytest.raises(lockstep.OptionError, match="the rows of a batch cannot be counted"):
+        model.fit(lambda step: None, verbose=0, callbacks=[LearningRateScaling(BASE, warmup_epochs=0)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"base_batch": 0}, "base_batch: expected a whole number of at least 1, got 0"),
+        ({"base_batch": 8, "rule": "cubic"}, "rule: expected one of linear, sqrt, got 'cubic'"),
+        ({"base_batch": 8, "warmup_epochs": -1}, "warmup_epochs: expected a whole number of at least 0"),
+        ({"base_batch": 8, "global_batch": 1.5}, "global_batch: expected a whole number of at least 1"),
+    ],
+    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else None,
+)
+def test_arguments_out_of_their_range(arguments, message):
+    with pytest.raises(lockstep.OptionError, match=message):
+        LearningRateScaling(**arguments)
+
+
+def test_the_root_is_the_one_of_the_ratio():
+    scaling = LearningRateScaling(10, "sqrt", 0)
+    fit(model_of(), scaling, epochs=1)
+    assert scaling.factor == math.sqrt(BATCH / 10)
