@@ -74,7 +74,8 @@ def about_changed_batch(
             where,
             f"a step now stands for {factor:g} times as many rows: with the same rate it learns another amount from each of them (Goyal et al., "
             "Accurate, Large Minibatch SGD, 2017)",
-            f"With SGD take {now.rate * factor:g}, with Adam about {now.rate * factor**0.5:.3g}; or say the old batch",
+            f"With SGD take {now.rate * factor:g}, with Adam about {now.rate * factor**0.5:.3g}, as lockstep.callbacks."
+            f"LearningRateScaling(base_batch={earlier.rows}) does step by step; or say the old batch",
         )
 
 
@@ -85,4 +86,5 @@ def _may_change(callbacks: Any) -> bool:
 
 
 def _is_known(kind: type) -> bool:
-    return is_kerases_own(kind) or kind.__module__ in ("lockstep.resume.backup", "lockstep.guard.callback")
+    is_ours = kind.__module__.startswith("lockstep.") and not kind.__module__.startswith("lockstep.tuning.")
+    return is_kerases_own(kind) or is_ours

@@ -27,7 +27,7 @@ from lockstep.doctor.examination import examine
 from lockstep.doctor.finding import Finding, Report
 from lockstep.doctor.network import about_network, peers_of
 from lockstep.doctor.program import Program, Setting, caller
-from lockstep.doctor.switch import set_doctor
+from lockstep.doctor.switch import is_on, set_doctor
 from lockstep.report.script import FirstFit, run_until_fit
 from lockstep.step.functions import StepFunctions, StepListener
 from lockstep.step.plans import FastPlan
@@ -94,12 +94,13 @@ def examine_script(path: str, arguments: Sequence[str], network: Network | None 
         program = Program(first.model, x, y, weight, given, fit_at=f"{first.path}:{first.line}")
         reports.append(_examined(replace(program, compiled_at=places.get(first.model, ""))))
 
+    before = is_on()
     set_doctor(False)  # Or the script's strategy would say the same of other calls.
     try:
         with compiles_noted(note):
             run_until_fit(path, arguments, look)
     finally:
-        set_doctor(True)
+        set_doctor(before)
     return _with_network(reports[0], network or Network())
 
 
