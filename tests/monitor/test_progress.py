@@ -67,7 +67,7 @@ def test_a_terminal_shows_one_display_and_not_the_bar_of_keras():
         assert "val_loss" in line
         assert re.search(r" · [\d,]+ rows/s · waits \d+% · 0:00:\d\d · ", line)
     running = re.findall(r"epoch \d/2 · step (\d+)/12 · .*?ETA (?:-|0:00:\d\d)", text)
-    assert len(set(running)) > 3
+    assert len(set(running)) > 1
     assert "ms/step" not in text
     assert text.count("a line of the user's own") == 2
 
