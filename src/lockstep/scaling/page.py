@@ -22,6 +22,7 @@ gap:1.25rem}figure{margin:0;padding:1rem;border:1px solid var(--faint);border-ra
 .scroll{overflow-x:auto;margin-top:.75rem}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums;
 overflow-wrap:normal}th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--faint)}th{text-align:right;vertical-align:bottom}
 td{white-space:nowrap}
+figure th,figure td{padding:.25rem .4rem;font-size:.8rem}
 td:first-child,th:first-child{text-align:left;padding-left:0}code{font-size:.9em}a:focus-visible,.scroll:focus-visible{outline:3px solid
 var(--accent);outline-offset:2px}
 """
