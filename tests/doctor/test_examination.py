@@ -15,7 +15,7 @@ from lockstep.doctor.measured import Read, Steps, about_input
 from lockstep.doctor.memory import about_memory
 from lockstep.doctor.process import BadVersion, about_allocator, about_devices_and_cores, about_thread_pool
 from lockstep.doctor.program import Program, Setting
-from lockstep.topology.host_memory import HostMemory, host_memory
+from lockstep.topology.host_memory import HostMemory
 
 from .programs import FROM_LOGITS, PROGRAMS, X, Y, dense, net
 
@@ -215,16 +215,6 @@ def test_more_memory_than_an_accelerator_has_is_told(of_a_step, names):
         Program(net(dense(), loss=FROM_LOGITS), X, Y, setting=setting), of_a_step, None, HostMemory(1, None, 1)
     )
     assert names_of(found) == names
-
-
-def test_free_memory_is_that_of_the_control_group_where_it_has_less(tmp_path):
-    (tmp_path / "memory.max").write_text("3000\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  5 kB\n")
-    assert host_memory(tmp_path, tmp_path / "meminfo").free == 2000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory(tmp_path, tmp_path / "meminfo").free == 5 * 1024
-    assert host_memory(tmp_path, tmp_path / "none").free is None
 
 
 def test_a_memory_of_a_step_is_what_jax_says_of_its_program():

@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.tuning.memory import host_memory
+from lockstep.topology.host_memory import host_memory
 from lockstep.tuning.result import BatchSizes, Measurement
 from lockstep.tuning.search import find_largest, powers_of_two
 
@@ -191,11 +191,12 @@ def test_the_control_groups_of_a_container_limit_the_memory(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert host_memory(tmp_path) == 8000 * 1024
+    assert (host_memory(tmp_path).free, host_memory(tmp_path).limit) == (8000 * 1024, None)
     outer = tmp_path / "sys" / "fs" / "cgroup" / "outer"
     for name, text in {"max": "5000000", "current": "3000000", "stat": "anon 7\ninactive_file 1000000\n"}.items():
         (outer / f"memory.{name}").write_text(text)
-    assert host_memory(tmp_path) == 3_000_000
+    assert (host_memory(tmp_path).free, host_memory(tmp_path).limit) == (3_000_000, 5_000_000)
+    assert host_memory(tmp_path / "none").free is None
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """How much memory this machine has, and how much of it this process may still have."""
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["HostMemory", "first_line", "host_memory"]
-
-_CGROUP, _MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -15,8 +14,8 @@ class HostMemory:
 
     Args:
         total: of the machine.
-        limit: of the control group of this process, where it has one.
-        free: what may still be asked for; None where the system does not say.
+        limit: the least that the control groups around this process allow, where they do not allow all.
+        free: what may still be asked for, within these limits; None where the system does not say.
     """
 
     total: int
@@ -24,23 +23,37 @@ class HostMemory:
     free: int | None
 
 
-def host_memory(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> HostMemory:
-    """The memory of this machine.
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """The memory of this machine; control groups are those of version 2 on Linux.
 
     Args:
-        cgroup: folder of the control group, of version 2.
-        meminfo: what Linux says.
+        root: where ``proc`` and ``sys`` are.
 
     Example:
         >>> from lockstep.topology.host_memory import host_memory
         >>> host_memory().total > 0
         True
     """
-    limit, used = first_line(cgroup / "memory.max"), first_line(cgroup / "memory.current")
-    bounds = [int(limit) - int(used)] if limit.isdigit() and used.isdigit() else []
-    bounds += [int(line.split()[1]) * 1024 for line in _lines(meminfo) if line.startswith("MemAvailable:")]
+    groups = list(_limits(root))
+    known = [max(0, limit - used) for limit, used in groups]
+    known += [int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return HostMemory(total, int(limit) if limit.isdigit() else None, min(bounds, default=None))
+    return HostMemory(total, min((limit for limit, _ in groups), default=None), min(known, default=None))
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of this process's control group and of those around it."""
+    groups = root / "sys/fs/cgroup"
+    own = next((line[4:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::/")), "")
+    for folder in (groups / own, *(groups / parent for parent in Path(own).parents)):
+        limit, used = first_line(folder / "memory.max"), first_line(folder / "memory.current")
+        if limit.isdigit() and used.isdigit():
+            yield int(limit), int(used) - _reclaimable(_lines(folder / "memory.stat"))
+
+
+def _reclaimable(lines: Iterable[str]) -> int:
+    """Bytes of files that the kernel gives up where memory is short."""
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def first_line(path: Path) -> str:
