@@ -66,8 +66,9 @@ def test_the_first_fit_is_handed_over_with_its_line_and_the_script_ends_there(sc
     assert found.kwargs["batch_size"] == 3
     assert found.kwargs["epochs"] == 2
     assert found.args[0].shape == (5, 2)
-    assert found.path == path
-    assert ".fit(" in (BUILD + code).splitlines()[found.line - 1]
+    file, _, line = found.where.rpartition(":")
+    assert file == path
+    assert ".fit(" in (BUILD + code).splitlines()[int(line) - 1]
 
 
 def test_what_it_would_have_done_can_be_done(script):
@@ -79,7 +80,7 @@ def test_what_it_would_have_done_can_be_done(script):
 def test_a_helper_module_beside_the_script_is_found_and_its_line_named(script, tmp_path):
     (tmp_path / "helper_of_train.py").write_text("def train(model, x):\n    model.fit(x, x[:, :1])\n")
     found = found_in(script(f"{BUILD}\nfrom helper_of_train import train\ntrain(build(), x)"))
-    assert (found.path, found.line) == (str(tmp_path / "helper_of_train.py"), 2)
+    assert found.where == f"{tmp_path / 'helper_of_train.py'}:2"
 
 
 def test_nothing_is_left_behind(script):

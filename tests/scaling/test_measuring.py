@@ -57,7 +57,7 @@ def script(tmp_path, code):
 
 
 def found(model, *args, **kwargs):
-    return FirstFit(model, model.fit, args, kwargs, "train.py", 1)
+    return FirstFit(model, model.fit, args, kwargs, "train.py:1")
 
 
 def test_measuring_trains_exactly_what_fit_trains():
@@ -124,7 +124,7 @@ def test_a_fit_of_the_models_own_and_validation_without_end_are_understood():
             yield data()
 
     original = keras.Model.fit.__get__(model)
-    call = FirstFit(model, original, data(), {"validation_data": endless(), "validation_steps": 2}, "train.py", 1)
+    call = FirstFit(model, original, data(), {"validation_data": endless(), "validation_steps": 2}, "train.py:1")
     with devices_imposed(1):
         one = measure(call, Setting(1, 64), Budget())
     assert not calls

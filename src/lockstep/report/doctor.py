@@ -91,7 +91,7 @@ def examine_script(path: str, arguments: Sequence[str], network: Network | None 
     def look(first: FirstFit) -> None:
         given = dict(inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments)
         x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
-        program = Program(first.model, x, y, weight, given, fit_at=f"{first.path}:{first.line}")
+        program = Program(first.model, x, y, weight, given, fit_at=first.where)
         reports.append(_examined(replace(program, compiled_at=places.get(first.model, ""))))
 
     before = is_on()

@@ -2,7 +2,6 @@
 
 import runpy
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import keras
 
 from lockstep._errors import OptionError
 from lockstep._keras_fit import fits_taken
+from lockstep.doctor.program import caller
 
 __all__ = ["FirstFit", "run_until_fit"]
 
@@ -26,16 +26,14 @@ class FirstFit:
         fit: does what the script has asked for, with ``args`` and ``kwargs``.
         args: as the script gives them.
         kwargs: the named ones.
-        path: of the file that has the call.
-        line: of the call, from 1.
+        where: file and line of the call, as ``train.py:31``.
     """
 
     model: keras.Model
     fit: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    path: str
-    line: int
+    where: str
 
 
 class _EnoughError(BaseException):  # Not an Exception: the script may catch those.
@@ -57,8 +55,7 @@ def run_until_fit(path: str, arguments: Sequence[str], look: Callable[[FirstFit]
         raise OptionError(f"{path}: there is no such file. Give the script that trains the model.")
 
     def take(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        where = _call_in_script(path)
-        look(FirstFit(model, fit, args, kwargs, where.filename, where.lineno or 0))
+        look(FirstFit(model, fit, args, kwargs, caller()))
         raise _EnoughError
 
     with _as_main(path, arguments), fits_taken(take):
@@ -82,11 +79,3 @@ def _as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = before
-
-
-def _call_in_script(path: str) -> traceback.FrameSummary:
-    """Where the script, or a module beside it, has made the call that runs."""
-    folder = Path(path).resolve().parent
-    own = [frame for frame in traceback.extract_stack() if Path(frame.filename).resolve().is_relative_to(folder)]
-    inside = [frame for frame in own if not {"site-packages", "lockstep"} & set(Path(frame.filename).parts)]
-    return (inside or own)[-1]

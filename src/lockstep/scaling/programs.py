@@ -102,7 +102,7 @@ def run_program(program: Program, look: Callable[[FirstFit], None]) -> None:
         sys.path[:] = list(program.folders)
         build, data = _imported(program.build), _loaded(program.data)
         given = Given(build, data, program.validation and _loaded(program.validation))
-        with fits_taken(lambda model, fit, args, kwargs: look(FirstFit(model, fit, args, kwargs, "", 0))):
+        with fits_taken(lambda model, fit, args, kwargs: look(FirstFit(model, fit, args, kwargs, ""))):
             train_given(given)
     finally:
         _measuring.reset(token)
