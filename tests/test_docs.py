@@ -10,6 +10,8 @@ import pytest
 
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives import ALGORITHMS
+from tests.laws.cases import CASES
+from tests.laws.compare import DEVICES, RELATIVE, REPLICAS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -167,6 +169,18 @@ def test_every_resolver_is_in_the_table_in_order_with_all_its_variables():
         own = [rows[first], *(row for row in rows[first + 1 : first + 2] if "| the same |" in row)]
         listed = {name for row in own for name in re.findall(r"`([A-Z]\w+_\w+|RANK)`", row.split("|")[3])}
         assert listed == set(resolver.variables), resolver.__name__
+
+
+def test_the_page_about_what_is_computed_says_how_exact_law_1_is():
+    page = (ROOT / "docs" / "semantics.md").read_text()
+    assert (
+        f"for {len(CASES)} models, losses, optimizers and options, on {min(REPLICAS)} to {max(REPLICAS)} replicas"
+        in page
+    )
+    assert f"and {min(DEVICES)} to {max(DEVICES)} devices" in page
+    exact = {case.relative for case in CASES}
+    assert exact == {RELATIVE, 3e-5, 5e-3}
+    assert all(f"{relative:.0e}".replace("e-0", "e-") in page for relative in exact)
 
 
 def test_every_algorithm_is_explained():
