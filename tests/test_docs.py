@@ -149,6 +149,40 @@ def test_the_code_about_servers_trains_on_two_workers(tmp_path):
     assert "2 workers, without waiting; variables on 1 server" in done.stdout
 
 
+@pytest.mark.full
+def test_both_steps_of_the_page_about_coordinators_train_on_two_workers(tmp_path):
+    page = (ROOT / "docs" / "coordinator.md").read_text()
+    loop, own_gradients = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (trains,) = re.findall(r"^for epoch.*", loop, flags=re.MULTILINE | re.DOTALL)
+    own_loop = trains.replace("['loss']", "").replace("epoch {", "own {")
+    (tmp_path / "loop.py").write_text("\n".join([loop, "import jax", own_gradients, own_loop]))
+    (words,) = re.findall(r"`lockstep (run .*loop\.py)`", page)
+    command = [sys.executable, "-m", "lockstep.cli", *words.split()[:-1], "--timeout", "100", "loop.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(number) for number in re.findall(r"\[chief\] \w+ \d: loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 6
+    assert losses[0] > losses[2] > losses[5]
+
+
+@pytest.mark.full
+def test_the_code_about_resume_comes_to_the_same_bits(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(), flags=re.DOTALL)
+    command = [sys.executable, "-c", "\n".join([*blocks, "print(float(state) == sum(range(300)))"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "goes on from stopped at step 7: epoch 2, after 0 of its steps" in done.stderr
+    assert done.stdout == "True\nTrue\n"
+
+
+def test_the_code_about_several_machines_trains_alone_where_nobody_else_is(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "several_machines.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 2/2" in done.stdout
+    assert done.stdout.endswith("1 replicas\n")
+
+
 def test_the_code_about_clusters_runs_as_it_stands(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), flags=re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
