@@ -10,6 +10,8 @@ import pytest
 
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives import ALGORITHMS
+from tests.laws.cases import CASES
+from tests.laws.compare import DEVICES, RELATIVE, REPLICAS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -22,6 +24,20 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("https://"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def anchors(page):
+    """What GitHub makes of the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = [re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
+    return {heading.replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_into_a_page_lead_to_a_heading(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        if not target.startswith("https://"):
+            assert anchor in anchors(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
 
 
 def test_the_code_in_the_readme_runs_as_it_stands(tmp_path):
@@ -133,6 +149,40 @@ def test_the_code_about_servers_trains_on_two_workers(tmp_path):
     assert "2 workers, without waiting; variables on 1 server" in done.stdout
 
 
+@pytest.mark.full
+def test_both_steps_of_the_page_about_coordinators_train_on_two_workers(tmp_path):
+    page = (ROOT / "docs" / "coordinator.md").read_text()
+    loop, own_gradients = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (trains,) = re.findall(r"^for epoch.*", loop, flags=re.MULTILINE | re.DOTALL)
+    own_loop = trains.replace("['loss']", "").replace("epoch {", "own {")
+    (tmp_path / "loop.py").write_text("\n".join([loop, "import jax", own_gradients, own_loop]))
+    (words,) = re.findall(r"`lockstep (run .*loop\.py)`", page)
+    command = [sys.executable, "-m", "lockstep.cli", *words.split()[:-1], "--timeout", "100", "loop.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(number) for number in re.findall(r"\[chief\] \w+ \d: loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 6
+    assert losses[0] > losses[2] > losses[5]
+
+
+@pytest.mark.full
+def test_the_code_about_resume_comes_to_the_same_bits(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(), flags=re.DOTALL)
+    command = [sys.executable, "-c", "\n".join([*blocks, "print(float(state) == sum(range(300)))"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "goes on from stopped at step 7: epoch 2, after 0 of its steps" in done.stderr
+    assert done.stdout == "True\nTrue\n"
+
+
+def test_the_code_about_several_machines_trains_alone_where_nobody_else_is(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "several_machines.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 2/2" in done.stdout
+    assert done.stdout.endswith("1 replicas\n")
+
+
 def test_the_code_about_clusters_runs_as_it_stands(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), flags=re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
@@ -153,6 +203,18 @@ def test_every_resolver_is_in_the_table_in_order_with_all_its_variables():
         own = [rows[first], *(row for row in rows[first + 1 : first + 2] if "| the same |" in row)]
         listed = {name for row in own for name in re.findall(r"`([A-Z]\w+_\w+|RANK)`", row.split("|")[3])}
         assert listed == set(resolver.variables), resolver.__name__
+
+
+def test_the_page_about_what_is_computed_says_how_exact_law_1_is():
+    page = (ROOT / "docs" / "semantics.md").read_text()
+    assert (
+        f"for {len(CASES)} models, losses, optimizers and options, on {min(REPLICAS)} to {max(REPLICAS)} replicas"
+        in page
+    )
+    assert f"and {min(DEVICES)} to {max(DEVICES)} devices" in page
+    exact = {case.relative for case in CASES}
+    assert exact == {RELATIVE, 3e-5, 5e-3}
+    assert all(f"{relative:.0e}".replace("e-0", "e-") in page for relative in exact)
 
 
 def test_every_algorithm_is_explained():
