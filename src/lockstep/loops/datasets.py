@@ -48,7 +48,7 @@ class InputContext:
         if global_batch_size % self.num_replicas_in_sync:
             raise OptionError(
                 f"get_per_replica_batch_size: {self.num_replicas_in_sync} replicas do not divide a global batch of "
-                f"{global_batch_size} rows."
+                f"{global_batch_size} rows. Take a multiple of {self.num_replicas_in_sync}."
             )
         return global_batch_size // self.num_replicas_in_sync
 
