@@ -49,7 +49,7 @@ def test_only_a_strategy_with_servers_has_a_coordinator():
 
 
 def test_a_cache_is_refused_as_each_worker_reads_its_own_part():
-    with pytest.raises(lockstep.OptionError, match="a cache cannot be made. Leave it out"):
+    with pytest.raises(lockstep.OptionError, match=r"a cache cannot be made\. Leave it out"):
         lockstep.ParameterServerStrategy(input_options=lockstep.InputOptions(cache="memory"))
 
 
