@@ -23,7 +23,7 @@ include_patterns = ["*.md", "docs/**.md", "docs/**.rst", "benchmarks/**.md", "ex
 exclude_patterns = ["docs/contents.md"]
 
 myst_heading_anchors = 4
-smartquotes = False  # Messages and options stand as they are printed.
+smartquotes_action = "D"  # Dashes; quotation marks stand as they are printed.
 nitpicky = True
 # Types of other packages, whose documentation would have to be fetched; and of inner modules, which are not for users.
 nitpick_ignore_regex = [(r"py:.*", r"(?!lockstep\.).*"), (r"py:.*", r"lockstep(\.[a-z_]+){2,}\.\w+")]

@@ -248,7 +248,11 @@ def _field(name: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(text.split("\n")))
+    """As Markdown; options of commands are code, as two hyphens would become a dash."""
+    parts = re.split(r"(--[a-z][a-z_-]*)", " ".join(text.split("\n")))
+    return "".join(
+        f"`{part}`" if part.startswith("--") else re.sub(r"([\\`*_\[\]<>|])", r"\\\1", part) for part in parts
+    )
 
 
 def _last_name(called: ast.expr) -> str:

@@ -39,7 +39,7 @@ class Entry:
 
 
 def entries():
-    pattern = r"^\.\. (auto\w+|py:class):: (lockstep[\w.]*)(\(\))?\n((?:   :.*\n)*)"
+    pattern = r"^\.\. (auto\w+|py:class|py:data):: (lockstep[\w.]*)(\(\))?\n((?:   :.*\n)*)"
     for page in PAGES:
         for kind, name, call, options in re.findall(pattern, page.read_text(), flags=re.MULTILINE):
             yield Entry(kind, name, bool(call), dict(re.findall(r":([\w-]+):\s?(.*)", options)))

@@ -50,7 +50,7 @@ def test_every_topic_is_one_that_has_messages(maker, messages):
 def pattern(text):
     """What a message of the page looks like when it is printed."""
     parts = re.split(r"(?<!\\)\*[^*]+(?<!\\)\*|…", text)
-    return ".*".join(re.escape(re.sub(r"\\(.)", r"\1", part)) for part in parts)
+    return ".*".join(re.escape(re.sub(r"\\(.)|`", r"\1", part)) for part in parts)
 
 
 def raised(call):
