@@ -163,5 +163,7 @@ def _refuse_twins(jobs: Mapping[str, Mapping[int, str]]) -> None:
     for job, tasks in jobs.items():
         for index, address in tasks.items():
             if address in seen:
-                raise ClusterError(f"cluster: {seen[address]} and {job} {index} have one address, {address}.")
+                raise ClusterError(
+                    f"cluster: {seen[address]} and {job} {index} have one address, {address}. Give each its own."
+                )
             seen[address] = f"{job} {index}"

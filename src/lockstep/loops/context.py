@@ -112,7 +112,9 @@ class ReplicaContext:
 
     def _gather_one(self, value: jax.Array, axis: int) -> jax.Array:
         if not -value.ndim <= axis < value.ndim:
-            raise InputError(f"all_gather: axis {axis} is not one of an array of shape {value.shape}.")
+            raise InputError(
+                f"all_gather: axis {axis} is not one of an array of shape {value.shape}. Axes count from 0, and from -1 backwards."
+            )
         axis %= value.ndim
         lengths = [shape[axis] for shape in self._gathering(value.shape)]
         starts = jnp.asarray([sum(lengths[:replica]) for replica in range(len(lengths))])

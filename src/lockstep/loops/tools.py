@@ -241,4 +241,6 @@ def _refuse_axis(what: str, value: PerReplica, axis: int) -> None:
     for array in value.groups:
         shape = tuple(array.shape[1:])
         if not -len(shape) <= axis < len(shape):
-            raise InputError(f"strategy.{what}: axis {axis} is not one of a value of shape {shape}.")
+            raise InputError(
+                f"strategy.{what}: axis {axis} is not one of a value of shape {shape}. Axes count from 0, and from -1 backwards."
+            )
