@@ -20,9 +20,19 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 def mnist(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
-    """Handwritten digits: pictures ``uint8 (60000, 28, 28)`` and labels ``(60000,)``, then 10,000 more for testing.
+    """Handwritten digits: MNIST.
 
     Source: LeCun, Cortes and Burges; the IDX format is described with the data set.
+
+    Args:
+        environment: where ``LOCKSTEP_DATA`` may stand.
+
+    Returns:
+        Pictures ``uint8 (60000, 28, 28)`` and labels ``(60000,)`` for training, then 10,000 for testing.
+
+    Raises:
+        FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
+        ValueError: a file there is something else.
     """
     folder = _folder("mnist", environment)
     if folder is None:
@@ -31,10 +41,19 @@ def mnist(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
 
 
 def cifar10(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
-    """Small photographs: ``uint8 (n, 32, 32, 3)`` and labels ``(n,)`` for training, then 10,000 for testing.
+    """Small photographs: CIFAR-10.
 
     The folder may hold only the first of the five training files: n is 10,000 then, else 50,000.
     Source: Krizhevsky, "Learning multiple layers of features from tiny images" (2009).
+
+    Args:
+        environment: where ``LOCKSTEP_DATA`` may stand.
+
+    Returns:
+        Pictures ``uint8 (n, 32, 32, 3)`` and labels ``(n,)`` for training, then 10,000 for testing.
+
+    Raises:
+        FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
     """
     folder = _folder("cifar10", environment)
     if folder is None:
@@ -45,10 +64,20 @@ def cifar10(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
 
 
 def reuters(length: int, environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
-    """Newswires as word numbers ``int32 (8982, length)`` and topics ``(8982,)``, then 2,246 for testing.
+    """Newswires as numbers of words: Reuters.
 
     Numbers, order and split are those of ``keras.datasets.reuters.load_data()``; texts are cut and filled at their
-    beginning to ``length`` words, as ``keras.utils.pad_sequences`` does.
+    beginning, as ``keras.utils.pad_sequences`` does.
+
+    Args:
+        length: number of words of each text.
+        environment: where ``LOCKSTEP_DATA`` may stand.
+
+    Returns:
+        Texts ``int32 (8982, length)`` and topics ``(8982,)`` for training, then 2,246 for testing.
+
+    Raises:
+        FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
     """
     folder = _folder("reuters", environment)
     if folder is None:

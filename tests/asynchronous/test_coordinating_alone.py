@@ -48,6 +48,11 @@ def test_only_a_strategy_with_servers_has_a_coordinator():
         lockstep.ClusterCoordinator(lockstep.MirroredStrategy(["cpu:0"]))
 
 
+def test_a_cache_is_refused_as_each_worker_reads_its_own_part():
+    with pytest.raises(lockstep.OptionError, match=r"a cache cannot be made\. Leave it out"):
+        lockstep.ParameterServerStrategy(input_options=lockstep.InputOptions(cache="memory"))
+
+
 def test_a_strategy_has_one_coordinator_under_both_names(chief):
     strategy = chief()
     coordinator = lockstep.ClusterCoordinator(strategy)

@@ -89,8 +89,14 @@ def test_export_takes_the_newest_good_one(tmp_path, capsys, caplog):
         (["show", "nothing"], "nothing: there is no checkpoint."),
         (["verify", "nothing"], "nothing: there is no checkpoint."),
         (["export", "nothing", "out"], "nothing: there is no checkpoint."),
-        (["export", "runs", "out", "--step", "9"], "there is no checkpoint of step 9."),
-        (["export", "runs/step-000000007", "out", "--step", "9"], "there is no checkpoint of step 9."),
+        (
+            ["export", "runs", "out", "--step", "9"],
+            "there is no checkpoint of step 9. 'lockstep checkpoint show' lists what is there.",
+        ),
+        (
+            ["export", "runs/step-000000007", "out", "--step", "9"],
+            "there is no checkpoint of step 9. 'lockstep checkpoint show' lists what is there.",
+        ),
         (["export", "runs", "out", "--only", "x*"], "no array has a name like 'x*'."),
         (["export", "runs", "missing/out"], "missing/out: cannot be written: No such file or directory."),
     ],

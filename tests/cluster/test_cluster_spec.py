@@ -41,7 +41,7 @@ def test_a_cluster_of_which_some_addresses_are_known():
         ({"worker": ["a:1", "b"]}, "worker 1: expected an address such as .*, got 'b'"),
         ({"worker": ["a:1", 5]}, "worker 1: expected an address such as .*, got 5"),
         ({"worker": ["a:1", "b:70000"]}, "a port of 1 to 65535, got 'b:70000'"),
-        ({"worker": ["a:1", "b:1", "a:1"]}, "worker 0 and worker 2 have one address, a:1"),
+        ({"worker": ["a:1", "b:1", "a:1"]}, "worker 0 and worker 2 have one address, a:1. Give each its own"),
         ({"worker": ["a:1"], "ps": ["a:1"]}, "worker 0 and ps 0 have one address, a:1"),
         ({"chief": ["a:1", "b:1"]}, "expected one chief at most, got 2: a:1, b:1"),
         ({"evaluator": ["a:1", "b:1"]}, "expected one evaluator at most"),

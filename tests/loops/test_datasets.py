@@ -80,7 +80,9 @@ def test_each_replica_draws_its_own_batch():
 
 
 def test_a_batch_size_that_the_replicas_do_not_divide_is_an_error():
-    with pytest.raises(lockstep.OptionError, match="2 replicas do not divide a global batch of 5 rows"):
+    with pytest.raises(
+        lockstep.OptionError, match=r"2 replicas do not divide a global batch of 5 rows\. Take a multiple of 2"
+    ):
         lockstep.InputContext(1, 0, 2).get_per_replica_batch_size(5)
 
 

@@ -64,7 +64,10 @@ class RemoteValue:
         self._coordination, self._outcome = coordination, outcome
 
     def fetch(self) -> Any:
-        """Wait until the function is done; what it has returned, on every process.
+        """Wait until the function is done.
+
+        Returns:
+            What it has returned, on every process; arrays are NumPy's.
 
         Raises:
             ClusterError: it has failed, or another function.
@@ -72,7 +75,11 @@ class RemoteValue:
         return self._coordination.fetch([self._outcome])[0]
 
     def get(self) -> Any:
-        """The same as :meth:`fetch`."""
+        """Wait until the function is done: :meth:`fetch` by the name that ``tf.distribute`` has for it.
+
+        Returns:
+            What it has returned, on every process.
+        """
         return self.fetch()
 
 
@@ -100,6 +107,7 @@ class ClusterCoordinator:
         >>> coordinator = lockstep.ClusterCoordinator(strategy)
         >>> coordinator is lockstep.ClusterCoordinator(strategy), coordinator.done()
         (True, True)
+        >>> table = coordinator.create_per_worker_resource(lambda: {"rows": 3})  # For the arguments of schedule.
         >>> strategy.close()
     """
 
@@ -134,6 +142,9 @@ class ClusterCoordinator:
             args: its arguments, as the worker's own script has computed them; per-worker values become the worker's own.
             kwargs: likewise, by name.
 
+        Returns:
+            What stands for its result until that is fetched.
+
         Raises:
             ClusterError: something that was scheduled before has failed.
             ModelError: the strategy has no model that is built and compiled.
@@ -156,7 +167,14 @@ class ClusterCoordinator:
         self._strategy._coordination.join()
 
     def done(self) -> bool:
-        """Whether all that was scheduled is done, as the chief sees it; all processes hear the same. Errors as for :meth:`join`."""
+        """Whether all that was scheduled is done.
+
+        Returns:
+            As the chief sees it; all processes hear the same.
+
+        Raises:
+            ClusterError: as for :meth:`join`.
+        """
         return self._strategy._coordination.done()
 
     def fetch(self, val: Any) -> Any:

@@ -49,6 +49,11 @@ class PerWorkerDataset:
 
     Raises:
         OptionError: it is something else.
+
+    Example:
+        >>> import lockstep
+        >>> type(iter(lockstep.PerWorkerDataset([1, 2]))).__name__
+        'PerWorkerValues'
     """
 
     def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:

@@ -27,8 +27,9 @@ class WorkerGroup:
 
     Example:
         >>> from lockstep.cluster.group import WorkerGroup
-        >>> WorkerGroup(workers=2, index=1, coordinator="a:12421", addresses=("a:12421", "b:12421")).name
-        'worker 1 of 2 (b:12421)'
+        >>> group = WorkerGroup(workers=2, index=1, coordinator="a:12421", addresses=("a:12421", "b:12421"))
+        >>> group.name, group.name_of(0)
+        ('worker 1 of 2 (b:12421)', 'worker 0 of 2 (a:12421)')
     """
 
     workers: int
@@ -57,7 +58,14 @@ class WorkerGroup:
         return self.name_of(self.index)
 
     def name_of(self, index: int) -> str:
-        """Worker ``index`` as messages name it, with its address where that is known."""
+        """A worker as messages name it, with its address where that is known.
+
+        Args:
+            index: its number, from 0.
+
+        Returns:
+            Such as ``worker 1 of 2 (b:12421)``.
+        """
         if self.addresses is not None:
             address = f" ({self.addresses[index]})"
         else:

@@ -29,6 +29,11 @@ class ClusterSpec:
         >>> spec = ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
         >>> spec.num_tasks("worker"), spec.task_address("worker", 1)
         (2, 'c:2222')
+        >>> spec.as_dict()
+        {'chief': ['a:2222'], 'worker': ['b:2222', 'c:2222']}
+        >>> partly = ClusterSpec({"worker": {1: "c:2222"}})
+        >>> partly.task_indices("worker"), partly.job_tasks("worker")
+        ([1], [None, 'c:2222'])
     """
 
     def __init__(self, cluster: "Jobs | ClusterSpec") -> None:
@@ -46,27 +51,72 @@ class ClusterSpec:
         return list(self._tasks)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """For each job the list of its addresses, or a dict from index to address where some are not known."""
+        """The addresses of all tasks.
+
+        Returns:
+            For each job the list of its addresses, or a dict from index to address where some are not known.
+        """
         dense = {job: list(tasks) == list(range(len(tasks))) for job, tasks in self._tasks.items()}
         return {job: list(tasks.values()) if dense[job] else dict(tasks) for job, tasks in self._tasks.items()}
 
     def num_tasks(self, job_name: str) -> int:
-        """The number of tasks of a job whose address is known."""
+        """The number of tasks of a job whose address is known.
+
+        Args:
+            job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+
+        Returns:
+            The number.
+
+        Raises:
+            ClusterError: there is no such job.
+        """
         return len(self._of(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The indices of the tasks of a job whose address is known, rising."""
+        """The indices of the tasks of a job whose address is known, rising.
+
+        Args:
+            job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+
+        Returns:
+            Whole numbers, from 0 where all are known.
+
+        Raises:
+            ClusterError: there is no such job.
+        """
         return list(self._of(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """``host:port`` of one task."""
+        """The address of one task.
+
+        Args:
+            job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+            task_index: number of the task in its job.
+
+        Returns:
+            ``host:port``.
+
+        Raises:
+            ClusterError: there is no such job, or the address of this task is not known.
+        """
         tasks = self._of(job_name)
         if task_index not in tasks:
             raise ClusterError(f"cluster: {job_name} has the indices {list(tasks)}, not {task_index!r}.")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a job by index, None where one is not known."""
+        """The addresses of a job by index, None where one is not known.
+
+        Args:
+            job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+
+        Returns:
+            One entry for each index up to the last one that is known.
+
+        Raises:
+            ClusterError: there is no such job.
+        """
         tasks = self._of(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
@@ -113,5 +163,7 @@ def _refuse_twins(jobs: Mapping[str, Mapping[int, str]]) -> None:
     for job, tasks in jobs.items():
         for index, address in tasks.items():
             if address in seen:
-                raise ClusterError(f"cluster: {seen[address]} and {job} {index} have one address, {address}.")
+                raise ClusterError(
+                    f"cluster: {seen[address]} and {job} {index} have one address, {address}. Give each its own."
+                )
             seen[address] = f"{job} {index}"

@@ -25,6 +25,11 @@ class CrossDeviceOps(abc.ABC):
         ...     def describe(self, devices):
         ...         return "gather everything and add it everywhere"
         >>> lockstep.testing.check_cross_device_ops(Gathered(), devices=["cpu:0", "cpu:1"], dtypes=["float32", "bool"])
+        >>> Gathered().describe(jax.devices())
+        'gather everything and add it everywhere'
+        >>> import numpy as np
+        >>> bool(Gathered().error_bound(np.ones((2, 1), "float32")) < 1e-6)
+        True
     """
 
     @abc.abstractmethod
@@ -43,7 +48,14 @@ class CrossDeviceOps(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Half a sentence for the strategy's log line, for example ``all-reduce by XLA``."""
+        """Say how the arrays meet, for the strategy's log line.
+
+        Args:
+            devices: in their order along the axis.
+
+        Returns:
+            Half a sentence, for example ``all-reduce by XLA``.
+        """
 
     def error_bound(self, pieces: np.ndarray) -> np.ndarray:
         """How far from the exact sum a result may be: what any order of adding in the arrays' own dtype allows.

@@ -64,7 +64,11 @@ class Report:
     left_out: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as values of JSON."""
+        """The same as values of JSON.
+
+        Returns:
+            ``findings``, ``looked_at`` and ``left_out``.
+        """
         found = [asdict(finding) for finding in self.findings]
         return {"findings": found, "looked_at": list(self.looked_at), "left_out": list(self.left_out)}
 

@@ -95,12 +95,26 @@ class ReplicaContext:
 
         Returns:
             The same tree, the same on every replica.
+
+        Raises:
+            InputError: there is no such axis.
+
+        Example:
+            >>> import lockstep
+            >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=3)
+            >>> def numbers():
+            ...     context = lockstep.get_replica_context()
+            ...     return context.all_gather(context.replica_id_in_sync_group[None], axis=0)
+            >>> [int(number) for number in strategy.run(numbers)]
+            [0, 1, 2]
         """
         return jax.tree.map(lambda leaf: self._gather_one(jnp.asarray(leaf), axis), value)
 
     def _gather_one(self, value: jax.Array, axis: int) -> jax.Array:
         if not -value.ndim <= axis < value.ndim:
-            raise InputError(f"all_gather: axis {axis} is not one of an array of shape {value.shape}.")
+            raise InputError(
+                f"all_gather: axis {axis} is not one of an array of shape {value.shape}. Axes count from 0, and from -1 backwards."
+            )
         axis %= value.ndim
         lengths = [shape[axis] for shape in self._gathering(value.shape)]
         starts = jnp.asarray([sum(lengths[:replica]) for replica in range(len(lengths))])
@@ -120,6 +134,16 @@ class ReplicaContext:
 
         Returns:
             What it returns; of a :class:`PerReplica` each replica gets its own value.
+
+        Example:
+            >>> import lockstep
+            >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=3)
+            >>> def number():
+            ...     context = lockstep.get_replica_context()
+            ...     add = lambda strategy, values: strategy.reduce("SUM", values, axis=None)
+            ...     return context.merge_call(add, (context.replica_id_in_sync_group,))
+            >>> int(strategy.run(number))
+            3
         """
         leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})))
         leaves = [jnp.asarray(leaf) for leaf in leaves]

@@ -58,7 +58,10 @@ _none = _NoStrategy()
 
 
 def get_strategy() -> Any:
-    """The strategy whose scope is open or whose replica runs; else one of a single replica, as in ``tf.distribute``.
+    """The strategy that is at work here, as in ``tf.distribute``.
+
+    Returns:
+        That whose scope is open or whose replica runs; else one of a single replica.
 
     Example:
         >>> import lockstep
@@ -69,7 +72,10 @@ def get_strategy() -> Any:
 
 
 def has_strategy() -> bool:
-    """Whether a scope is open or a replica runs.
+    """Whether a strategy is at work here.
+
+    Returns:
+        True where a scope is open or a replica runs.
 
     Example:
         >>> import lockstep
@@ -81,7 +87,10 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code works for all replicas at once: in a scope or a merge call, and not in a replica.
+    """Whether the code works for all replicas at once.
+
+    Returns:
+        True in a scope or a merge call, and not in a replica.
 
     Example:
         >>> import lockstep
@@ -92,7 +101,10 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica that runs; None in a scope or a merge call; that of the only replica where there is no strategy.
+    """The replica that runs.
+
+    Returns:
+        What it knows of itself; None in a scope or a merge call; that of the only replica where there is no strategy.
 
     Example:
         >>> import lockstep

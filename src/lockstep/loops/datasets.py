@@ -28,6 +28,14 @@ class InputContext:
         num_input_pipelines: number of processes that read.
         input_pipeline_id: number of this one.
         num_replicas_in_sync: number of replicas of all.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+        >>> seen = []
+        >>> data = strategy.distribute_datasets_from_function(lambda context: seen.append(context) or [])
+        >>> seen
+        [InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)]
     """
 
     num_input_pipelines: int
@@ -36,6 +44,12 @@ class InputContext:
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Rows of one replica.
+
+        Args:
+            global_batch_size: rows of all replicas together.
+
+        Returns:
+            Rows of each.
 
         Raises:
             OptionError: the replicas do not divide ``global_batch_size``.
@@ -48,7 +62,7 @@ class InputContext:
         if global_batch_size % self.num_replicas_in_sync:
             raise OptionError(
                 f"get_per_replica_batch_size: {self.num_replicas_in_sync} replicas do not divide a global batch of "
-                f"{global_batch_size} rows."
+                f"{global_batch_size} rows. Take a multiple of {self.num_replicas_in_sync}."
             )
         return global_batch_size // self.num_replicas_in_sync
 
@@ -60,6 +74,13 @@ class ValueContext:
     Args:
         replica_id_in_sync_group: number of the replica.
         num_replicas_in_sync: number of replicas.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+        >>> values = strategy.experimental_distribute_values_from_function(lambda context: 1 / context.num_replicas_in_sync)
+        >>> [float(value) for value in values.values]
+        [0.5, 0.5]
     """
 
     replica_id_in_sync_group: int

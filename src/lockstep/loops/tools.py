@@ -13,26 +13,19 @@ from jax.sharding import PartitionSpec
 from lockstep._errors import InputError, OptionError, member_of
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.reduce_op import ReduceOp
-from lockstep.data.calls import Together
-from lockstep.data.kinds import source_of_trees
-from lockstep.data.options import InputOptions
-from lockstep.data.placement import DEVICE_AXIS, Placement
+from lockstep.data.placement import DEVICE_AXIS
 from lockstep.loops.context import ReplicaContext, inside, refuse_in_replica, refuse_mean_of_integers
-from lockstep.loops.datasets import DistributedDataset, InputContext, ValueContext
-from lockstep.loops.own_batches import OwnBatches
+from lockstep.loops.inputs import LoopInputs
 from lockstep.loops.run import run_on_replicas
-from lockstep.loops.values import PerReplica, is_per_replica, of_replicas, sum_over_replicas
+from lockstep.loops.values import PerReplica, is_per_replica, sum_over_replicas
 
 __all__ = ["LoopTools"]
 
 
-class LoopTools:
+class LoopTools(LoopInputs):
     """Base of the strategies: run a function on every replica, and bring values together."""
 
-    _placement: Placement
     _ops: CrossDeviceOps
-    _input_options: InputOptions
-    _together: Together
     _deterministic: bool = False
 
     @property
@@ -160,6 +153,13 @@ class LoopTools:
         Raises:
             InputError: a value has no such axis, or other axes differ.
             ScopeError: it is called on a replica.
+
+        Example:
+            >>> import lockstep, numpy as np
+            >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+            >>> (batch,) = strategy.experimental_distribute_dataset([np.arange(3)])
+            >>> strategy.gather(batch, axis=0).tolist()
+            [0, 1, 2]
         """
         refuse_in_replica("gather")
 
@@ -175,6 +175,16 @@ class LoopTools:
 
         Args:
             value: tree of :class:`PerReplica` or of arrays.
+
+        Returns:
+            One tree for each of these replicas; the value itself, once, where no replica has its own.
+
+        Example:
+            >>> import lockstep
+            >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+            >>> numbers = strategy.experimental_distribute_values_from_function(lambda replica: replica.replica_id_in_sync_group)
+            >>> [int(number) for number in strategy.experimental_local_results(numbers)]
+            [0, 1]
         """
         leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
         if not any(map(is_per_replica, leaves)):
@@ -183,73 +193,6 @@ class LoopTools:
         held = [x.held if is_per_replica(x) else dict.fromkeys(own, x) for x in leaves]
         columns = [[values[replica] for replica in own] for values in held]
         return tuple(jax.tree.unflatten(structure, column) for column in zip(*columns, strict=True))
-
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """One value for each replica.
-
-        Args:
-            value_fn: given a :class:`ValueContext`, returns a tree of arrays.
-
-        Returns:
-            The tree, with a :class:`PerReplica` for each array.
-        """
-        refuse_in_replica("experimental_distribute_values_from_function")
-        count = self._placement.replicas
-        trees = [value_fn(ValueContext(replica, count)) for replica in range(count)]
-        return jax.tree.map(lambda *values: of_replicas(values, self._placement), *trees)
-
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
-        """Cut the batches of a data set into replicas, in a thread ahead of the loop.
-
-        Args:
-            dataset: batches of the *global* size: any iterable of trees of arrays ``(rows, …)``, such as a list, a generator, a
-                ``tf.data.Dataset``, a torch ``DataLoader`` or a Grain data set; a ``keras.utils.PyDataset``; or a function of the
-                number of the step, whose end is None.
-            options: how far ahead to read, by default as the strategy's ``input_options`` say.
-
-        Returns:
-            An iterable of trees of :class:`PerReplica`. Replicas get ``ceil(rows / replicas)`` rows each, in order; the last
-            ones may get fewer, or none. ``fit``, ``evaluate`` and ``predict`` take it, too.
-
-        Raises:
-            InputError: it is no data set; or, while it is iterated, a batch has no rows, or arrays of different lengths.
-            OptionError: the options ask for a cache, which is for ``fit``.
-        """
-        refuse_in_replica("experimental_distribute_dataset")
-        source = source_of_trees(dataset)
-        check = self._together.checking(source.name, source.num_batches is not None)
-        return DistributedDataset(source, self._placement, self._ahead(options), check)
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Each replica draws a batch of its own, in a thread ahead of the loop.
-
-        Args:
-            dataset_fn: given an :class:`InputContext`, returns batches of the size of *one replica*, of any kind that
-                :meth:`experimental_distribute_dataset` takes. Each process calls it and draws for its own replicas.
-            options: how far ahead to read, by default as the strategy's ``input_options`` say.
-
-        Returns:
-            An iterable; each of its elements holds the next batch for every replica. Where the input ends in the middle, the
-            replicas without a batch get one of 0 rows. ``fit`` takes it, too: there, the rows of all are one global batch.
-
-        Raises:
-            InputError: the function returned no data set.
-            OptionError: the options ask for a cache, which is for ``fit``.
-        """
-        refuse_in_replica("distribute_datasets_from_function")
-        together = self._together
-        context = InputContext(together.processes, together.process, self._placement.replicas)
-        source = source_of_trees(dataset_fn(context))
-        return OwnBatches(source, self._placement, self._ahead(options), together.gathering(source.name))
-
-    def _ahead(self, options: InputOptions | None) -> int:
-        if options is not None and options.cache is not None:
-            raise OptionError(
-                f"InputOptions(cache={str(options.cache)!r}) is for fit. In a loop of your own, keep the batches of the first epoch."
-            )
-        return (options or self._input_options).prefetch
 
     @cached_property
     def _run_compiled(self) -> Any:
@@ -298,4 +241,6 @@ def _refuse_axis(what: str, value: PerReplica, axis: int) -> None:
     for array in value.groups:
         shape = tuple(array.shape[1:])
         if not -len(shape) <= axis < len(shape):
-            raise InputError(f"strategy.{what}: axis {axis} is not one of a value of shape {shape}.")
+            raise InputError(
+                f"strategy.{what}: axis {axis} is not one of a value of shape {shape}. Axes count from 0, and from -1 backwards."
+            )

@@ -65,7 +65,17 @@ class PerReplica:
         }
 
     def of(self, replicas: Sequence[int]) -> jax.Array:
-        """The values of some replicas, all of one shape, stacked."""
+        """The values of some replicas, all of one shape, stacked.
+
+        Args:
+            replicas: their numbers, in the order that is wanted.
+
+        Returns:
+            An array ``(replicas, …)``.
+
+        Raises:
+            KeyError: their values have different shapes.
+        """
         for array, own in zip(self.groups, self.members, strict=True):
             if own == tuple(replicas):
                 return array

@@ -16,7 +16,16 @@ __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner",
 
 
 class Partitioner(abc.ABC):
-    """Says how many shards a variable has along each axis."""
+    """Says how many shards a variable has along each axis.
+
+    Example:
+        >>> from lockstep.partitioners import Partitioner
+        >>> class OneForEachRow(Partitioner):
+        ...     def shards(self, rows, row_bytes):
+        ...         return rows
+        >>> OneForEachRow()((6, 2), "float32"), OneForEachRow().shards(6, 8)
+        ([6, 1], 6)
+    """
 
     def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each axis: 1, but for ``axis``.
@@ -25,6 +34,9 @@ class Partitioner(abc.ABC):
             shape: of the variable, with at least one axis.
             dtype: of the variable, by name.
             axis: to cut along.
+
+        Returns:
+            One number for each axis.
 
         Raises:
             OptionError: there is no such axis.
@@ -39,7 +51,15 @@ class Partitioner(abc.ABC):
 
     @abc.abstractmethod
     def shards(self, rows: int, row_bytes: int) -> int:
-        """The number of shards of a variable of so many rows, each of so many bytes; from 1 to ``rows`` is what counts."""
+        """The number of shards of a variable.
+
+        Args:
+            rows: along the axis that is cut.
+            row_bytes: bytes of each.
+
+        Returns:
+            The number; less than 1 counts as 1, and more than ``rows`` as ``rows``.
+        """
 
 
 class FixedShardsPartitioner(Partitioner):

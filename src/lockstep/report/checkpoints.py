@@ -46,7 +46,9 @@ def loaded_from(directory: str, step: int | None) -> Loaded:
     else:
         loaded = next((read(path) for path in reversed(paths) if step_of(path.name) == step), None)
     if loaded is None or step not in (None, loaded.step):
-        raise CheckpointError(f"{directory}: there is no checkpoint of step {step}.")
+        raise CheckpointError(
+            f"{directory}: there is no checkpoint of step {step}. 'lockstep checkpoint show' lists what is there."
+        )
     return loaded
 
 

@@ -87,6 +87,18 @@ class ScalingReport:
         recommendation: sentences.
         outlook: what more devices would do; None where nothing could be measured.
         notes: what the reader must know.
+
+    Example:
+        >>> import os, tempfile
+        >>> from lockstep.scaling.report import ScalingReport
+        >>> from lockstep.scaling.table import table_of
+        >>> report = ScalingReport("a net", "lockstep scale net.py", "a laptop", table_of([]), ("Take 1 device.",), None, ())
+        >>> report.to_json()["recommendation"]
+        ('Take 1 device.',)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report.save_json(f"{folder}/figures.json")
+        ...     os.listdir(folder)
+        ['figures.json']
     """
 
     title: str
@@ -103,7 +115,11 @@ class ScalingReport:
         return render(self)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as values of JSON."""
+        """All of it as values of JSON.
+
+        Returns:
+            Dicts, lists, texts and numbers.
+        """
         values = asdict(self)
         for row, shown in zip(self.table.rows, values["table"]["rows"], strict=True):
             shown |= {"strong_efficiency": row.strong_efficiency, "weak_efficiency": row.weak_efficiency}
@@ -118,6 +134,9 @@ class ScalingReport:
     def save_json(self, path: str | Path) -> None:
         """Write it as JSON.
 
+        Args:
+            path: of the file.
+
         Raises:
             OptionError: the file cannot be written.
         """
@@ -125,6 +144,9 @@ class ScalingReport:
 
     def save_html(self, path: str | Path) -> None:
         """Write it as one page that needs nothing else.
+
+        Args:
+            path: of the file.
 
         Raises:
             OptionError: the file cannot be written.

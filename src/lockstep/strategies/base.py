@@ -109,6 +109,9 @@ class Strategy(Checkups):
         A model remembers its strategy: ``fit``, ``evaluate`` and ``predict`` work inside and outside. The same
         strategy may be entered again inside. Nothing is left behind when the context closes.
 
+        Returns:
+            A context manager that gives the strategy.
+
         Raises:
             ScopeError: another strategy's scope is open, or a ``keras.distribution`` is active.
 
@@ -146,6 +149,9 @@ class Strategy(Checkups):
             directory: where they are; one for each run.
             save_freq: how many steps, or how long, from one to the next: 100, or ``"10min"``.
             keep: how many of the newest stay.
+
+        Returns:
+            A context manager that restores and saves; at its end all is written.
 
         Raises:
             CheckpointError: another job writes there, or nobody can.

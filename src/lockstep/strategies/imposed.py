@@ -60,5 +60,7 @@ def _first_devices(count: int) -> Sequence[jax.Device]:
         ensure_cpu_devices(count)
     found = jax.local_devices()
     if len(found) < count:
-        raise DeviceError(f"There are {len(found)} {platform} devices here; {count} were asked for.")
+        raise DeviceError(
+            f"There are {len(found)} {platform} devices here; {count} were asked for. Take {len(found)} at most."
+        )
     return resolve_devices(found[:count])

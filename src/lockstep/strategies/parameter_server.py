@@ -82,7 +82,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
             max_staleness = whole_number("max_staleness", max_staleness, least=0)
         if input_options is not None and input_options.cache is not None:
             raise OptionError(
-                f"InputOptions: cache={str(input_options.cache)!r}: a worker reads its own part of an epoch, of which a cache cannot be made."
+                f"InputOptions: cache={str(input_options.cache)!r}: a worker reads its own part of an epoch, of which a cache cannot be made. Leave it out."
             )
         if is_deterministic():
             raise OptionError(

@@ -47,13 +47,16 @@ RESOLVERS: tuple[type[EnvironmentResolver], ...] = (
 def resolve(
     environ: Mapping[str, str] = os.environ, resolvers: Sequence[type[EnvironmentResolver]] = RESOLVERS
 ) -> ClusterResolver | None:
-    """The first resolver whose variables are set; None where none are, that is for a process that trains alone.
+    """Find out who trains together, from the first scheduler or launcher whose variables are set.
 
     Where others are set as well and say something else, a note of the group says what was not used.
 
     Args:
         environ: names and values.
         resolvers: in the order in which they are tried.
+
+    Returns:
+        The resolver; None where no variables are set, that is for a process that trains alone.
 
     Raises:
         ClusterError: the variables of the first one are incomplete or contradict each other.

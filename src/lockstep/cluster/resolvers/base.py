@@ -19,13 +19,25 @@ class ClusterResolver:
 
     Counterpart of ``tf.distribute.cluster_resolver.ClusterResolver``. What a resolver says was read when it was made; no
     network was asked.
+
+    Example:
+        >>> from lockstep.cluster_resolver import SimpleClusterResolver
+        >>> resolver = SimpleClusterResolver({"worker": ["a:2222", "b:2222"]}, task_type="worker", task_id=1)
+        >>> resolver.cluster_spec()
+        ClusterSpec({'worker': ['a:2222', 'b:2222']})
+        >>> resolver.group().name
+        'worker 1 of 2 (b:2222)'
     """
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the cluster whose addresses are known: all, or that of worker 0 only."""
+        """The tasks of the cluster whose addresses are known.
+
+        Returns:
+            All of them, or that of worker 0 only, where the scheduler tells no others.
+        """
         return self._membership.spec
 
     @property
@@ -40,6 +52,9 @@ class ClusterResolver:
 
     def group(self) -> WorkerGroup:
         """The processes that train in step with this one.
+
+        Returns:
+            Their number, that of this one, and where worker 0 is.
 
         Raises:
             ClusterError: this process is a ``ps``, which trains in step with nobody.
