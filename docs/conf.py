@@ -20,7 +20,7 @@ project, author, release = "Lockstep", "the Lockstep authors", lockstep.__versio
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
 include_patterns = ["*.md", "docs/**.md", "docs/**.rst", "benchmarks/**.md", "examples/**.md"]
-exclude_patterns = ["docs/contents.md"]
+exclude_patterns = ["docs/contents.md", "examples/*/README.md"]  # The latter are part of the guides.
 
 myst_heading_anchors = 4
 smartquotes_action = "D"  # Dashes; quotation marks stand as they are printed.

@@ -37,7 +37,10 @@ def difference(folder: Path, one: str, other: str) -> str:
     lines = [re.sub(r'\A"""[\s\S]*?"""\n+', "", text).splitlines() for text in texts]
     changes = list(difflib.unified_diff(*lines, one, other, lineterm="", n=AROUND))
     shown = [re.sub("^@@.*", "@@", line).strip("\n") for line in changes]
-    return f"## From {linked(folder, one)} to {linked(folder, other)}\n\n{docstring}\n\n" + block("diff", shown)
+    return (
+        f"## From {one} to {other}\n\n{docstring}\n\nThe whole files: {linked(folder, one)}, {linked(folder, other)}.\n\n"
+        + block("diff", shown)
+    )
 
 
 def model(folder: Path) -> str:
