@@ -28,7 +28,7 @@ def test_a_batch_of_a_worker_that_stands_still_is_done_by_another(job):
     from tests.parameter_server.programs.train import Y
 
     made = job(workers=2, servers=1)
-    options = {"cases": ["counted"], "strategy": PROMPT}
+    options = {"cases": ["counted"], "strategy": PROMPT, "awaits": 2}
     made.start_all(each=only("worker", 1, stop=[3, signal.SIGSTOP]), **options)
     made.end(but=["worker1"])
     found = made.arrays("chief", 0)
@@ -38,7 +38,7 @@ def test_a_batch_of_a_worker_that_stands_still_is_done_by_another(job):
 
 def test_with_a_bound_a_worker_that_stands_still_ends_the_job_by_name(job):
     made = job(workers=2, servers=1)
-    options = {"cases": ["counted"], "strategy": PROMPT | {"max_staleness": 1}}
+    options = {"cases": ["counted"], "strategy": PROMPT | {"max_staleness": 1}, "awaits": 2}
     made.start_all(each=only("worker", 1, stop=[3, signal.SIGSTOP]), **options)
     assert {made.processes[name].end() for name in ("chief0", "worker0", "ps0")} == {124}
     assert "it waits for worker 1 of 2" in made.said()
