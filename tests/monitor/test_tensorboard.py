@@ -267,3 +267,12 @@ def test_what_cannot_be_is_refused(tmp_path):
     model.compile("sgd", "mse")
     with pytest.raises(lockstep.ScopeError, match="TensorBoard works for models of a strategy"):
         model.fit(*data(), callbacks=[TensorBoard(tmp_path)])
+
+
+def test_files_that_begin_in_one_second_are_read_in_their_order(tmp_path):
+    """TensorBoard reads the files of a folder by name, and takes a step that is smaller than one before for a new beginning."""
+    for step in range(25):
+        file = EventFile(tmp_path, clock=lambda: 5.0)
+        file.write(step, [scalar("loss", step)])
+        file.close()
+    assert [step for step, _ in curve(shown(tmp_path), "loss")] == list(range(25))

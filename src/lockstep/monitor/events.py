@@ -25,7 +25,9 @@ _SCALARS, _TENSORS, _BLOBS = 1, 2, 3  # classes of data
 _MASK = 0xA282EAD8
 
 Value = tuple[str, bytes]  # a tag, and a Summary.Value in bytes
-_numbers = count()  # two files of a process never have the same name
+_numbers = (
+    count()
+)  # two files of a process never have the same name, and their names have their order, in which TensorBoard reads them
 
 
 def _table() -> list[int]:
@@ -97,7 +99,7 @@ class EventFile:
     ) -> None:
         self._known, self._clock = known or {}, clock
         Path(folder).mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(clock())}.{socket.gethostname()}.{getpid()}.{next(_numbers)}.v2"
+        name = f"events.out.tfevents.{int(clock())}.{socket.gethostname()}.{getpid()}.{next(_numbers):09}.v2"
         self._file = open(Path(folder) / name, "ab", buffering=0)  # noqa: SIM115  # closed by close
         self._write(_bytes(3, b"brain.Event:2"))
 
