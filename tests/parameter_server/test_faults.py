@@ -24,12 +24,18 @@ def test_a_worker_that_comes_late_takes_part_and_has_all_that_the_others_have(jo
     assert bits(made.arrays("worker", 1)) == bits(made.arrays("chief", 0))
 
 
+def start_while_one_stands_still(made, **options):
+    """Worker 1 stands still in its third batch, before worker 0 comes, which else might do all the rest before that."""
+    made.start_all(but=["worker0"], each=only("worker", 1, stop=[3, signal.SIGSTOP]), **options)
+    made.processes["worker1"].until("stops")
+    made.start("worker", 0, **options)
+
+
 def test_a_batch_of_a_worker_that_stands_still_is_done_by_another(job):
     from tests.parameter_server.programs.train import Y
 
     made = job(workers=2, servers=1)
-    options = {"cases": ["counted"], "strategy": PROMPT, "awaits": 2}
-    made.start_all(each=only("worker", 1, stop=[3, signal.SIGSTOP]), **options)
+    start_while_one_stands_still(made, cases=["counted"], strategy=PROMPT)
     made.end(but=["worker1"])
     found = made.arrays("chief", 0)
     np.testing.assert_allclose(found["counted/history/row_sum"], 3 * [Y.sum()], rtol=1e-5)
@@ -38,8 +44,7 @@ def test_a_batch_of_a_worker_that_stands_still_is_done_by_another(job):
 
 def test_with_a_bound_a_worker_that_stands_still_ends_the_job_by_name(job):
     made = job(workers=2, servers=1)
-    options = {"cases": ["counted"], "strategy": PROMPT | {"max_staleness": 1}, "awaits": 2}
-    made.start_all(each=only("worker", 1, stop=[3, signal.SIGSTOP]), **options)
+    start_while_one_stands_still(made, cases=["counted"], strategy=PROMPT | {"max_staleness": 1})
     assert {made.processes[name].end() for name in ("chief0", "worker0", "ps0")} == {124}
     assert "it waits for worker 1 of 2" in made.said()
 
