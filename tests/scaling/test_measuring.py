@@ -232,7 +232,7 @@ def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, m
     assert program == Program("script", path=path, arguments=("an argument",))
     calls = []
     run_program(program, calls.append)
-    assert calls[0].line == 5
+    assert calls[0].where == f"{path}:5"
     del main.__file__
     with pytest.raises(OptionError, match="typed into a notebook or a console"):
         lockstep.scaling_report(lambda: build(), data())
