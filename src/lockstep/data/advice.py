@@ -44,8 +44,7 @@ class Meter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._steps, self._waited = clock, 0, 0.0
         self._begun = clock()
-        self.waited = self.read = 0.0
-        self.taking = 0.0
+        self.waited = self.read = self.taking = 0.0
         observed = _observed.get()
         if observed is not None:
             observed.append(self)
