@@ -100,7 +100,7 @@ def batch_size_finder(
             f"batch_size_finder: not even a batch of {sizes[0]:,} rows fits: {found[0].note}. Give smaller batch_sizes, free memory, or take "
             "gradient accumulation or a smaller model."
         )
-    return BatchSizes(found, largest, available, trials.is_estimate, largest == rows)
+    return BatchSizes(found, largest, _least(together, available), trials.is_estimate, largest == rows)
 
 
 class _Search:
@@ -184,6 +184,13 @@ def _reason(error: jax.errors.JaxRuntimeError) -> str:
     if _NO_MEMORY not in str(error):
         raise error
     return f"the device has no memory for it: {str(error).splitlines()[0]}"
+
+
+def _least(together: Together, available: int | None) -> int | None:
+    """What the process with least memory has; None where nobody says."""
+    return min(
+        (own for own in together.gathered("batch_size_finder: memory", available) if own is not None), default=None
+    )
 
 
 def _trials(model: keras.Model, strategy: Strategy | None) -> Trials:

@@ -40,7 +40,7 @@ class BatchSizes:
     Args:
         measurements: by rising rows.
         largest: the largest that was found to fit.
-        available_bytes: memory that a step may take; None where no device says.
+        available_bytes: memory that a step may take, of the worker with least; None where no device says.
         is_estimate: whether memory is that of the default plan's program, as the strategy runs several, which have no common figure.
         is_all: whether ``largest`` is all the rows there are.
     """

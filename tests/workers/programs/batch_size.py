@@ -14,11 +14,13 @@ before = [weight.tobytes() for weight in model.get_weights()]
 
 found = lockstep.batch_size_finder(model, x, y, batch_sizes=[16, 32, 64], steps=2)
 least, most = (found.measurements[number].memory_bytes for number in (0, 1))
-less = (least + most) // 2 if config["index"] else None
-limited = lockstep.batch_size_finder(model, x, y, batch_sizes=[16, 32, 64], steps=2, memory_limit=less)
+less = (least + most) // 2
+limit = less if config["index"] else None
+limited = lockstep.batch_size_finder(model, x, y, batch_sizes=[16, 32, 64], steps=2, memory_limit=limit)
 tell(
     largest=[found.largest, limited.largest],
-    shown=[str(found), str(limited).partition("(")[0]],
+    shown=[str(found), str(limited)],
+    least=[less, limited.available_bytes],
     same=before == [weight.tobytes() for weight in model.get_weights()],
 )
 model.fit(x, y, batch_size=32, verbose=0)
