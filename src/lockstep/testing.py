@@ -124,7 +124,9 @@ def _reduced_twice(
         own = [value[0] for value in values]
         sums = all_reduce(ReduceOp.SUM, own, _AXIS, devices, ops)
         if len(sums) != len(own):
-            raise ContractError(f"Expected one sum for each of {len(own)} arrays, got {len(sums)} sums.")
+            raise ContractError(
+                f"Expected one sum for each of {len(own)} arrays, got {len(sums)} sums. Return one for each array that all_reduce is given."
+            )
         for value, total in zip(own, sums, strict=True):
             _same_kind(value, total, len(devices))
         return [total[None] for total in sums]

@@ -130,7 +130,8 @@ def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come(
             session.report(7, "data")
         began = time.monotonic()
         with pytest.raises(
-            ClusterError, match=r"in 'data' at step 7: did not come to gather 'rows' within 1.5 s"
+            ClusterError,
+            match=r"in 'data' at step 7: did not come to gather 'rows' within 1.5 s. See what they print, or raise",
         ) as caught:
             job.sessions[0].gather("rows", timeout_seconds=1.5)
         assert 1.5 < time.monotonic() - began < 5

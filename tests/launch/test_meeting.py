@@ -185,7 +185,11 @@ def test_who_leaves_with_all_work_done_is_no_failure():
 @pytest.mark.parametrize(
     ("information", "identity", "why"),
     [
-        ({}, {}, "process 7 is no supervisor: this is where those of lockstep run --nnodes MIN:MAX meet."),
+        (
+            {},
+            {},
+            "process 7 is no supervisor: this is where those of lockstep run --nnodes MIN:MAX meet. Start its script with",
+        ),
         ({"rank": None, "host": "", "port": 1}, {"--grace": 9.0}, "process 7 was started with --grace 9.0"),
     ],
 )

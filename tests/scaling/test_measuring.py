@@ -7,6 +7,7 @@ import re
 import sys
 import types
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from lockstep.scaling.parts import formula_of
 from lockstep.scaling.processes import measure_all, measure_in_child
 from lockstep.scaling.programs import Given, Program, program_of, run_program
 from lockstep.scaling.terminal import line_of, telling
+from lockstep.strategies import imposed
 from lockstep.strategies.imposed import as_imposed, devices_imposed
 
 from .data_of_tests import build, data
@@ -165,6 +167,16 @@ def test_devices_are_imposed_whatever_the_script_names():
         lockstep.MirroredStrategy()
     assert lockstep.MirroredStrategy(["cpu:1"], replicas=3).num_replicas_in_sync == 3
     assert as_imposed("MirroredStrategy", list, 3) == (list, 3)
+
+
+def test_more_accelerators_than_there_are_cannot_be_imposed(monkeypatch):
+    found = len(jax.local_devices())
+    monkeypatch.setattr(imposed, "platform_of", lambda device: "gpu")  # Of CPU devices, more can be made.
+    with (
+        devices_imposed(found + 1),
+        pytest.raises(DeviceError, match=f"There are {found} gpu devices here; {found + 1} were"),
+    ):
+        lockstep.MirroredStrategy()
 
 
 def test_a_batch_without_rows_is_a_row_that_says_so():

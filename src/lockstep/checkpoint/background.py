@@ -85,7 +85,9 @@ class BackgroundWriter:
                     f"step {self._written} is still being written, and another waits. Save more rarely, or to a faster disk."
                 )
             if self._is_closed:
-                raise CheckpointError(f"The checkpoint of step {step} comes too late: the writer is closed.")
+                raise CheckpointError(
+                    f"The checkpoint of step {step} comes too late: the writer is closed. Submit before close()."
+                )
             self._waiting = (step, make_snapshot)
             if self._written is None:
                 first = self._next()

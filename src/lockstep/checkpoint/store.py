@@ -213,7 +213,9 @@ class CheckpointStore:
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
         if not self._turn.acquire(timeout=self._timeout):
-            raise CheckpointError(f"{self.directory}: {what}: another thread still writes after {self._timeout:.0f} s.")
+            raise CheckpointError(
+                f"{self.directory}: {what}: another thread still writes after {self._timeout:.0f} s. Save more rarely, or to a faster disk."
+            )
         try:
             yield
         finally:

@@ -129,7 +129,8 @@ class Guard:
         stream = sys.stderr
         if stream is not None:  # As under pythonw, and in daemons.
             stop = "" if failure.sentence.endswith((".", "!", "?")) else "."
-            stream.write(f"lockstep: {failure.sentence}{stop} This process ends with code {failure.exit_code}.\n")
+            said = f"{failure.sentence}{stop} This process ends with code {failure.exit_code}. {failure.cure}"
+            stream.write(f"lockstep: {said.rstrip()}\n")
             stream.flush()
 
 

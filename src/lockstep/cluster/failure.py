@@ -26,6 +26,14 @@ _CODES = {
     Kind.LEFT: exit_codes.USER_ERROR,
     Kind.FAILED: exit_codes.USER_ERROR,
 }
+_AGAIN = "Start the job again: with lockstep.callbacks.BackupAndRestore it goes on from its last checkpoint."
+_CURES = {
+    Kind.DIED: f"What it printed last says why; one that was killed for lack of memory says nothing. {_AGAIN}",
+    Kind.SILENT: f"See whether that process, its machine and the network are well. {_AGAIN}",
+    Kind.STUCK: "The stacks in its output say where; if it was only slow, raise CommunicationOptions(timeout_seconds=…).",
+    Kind.LEFT: "Give all workers the same number of epochs and of batches.",
+    Kind.FAILED: "",  # What it raised says it.
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,11 @@ class Failure:
     def exit_code(self) -> int:
         """What every process of the job ends with."""
         return _CODES[self.kind]
+
+    @property
+    def cure(self) -> str:
+        """What to do, in a sentence; empty where the failure is an error of the program."""
+        return _CURES[self.kind]
 
     def as_message(self) -> dict[str, Any]:
         """This, as it travels."""

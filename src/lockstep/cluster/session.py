@@ -27,7 +27,6 @@ from lockstep.cluster.wire import encode, plain
 __all__ = ["Session"]
 
 MAIN = "main"
-
 _POLL_SECONDS = 0.2
 _GOODBYE_SECONDS = 2.0  # For the chief to note an end or a failure.
 _LONGEST_SUMMARY = 4000  # characters
@@ -240,7 +239,8 @@ class Session:
                 self._send({"kind": "overdue", "lane": call.name, "what": what, "seconds": limit})
                 if call.wait(_GOODBYE_SECONDS) and self.failure and self.failure.kind is not Kind.STUCK:
                     break  # The chief knows more: that one of them gives no sign of life, say.
-                raise ClusterError(f"{names}: did not come to {what} within {limit:g} s.", exit_codes.NO_PROGRESS)
+                late = f"{names}: did not come to {what} within {limit:g} s. See what they print, or raise timeout_seconds."
+                raise ClusterError(late, exit_codes.NO_PROGRESS)
             notice.tell(f"{names}, at {what}")
         self.check()
         if call.error is not None:

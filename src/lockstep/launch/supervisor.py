@@ -142,7 +142,9 @@ class _Supervisor:
             self.job.log_dir.mkdir(parents=True, exist_ok=True)
             return io.FileIO(self.job.log_dir / task.file_name, "a")
         except OSError as error:
-            raise OptionError(f"--log-dir {self.job.log_dir}: {error}.") from None
+            raise OptionError(
+                f"--log-dir {self.job.log_dir}: {error}. Give a folder in which files can be written."
+            ) from None
 
     def say_what_starts(self, node: int | None, allocator: Allocator, is_config_replaced: bool) -> None:
         """Tell the user what was found and chosen."""

@@ -75,4 +75,6 @@ def _replace(path: Path, text: str, newline: str | None) -> None:
         os.chmod(beside, path.stat().st_mode)
         os.replace(beside, path.resolve())
     except OSError as error:
-        raise OptionError(f"{path} cannot be written: {error}. Nothing was changed.") from None
+        raise OptionError(
+            f"{path} cannot be written: {error}. Nothing was changed; give it the right to be written, or migrate a copy."
+        ) from None

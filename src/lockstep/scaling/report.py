@@ -200,4 +200,6 @@ def _write(path: str | Path, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"{path}: cannot be written: {error.strerror or error}.") from error
+        raise OptionError(
+            f"{path}: cannot be written: {error.strerror or error}. Give a file in a folder in which files can be written."
+        ) from error

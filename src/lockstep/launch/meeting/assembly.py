@@ -59,7 +59,8 @@ class Assembly:
         """Why a supervisor may not come; None where it may."""
         if set(peer.information) != {"rank", "host", "port"}:
             return Refusal(
-                f"{peer.process} is no supervisor: this is where those of lockstep run --nnodes MIN:MAX meet."
+                f"{peer.process} is no supervisor: this is where those of lockstep run --nnodes MIN:MAX meet. Start its script with the same "
+                "lockstep run on that machine, or give a job of its own another port."
             )
         found = first_difference(peer.identity, self._terms.as_identity())
         if found is not None:
@@ -70,7 +71,10 @@ class Assembly:
             )
         twin = [node for node in self.nodes.values() if node.rank == peer.information["rank"] is not None]
         if twin:
-            return Refusal(f"another node {twin[0].rank} is there ({twin[0].process})", again=True)
+            return Refusal(
+                f"another node {twin[0].rank} is there ({twin[0].process}): each needs a --node-rank of its own",
+                again=True,
+            )
         return None
 
     def come(self, key: int, node: Node) -> list[Said]:
