@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.cluster.failure import Failure, Kind
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "lockstep"
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -49,6 +51,10 @@ _TOPICS = {
 _EXIT_CODES = """## Exit codes
 
 What a worker ends with, and with it `lockstep run`. [Launching](launching.md#exit-codes) has those of the launcher itself (2, 128 + n).
+"""
+_LOST = """## A worker is lost
+
+All others end, and say in their last lines what has become of it, and what to do:
 """
 _MESSAGES = """## Messages
 
@@ -110,7 +116,7 @@ def page(written: str) -> str:
     for error, sentence in sorted(errors().items()):
         parts.append(f"### {error}\n\n{sentence}\n")
         parts += [f"{_heading(topic)}\n\n{_listed(texts)}" for topic, texts in sorted(by_error[error].items())]
-    return f"{head}{MARKER}\n{_EXIT_CODES}\n{_codes()}\n{_MESSAGES}\n" + "\n".join(parts)
+    return f"{head}{MARKER}\n{_EXIT_CODES}\n{_codes()}\n{_LOST}\n{_lost()}\n{_MESSAGES}\n" + "\n".join(parts)
 
 
 def _heading(topic: str) -> str:
@@ -124,6 +130,13 @@ def _codes() -> str:
     rows = [found.groups() for line in lines if (found := re.fullmatch(r"([A-Z_]+) = (\d+)(?:  # (.*))?", line))]
     table = "".join(f"| {code} | {name.lower().replace('_', ' ')} | {why or ''} |\n" for name, code, why in rows)
     return f"| code | | |\n| --- | --- | --- |\n{table}"
+
+
+def _lost() -> str:
+    """A row for each failure of a worker that is no error of the program."""
+    cures = {kind: Failure(kind, 0, "", 0, "").cure for kind in Kind}
+    rows = "".join(f"| {kind} | {_escaped(cure)} |\n" for kind, cure in cures.items() if cure)
+    return f"| | |\n| --- | --- |\n{rows}"
 
 
 def _listed(texts: list[str]) -> str:
