@@ -35,8 +35,18 @@ def test_the_difference_in_a_guide_makes_one_script_the_other(name):
     assert any(line.startswith("+") and "Strategy(" in line for line in diff)
 
 
+def _in_the_index():
+    return re.findall(r"^- \[[^]]+\]\(([^)]+)\)", (DOCS / "README.md").read_text(), flags=re.MULTILINE)
+
+
 def test_every_page_is_in_the_index_once():
-    listed = re.findall(r"^- \[[^]]+\]\(([^)]+)\)", (DOCS / "README.md").read_text(), flags=re.MULTILINE)
+    listed = _in_the_index()
     pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.parent.name != "decisions"]
     others = {"README.md", "contents.md"}  # this index, and the sidebar of the site
     assert sorted(listed) == sorted({*pages, "../ARCHITECTURE.md", "../CONTRIBUTING.md", "decisions"} - others)
+
+
+def test_the_sidebar_of_the_site_has_the_pages_in_the_order_of_the_index():
+    names = [(DOCS / page.removesuffix(".md")).resolve().relative_to(ROOT).as_posix() for page in _in_the_index()]
+    sidebar = (DOCS / "contents.md").read_text().splitlines()
+    assert [line for line in sidebar if line in names] == names
