@@ -204,7 +204,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return 2
     except Exception:
         traceback.print_exc()
-        print(f"lockstep doctor: {options.script} failed before its first fit.", file=sys.stderr)
+        print(f"lockstep doctor: {options.script} failed before or in its first fit.", file=sys.stderr)
         return 2
     print(json.dumps(report.as_dict(), indent=2) if options.json else report)
     return 1 if report.findings else 0

@@ -69,6 +69,8 @@ class Outlook:
     def error(self) -> str:
         """A sentence on how far the same formula is from what was measured."""
         errors = sorted(abs(error) for _, _, error in self.checks)
+        if len(errors) == 1:
+            return "It was fitted to the one setting that was measured, so nothing says how far it is off"
         return (
             f"On the {len(errors)} settings that were measured the same formula is off by {errors[len(errors) // 2]:.0%} in the median, "
             f"at most {errors[-1]:.0%}"
