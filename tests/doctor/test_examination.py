@@ -157,7 +157,9 @@ def test_what_was_found_is_told_where_the_training_step_fails(name):
         model, data = REFUSED[name][0]()
     report = strategy.doctor(model, *data)
     assert names_of(report.findings) == [name]
-    assert "left out:\n  training steps: the first one fails: ValueError: Arguments `target` and `output`" in str(report)
+    assert "left out:\n  training steps: the first one fails: ValueError: Arguments `target` and `output`" in str(
+        report
+    )
 
 
 def test_a_training_step_that_fails_for_a_reason_nobody_knows_is_an_error():

@@ -140,7 +140,11 @@ def test_looking_at_a_run_needs_no_keras_and_no_backend(tmp_path):
     """Keras without a backend wants TensorFlow, and who looks from another shell has not said one."""
     fit(built(), BackupAndRestore(tmp_path))
     environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
-    for command in (["top", str(tmp_path)], ["checkpoint", "show", str(tmp_path)], ["checkpoint", "verify", str(tmp_path)]):
+    for command in (
+        ["top", str(tmp_path)],
+        ["checkpoint", "show", str(tmp_path)],
+        ["checkpoint", "verify", str(tmp_path)],
+    ):
         code = f"import sys; from lockstep import cli; code = cli.main({command}); sys.exit(code or 'keras' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
         assert done.returncode == 0, (command, done.stderr)

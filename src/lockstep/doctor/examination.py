@@ -45,7 +45,11 @@ def examine(program: Program, functions: StepFunctions, inputs: Inputs, environ:
     except Exception as error:
         if not found:
             raise
-        of_steps, lines, left_out = [], [], [f"training steps: the first one fails: {summary_of(error).splitlines()[0]}"]
+        of_steps, lines, left_out = (
+            [],
+            [],
+            [f"training steps: the first one fails: {summary_of(error).splitlines()[0]}"],
+        )
     found += of_steps + [finding for check in ABOUT_THE_PROCESS for finding in check(program, environ)]
     return Report(tuple(found), (*_looked_at(program, seen), *lines), tuple(left_out))
 
