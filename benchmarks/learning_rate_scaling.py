@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
-from curves import Panel, draw
+from curves import Panel, decades, draw
 from results_file import write
 
 import lockstep
@@ -114,10 +114,9 @@ def picture(net, rows):
                 accuracies = row["ways"].get(is_scaled, row["ways"][False])[0]
                 curves[name].append((row["batch"], 100 * (1 - statistics.mean(accuracies))))
         errors = [error for points in curves.values() for _, error in points]
-        ticks = {value: f"{value} %" for value in (1, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 100)}
-        low = max(value for value in ticks if value <= min(errors))
-        high = min(value for value in ticks if value >= max(errors))
-        shown = {value: text for value, text in ticks.items() if low <= value <= high}
+        is_wide = max(errors) > 10 * min(errors)  # The finer ticks would stand on each other.
+        values = (1, 2, 5, 10, 20, 50, 100) if is_wide else (1, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 100)
+        shown = decades(errors, {value: f"{value} %" for value in values})
         panels.append(Panel(f"{optimizer}: wrong", "rows of a batch", {b: str(b) for b in NETS[net][1]}, shown, curves))
     path = Path(__file__).parent / "results" / f"learning_rate_scaling_{net}.svg"
     draw(path, f"Large batches on {net}, with and without scaling", panels, ("the rate stays", "scaled"))

@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
     behind = words.index("--") if words[:1] == ["scale"] and "--" in words else len(words)
-    options = parser.parse_args(words[:behind])
+    options, others = parser.parse_known_args(words[:behind])
+    if others:
+        hint = "; what is for the script itself stands last, behind --" if words[0] == "scale" else ""
+        parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
     options.behind = words[behind + 1 :]
     if "run" not in options:
         parser.print_help()
@@ -54,9 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(run)
     run.set_defaults(run=_run)
     test = commands.add_parser("test", help="see that every pair of workers adds right, and how fast")
-    test.add_argument(
-        "-n", type=int, metavar="N", help="start N workers here (default: this is one that a scheduler started)"
-    )
+    text = "start N workers here (default: this is one that a scheduler started)"
+    test.add_argument("-n", type=int, metavar="N", help=text)
     test.set_defaults(run=_test)
     scale = commands.add_parser("scale", help="measure what more devices and other batches do for a script's model")
     _add_scale(scale)
@@ -91,18 +93,16 @@ def _add_lookers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _add_scale(scale: argparse.ArgumentParser) -> None:
     measuring = scale.add_argument_group("what is measured")
     measuring.add_argument("--devices", type=_numbers, default=(1, 2), metavar="1,2", help="numbers of devices (1,2)")
-    batches = (64, 128, 256, 512)
     text = "global batches (64,128,256,512)"
-    measuring.add_argument("--batch", type=_numbers, default=batches, metavar="64,128", help=text)
+    measuring.add_argument("--batch", type=_numbers, default=(64, 128, 256, 512), metavar="64,128", help=text)
     measuring.add_argument("--epochs", type=int, default=1, metavar="N", help="that each setting trains (1)")
     measuring.add_argument("--rows", type=int, metavar="N", help="of the data that are used at most (all)")
     measuring.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds for each setting (600)")
     predicting = scale.add_argument_group("what is predicted: up to 1,024 devices")
     text = "between machines: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (100GbE)"
     predicting.add_argument("--bandwidth", type=_number_or_name, default="100GbE", metavar="B", help=text)
-    predicting.add_argument(
-        "--latency", type=float, metavar="US", help="between machines in µs (that of the name, else 30)"
-    )
+    text = "between machines in µs (that of the name, else 30)"
+    predicting.add_argument("--latency", type=float, metavar="US", help=text)
     text = "devices in a machine (8 accelerators, or 1 CPU)"
     predicting.add_argument("--devices-per-machine", type=int, metavar="N", help=text)
     scale.add_argument("--html", default="scaling.html", metavar="FILE", help="the page (scaling.html)")
@@ -204,7 +204,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return 2
     except Exception:
         traceback.print_exc()
-        print(f"lockstep doctor: {options.script} failed before its first fit.", file=sys.stderr)
+        print(f"lockstep doctor: {options.script} failed before or in its first fit.", file=sys.stderr)
         return 2
     print(json.dumps(report.as_dict(), indent=2) if options.json else report)
     return 1 if report.findings else 0

@@ -22,7 +22,7 @@ def test_show_is_a_table(tmp_path, capsys):
     (store.paths()[2] / "manifest.json").unlink()
     lines = said(capsys, "show", tmp_path).out.splitlines()
     assert [line.split()[:6] for line in lines[:3]] == [
-        ["step", "epoch", "batch", "bytes", "replicas", "versions"],
+        ["step", "epochs", "batches", "bytes", "replicas", "versions"],
         ["7", "0", "7", "1,144", "4", "jax"],
         ["12", "1", "2", "1,144", "4", "jax"],
     ]

@@ -17,7 +17,7 @@ from lockstep.doctor.process import BadVersion, about_allocator, about_devices_a
 from lockstep.doctor.program import Program, Setting
 from lockstep.topology.host_memory import HostMemory
 
-from .programs import FROM_LOGITS, PROGRAMS, X, Y, dense, net
+from .programs import FROM_LOGITS, PROGRAMS, REFUSED, X, Y, dense, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
@@ -148,6 +148,26 @@ def test_a_finding_is_a_block_with_its_place_its_reason_and_its_cure():
     assert text.startswith("1 finding\n\nsoftmax-from-logits: the output is a softmax")
     assert all(f"\n  {word}" in text for word in ("where", "why", "cure"))
     assert "test_examination.py:" in text
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_was_found_is_told_where_the_training_step_fails(name):
+    strategy = strategy_of()
+    with strategy.scope():
+        model, data = REFUSED[name][0]()
+    report = strategy.doctor(model, *data)
+    assert names_of(report.findings) == [name]
+    assert "left out:\n  training steps: the first one fails: ValueError: Arguments `target` and `output`" in str(
+        report
+    )
+
+
+def test_a_training_step_that_fails_for_a_reason_nobody_knows_is_an_error():
+    strategy = strategy_of()
+    with strategy.scope():
+        model = net(dense(), loss=FROM_LOGITS)
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        strategy.doctor(model, X[:, :1], Y)
 
 
 def test_a_model_without_weights_is_looked_at_as_far_as_that_goes():

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +15,7 @@ from rich.console import Console
 import lockstep
 from lockstep import cli
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
-from lockstep.monitor.status import STATUS
+from lockstep.checkpoint.naming import STATUS
 from lockstep.report import top
 
 from .runs import STEPS, built, fit
@@ -132,6 +134,20 @@ def test_a_fit_without_them_has_no_clock(tmp_path):
     fit(model, ThroughputMonitor(), count)
     assert "lockstep-status" not in threads
     assert model._lockstep_functions.listener is listener
+
+
+def test_looking_at_a_run_needs_no_keras_and_no_backend(tmp_path):
+    """Keras without a backend wants TensorFlow, and who looks from another shell has not said one."""
+    fit(built(), BackupAndRestore(tmp_path))
+    environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    for command in (
+        ["top", str(tmp_path)],
+        ["checkpoint", "show", str(tmp_path)],
+        ["checkpoint", "verify", str(tmp_path)],
+    ):
+        code = f"import sys; from lockstep import cli; code = cli.main({command}); sys.exit(code or 'keras' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+        assert done.returncode == 0, (command, done.stderr)
 
 
 def test_folders_without_a_status_are_one_sentence(tmp_path, capsys):

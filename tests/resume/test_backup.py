@@ -10,19 +10,57 @@ import lockstep
 from lockstep._version import used_versions
 from lockstep.checkpoint.store import CheckpointStore
 
-from .runs import Run, data
+from .runs import BrokenOffError, Run, data
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 
-def test_what_is_finished_is_not_trained_again_unless_asked(tmp_path):
+def test_what_is_finished_is_not_trained_again_unless_asked(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lockstep")
     expected = Run(tmp_path).fit()
     again = Run(tmp_path)
     assert again.fit() == expected
     assert again.heard == []
+    assert (
+        f"{tmp_path} has 3 of 3 epochs, 15 steps: nothing is left to train. For more give fit more epochs"
+        in caplog.text
+    )
+    assert "goes on from" not in caplog.text
     more = Run(tmp_path, epochs=2, options={"save_freq": 2, "extend": True})
     more.fit()
     assert more.heard == [(epoch, step) for epoch in (3, 4) for step in range(5)]
+
+
+class EndsAfter(keras.callbacks.Callback):
+    """Ends training after so many epochs, as EarlyStopping does; and breaks the process off before the end is written, if asked."""
+
+    def __init__(self, epochs, is_broken_off=False):
+        super().__init__()
+        self.last, self.is_broken_off = epochs - 1, is_broken_off
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch >= self.last
+
+    def on_train_end(self, logs=None):
+        if self.is_broken_off:
+            raise BrokenOffError
+
+
+@pytest.mark.parametrize("is_broken_off", [False, True])
+def test_what_a_callback_has_ended_is_not_trained_again(is_broken_off, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lockstep")
+    expected = Run(None).fit(backup=False, callbacks=[EndsAfter(2)])
+    Run(tmp_path).fit(callbacks=[EndsAfter(2, is_broken_off)])
+    again = Run(tmp_path, epochs=5)
+    assert again.fit(callbacks=[EndsAfter(2)]) == expected
+    assert again.heard == []
+    assert (
+        f"{tmp_path} has 2 of 5 epochs, 10 steps, and a callback has ended it: nothing is left to train. For more"
+        in caplog.text
+    )
+    more = Run(tmp_path, epochs=1, options={"save_freq": 2, "extend": True})
+    more.fit()
+    assert more.heard == [(2, step) for step in range(5)]
 
 
 def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):

@@ -235,6 +235,17 @@ def test_what_is_asked_wrongly_is_told(ask, message):
         ask()
 
 
+def test_a_fit_to_one_setting_or_two_is_not_called_exact():
+    found = [by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]
+    for count, told in (
+        (1, "to the one setting that was measured, too few to say how far it is off"),
+        (2, "to the 2 settings that were measured, too few"),
+        (3, "On the 3 settings that were measured the same formula is off by 0% in the median, at most 0%"),
+    ):
+        report = report_of("a model", "a command", found[:count], Question())
+        assert told in report.outlook.error
+
+
 def test_the_text_says_weak_or_strong_the_spread_and_what_failed():
     found = [by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]
     report = report_of("a [bold] model", "a command", [*found, Failed(Setting(8, 64), "[red]no")], Question())

@@ -329,6 +329,17 @@ def test_a_terminal_gets_a_bar_and_a_line_for_each_setting():
     assert "1/1" in stream.getvalue()
 
 
+def test_words_of_the_script_that_stand_at_the_wrong_place_are_told_where_to_stand(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["scale", "train.py", "0.1"])
+    assert (
+        "unrecognized arguments: 0.1; what is for the script itself stands last, behind --" in capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["env", "0.1"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: 0.1\n")
+
+
 def test_wrong_words_are_told_in_a_sentence(tmp_path, capsys):
     assert cli.main(["scale", str(tmp_path / "absent.py")]) == 2
     assert "absent.py: there is no such file" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The names in a store: of checkpoints by their step, and of what is not one yet or no longer.
+"""The names in a run's folder: of checkpoints by their step, of what is not one yet or no longer, and of the run's status beside them.
 
 A checkpoint is ``step-000000123``. Where a step is written again, the second is ``step-000000123-2``: it appears whole beside the
 first, as no directory can be put in another's place at once; then the first goes. Times play no part.
@@ -7,9 +7,10 @@ first, as no directory can be put in another's place at once; then the first goe
 import re
 from pathlib import Path
 
-__all__ = ["REMOVED", "WRITTEN", "checkpoints_in", "free_name", "is_leftover", "step_of"]
+__all__ = ["REMOVED", "STATUS", "WRITTEN", "checkpoints_in", "free_name", "is_leftover", "step_of"]
 
 WRITTEN, REMOVED = ".writing-", ".removing-"
+STATUS = "status.json"
 
 _NAME = re.compile(r"step-(\d{9,})(?:-([2-9]|[1-9]\d+))?", re.ASCII)
 

@@ -20,7 +20,7 @@ def about_few_rows(program: Program) -> Iterator[Finding]:
     if rows is not None and rows < replicas:
         yield Finding(
             "fewer-rows-than-replicas",
-            f"a batch of {rows} rows leaves {replicas - rows} of {replicas} replicas idle",
+            f"a batch of {rows} row{'s' * (rows != 1)} leaves {replicas - rows} of {replicas} replicas idle",
             program.at_fit,
             "the batch size is that of the global batch, which the replicas share",
             f"Make it {replicas} or more",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep._errors import ModelError
+from lockstep.cluster.failure import summary_of
 from lockstep.data.calls import Inputs
 from lockstep.doctor.at_fit import of_batch
 from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL, ABOUT_THE_PROCESS, findings_of
@@ -39,7 +40,16 @@ def examine(program: Program, functions: StepFunctions, inputs: Inputs, environ:
     seen = read_some(inputs.to_look_at(model, data, **{name: program.arguments.get(name) for name in _OPTIONS}))
     looked = program if program.rows is not None or not seen.batches else of_batch(program, seen.batches[0])
     found = findings_of(program, ABOUT_THE_CALL) + findings_of(looked, ABOUT_BATCHES)
-    of_steps, lines, left_out = _steps(program, functions, seen)
+    try:
+        of_steps, lines, left_out = _steps(program, functions, seen)
+    except Exception as error:
+        if not found:
+            raise
+        of_steps, lines, left_out = (
+            [],
+            [],
+            [f"training steps: the first one fails: {summary_of(error).splitlines()[0]}"],
+        )
     found += of_steps + [finding for check in ABOUT_THE_PROCESS for finding in check(program, environ)]
     return Report(tuple(found), (*_looked_at(program, seen), *lines), tuple(left_out))
 

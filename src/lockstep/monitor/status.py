@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.naming import STATUS
 from lockstep.cluster.failure import summary_of
 from lockstep.cluster.watch import Beat
 from lockstep.data.advice import Meter
@@ -21,9 +22,8 @@ from lockstep.data.calls import Together
 from lockstep.monitor.clock import StepClock
 from lockstep.monitor.throughput import numbers_of
 
-__all__ = ["STATUS", "StatusWriter", "shares"]
+__all__ = ["StatusWriter", "shares"]
 
-STATUS = "status.json"
 _EVERY, _LOOK_BACK = 1.0, 10  # seconds; and so many looks for shares of the time
 _LONGEST_WAIT = 5.0  # seconds that an end waits for a write that hangs
 

@@ -53,8 +53,8 @@ def loaded_from(directory: str, step: int | None) -> Loaded:
 
 
 def table(paths: list[Path], verbose: bool) -> Iterator[str]:
-    """A line for each checkpoint, and with ``verbose`` one for each of its arrays."""
-    yield _ROW.format("step", "epoch", "batch", "bytes", "replicas", "versions")
+    """A line for each checkpoint, with the epochs and further batches that were done, and with ``verbose`` one for each of its arrays."""
+    yield _ROW.format("step", "epochs", "batches", "bytes", "replicas", "versions")
     for path in paths:
         try:
             manifest = describe(path)

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep._errors import OptionError
-from lockstep.checkpoint.naming import checkpoints_in, step_of
-from lockstep.monitor.status import STATUS
+from lockstep.checkpoint.naming import STATUS, checkpoints_in, step_of
 
 __all__ = ["picture", "slowest", "watch"]
 

@@ -78,7 +78,10 @@ def _begin(
     epochs, verbose = arguments.get("epochs", 1), arguments.get("verbose", "auto")
     if backup.extend and run.is_finished:
         epochs += run.epoch
-    arguments["epochs"], arguments["initial_epoch"] = epochs, max(run.epoch, arguments.get("initial_epoch", 0))
+        run.is_stopped = False
+    run.epochs = epochs
+    arguments["epochs"] = min(epochs, run.epoch) if run.is_stopped else epochs
+    arguments["initial_epoch"] = max(run.epoch, arguments.get("initial_epoch", 0))
     arguments["callbacks"] = FitCallbacks(
         run,
         arguments["callbacks"],

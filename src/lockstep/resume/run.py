@@ -25,6 +25,7 @@ from lockstep.doctor.program import Program
 from lockstep.doctor.rate import Fitted, about_changed_batch, fitted, rate_of
 from lockstep.doctor.switch import is_on
 from lockstep.resume.backup import BackupAndRestore
+from lockstep.resume.place import Place, about_other_versions
 from lockstep.resume.preemption import Preemption, leave
 from lockstep.resume.values import packed_attributes, unpacked_attributes
 from lockstep.resume.variables import ModelVariables
@@ -92,6 +93,10 @@ class BackedUpFit:
         self.step, self._arrays, self._facts = found or (0, {}, {})
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
+        self.epochs: int = 0  # that this fit asks for, those of the earlier run included
+        self.is_stopped = (
+            bool(self._facts.get("stop_training")) and not self.done
+        )  # whether a callback has ended the earlier run
         self._epoch_now, self._done_now, self._epochs_done = self.epoch, 0, self.epoch
         self._before_validation: _Moment | None = None
         self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
@@ -149,9 +154,11 @@ class BackedUpFit:
             given = {"callbacks": self._others}  # The rate of learning is that of the checkpoint now.
             program = Program(self._model, None, arguments=given, rows_read=self._facts.get("rows"))
             self._trained = fitted(program, rate_of(program))
-            at = f"step {self.step}: epoch {self.epoch + 1}, after {self.done} of its steps"
-            self._announce(f"goes on from {self._backup.directory} at {at}")
-            self._tell_of_versions()
+            place = Place(self.step, self.epoch, self.done, self.epochs, self.is_stopped)
+            self._announce(place.told(self._backup.directory))
+            changed = about_other_versions(self._facts.get("versions", self._versions), self._versions)
+            if changed:
+                self._announce(changed)
 
     def epoch_begins(self, epoch: int) -> None:
         """All callbacks have heard of it."""
@@ -289,14 +296,6 @@ class BackedUpFit:
             for finding in about_changed_batch(now, then, "fit", "the run that goes on"):
                 self._announce(f"Model {self._model.name!r}: {finding.line}.")
 
-    def _tell_of_versions(self) -> None:
-        then = self._facts.get("versions", self._versions)
-        changed = [
-            f"{name} {then.get(name)} then, {new} now" for name, new in self._versions.items() if then.get(name) != new
-        ]
-        if changed:
-            self._announce(f"the bits may be others from here on, as other programs compute them: {'; '.join(changed)}")
-
     def _refuse_replay(self) -> None:
         position = self._position
         if position and not self._backup.replay and not self._data.can_seek:
@@ -314,6 +313,6 @@ class BackedUpFit:
             if own:
                 entries.remove(own)
                 unpacked_attributes(callback, own[1], self._arrays)
-        self._model.stop_training = self._facts["stop_training"]
+        self._model.stop_training = self.is_stopped or (self._facts["stop_training"] and self.done > 0)
         if self._position is None:  # Else it belongs to the pass, which restores it.
             restore_random_state(self._facts["random"])

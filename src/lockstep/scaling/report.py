@@ -24,6 +24,8 @@ from lockstep.scaling.table import Row, Table, table_of
 
 __all__ = ["Outlook", "Question", "ScalingReport", "report_of"]
 
+_TELLING = 3  # settings; with fewer the formula has as many constants, and meets them all
+
 
 @dataclass(frozen=True)
 class Question:
@@ -69,6 +71,9 @@ class Outlook:
     def error(self) -> str:
         """A sentence on how far the same formula is from what was measured."""
         errors = sorted(abs(error) for _, _, error in self.checks)
+        if len(errors) < _TELLING:
+            settings = "the one setting that was" if len(errors) == 1 else f"the {len(errors)} settings that were"
+            return f"It was fitted to {settings} measured, too few to say how far it is off"
         return (
             f"On the {len(errors)} settings that were measured the same formula is off by {errors[len(errors) // 2]:.0%} in the median, "
             f"at most {errors[-1]:.0%}"
