@@ -89,7 +89,7 @@ class Courier:
             reply, values = self._ask(message, arrays, judge)
         except LostError as error:
             raise self._broken(
-                f"was lost while this worker waited for its answer to a {message['kind']!r}: {error}"
+                f"was lost while this process waited for its answer to {message['kind']!r}: {error}"
             ) from None
         except MalformedError as error:
             raise self._broken(f"gave no answer to a {message['kind']!r}: {error}") from None
