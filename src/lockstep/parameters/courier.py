@@ -169,7 +169,8 @@ def connect(
         notice.tell(f"{name} at {address}")
         sleep(_RETRY_SECONDS)
     raise ClusterError(
-        f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}.", exit_codes.PEER_LOST
+        f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}. Is it started, and can it be reached from here?",
+        exit_codes.PEER_LOST,
     )
 
 
