@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
     raise BackendError(
         "Keras starts with the TensorFlow backend unless it is told otherwise. Lockstep needs JAX: set "
         'os.environ["KERAS_BACKEND"] = "jax" (or export KERAS_BACKEND=jax) before the first import of keras or lockstep.'
-    ) from error
+    ) from None  # Where in Keras that was seen helps nobody.
 
 __all__ = [
     "DataAdapter",

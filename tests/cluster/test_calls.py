@@ -48,7 +48,10 @@ def test_who_asks_something_else_is_named_and_everybody_hears_it():
 def test_who_has_left_is_named_to_those_that_wait_and_that_come_later():
     calls = Calls(3)
     calls.put(0, "main", 0, GATHER, "rows", 1)
-    sentence = "worker 2 of 3 came to the end before gather 'rows', where others wait."
+    sentence = (
+        "worker 2 of 3 came to the end before gather 'rows', where others wait: all workers must make the same calls, such as fit "
+        "and evaluate, in the same order."
+    )
     assert calls.leave(2, "worker 2 of 3") == [Reply((0,), "main", [], sentence)]
     assert calls.put(1, "main", 0, GATHER, "rows", 1) == [Reply((1,), "main", [], sentence)]
 

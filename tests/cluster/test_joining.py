@@ -301,7 +301,9 @@ def test_a_port_in_use_is_named_and_by_whom():
             join(**{**job.arguments(0), "listener": None})
         port = job.coordinator.split(":")[1]
         assert f"cannot listen on port {port} of 127.0.0.1: another Lockstep job ({ME}) uses it." in str(caught.value)
-        assert "another port" in str(caught.value)
+        assert "another port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT." in str(
+            caught.value
+        )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ClusterError, match=f"port {port} of 127.0.0.1: something that is no Lockstep job uses it"):

@@ -99,7 +99,10 @@ class Calls:
         for call in calls:
             gone = [name for worker, name in self._left.items() if worker not in call.values]
             if gone and call.error is None:
-                call.error = f"{listed(gone)} came to the end before {_named(*call.asks)}, where others wait."
+                call.error = (
+                    f"{listed(gone)} came to the end before {_named(*call.asks)}, where others wait: all workers must make the same "
+                    "calls, such as fit and evaluate, in the same order."
+                )
             if call.error is not None or len(call.values) == self._workers:
                 values = [] if call.error else _result(call)
                 replies.append(Reply(tuple(sorted(call.waiting)), call.lane, values, call.error))

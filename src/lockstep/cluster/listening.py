@@ -73,7 +73,7 @@ def _in_use(host: str, port: int, who: str) -> str:
     other = f"another Lockstep job ({there})" if there else "something that is no Lockstep job"
     return (
         f"{_capital(who)} cannot listen on port {port} of {host}: {other} uses it. End that, or give all workers of this job another "
-        f"port."
+        f"port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT."
     )
 
 

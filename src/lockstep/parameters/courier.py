@@ -89,7 +89,7 @@ class Courier:
             reply, values = self._ask(message, arrays, judge)
         except LostError as error:
             raise self._broken(
-                f"was lost while this worker waited for its answer to a {message['kind']!r}: {error}"
+                f"was lost while this process waited for its answer to {message['kind']!r}: {error}"
             ) from None
         except MalformedError as error:
             raise self._broken(f"gave no answer to a {message['kind']!r}: {error}") from None
@@ -169,7 +169,8 @@ def connect(
         notice.tell(f"{name} at {address}")
         sleep(_RETRY_SECONDS)
     raise ClusterError(
-        f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}.", exit_codes.PEER_LOST
+        f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}. Is it started, and can it be reached from here?",
+        exit_codes.PEER_LOST,
     )
 
 

@@ -97,7 +97,7 @@ class _Arrival:
                 return self.as_guest()
             except NotYetError as error:
                 reason = str(error)
-            notice.tell(f"{self._where} ({reason})")
+            notice.tell(f"node 0, where all meet at {self.terms.coordinator} ({reason})")
             numbers, _ = self.received.wait(_RETRY_SECONDS)
             asked = unwanted(numbers)
             if asked is not None:
