@@ -33,10 +33,11 @@ def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):
 
 
 @pytest.fixture
-def three_steps(request):
+def three_steps():
     """Keras takes no more of an epoch: KERAS_MAX_STEPS_PER_EPOCH, which is for trials."""
     keras.config.set_max_steps_per_epoch(3)
-    request.addfinalizer(lambda: keras.config.set_max_steps_per_epoch(None))
+    yield
+    keras.config.set_max_steps_per_epoch(None)
 
 
 @pytest.mark.usefixtures("three_steps")

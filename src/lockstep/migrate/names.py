@@ -25,6 +25,9 @@ RENAMED = {
 # What stays as it is, with the reason and what to write. The longest entry counts, and the one above where both are as long.
 ABSENT = {
     "keras.layers.experimental.SyncBatchNormalization": "write keras.layers.BatchNormalization(synchronized=True)",
+    "keras.losses.Reduction": 'write a word, as in reduction="sum"; without one it is the mean over the batch',
+    "keras.utils.multi_gpu_model": "write lockstep.MirroredStrategy(), and build and compile the model in its scope",
+    "keras.utils.experimental.DatasetCreator": "give fit what the function returns, without repeat() or with steps_per_epoch (docs/parameter_servers.md)",
     "tensorflow.GradientTape": "there are no tapes on JAX; write the step with jax.value_and_grad (docs/custom_loops.md)",
     "tensorflow.Session": "TensorFlow 1 has no counterpart; examples/cifar10_towers shows such a loop",
     "tensorflow.Variable": "the variables of a model are Keras's; make others by keras.Variable",
