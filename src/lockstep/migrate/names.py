@@ -14,7 +14,9 @@ RENAMED = {
     "keras.optimizers.legacy": "keras.optimizers",
     "tensorflow.config.experimental.enable_op_determinism": "lockstep.config.set_deterministic",
     "tensorflow.distribute": "lockstep",
+    "tensorflow.distribute.DistributedValues": "lockstep.PerReplica",
     "tensorflow.distribute.coordinator": "lockstep",
+    "tensorflow.distribute.coordinator.PerWorkerValue": "lockstep.PerWorkerValues",
     "tensorflow.distribute.experimental.coordinator": "lockstep",
     "tensorflow.nn.compute_average_loss": "lockstep.compute_average_loss",
     "tensorflow.nn.scale_regularization_loss": "lockstep.scale_regularization_loss",
@@ -52,6 +54,7 @@ ABSENT = {
     "tensorflow.distribute.cluster_resolver.GCEClusterResolver": "write lockstep.cluster_resolver.SimpleClusterResolver, or set TF_CONFIG",
     "tensorflow.distribute.cluster_resolver.TPUClusterResolver": "JAX finds its TPUs by itself",
     "tensorflow.distribute.cluster_resolver.UnionResolver": "write lockstep.cluster_resolver.SimpleClusterResolver",
+    "tensorflow.distribute.coordinator.experimental_get_current_worker_index": "strategy.cluster_resolver.task_id is it on a worker",
     "tensorflow.distribute.experimental.CollectiveHints": "write lockstep.CommunicationOptions",
     "tensorflow.distribute.experimental.PreemptionCheckpointHandler": "lockstep.callbacks.BackupAndRestore in fit and strategy.checkpoint "
     "in a loop also save at SIGTERM (docs/resume.md)",
