@@ -49,6 +49,7 @@ ABSENT = {
     "tensorflow.device": "a strategy places its models; name the devices to it, or use keras.device outside of one",
     "tensorflow.distribute.OneDeviceStrategy": "write lockstep.MirroredStrategy([device])",
     "tensorflow.distribute.Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",
+    "tensorflow.distribute.Strategy": "each strategy has scope, run, reduce and gather; as a type, name one, such as lockstep.MirroredStrategy",
     "tensorflow.distribute.StrategyExtended": "strategy.reduce, gather and run do what it does in custom loops (docs/custom_loops.md)",
     "tensorflow.distribute.TPUStrategy": "JAX has TPUs as devices: lockstep.MirroredStrategy() takes all that are there",
     "tensorflow.distribute.cluster_resolver.GCEClusterResolver": "write lockstep.cluster_resolver.SimpleClusterResolver, or set TF_CONFIG",
