@@ -239,6 +239,14 @@ class Sometimes(Step):
         return {}, *lax.cond(gradients[0].sum() > 0, update, lambda: (trainable, optimizer))
 
 
+class Mapped(Step):
+    def apply(self, optimizer, gradients, trainable):
+        def update(gradients):
+            return self.optimizer.stateless_apply(optimizer, gradients, trainable)
+
+        return {}, *jax.tree.map(lambda value: value[0], jax.vmap(update)([gradient[None] for gradient in gradients]))
+
+
 class Jitted(Step):
     def apply(self, optimizer, gradients, trainable):
         return {}, *jax.jit(self.optimizer.stateless_apply)(optimizer, gradients, trainable)
@@ -251,6 +259,7 @@ REFUSED = {
     Clipped: "returns other values than those that optimizer.stateless_apply gives",
     Counting: "uses what optimizer.stateless_apply gives",
     Sometimes: "Sometimes.train_step calls the optimizer inside jax.lax.cond",
+    Mapped: "A model's train_step calls the optimizer under jax.vmap",
 }
 
 

@@ -31,6 +31,7 @@ def failing(code: str) -> str:
         ([], "the list is empty"),
         ("cpu:0", r"expected a list of names such as \['gpu:0'\], got 'cpu:0'"),
         ({"cpu:0", "cpu:1"}, "expected a list of names"),
+        (2, r"expected a list of names such as \['gpu:0'\], got 2"),
         ([0, 1], "0 is neither a name such as 'gpu:0' nor a JAX device"),
         (["cpu:9"], "10 CPU devices were asked for, but JAX has already started with 8"),
     ],

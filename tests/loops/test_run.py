@@ -285,6 +285,7 @@ def test_the_context_says_where_the_code_is():
         note("scope")
         strategy.run(step)
     alone = lockstep.get_strategy()
+    assert alone.cluster_resolver is None
     assert [(where, one is strategy, has, cross, none) for where, one, has, cross, none in dict.fromkeys(seen)] == [
         ("outside", False, False, False, False),
         ("scope", True, True, True, True),

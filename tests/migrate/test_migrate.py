@@ -135,6 +135,15 @@ def test_a_name_that_is_absent_is_marked_with_what_to_write(name):
     assert mark.sentence.endswith(ABSENT[name])
 
 
+@pytest.mark.parametrize(("code", "reason"), [
+    ("tf.keras.utils.multi_gpu_model\n", ABSENT["keras.utils.multi_gpu_model"]),
+    ("from tensorflow.distribute import experimental as e\ne.TPUStrategy\n", ABSENT["tensorflow.distribute.experimental.TPUStrategy"]),
+])  # fmt: skip
+def test_a_name_is_absent_under_each_of_its_spellings(code, reason):
+    (mark,) = translate(TF + code).marks
+    assert mark.sentence.endswith(reason)
+
+
 def test_a_name_that_neither_has_is_marked_and_stays():
     found = translate(
         f"{TF}a = tf.distribute.Unheard\nb = tf.keras.layers.Unheard\nfrom tensorflow.keras.layers import Other\n"
@@ -258,6 +267,102 @@ def test_logical_devices_whose_number_is_not_written_are_marked():
 def test_letters_that_take_several_bytes_do_not_shift_anything():
     code = 'print("Größe: 🙂", tf.keras.Model, "é"); tf.random.set_seed(1)'
     assert new_lines(code) == 'print("Größe: 🙂", keras.Model, "é"); keras.utils.set_random_seed(1)'
+
+
+def sentences(code):
+    return [mark.sentence for mark in translate(code).marks]
+
+
+@pytest.mark.parametrize("code", [
+    "try:\n    import tensorflow as tf\nexcept ImportError:\n    tf = None\ns = tf.distribute.MirroredStrategy()\n",
+    "import tensorflow as tf\nif old:\n    import torch as tf\ntf.keras.Model\n",
+    "from tensorflow import keras\nclass keras: pass\nkeras.callbacks.BackupAndRestore\n",
+])  # fmt: skip
+def test_an_import_whose_name_may_stand_for_something_else_is_marked(code):
+    name = "keras" if "class" in code else "tf"
+    (sentence,) = sentences(code)
+    assert sentence.startswith(f"{name}: the script also uses this name for something else")
+    used = code.splitlines()[-1]
+    assert used in translate(code).after
+
+
+def test_a_name_that_a_function_has_for_itself_is_not_taken_for_a_module():
+    code = "def f(tf):\n    return tf.keras\ndef g():\n    layers = []\n    return layers.index\n"
+    head = "import tensorflow as tf\nfrom tensorflow.keras import layers\n"
+    found = translate(f"{head}{code}m = tf.keras.Model\nd = layers.Dense\n")
+    assert code in found.after
+    assert found.after.endswith("m = keras.Model\nd = layers.Dense\n")
+    assert not found.marks
+
+
+def test_the_backend_is_chosen_before_an_import_within_a_block():
+    code = "try:\n    from tensorflow import keras\nexcept ImportError:\n    import keras\nkeras.Model\n"
+    found = translate(code)
+    assert not found.marks
+    assert found.after.index("KERAS_BACKEND") < found.after.index("import keras")
+    assert translate(found.after).after == found.after
+
+
+@pytest.mark.parametrize("before", ["import os\n", "import json, os, sys\n"])
+def test_os_is_imported_once(before):
+    assert translate(f"{before}{TF}tf.keras.Model\n").after.count("import os") == before.count("import os")
+
+
+@pytest.mark.parametrize("code", [
+    "from tensorflow.keras.mixed_precision import experimental as mp\nmp.unheard\n",
+    "from tensorflow.keras.unheard import thing\nthing\n",
+    "import tensorflow.keras.unheard as thing\nthing\n",
+    "from tensorflow.unheard import thing\nthing.other\n",
+])  # fmt: skip
+def test_a_module_that_is_nowhere_stays(code):
+    assert code.splitlines()[-1] in translate(code).after
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("NONE", "none"), ("SUM", "sum"), ("SUM_OVER_BATCH_SIZE", "sum_over_batch_size")]
+)
+def test_reductions_of_losses_are_words(name, word):
+    code = f"l = tf.keras.losses.MeanSquaredError(reduction=tf.keras.losses.Reduction.{name})"
+    assert new_lines(code) == f'l = keras.losses.MeanSquaredError(reduction="{word}")'
+
+
+def test_a_comment_stays_where_it_is_when_the_cache_comes_first():
+    code = "d = (d.shuffle(9)\n      .prefetch(2)  # read ahead\n      .cache())\n"
+    assert translate(TF + code).after.endswith("d = (d.cache().shuffle(9)\n      .prefetch(2)  # read ahead\n      )\n")
+
+
+@pytest.mark.parametrize(("code", "word"), [
+    ("class M(tf.keras.Model):\n    def call(self, x):\n        return tf.square(x)\n", "tf.square: "),
+    ("m = tf.keras.layers.Lambda(lambda x: tf.nn.relu(x))\n", "tf.nn.relu: "),
+])  # fmt: skip
+def test_functions_of_tensorflow_within_a_model_are_marked(code, word):
+    (sentence,) = sentences(TF + code)
+    assert sentence.startswith(word)
+    assert "keras.ops" in sentence
+
+
+def test_functions_of_tensorflow_elsewhere_may_be_for_its_data():
+    assert not sentences(
+        f"{TF}def scale(x):\n    return tf.cast(x, tf.float32)\nd = tf.data.Dataset.range(3).map(scale)\n"
+    )
+
+
+@pytest.mark.parametrize("code", [
+    "o = tf.keras.optimizers.Adam(decay=1e-6)",
+    "tf.keras.Model().fit(x, workers=4)",
+    "tf.keras.Model().fit_generator(x)",
+    "tf.keras.Model().save('m', save_format='tf')",
+    "tf.keras.utils.experimental.DatasetCreator(f)",
+])  # fmt: skip
+def test_what_keras_3_does_not_take_any_more_is_marked(code):
+    (sentence,) = sentences(TF + code)
+    assert ": " in sentence or "no argument" in sentence
+
+
+def test_another_backend_that_the_script_sets_is_marked():
+    code = 'import os\nos.environ["KERAS_BACKEND"] = "tensorflow"\nimport keras\n'
+    (sentence,) = sentences(code)
+    assert sentence.startswith('KERAS_BACKEND: write "jax"')
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

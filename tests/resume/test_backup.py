@@ -70,6 +70,26 @@ def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):
     assert further.heard == [(2, step) for step in range(5)]
 
 
+@pytest.fixture
+def three_steps():
+    """Keras takes no more of an epoch: KERAS_MAX_STEPS_PER_EPOCH, which is for trials."""
+    keras.config.set_max_steps_per_epoch(3)
+    yield
+    keras.config.set_max_steps_per_epoch(None)
+
+
+@pytest.mark.usefixtures("three_steps")
+@pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch")
+@pytest.mark.parametrize("stop", [2, 3, 4, 5])
+def test_keras_own_limit_of_steps_is_as_steps_per_epoch(stop, tmp_path):
+    steps = []
+    counting = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: steps.append(counting.params["steps"]))
+    expected = Run(None).fit(backup=False)
+    Run(tmp_path, options={"save_freq": 1}).fit(stop)
+    assert Run(tmp_path, options={"save_freq": 1}).fit(callbacks=[counting]) == expected
+    assert steps == [3]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -180,7 +180,7 @@ class Inputs:
             source,
             self._placement.hand_over if is_compiled else (lambda batch: batch),
             self._depth(source, options["shuffle"]),
-            options["steps_per_epoch"],
+            _limited(options["steps_per_epoch"]),
             tell,
             look,
             self._together.checking(source.name, source.num_batches is not None) if source.is_shared else None,
@@ -222,6 +222,12 @@ class Inputs:
         whole = next(source_of(*data, **everything).batches())
         numbers = np.arange(count_rows(whole))
         return DeviceSource(source_of(numbers, **given | {"class_weight": None}), whole, self._placement)
+
+
+def _limited(steps: int | None) -> int | None:
+    """Number of batches of an epoch, for which Keras has a limit of its own, for trials: KERAS_MAX_STEPS_PER_EPOCH."""
+    given = [number for number in (steps, keras.config.max_steps_per_epoch()) if number]
+    return min(given) if given else steps
 
 
 def _hold_out(given: dict[str, Any]) -> None:

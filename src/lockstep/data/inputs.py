@@ -102,6 +102,11 @@ class Input(_keras.DataAdapter):
         return self._source.name
 
     @property
+    def steps(self) -> int | None:
+        """Number of steps of an epoch, where it is known."""
+        return self._source.num_batches if self._steps == math.inf else int(self._steps)
+
+    @property
     def restarts(self) -> bool:
         """Whether a new pass begins with the first batch again."""
         return self._source.restarts

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from lockstep._errors import InputError, OptionError, member_of
+from lockstep.cluster.resolvers import ClusterResolver
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.data.placement import DEVICE_AXIS
@@ -32,6 +33,11 @@ class LoopTools(LoopInputs):
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that a global batch is split over."""
         return self._placement.replicas
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What said who takes part; None where one process trains alone."""
+        return None
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call ``fn`` on every replica.

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from lockstep.migrate.names import translated
+from lockstep.migrate.scopes import OURS, Scopes, is_import_of_ours
 from lockstep.migrate.source import Source
 
 __all__ = ["Bindings", "Chain", "imports_of_ours"]
-
-_OURS = ("tensorflow", "keras", "lockstep")
 
 
 @dataclass(frozen=True)
@@ -35,31 +35,39 @@ class Bindings:
 
     Attributes:
         modules: for each name that an import of TensorFlow, Keras or Lockstep has made, what it stands for.
+        unclear: those of them that the program also gives another meaning, with the statement that imports them.
     """
 
     def __init__(self, source: Source) -> None:
-        self._source = source
-        assigned = {
-            node.id
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-        }
-        self.modules = {name: full for name, full in self._imported() if name not in assigned}
+        self._source, self._scopes = source, Scopes(source)
+        self.modules: dict[str, str] = {}
+        self.unclear: dict[str, ast.stmt] = {}
+        for name, full, statement in self._imported():
+            before = self.modules.setdefault(name, full)
+            if self._scopes.hide(statement, name) or translated(before) != translated(full):
+                self.unclear[name] = statement
 
-    def _imported(self) -> Iterator[tuple[str, str]]:
+    def _imported(self) -> Iterator[tuple[str, str, ast.stmt]]:
         for statement in imports_of_ours(self._source):
             for alias in statement.names:
+                first = alias.name.partition(".")[0]
                 if isinstance(statement, ast.ImportFrom):
-                    yield alias.asname or alias.name, f"{statement.module}.{alias.name}"
-                elif alias.asname:
-                    yield alias.asname, alias.name
-                else:
-                    first = alias.name.partition(".")[0]
-                    yield first, first
+                    yield alias.asname or alias.name, f"{statement.module}.{alias.name}", statement
+                elif first in OURS:
+                    yield alias.asname or first, alias.name if alias.asname else first, statement
 
     @cached_property
     def chains(self) -> list[Chain]:
         """All dotted names that begin with something imported, each as long as it goes."""
+        return [chain for chain in self._chains if self._is_clear(chain.node, chain.root)]
+
+    @cached_property
+    def unclear_chains(self) -> list[Chain]:
+        """Those of which that is not sure."""
+        return [chain for chain in self._chains if chain.root in self.unclear]
+
+    @cached_property
+    def _chains(self) -> list[Chain]:
         inner = {id(node.value) for node in ast.walk(self._source.tree) if isinstance(node, ast.Attribute)}
         found = []
         for node in ast.walk(self._source.tree):
@@ -72,15 +80,17 @@ class Bindings:
     def name_of(self, node: ast.expr) -> str:
         """What an expression stands for in full; empty where it is no imported name."""
         words = _words(node)
-        return ".".join([self.modules[words[0]], *words[1:]]) if words and words[0] in self.modules else ""
+        is_known = bool(words) and words[0] in self.modules and self._is_clear(node, words[0])
+        return ".".join([self.modules[words[0]], *words[1:]]) if is_known else ""
+
+    def _is_clear(self, node: ast.AST, name: str) -> bool:
+        return name not in self.unclear and not self._scopes.hide(node, name)
 
 
 def imports_of_ours(source: Source) -> Iterator[ast.Import | ast.ImportFrom]:
     """The statements that import from TensorFlow, Keras or Lockstep."""
     for node in source.statements():
-        if (isinstance(node, ast.Import) and any(alias.name.partition(".")[0] in _OURS for alias in node.names)) or (
-            isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _OURS
-        ):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and is_import_of_ours(node):
             yield node
 
 

@@ -19,7 +19,7 @@ _HIDDEN = '.config.set_visible_devices([], "GPU")  # TensorFlow may read data; t
 def is_there(name: str) -> bool:
     """Whether Keras or Lockstep has something of that full name."""
     try:
-        return thing(name) is not None
+        return name.partition(".")[0] in ("keras", "lockstep") and thing(name) is not None
     except AttributeError:
         return False
 
@@ -48,19 +48,23 @@ def imports(source: Source, bindings: Bindings) -> Iterator[Edit]:
     statements = list(imports_of_ours(source))
     written = {statement: _rewritten(statement, used) for statement in statements}
     missing = [name for name in ("keras", "lockstep") if name in used - _bound(written.values())]
-    top = [statement for statement in statements if statement in source.tree.body]
-    first = top[0] if top else None
+    first = next(one for one in source.tree.body if any(node in written for node in ast.walk(one)))
+    if first not in written:  # It is a block with an import in it.
+        yield Edit(source.line_start(first), source.line_start(first), _head(source, missing, first))
     for statement, lines in written.items():
-        head = _head(source, missing) if statement is first else ""
+        head = _head(source, missing, first) if statement is first else ""
         text = head + "\n".join(lines) + _hiding(source, statement, lines)
         if text != source.segment(statement):
             yield _replaced(source, statement, text)
 
 
-def _head(source: Source, missing: Sequence[str]) -> str:
+def _head(source: Source, missing: Sequence[str], first: ast.stmt) -> str:
     """What comes before the first of the imports."""
+    before = source.tree.body[: source.tree.body.index(first)]
+    aliases = [alias for statement in before if isinstance(statement, ast.Import) for alias in statement.names]
+    has_os = any(alias.name == "os" and not alias.asname for alias in aliases)
     needs_backend = "KERAS_BACKEND" not in source.text
-    head = f"import os\n\n{_BACKEND}\n" if needs_backend else ""
+    head = f"{'' if has_os else 'import os'}\n\n{_BACKEND}\n".lstrip("\n") if needs_backend else ""
     return head + "".join(f"import {name}\n" for name in missing)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.migrate.bindings import Bindings, imports_of_ours
 from lockstep.migrate.imports import is_there, thing
+from lockstep.migrate.keras3 import not_taken
 from lockstep.migrate.names import translated, why_absent
 from lockstep.migrate.rules import calls, is_claim_of_logits
 from lockstep.migrate.source import Edit, Source
@@ -16,6 +17,9 @@ __all__ = ["Mark", "marked", "marks"]
 _PREFIX = "# lockstep migrate: "
 _LOGITS = "a softmax and from_logits=True: JAX takes the softmax twice where it is one model's; `lockstep doctor` tells"
 _EXTENDED = "strategy.extended has no counterpart; see docs/custom_loops.md"
+_UNCLEAR = (
+    "the script also uses this name for something else, so what begins with it stays: give the import a name of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ def _left(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
                 call,
                 f"{bindings.name_of(call.func)} has no argument {argument!r}: leave it out, or see its documentation",
             )
+    yield from not_taken(source, bindings)
+    yield from _unclear(bindings)
     constants = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
     has_softmax = any(node.value == "softmax" for node in constants)
     for node in ast.walk(source.tree):
@@ -77,13 +83,24 @@ def _left(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
             yield node.value, _LOGITS
 
 
+def _unclear(bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
+    """Imports whose names may stand for something else, where more than the import would be translated."""
+    for chain in bindings.unclear_chains:
+        root = bindings.modules[chain.root]
+        if translated(chain.name) != translated(root) + chain.name[len(root) :] or _reason(chain.name):
+            yield bindings.unclear[chain.root], f"{chain.root}: {_UNCLEAR}"
+
+
 def _reason(name: str) -> str | None:
     """Why something cannot be used as it is; None where it can."""
     if name == "tensorflow.config.set_visible_devices":  # It keeps TensorFlow off the accelerators.
         return None
-    if known := why_absent(name):
-        return known
     becomes = translated(name)
+    then = name.replace(
+        "lockstep.", "tensorflow.distribute.", 1
+    )  # An import that is translated already gives such names.
+    if known := why_absent(name) or why_absent(becomes) or (why_absent(then) if not is_there(becomes) else None):
+        return known
     if becomes.startswith("tensorflow") or is_there(becomes):
         return None
     return f"{'Keras 3' if becomes.startswith('keras') else 'Lockstep'} has no such name"

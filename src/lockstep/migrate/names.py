@@ -14,7 +14,9 @@ RENAMED = {
     "keras.optimizers.legacy": "keras.optimizers",
     "tensorflow.config.experimental.enable_op_determinism": "lockstep.config.set_deterministic",
     "tensorflow.distribute": "lockstep",
+    "tensorflow.distribute.DistributedValues": "lockstep.PerReplica",
     "tensorflow.distribute.coordinator": "lockstep",
+    "tensorflow.distribute.coordinator.PerWorkerValue": "lockstep.PerWorkerValues",
     "tensorflow.distribute.experimental.coordinator": "lockstep",
     "tensorflow.nn.compute_average_loss": "lockstep.compute_average_loss",
     "tensorflow.nn.scale_regularization_loss": "lockstep.scale_regularization_loss",
@@ -25,6 +27,9 @@ RENAMED = {
 # What stays as it is, with the reason and what to write. The longest entry counts, and the one above where both are as long.
 ABSENT = {
     "keras.layers.experimental.SyncBatchNormalization": "write keras.layers.BatchNormalization(synchronized=True)",
+    "keras.losses.Reduction": 'write a word, as in reduction="sum"; without one it is the mean over the batch',
+    "keras.utils.multi_gpu_model": "write lockstep.MirroredStrategy(), and build and compile the model in its scope",
+    "keras.utils.experimental.DatasetCreator": "give fit what the function returns, without repeat() or with steps_per_epoch (docs/parameter_servers.md)",
     "tensorflow.GradientTape": "there are no tapes on JAX; write the step with jax.value_and_grad (docs/custom_loops.md)",
     "tensorflow.Session": "TensorFlow 1 has no counterpart; examples/cifar10_towers shows such a loop",
     "tensorflow.Variable": "the variables of a model are Keras's; make others by keras.Variable",
@@ -44,11 +49,13 @@ ABSENT = {
     "tensorflow.device": "a strategy places its models; name the devices to it, or use keras.device outside of one",
     "tensorflow.distribute.OneDeviceStrategy": "write lockstep.MirroredStrategy([device])",
     "tensorflow.distribute.Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",
+    "tensorflow.distribute.Strategy": "each strategy has scope, run, reduce and gather; as a type, name one, such as lockstep.MirroredStrategy",
     "tensorflow.distribute.StrategyExtended": "strategy.reduce, gather and run do what it does in custom loops (docs/custom_loops.md)",
     "tensorflow.distribute.TPUStrategy": "JAX has TPUs as devices: lockstep.MirroredStrategy() takes all that are there",
     "tensorflow.distribute.cluster_resolver.GCEClusterResolver": "write lockstep.cluster_resolver.SimpleClusterResolver, or set TF_CONFIG",
     "tensorflow.distribute.cluster_resolver.TPUClusterResolver": "JAX finds its TPUs by itself",
     "tensorflow.distribute.cluster_resolver.UnionResolver": "write lockstep.cluster_resolver.SimpleClusterResolver",
+    "tensorflow.distribute.coordinator.experimental_get_current_worker_index": "strategy.cluster_resolver.task_id is it on a worker",
     "tensorflow.distribute.experimental.CollectiveHints": "write lockstep.CommunicationOptions",
     "tensorflow.distribute.experimental.PreemptionCheckpointHandler": "lockstep.callbacks.BackupAndRestore in fit and strategy.checkpoint "
     "in a loop also save at SIGTERM (docs/resume.md)",

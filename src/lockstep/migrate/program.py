@@ -17,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     devices.logical_devices,
     devices.memory_growth,
     rules.activations,
+    rules.reductions,
     rules.one_device,
     rules.batch_normalization,
     rules.old_arguments,

@@ -17,9 +17,11 @@ __all__ = [
     "methods",
     "old_arguments",
     "one_device",
+    "reductions",
 ]
 
 _ACTIVATIONS = ("elu", "gelu", "leaky_relu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh")
+_REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
 _SYNCHRONIZED = "keras.layers.experimental.SyncBatchNormalization"
 
@@ -42,6 +44,14 @@ def activations(source: Source, bindings: Bindings) -> Iterator[Edit]:
             short = name.removeprefix("tensorflow.nn.")
             if keyword.arg == "activation" and short != name and short in _ACTIVATIONS:
                 yield source.replaced(keyword.value, f'"{short}"')
+
+
+def reductions(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``reduction=tf.keras.losses.Reduction.NONE`` becomes ``reduction="none"``."""
+    for chain in bindings.chains:
+        enumeration, _, member = translated(chain.name).rpartition(".")
+        if enumeration == "keras.losses.Reduction" and member.lower() in _REDUCTIONS:
+            yield source.replaced(chain.node, f'"{member.lower()}"')
 
 
 def methods(source: Source, bindings: Bindings) -> Iterator[Edit]:
@@ -97,6 +107,8 @@ def cached_last(source: Source, bindings: Bindings) -> Iterator[Edit]:
             first = first.func.value  # type: ignore[attr-defined]  # _is_call_of has looked.
         if first is not call.func.value:
             start, end = source.span(call.func.value)[1], source.span(call)[1]
+            if "#" in source.text[start : source.span(call.func)[1]]:  # A comment stays with what it is about.
+                start = source.text.rindex(".", start, source.span(call.func)[1])
             before = source.span(first)[1]
             yield Edit(before, before, source.text[start:end])
             yield Edit(start, end, "")

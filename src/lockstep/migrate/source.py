@@ -72,8 +72,11 @@ class Source:
         return self.text[start:end]
 
     def line_start(self, node: ast.expr | ast.stmt) -> int:
-        """Where the line of a node begins."""
-        return self._starts[node.lineno - 1]
+        """Where the line of a node begins, or that of its first decorator."""
+        decorators = (
+            node.decorator_list if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else []
+        )
+        return self._starts[min([node.lineno, *(one.lineno for one in decorators)]) - 1]
 
     def replaced(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         """The edit that puts ``text`` in the place of a node."""

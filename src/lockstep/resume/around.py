@@ -48,12 +48,13 @@ def backed_up(
         yield None
         return
     data: Input = arguments["x"]
-    steps = arguments.get("steps_per_epoch") or data.num_batches
     store = CheckpointStore(backup.directory, backup.keep, announce=announce) if together.process == 0 else None
     with store or nullcontext(), Preemption(together) as preemption:
         found = together.shared(_newest(store))
-        run = BackedUpFit(backup, model, data, setup | {"steps of an epoch": steps}, found, store, preemption, announce)
-        _begin(run, backup, arguments, model, steps)
+        run = BackedUpFit(
+            backup, model, data, setup | {"steps of an epoch": data.steps}, found, store, preemption, announce
+        )
+        _begin(run, backup, arguments, model, data.steps)
         with _attached(run, backup, functions):
             yield run
 

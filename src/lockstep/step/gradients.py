@@ -29,16 +29,16 @@ _update.multiple_results = True
 _update.def_abstract_eval(lambda *values, count: [ShapedArray(x.shape, x.dtype) for x in values[count:]])
 
 
-def _refuse(name: str, what: str) -> NoReturn:
+def _refuse(step: str, what: str) -> NoReturn:
     raise ModelError(
-        f"{name}.train_step {what}. Under this strategy an update is made elsewhere than its gradients, so the step must call "
+        f"{step} {what}. Under this strategy an update is made elsewhere than its gradients, so the step must call "
         "optimizer.stateless_apply once, with the optimizer's and the trainable values that it was given, and return what that gives, "
         "and nothing made of it. Change it, or train the model under a MirroredStrategy."
     )
 
 
 def _refuse_rule(what: str, *_: Any, **__: Any) -> NoReturn:
-    _refuse("A model's", what)
+    _refuse("A model's train_step", what)
 
 
 ad.primitive_jvps[_update] = partial(_refuse_rule, "differentiates its update")
@@ -84,7 +84,7 @@ class GradientProgram:
                 logs, new = step(state, batch)
             return new[0], new[2], (logs, changes_of((state[1], state[3]), (new[1], new[3])))
 
-        name = type(model).__name__
+        name = f"{type(model).__name__}.train_step"
         closed, results = jax.make_jaxpr(marked, return_shape=True)(state, batch)
         closed = marks_outside(closed, _update, lambda where: _refuse(name, f"calls the optimizer {where}"))
         jaxpr = closed.jaxpr

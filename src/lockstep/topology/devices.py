@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 
@@ -46,7 +46,7 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     """
     if devices is None:
         found = tuple(jax.local_devices())
-    elif isinstance(devices, (str, set, frozenset)):
+    elif isinstance(devices, (str, set, frozenset)) or not isinstance(devices, Collection):
         raise DeviceError(f"devices: expected a list of names such as ['gpu:0'], got {devices!r}.")
     elif not len(devices):
         raise DeviceError("devices: the list is empty; leave it out to use every device.")

@@ -46,7 +46,7 @@ def agree_on_random_numbers(session: Session, announce: Callable[[str], None]) -
     if different and _keras.get_random_seed() is not None:
         session.agree("the state of random numbers", own)
     if different:
-        announce("no seed was set; all workers go on with the random numbers of worker 0")
+        announce("no seed was set before the strategy; all workers go on with the random numbers of worker 0")
         seed = session.broadcast("a seed", random.getrandbits(32))
         random.seed(seed)
         np.random.seed(seed)
