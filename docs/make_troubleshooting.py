@@ -27,6 +27,7 @@ _TOPICS = {
     "checkpoint": "Checkpoints on disk: [resume](resume.md)",
     "cluster": "Meeting and going on together: [clusters](clusters.md), [several machines](several_machines.md)",
     "collectives": "How gradients meet: [collectives](collectives.md)",
+    "datasets": "The data of the examples: [examples](../examples/README.md)",
     "data": "Inputs: [inputs](inputs.md)",
     "doctor": "The doctor: [doctor](doctor.md)",
     "guard": "NaN and Inf: [NaN guard](nan_guard.md)",

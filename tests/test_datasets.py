@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+import lockstep
 from lockstep import datasets
 
 
@@ -53,6 +54,20 @@ def test_without_a_folder_keras_fetches(monkeypatch):
     monkeypatch.setattr(keras.datasets.mnist, "load_data", lambda: (split, split))
     (_, y), _ = datasets.mnist({})
     assert y.tolist() == [1, 2]
+
+
+def test_what_cannot_be_fetched_is_said_with_the_way_round(monkeypatch):
+    def fails(*_, **__):
+        raise Exception("URL fetch failure on https://…/mnist.npz: None -- Name or service not known")  # As Keras does.
+
+    for module, read in (
+        (keras.datasets.mnist, datasets.mnist),
+        (keras.datasets.cifar10, datasets.cifar10),
+        (keras.datasets.reuters, lambda environment: datasets.reuters(10, environment)),
+    ):
+        monkeypatch.setattr(module, "load_data", fails)
+        with pytest.raises(lockstep.InputError, match=r"Keras could not fetch it: URL fetch failure .* LOCKSTEP_DATA"):
+            read({})
 
 
 @pytest.mark.data

@@ -40,6 +40,14 @@ def test_wrong_options_end_with_one_line(option, message, capsys):
     assert "\n" not in printed
 
 
+def test_a_folder_without_the_data_ends_with_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_DATA", str(tmp_path))
+    assert cli.main(["demo", "--data", "mnist", "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        f"lockstep demo: LOCKSTEP_DATA={tmp_path} has no folder 'mnist'; unset it to have Keras fetch the data.\n"
+    )
+
+
 def test_the_command_needs_no_environment():
     done = subprocess.run(
         [

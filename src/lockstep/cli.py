@@ -150,7 +150,7 @@ def _demo(options: argparse.Namespace) -> int:
     epochs = default if options.epochs is None else options.epochs
     try:
         agreed = run_demo(options.data, options.replicas, options.devices, epochs, options.output)
-    except LockstepError as error:
+    except (LockstepError, FileNotFoundError) as error:
         print(f"lockstep demo: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

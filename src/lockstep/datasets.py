@@ -14,6 +14,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep._errors import InputError
+
 __all__ = ["cifar10", "mnist", "reuters"]
 
 Split = tuple[np.ndarray, np.ndarray]
@@ -32,6 +34,7 @@ def mnist(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
 
     Raises:
         FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
+        InputError: it names none, and Keras could not fetch the data.
         ValueError: a file there is something else.
     """
     folder = _folder("mnist", environment)
@@ -54,6 +57,7 @@ def cifar10(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
 
     Raises:
         FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
+        InputError: it names none, and Keras could not fetch the data.
     """
     folder = _folder("cifar10", environment)
     if folder is None:
@@ -78,10 +82,11 @@ def reuters(length: int, environment: Mapping[str, str] = os.environ) -> tuple[S
 
     Raises:
         FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
+        InputError: it names none, and Keras could not fetch the data.
     """
     folder = _folder("reuters", environment)
     if folder is None:
-        splits = keras.datasets.reuters.load_data()
+        splits = _fetched(keras.datasets.reuters)
         return tuple((keras.utils.pad_sequences(x, length), y) for x, y in splits)  # type: ignore[return-value]
     with np.load(folder / "reuters_flat.npz") as archive:
         tokens, offsets, labels = (archive[name] for name in ("tokens", "offsets", "labels"))
@@ -106,8 +111,19 @@ def _folder(name: str, environment: Mapping[str, str]) -> Path | None:
 
 
 def _from_keras(module: Any) -> tuple[Split, Split]:
-    (x, y), (x_test, y_test) = module.load_data()
+    (x, y), (x_test, y_test) = _fetched(module)
     return (x, y.reshape(-1)), (x_test, y_test.reshape(-1))
+
+
+def _fetched(module: Any) -> Any:
+    name = module.__name__.rpartition(".")[2]
+    try:
+        return module.load_data()
+    except Exception as error:  # Keras raises no class of its own.
+        raise InputError(
+            f"{name}: Keras could not fetch it: {error}. Set LOCKSTEP_DATA to a folder in which there is {name}/, as "
+            "lockstep.datasets says, or try again with a network."
+        ) from error
 
 
 def _idx_split(folder: Path, name: str) -> Split:
