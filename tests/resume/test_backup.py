@@ -8,6 +8,7 @@ import pytest
 
 import lockstep
 from lockstep._version import used_versions
+from lockstep.callbacks import BackupAndRestore
 from lockstep.checkpoint.store import CheckpointStore
 
 from .runs import BrokenOffError, Run, data
@@ -247,3 +248,51 @@ def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lockstep.resume.run.used_versions", lambda: used_versions() | {"jax": "99.1"})
     assert Run(tmp_path).fit() == Run(None).fit(backup=False)
     assert f"jax {used_versions()['jax']} then, 99.1 now" in caplog.text
+
+
+class Marks(keras.callbacks.Callback):
+    """Knows the first step of an epoch by an attribute that is again what it was at the begin where a checkpoint is written."""
+
+    def __init__(self, heard):
+        super().__init__()
+        self.tell, self.is_first, self.timer = heard.append, False, None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.is_first, self.timer = True, object()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.tell((batch, self.is_first, self.timer is not None))
+        self.is_first = False
+
+
+def test_what_has_not_changed_since_the_begin_is_not_what_an_epoch_that_is_begun_anew_makes_of_it(tmp_path):
+    heard = []
+    assert Run(tmp_path, epochs=1).fit(stop=3, callbacks=[Marks(heard)]) is None
+    Run(tmp_path, epochs=1).fit(callbacks=[Marks(heard)])
+    assert [(batch, is_first) for batch, is_first, _ in heard] == [(batch, batch == 0) for batch in (0, 1, 2, 2, 3, 4)]
+    assert all(has_timer for _, _, has_timer in heard)
+
+
+def test_the_best_weights_of_a_model_in_half_precision_go_on(tmp_path):
+    def best(epochs):
+        keras.utils.set_random_seed(1)
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="bfloat16")])
+            model.compile(keras.optimizers.SGD(3.0), "mse")  # Each epoch is worse than the one before.
+        stopping = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+        callbacks = [stopping, BackupAndRestore(tmp_path / str(len(epochs)))]
+        for number in epochs:
+            model.fit(np.ones((8, 2)), np.ones((8, 1)), epochs=number, verbose=0, callbacks=callbacks)
+        return np.asarray(model.get_weights()[0], "float32").tolist()
+
+    assert best([2, 3]) == best([3])
+
+
+def test_a_last_call_with_fewer_steps_counts_as_many_as_it_has(tmp_path):
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=2)
+    model.fit(
+        np.ones((20, 2)), np.ones((20, 1)), batch_size=4, epochs=2, verbose=0, callbacks=[BackupAndRestore(tmp_path)]
+    )
+    assert CheckpointStore(tmp_path).steps() == [5, 10]

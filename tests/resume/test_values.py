@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ VALUES = [
     {"a": [1.5], 2: None, (1, 2): "x"},
     np.arange(6, dtype="int16").reshape(2, 3),
     np.float32(0.25),
+    np.ones(2, ml_dtypes.bfloat16),
     keras.ops.less,
 ]
 
@@ -45,6 +47,7 @@ UNKEPT = {
     "set": {1},
     "list": [object()],
     "text": np.array(["a"]),
+    "long double": np.ones(2, "longdouble"),
 }
 
 
