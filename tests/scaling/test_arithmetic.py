@@ -206,6 +206,20 @@ def test_a_metric_that_shrinks_is_best_where_it_is_least():
     assert choose(table).setting.devices == 1
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_has_diverged_is_not_taken_however_fast_it_is(order):
+    curves = {32: (1.0, 0.5, 0.4), 64: (1.0, float("nan"), float("nan"))}
+    both = [
+        measured(1, batch, metric="loss", is_higher_better=False, blocks=(1 / batch**2,) * 3, curve=tuple(
+            Point(320 * number, 0.05 * number, value) for number, value in enumerate(values)
+        ))
+        for batch, values in curves.items()
+    ]  # fmt: skip
+    table = table_of(both[::order])
+    assert choose(table).setting == Setting(1, 32)
+    assert "best 0.4)" in recommend(table)[0]
+
+
 def test_what_was_measured_goes_through_json():
     for one in (by_formula(2, 64, COMPUTE, INPUT, HOST), Failed(Setting(1, 2), "why")):
         assert from_json(json.loads(json.dumps(to_json(one)))) == one
