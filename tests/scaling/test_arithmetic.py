@@ -8,13 +8,15 @@ import pytest
 
 from lockstep import OptionError
 from lockstep.collectives.cost import Link, Network, not_negative, predict
+from lockstep.scaling import words
 from lockstep.scaling.measured import Budget, Failed, Point, Setting, from_json, settings_of, to_json
 from lockstep.scaling.prediction import errors_of, link_between, model_of, network_for, predict_step, series_of, total
 from lockstep.scaling.recommendation import choose, recommend
 from lockstep.scaling.report import Question, report_of
 from lockstep.scaling.table import shares_of, table_of, value_at
-from lockstep.scaling.terminal import render
+from lockstep.scaling.terminal import line_of, render
 from lockstep.scaling.timing import WARM, Clock, block_ends
+
 
 from .made import BYTES, WITHIN, by_formula, measured
 
@@ -105,6 +107,20 @@ def test_the_clock_leaves_out_the_first_steps_and_evaluating():
     assert [point.rows for point in curve] == [0, *(10 * (WARM + number) for number in range(1, 5))]
     assert curve[-1].seconds == pytest.approx(sum(clock.seconds) * (1 + WARM / 4))
     assert not clock.is_cut
+
+
+def test_the_last_call_of_an_epoch_counts_the_steps_that_it_has():
+    clock = Clock(15, 100, None, lambda: 0.0, of_epoch=5)
+    for _ in range(9):
+        if clock.stepped((), 2):
+            clock.begin()
+    assert clock.steps == 15
+    assert sum(clock.lengths) == 15 - 4  # The first 4 steps compile.
+
+
+def test_numbers_change_their_unit_where_they_are_rounded():
+    shown = {0.99951: "1 s", 0.9994: "999 ms", 0.00099951: "1 ms", 0.0009994: "999 µs", 599.9: "600 s", 600.0: "10 min"}
+    assert {value: words.seconds(value) for value in shown} == shown
 
 
 def test_a_prediction_is_exact_where_the_formula_is_the_truth():
@@ -218,6 +234,16 @@ def test_what_has_diverged_is_not_taken_however_fast_it_is(order):
     table = table_of(both[::order])
     assert choose(table).setting == Setting(1, 32)
     assert "best 0.4)" in recommend(table)[0]
+
+
+def test_medians_are_those_of_the_table():
+    even = measured(1, 32, blocks=(0.01, 0.02))
+    assert table_of([even]).rows[0].step == statistics.median(even.blocks)
+    assert line_of(even.setting, even) == "1 device, batch 32: 15 ms a step"
+    rows = [measured(1, 8 * power, bare=0.004 * power) for power in (1, 2, 4, 9)]
+    outlook = report_of("a net", "command", rows, Question()).outlook
+    errors = [abs(error) for _, _, error in outlook.checks]
+    assert f"off by {statistics.median(errors):.0%} in the median" in outlook.error
 
 
 def test_what_was_measured_goes_through_json():

@@ -1,6 +1,7 @@
 """What comes out: the table, the prediction, and what to take; as text, as JSON and as a page."""
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ class Outlook:
             settings = "the one setting that was" if len(errors) == 1 else f"the {len(errors)} settings that were"
             return f"It was fitted to {settings} measured, too few to say how far it is off"
         return (
-            f"On the {len(errors)} settings that were measured the same formula is off by {errors[len(errors) // 2]:.0%} in the median, "
+            f"On the {len(errors)} settings that were measured the same formula is off by {statistics.median(errors):.0%} in the median, "
             f"at most {errors[-1]:.0%}"
         )
 
