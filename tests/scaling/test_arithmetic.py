@@ -17,7 +17,6 @@ from lockstep.scaling.table import shares_of, table_of, value_at
 from lockstep.scaling.terminal import line_of, render
 from lockstep.scaling.timing import WARM, Clock, block_ends
 
-
 from .made import BYTES, WITHIN, by_formula, measured
 
 COMPUTE, INPUT, HOST = (1e-3, 2e-5, 3e-5, 2e-4), (1e-4, 0.0, 1e-6, 0.0), (3e-4, 0.0, 0.0, 1e-4)
