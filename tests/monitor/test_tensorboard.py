@@ -128,6 +128,27 @@ def test_the_model_is_described_as_keras_describes_it(tmp_path):
     assert value.item().decode() == model.to_json()
 
 
+class Odd(keras.layers.Layer):
+    """Has no config, as its argument is a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def test_a_model_that_cannot_be_described_trains_all_the_same(tmp_path, caplog):
+    caplog.set_level("INFO", "lockstep")
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((3,)), Odd(abs), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    assert len(fit(model, TensorBoard(tmp_path))["loss"]) == 2
+    why = "NotImplementedError: Object Odd was created by passing non-serializable argument values"
+    assert caplog.text.count(f"the layers of {model.name!r} cannot be described: {why}") == 1
+
+
 class Stop(keras.callbacks.Callback):
     def __init__(self, at):
         super().__init__()

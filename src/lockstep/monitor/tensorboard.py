@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError, whole_number
+from lockstep.cluster.failure import summary_of
 from lockstep.monitor.clock import Reading, StepClock
 from lockstep.monitor.events import EventFile, Value, graph, histogram, newest_steps, scalar
 from lockstep.monitor.profiling import Profile
@@ -199,8 +200,9 @@ class _Run(StepListener):
     def _describe(self, model: keras.Model) -> None:
         try:
             self.write("train", 0, [graph("keras", model.to_json())])
-        except (TypeError, ValueError) as error:
-            self._attachment.announce(f"TensorBoard: the layers of {model.name!r} cannot be described: {error}")
+        except Exception as error:  # Of a layer of somebody's own, whatever that raises.
+            why = " ".join(summary_of(error).partition("\n\n")[0].split())
+            self._attachment.announce(f"TensorBoard: the layers of {model.name!r} cannot be described: {why}")
 
 
 def _flat(logs: Any) -> Iterable[tuple[str, Any]]:
