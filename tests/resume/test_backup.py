@@ -1,7 +1,9 @@
 """BackupAndRestore besides law 3: what is refused, what goes on, and what is kept when."""
 
 import logging
+import shutil
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -239,6 +241,27 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
         pytest.raises(lockstep.CheckpointError, match=r"another state: \['weights'\]\[0\]"),
     ):
         checkpoint.restore(other)
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_keys_of_random_numbers_in_a_loop_go_on(kind, tmp_path):
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def loop(steps):
+        drawn = []
+        with strategy.checkpoint(tmp_path) as checkpoint:
+            state, start = checkpoint.restore({"keys": jax.random.split(jax.random.key(7, impl=kind), 3)})
+            for step in range(start, steps):
+                keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(state["keys"])
+                drawn.append(jax.random.uniform(keys[0]).item())
+                checkpoint.save(step + 1, state := {"keys": keys})
+        return drawn
+
+    drawn = loop(2) + loop(5)
+    assert len(set(drawn)) == 5
+    for path in CheckpointStore(tmp_path).paths():
+        shutil.rmtree(path)
+    assert loop(5) == drawn
 
 
 def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):

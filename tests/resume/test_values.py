@@ -40,6 +40,12 @@ def test_a_value_comes_back_as_it_was(value):
     assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
 
 
+def test_keys_that_look_alike_keep_their_arrays():
+    value = {1: np.zeros(2), "1": np.ones(2), "a\0": np.full(2, 2.0)}
+    found = there_and_back(SimpleNamespace(value=value), SimpleNamespace()).value
+    assert {key: array[0] for key, array in found.items()} == {1: 0.0, "1": 1.0, "a\0": 2.0}
+
+
 UNKEPT = {
     "object": object(),
     "builtin": print,

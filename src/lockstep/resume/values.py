@@ -80,8 +80,10 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if type(value) in (list, tuple):
         return {type(value).__name__: [_packed(item, f"{name}/{n}", arrays) for n, item in enumerate(value)]}
     if type(value) is dict:
-        pairs = [[_packed(key, name, arrays), _packed(item, f"{name}/{key}", arrays)] for key, item in value.items()]
-        return {"dict": pairs}
+        pairs = enumerate(value.items())  # Numbers make the names, as keys may look alike: 1 and "1".
+        return {
+            "dict": [[_packed(key, name, arrays), _packed(item, f"{name}/{n}", arrays)] for n, (key, item) in pairs]
+        }
     if isinstance(value, FunctionType) and vars(keras.ops).get(value.__name__) is value:
         return {"keras.ops": value.__name__}
     raise _NoValueError
