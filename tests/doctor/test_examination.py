@@ -1,6 +1,8 @@
 """strategy.doctor measures real steps, says what it looked at, and leaves everything as it was, bit for bit."""
 
+import os
 import random
+import sys
 import time
 
 import jax
@@ -262,6 +264,14 @@ def test_an_allocator_that_gives_memory_back_is_told():
 def test_cpu_devices_without_cores_of_their_own_are_told(devices, cores, told):
     found = names_of(about_devices_and_cores(program(devices=devices), {}, cores))
     assert found == ["cpu-devices-without-cores"] * told
+
+
+def test_a_system_that_does_not_say_which_cores_are_usable_has_all(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    (found,) = about_devices_and_cores(program(devices=2), {})
+    assert found.what == "2 CPU devices on 2 cores"
 
 
 def test_plain_keras_on_cpu_devices_that_would_dead_lock_is_told():

@@ -275,6 +275,15 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, caplog):
     assert caplog.text.count("nothing more is written") == 1
 
 
+def test_a_file_that_cannot_be_read_when_a_run_goes_on_is_told_once(tmp_path, caplog):
+    caplog.set_level("INFO", "lockstep")
+    fit(built(), BackupAndRestore(tmp_path), epochs=1)
+    (tmp_path / "train" / "events.out.tfevents.0.here").mkdir(parents=True)
+    logs = fit(built(), BackupAndRestore(tmp_path), TensorBoard(tmp_path, update_freq=1))
+    assert len(logs["loss"]) == 2
+    assert caplog.text.count("nothing more is written") == 1
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     for options, words in (
         ({"update_freq": "often"}, 'update_freq: expected "epoch", "batch" or a number of steps, got \'often\''),

@@ -185,6 +185,15 @@ def test_the_fastest_of_the_good_ones_is_taken():
     )
 
 
+def test_an_epoch_that_the_limit_has_cut_is_as_long_as_the_others():
+    one = measured(1, 50, has_own_batches=True, rows_per_epoch=5_000, blocks=(0.02,) * 3)
+    two = measured(2, 50, has_own_batches=True, rows_per_epoch=10_000, blocks=(0.01,) * 3)
+    table = table_of([one, two])
+    assert [row.epoch for row in table.rows] == [4.0, 2.0]
+    assert choose(table).setting.devices == 2
+    assert "2 devices are 2.00 times as fast as one" in recommend(table)[1]
+
+
 def test_fewer_devices_are_taken_where_more_gain_nothing():
     table = table_of([measured(1, 64), measured(2, 64, blocks=(0.013, 0.0131, 0.0132), bare=0.012, all_reduce=0.006)])
     assert choose(table).setting == Setting(1, 64)

@@ -140,7 +140,10 @@ class _Run(StepListener):
             return
         self._is_open = True
         if self._attachment.goes_on():
-            self._known = {name: newest_steps(self._asked.log_dir / name) for name in _FOLDERS}
+            try:
+                self._known = {name: newest_steps(self._asked.log_dir / name) for name in _FOLDERS}
+            except OSError as error:
+                self._fail(error)
         if self._asked.write_graph and type(model).__name__ in ("Functional", "Sequential"):
             self._describe(model)
 
@@ -175,8 +178,11 @@ class _Run(StepListener):
                 self._files[folder] = EventFile(self._asked.log_dir / folder, self._known.get(folder))
             self._files[folder].write(step, values)
         except OSError as error:
-            self._has_failed = True
-            self._attachment.announce(f"TensorBoard: nothing more is written to {self._asked.log_dir}: {error}")
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._has_failed = True
+        self._attachment.announce(f"TensorBoard: nothing more is written to {self._asked.log_dir}: {error}")
 
     def close(self) -> None:
         """Training has ended, in whatever way."""
