@@ -465,6 +465,16 @@ def test_what_is_no_program_is_refused_and_stays(tmp_path, capsys, content, mess
     assert content is None or path.read_bytes() == content
 
 
+def test_none_of_several_files_is_changed_where_one_is_no_program(tmp_path, capsys):
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text(f"{TF}tf.keras.Model\n")
+    bad.write_text("print 3\n")
+    assert cli.main(["migrate", "--write", str(good), str(bad)]) == 2
+    assert good.read_text() == f"{TF}tf.keras.Model\n"
+    assert cli.main(["migrate", "--write", str(good)]) == 0
+    assert "import keras" in good.read_text()
+
+
 def test_syntax_is_refused_with_its_line():
     with pytest.raises(OptionError, match=r"script\.py, line 2: "):
         translate("import keras\nx = (\n")
