@@ -15,6 +15,7 @@ import lockstep
 from lockstep.data.random_state import captured_random_state
 from lockstep.doctor.measured import Read, Steps, about_input
 from lockstep.doctor.memory import about_memory
+from lockstep.doctor.order import about_order
 from lockstep.doctor.process import BadVersion, about_allocator, about_devices_and_cores, about_thread_pool
 from lockstep.doctor.program import Program, Setting
 from lockstep.topology.host_memory import HostMemory
@@ -252,6 +253,32 @@ def test_versions_that_are_bad_are_those_of_the_table():
     bad = BadVersion("keras", (3, 15), (3, 16), "why", "source")
     assert [bad.includes(version) for version in ((3, 14), (3, 15), (3, 16))] == [True, False, True]
     assert not BadVersion("jax", (0, 10), (), "why", "source").includes((1, 0))
+
+
+class DatasetV2:
+    """As tf.data shows itself: from the last step to the first."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def __debug_string__(self):
+        return "\n".join(f"-<_{step}Dataset element_spec=...>" for step in reversed(self.steps))
+
+
+DatasetV2.__module__ = "tensorflow.python.data.ops.dataset_ops"
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (("Range", "Shuffle", "Cache", "Batch"), ["shuffle-before-cache"]),
+        (("Range", "Prefetch", "Cache"), ["prefetch-before-cache"]),
+        (("Range", "Cache", "Shuffle", "Prefetch"), []),
+        (("Range", "Shuffle", "Cache", "Shuffle", "Batch"), []),  # The second shuffles anew in each epoch.
+    ],
+)
+def test_an_order_that_defeats_a_cache_is_told(steps, told):
+    assert names_of(about_order(Program(None, DatasetV2(*steps)))) == told
 
 
 def test_an_allocator_that_gives_memory_back_is_told():
