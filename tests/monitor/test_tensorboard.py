@@ -19,6 +19,7 @@ from tensorboard.util.tensor_util import make_ndarray
 import lockstep
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
 from lockstep.monitor.events import EventFile, crc32c, histogram, newest_steps, scalar
+from lockstep.monitor.profiling import Profile
 from lockstep.monitor.throughput import NAMES
 from lockstep.report.top import picture
 
@@ -265,6 +266,22 @@ def test_a_profile_of_more_steps_than_there_are_ends_with_the_training(tmp_path,
     fit(built(), TensorBoard(tmp_path, profile_batch=2))
     jax.profiler.stop_trace()
     assert "no profile of steps 2 to 2: " in caplog.text
+
+
+class Failed:
+    """What a step gives that ends on its devices with an error."""
+
+    def block_until_ready(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+
+def test_a_profile_ends_where_its_step_fails(tmp_path):
+    for number in range(2):
+        profile = Profile(1, 2, tmp_path / str(number), print)
+        profile.begins(None, "train", None)
+        profile.ended(None, "train", None, Failed())
+        profile.stop()
+        assert list((tmp_path / str(number)).rglob("*.xplane.pb"))
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, caplog):
