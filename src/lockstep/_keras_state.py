@@ -1,7 +1,7 @@
 """The seam for the state of a running ``fit``: like ``_keras.py``, what Keras does not document.
 
-What is used, all seen in Keras 3.15: ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and
-``_jax_state_synced``, which says that this is done.
+What is used, all seen in Keras 3.15: ``_jax_state``, the values that ``jax_state_sync`` writes back into variables,
+``_jax_state_synced``, which says that this is done, and the count of an optimizer, ``_iterations``.
 """
 
 import contextlib
@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
-__all__ = ["settled_before_sync"]
+__all__ = ["settled_before_sync", "steps_done"]
 
 _KINDS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
@@ -39,3 +40,9 @@ def settled_before_sync(model: keras.Model, settle: Callable[[], Any]) -> Iterat
         yield
     finally:
         del model.__dict__["jax_state_sync"]
+
+
+def steps_done(optimizer: Any) -> int:
+    """Number of training steps that an optimizer has seen; ``iterations`` leaves out those since the last update, where it accumulates."""
+    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    return int(np.asarray(keras.ops.convert_to_numpy(inner._iterations)))

@@ -222,14 +222,14 @@ def _scale(options: argparse.Namespace) -> int:
         budget = Budget(options.epochs, options.rows, options.limit)
         question = Question(options.bandwidth, options.latency, options.devices_per_machine)
         asked = options.script, options.behind, options.devices, options.batch, budget, question
-        report = scale_script(*asked, command=command)
+        report = scale_script(*asked, command=command, outputs=(options.html, options.json))
+        print(render(report, is_terminal=sys.stdout.isatty()), end="")
         report.save_html(options.html)
         if options.json:
             report.save_json(options.json)
     except LockstepError as error:
         print(f"lockstep scale: {error}", file=sys.stderr)
         return 2
-    print(render(report, is_terminal=sys.stdout.isatty()), end="")
     print(f"The page: {options.html}")
     return 0 if report.table.rows else 1
 
@@ -246,7 +246,9 @@ def _migrate(options: argparse.Namespace) -> int:
     from lockstep.migrate.files import migrate
 
     try:
-        found = [migrate(path, write=options.write) for path in options.scripts]
+        found = [migrate(path) for path in options.scripts]
+        if options.write:  # Only where all can be translated.
+            found = [migrate(path, write=True) for path in options.scripts]
     except LockstepError as error:
         print(f"lockstep migrate: {error}", file=sys.stderr)
         return 2

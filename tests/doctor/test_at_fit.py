@@ -173,6 +173,26 @@ def test_what_cannot_be_looked_at_is_told_and_training_goes_on(strategy, caplog,
     assert "what is given to fit could not be looked at (ZeroDivisionError: in a check)" in caplog.text
 
 
+class WithoutConfig(keras.optimizers.SGD):
+    def get_config(self):
+        raise ValueError
+
+
+OPTIMIZERS = {
+    "several": lambda: keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD(0.1)),
+    "without a config": lambda: WithoutConfig(0.1),
+    "a schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_any_optimizer_trains(make, strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(make(), "mse")
+    assert len(model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0).history["loss"]) == 1
+
+
 def test_a_callback_of_somebodys_own_may_set_the_rate(told):
     fitted_twice(16, 64)
     assert told() == []

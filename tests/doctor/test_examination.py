@@ -1,6 +1,8 @@
 """strategy.doctor measures real steps, says what it looked at, and leaves everything as it was, bit for bit."""
 
+import os
 import random
+import sys
 import time
 
 import jax
@@ -13,6 +15,7 @@ import lockstep
 from lockstep.data.random_state import captured_random_state
 from lockstep.doctor.measured import Read, Steps, about_input
 from lockstep.doctor.memory import about_memory
+from lockstep.doctor.order import about_order
 from lockstep.doctor.process import BadVersion, about_allocator, about_devices_and_cores, about_thread_pool
 from lockstep.doctor.program import Program, Setting
 from lockstep.topology.host_memory import HostMemory
@@ -252,6 +255,32 @@ def test_versions_that_are_bad_are_those_of_the_table():
     assert not BadVersion("jax", (0, 10), (), "why", "source").includes((1, 0))
 
 
+class DatasetV2:
+    """As tf.data shows itself: from the last step to the first."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def __debug_string__(self):
+        return "\n".join(f"-<_{step}Dataset element_spec=...>" for step in reversed(self.steps))
+
+
+DatasetV2.__module__ = "tensorflow.python.data.ops.dataset_ops"
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (("Range", "Shuffle", "Cache", "Batch"), ["shuffle-before-cache"]),
+        (("Range", "Prefetch", "Cache"), ["prefetch-before-cache"]),
+        (("Range", "Cache", "Shuffle", "Prefetch"), []),
+        (("Range", "Shuffle", "Cache", "Shuffle", "Batch"), []),  # The second shuffles anew in each epoch.
+    ],
+)
+def test_an_order_that_defeats_a_cache_is_told(steps, told):
+    assert names_of(about_order(Program(None, DatasetV2(*steps)))) == told
+
+
 def test_an_allocator_that_gives_memory_back_is_told():
     assert names_of(about_allocator(program(), {"LOCKSTEP_KEEP_MEMORY": "0"})) == ["memory-given-back"]
     for chosen in ({}, {"LOCKSTEP_KEEP_MEMORY": "0", "LD_PRELOAD": "libjemalloc.so"}):
@@ -262,6 +291,14 @@ def test_an_allocator_that_gives_memory_back_is_told():
 def test_cpu_devices_without_cores_of_their_own_are_told(devices, cores, told):
     found = names_of(about_devices_and_cores(program(devices=devices), {}, cores))
     assert found == ["cpu-devices-without-cores"] * told
+
+
+def test_a_system_that_does_not_say_which_cores_are_usable_has_all(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    (found,) = about_devices_and_cores(program(devices=2), {})
+    assert found.what == "2 CPU devices on 2 cores"
 
 
 def test_plain_keras_on_cpu_devices_that_would_dead_lock_is_told():

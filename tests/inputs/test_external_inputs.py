@@ -172,6 +172,7 @@ def test_an_error_in_tf_data_comes_at_its_batch():
     [
         (lambda d: d.shuffle(9, seed=1).cache().batch(8), "caches what it has shuffled"),
         (lambda d: d.cache().shuffle(9, seed=1).batch(8).prefetch(1), None),
+        (lambda d: d.shuffle(9, seed=1).cache().shuffle(9, seed=2).batch(8), None),
         (lambda d: d.batch(8).prefetch(2).cache(), "caches what it has prefetched"),
         (lambda d: d.batch(8).cache().prefetch(2), None),
     ],

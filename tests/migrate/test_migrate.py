@@ -171,6 +171,7 @@ def test_a_name_that_neither_has_is_marked_and_stays():
             "b = keras.layers.BatchNormalization(axis=1, synchronized=True)",
         ),
         ("o = tf.keras.optimizers.legacy.SGD(lr = 1, nesterov=True)", "o = keras.optimizers.SGD(learning_rate = 1, nesterov=True)"),
+        ("o = tf.keras.optimizers.SGD(lr=  # lr\n 1)", "o = keras.optimizers.SGD(learning_rate=  # lr\n 1)"),
         ("c = tf.distribute.coordinator.ClusterCoordinator(s)", "c = lockstep.ClusterCoordinator(s)"),
         ("p = tf.distribute.experimental.partitioners.MinSizePartitioner()", "p = lockstep.experimental.partitioners.MinSizePartitioner()"),
         ("r = tf.distribute.cluster_resolver.SlurmClusterResolver()", "r = lockstep.cluster_resolver.SlurmClusterResolver()"),
@@ -194,6 +195,10 @@ def test_names_and_calls(before, after):
             "from lockstep.callbacks import BackupAndRestore\nfrom keras.callbacks import CSVLogger\nCSVLogger",
         ),
         ("import tensorflow\ntensorflow.keras.Model", "import keras\nkeras.Model"),
+        (
+            "import tensorflow as tf; import numpy as np\ntf.data, np",
+            'import tensorflow as tf\ntf.config.set_visible_devices([], "GPU"); import numpy as np\ntf.data, np',
+        ),
     ],
 )  # fmt: skip
 def test_imports(before, after):
@@ -209,6 +214,28 @@ def test_a_backend_that_the_script_sets_is_left_alone():
 def test_an_import_inside_a_block_that_is_not_needed_any_more_leaves_the_block_whole():
     code = "def f():\n    import tensorflow as tf\nimport keras\nif 1: import tensorflow as tf\n"
     ast.parse(translate(code).after)
+
+
+@pytest.mark.parametrize("before", ["def f():\n    ", "def f():\n    x = 1; ", "if 1: ", "try:\n\t"])
+def test_an_import_that_becomes_two_stays_in_its_block(before):
+    after = "\nexcept ImportError: pass" if before.startswith("try") else ""
+    found = translate(f"{before}from tensorflow.keras.callbacks import BackupAndRestore, CSVLogger{after}\n").after
+    ast.parse(found)
+    assert found.count("lockstep.callbacks import BackupAndRestore") == found.count("keras.callbacks import CSV") == 1
+
+
+def test_what_a_function_imports_is_not_there_outside_of_it():
+    outside, inside = (
+        "m = tf.keras.Sequential()\n",
+        "def f():\n    from tensorflow import keras\n    return keras.layers\n",
+    )
+    assert "\nimport keras\n" in translate(TF + inside + outside).after
+    assert "\nimport keras\n" not in translate(TF + inside).after
+
+
+def test_what_follows_on_the_line_stays_code():
+    code = "tf.config.experimental.set_memory_growth(gpu, True); print(1)"
+    assert translate(TF + code).after.endswith("\npass; print(1)")
 
 
 def test_a_name_that_is_assigned_is_not_taken_for_a_module():
@@ -232,6 +259,13 @@ def test_logits_are_left_alone_where_no_softmax_is_at_the_end(end):
     code = f"m = tf.keras.Sequential([{end}])\nl = tf.keras.losses.BinaryCrossentropy(from_logits=True)\n"
     assert "from_logits=True" in translate(TF + code).after
     assert not translate(TF + code).marks
+
+
+def test_the_softmax_of_a_part_of_a_model_is_not_its_end():
+    part = "tf.keras.Sequential([tf.keras.layers.Dense(4, activation='softmax')])"
+    net = f"class Net(tf.keras.Model):\n    def build(self, shape):\n        self.gate = {part}\n"
+    found = translate(f"{TF}{net}l = tf.keras.losses.CategoricalCrossentropy(from_logits=True)\n")
+    assert "from_logits=True" in found.after
 
 
 def test_logits_of_two_models_are_marked_and_not_guessed():
@@ -388,6 +422,28 @@ def test_the_command_shows_the_difference_and_writes_only_when_told(tmp_path, ca
     assert capsys.readouterr().err == f"{path}: nothing to translate\n"
 
 
+def test_the_difference_has_the_lines_of_the_file(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(f'{TF}\x0c\nx = "\x85"\ntf.keras.Model\n')
+    cli.main(["migrate", str(path)])
+    shown = capsys.readouterr().out
+    assert " \x0c\n" in shown
+    assert "No newline" not in shown
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "train.py"
+    path.write_text(f"{TF}tf.keras.Model\n")
+
+    def refuse(*_):
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert cli.main(["migrate", str(path), "--write"]) == 2
+    assert "Nothing was changed" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+
+
 def test_what_is_left_gives_the_exit_code_1(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(f"{TF}with tf.GradientTape() as tape:\n    pass\n")
@@ -407,6 +463,16 @@ def test_what_is_no_program_is_refused_and_stays(tmp_path, capsys, content, mess
     assert cli.main(["migrate", str(path), "--write"]) == 2
     assert message in capsys.readouterr().err
     assert content is None or path.read_bytes() == content
+
+
+def test_none_of_several_files_is_changed_where_one_is_no_program(tmp_path, capsys):
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text(f"{TF}tf.keras.Model\n")
+    bad.write_text("print 3\n")
+    assert cli.main(["migrate", "--write", str(good), str(bad)]) == 2
+    assert good.read_text() == f"{TF}tf.keras.Model\n"
+    assert cli.main(["migrate", "--write", str(good)]) == 0
+    assert "import keras" in good.read_text()
 
 
 def test_syntax_is_refused_with_its_line():

@@ -188,13 +188,14 @@ def test_a_run_that_goes_on_counts_on(tmp_path):
     assert totals == [(0, STEPS, STEPS, STEPS), (1, STEPS, STEPS, 2 * STEPS)]
 
 
-def test_accumulated_steps_count():
+@pytest.mark.parametrize("together", [5, 3])
+def test_accumulated_steps_count(together):
     totals = []
     seen = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: totals.append(monitor.attachment.clock.course.total)
     )
     monitor = ThroughputMonitor()
-    model = built(optimizer=keras.optimizers.SGD(gradient_accumulation_steps=5))
+    model = built(optimizer=keras.optimizers.SGD(gradient_accumulation_steps=together))
     fit(model, monitor, seen, epochs=1)
     fit(model, monitor, seen, epochs=1)
     assert totals == [STEPS, 2 * STEPS]

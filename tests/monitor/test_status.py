@@ -120,6 +120,7 @@ def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     (tmp_path / STATUS).mkdir()
     assert len(fit(built(), BackupAndRestore(tmp_path))["loss"]) == 2
     assert caplog.text.count("cannot be written, so that lockstep top shows nothing new") == 1
+    assert not list(tmp_path.glob(f".{STATUS}*"))
 
 
 def test_a_fit_without_them_has_no_clock(tmp_path):

@@ -19,6 +19,7 @@ from tensorboard.util.tensor_util import make_ndarray
 import lockstep
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
 from lockstep.monitor.events import EventFile, crc32c, histogram, newest_steps, scalar
+from lockstep.monitor.profiling import Profile
 from lockstep.monitor.throughput import NAMES
 from lockstep.report.top import picture
 
@@ -126,6 +127,27 @@ def test_the_model_is_described_as_keras_describes_it(tmp_path):
     assert accumulator.PluginTagToContent("graph_keras_model") == {"keras": b"1"}
     ((_, value),) = shown(tmp_path / "train")["keras"]
     assert value.item().decode() == model.to_json()
+
+
+class Odd(keras.layers.Layer):
+    """Has no config, as its argument is a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def test_a_model_that_cannot_be_described_trains_all_the_same(tmp_path, caplog):
+    caplog.set_level("INFO", "lockstep")
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((3,)), Odd(abs), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    assert len(fit(model, TensorBoard(tmp_path))["loss"]) == 2
+    why = "NotImplementedError: Object Odd was created by passing non-serializable argument values"
+    assert caplog.text.count(f"the layers of {model.name!r} cannot be described: {why}") == 1
 
 
 class Stop(keras.callbacks.Callback):
@@ -246,10 +268,35 @@ def test_a_profile_of_more_steps_than_there_are_ends_with_the_training(tmp_path,
     assert "no profile of steps 2 to 2: " in caplog.text
 
 
+class Failed:
+    """What a step gives that ends on its devices with an error."""
+
+    def block_until_ready(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+
+def test_a_profile_ends_where_its_step_fails(tmp_path):
+    for number in range(2):
+        profile = Profile(1, 2, tmp_path / str(number), print)
+        profile.begins(None, "train", None)
+        profile.ended(None, "train", None, Failed())
+        profile.stop()
+        assert list((tmp_path / str(number)).rglob("*.xplane.pb"))
+
+
 def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, caplog):
     caplog.set_level("INFO", "lockstep")
     (tmp_path / "train").write_text("no folder")
     logs = fit(built(), TensorBoard(tmp_path, update_freq=1))
+    assert len(logs["loss"]) == 2
+    assert caplog.text.count("nothing more is written") == 1
+
+
+def test_a_file_that_cannot_be_read_when_a_run_goes_on_is_told_once(tmp_path, caplog):
+    caplog.set_level("INFO", "lockstep")
+    fit(built(), BackupAndRestore(tmp_path), epochs=1)
+    (tmp_path / "train" / "events.out.tfevents.0.here").mkdir(parents=True)
+    logs = fit(built(), BackupAndRestore(tmp_path), TensorBoard(tmp_path, update_freq=1))
     assert len(logs["loss"]) == 2
     assert caplog.text.count("nothing more is written") == 1
 

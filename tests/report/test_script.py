@@ -90,6 +90,32 @@ def test_nothing_is_left_behind(script):
     assert (keras.Model.fit, sys.argv, sys.path) == (fit, argv, path)
 
 
+CATCHES = """
+try:
+    {fit}
+except {what}:
+    pass
+{then}
+"""
+
+
+@pytest.mark.parametrize("what", ["", "BaseException", "Exception"])
+@pytest.mark.parametrize("then", ["", "print(history)", "sys.exit(3)", "build().fit(x, x[:, :1])"])
+def test_a_script_that_catches_everything_has_had_its_fit(script, what, then):
+    path = script(BUILD + CATCHES.format(fit="history = build().fit(x, x[:, :1])", what=what, then=then))
+    assert found_in(path).kwargs == {}
+
+
+def test_what_goes_wrong_in_the_look_is_told_whatever_the_script_catches(script):
+    path = script(BUILD + CATCHES.format(fit="build().fit(x, x[:, :1])", what="Exception", then=""))
+
+    def look(_):
+        raise OptionError("A batch of 64 rows is more than there are.")
+
+    with pytest.raises(OptionError, match="A batch of 64 rows"):
+        run_until_fit(path, [], look)
+
+
 def test_a_script_without_fit_or_that_is_not_there_is_told(script, tmp_path):
     with pytest.raises(OptionError, match="ended before any model was trained by fit"):
         found_in(script("raise SystemExit(0)"))

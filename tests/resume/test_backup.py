@@ -1,13 +1,16 @@
 """BackupAndRestore besides law 3: what is refused, what goes on, and what is kept when."""
 
 import logging
+import shutil
 
+import jax
 import keras
 import numpy as np
 import pytest
 
 import lockstep
 from lockstep._version import used_versions
+from lockstep.callbacks import BackupAndRestore
 from lockstep.checkpoint.store import CheckpointStore
 
 from .runs import BrokenOffError, Run, data
@@ -240,6 +243,27 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
         checkpoint.restore(other)
 
 
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_keys_of_random_numbers_in_a_loop_go_on(kind, tmp_path):
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def loop(steps):
+        drawn = []
+        with strategy.checkpoint(tmp_path) as checkpoint:
+            state, start = checkpoint.restore({"keys": jax.random.split(jax.random.key(7, impl=kind), 3)})
+            for step in range(start, steps):
+                keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(state["keys"])
+                drawn.append(jax.random.uniform(keys[0]).item())
+                checkpoint.save(step + 1, state := {"keys": keys})
+        return drawn
+
+    drawn = loop(2) + loop(5)
+    assert len(set(drawn)) == 5
+    for path in CheckpointStore(tmp_path).paths():
+        shutil.rmtree(path)
+    assert loop(5) == drawn
+
+
 def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lockstep")
     Run(tmp_path).fit(4)
@@ -247,3 +271,51 @@ def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lockstep.resume.run.used_versions", lambda: used_versions() | {"jax": "99.1"})
     assert Run(tmp_path).fit() == Run(None).fit(backup=False)
     assert f"jax {used_versions()['jax']} then, 99.1 now" in caplog.text
+
+
+class Marks(keras.callbacks.Callback):
+    """Knows the first step of an epoch by an attribute that is again what it was at the begin where a checkpoint is written."""
+
+    def __init__(self, heard):
+        super().__init__()
+        self.tell, self.is_first, self.timer = heard.append, False, None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.is_first, self.timer = True, object()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.tell((batch, self.is_first, self.timer is not None))
+        self.is_first = False
+
+
+def test_what_has_not_changed_since_the_begin_is_not_what_an_epoch_that_is_begun_anew_makes_of_it(tmp_path):
+    heard = []
+    assert Run(tmp_path, epochs=1).fit(stop=3, callbacks=[Marks(heard)]) is None
+    Run(tmp_path, epochs=1).fit(callbacks=[Marks(heard)])
+    assert [(batch, is_first) for batch, is_first, _ in heard] == [(batch, batch == 0) for batch in (0, 1, 2, 2, 3, 4)]
+    assert all(has_timer for _, _, has_timer in heard)
+
+
+def test_the_best_weights_of_a_model_in_half_precision_go_on(tmp_path):
+    def best(epochs):
+        keras.utils.set_random_seed(1)
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="bfloat16")])
+            model.compile(keras.optimizers.SGD(3.0), "mse")  # Each epoch is worse than the one before.
+        stopping = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+        callbacks = [stopping, BackupAndRestore(tmp_path / str(len(epochs)))]
+        for number in epochs:
+            model.fit(np.ones((8, 2)), np.ones((8, 1)), epochs=number, verbose=0, callbacks=callbacks)
+        return np.asarray(model.get_weights()[0], "float32").tolist()
+
+    assert best([2, 3]) == best([3])
+
+
+def test_a_last_call_with_fewer_steps_counts_as_many_as_it_has(tmp_path):
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=2)
+    model.fit(
+        np.ones((20, 2)), np.ones((20, 1)), batch_size=4, epochs=2, verbose=0, callbacks=[BackupAndRestore(tmp_path)]
+    )
+    assert CheckpointStore(tmp_path).steps() == [5, 10]

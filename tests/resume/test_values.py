@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ VALUES = [
     {"a": [1.5], 2: None, (1, 2): "x"},
     np.arange(6, dtype="int16").reshape(2, 3),
     np.float32(0.25),
+    np.ones(2, ml_dtypes.bfloat16),
     keras.ops.less,
 ]
 
@@ -38,6 +40,12 @@ def test_a_value_comes_back_as_it_was(value):
     assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
 
 
+def test_keys_that_look_alike_keep_their_arrays():
+    value = {1: np.zeros(2), "1": np.ones(2), "a\0": np.full(2, 2.0)}
+    found = there_and_back(SimpleNamespace(value=value), SimpleNamespace()).value
+    assert {key: array[0] for key, array in found.items()} == {1: 0.0, "1": 1.0, "a\0": 2.0}
+
+
 UNKEPT = {
     "object": object(),
     "builtin": print,
@@ -45,6 +53,7 @@ UNKEPT = {
     "set": {1},
     "list": [object()],
     "text": np.array(["a"]),
+    "long double": np.ones(2, "longdouble"),
 }
 
 

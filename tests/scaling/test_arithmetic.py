@@ -8,12 +8,13 @@ import pytest
 
 from lockstep import OptionError
 from lockstep.collectives.cost import Link, Network, not_negative, predict
+from lockstep.scaling import words
 from lockstep.scaling.measured import Budget, Failed, Point, Setting, from_json, settings_of, to_json
 from lockstep.scaling.prediction import errors_of, link_between, model_of, network_for, predict_step, series_of, total
 from lockstep.scaling.recommendation import choose, recommend
 from lockstep.scaling.report import Question, report_of
 from lockstep.scaling.table import shares_of, table_of, value_at
-from lockstep.scaling.terminal import render
+from lockstep.scaling.terminal import line_of, render
 from lockstep.scaling.timing import WARM, Clock, block_ends
 
 from .made import BYTES, WITHIN, by_formula, measured
@@ -107,6 +108,20 @@ def test_the_clock_leaves_out_the_first_steps_and_evaluating():
     assert not clock.is_cut
 
 
+def test_the_last_call_of_an_epoch_counts_the_steps_that_it_has():
+    clock = Clock(15, 100, None, lambda: 0.0, of_epoch=5)
+    for _ in range(9):
+        if clock.stepped((), 2):
+            clock.begin()
+    assert clock.steps == 15
+    assert sum(clock.lengths) == 15 - 4  # The first 4 steps compile.
+
+
+def test_numbers_change_their_unit_where_they_are_rounded():
+    shown = {0.99951: "1 s", 0.9994: "999 ms", 0.00099951: "1 ms", 0.0009994: "999 µs", 599.9: "600 s", 600.0: "10 min"}
+    assert {value: words.seconds(value) for value in shown} == shown
+
+
 def test_a_prediction_is_exact_where_the_formula_is_the_truth():
     rows = table_of([by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]).rows
     model = model_of(rows)
@@ -170,6 +185,15 @@ def test_the_fastest_of_the_good_ones_is_taken():
     )
 
 
+def test_an_epoch_that_the_limit_has_cut_is_as_long_as_the_others():
+    one = measured(1, 50, has_own_batches=True, rows_per_epoch=5_000, blocks=(0.02,) * 3)
+    two = measured(2, 50, has_own_batches=True, rows_per_epoch=10_000, blocks=(0.01,) * 3)
+    table = table_of([one, two])
+    assert [row.epoch for row in table.rows] == [4.0, 2.0]
+    assert choose(table).setting.devices == 2
+    assert "2 devices are 2.00 times as fast as one" in recommend(table)[1]
+
+
 def test_fewer_devices_are_taken_where_more_gain_nothing():
     table = table_of([measured(1, 64), measured(2, 64, blocks=(0.013, 0.0131, 0.0132), bare=0.012, all_reduce=0.006)])
     assert choose(table).setting == Setting(1, 64)
@@ -204,6 +228,30 @@ def test_a_metric_that_shrinks_is_best_where_it_is_least():
         ]
     )
     assert choose(table).setting.devices == 1
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_has_diverged_is_not_taken_however_fast_it_is(order):
+    curves = {32: (1.0, 0.5, 0.4), 64: (1.0, float("nan"), float("nan"))}
+    both = [
+        measured(1, batch, metric="loss", is_higher_better=False, blocks=(1 / batch**2,) * 3, curve=tuple(
+            Point(320 * number, 0.05 * number, value) for number, value in enumerate(values)
+        ))
+        for batch, values in curves.items()
+    ]  # fmt: skip
+    table = table_of(both[::order])
+    assert choose(table).setting == Setting(1, 32)
+    assert "best 0.4)" in recommend(table)[0]
+
+
+def test_medians_are_those_of_the_table():
+    even = measured(1, 32, blocks=(0.01, 0.02))
+    assert table_of([even]).rows[0].step == statistics.median(even.blocks)
+    assert line_of(even.setting, even) == "1 device, batch 32: 15 ms a step"
+    rows = [measured(1, 8 * power, bare=0.004 * power) for power in (1, 2, 4, 9)]
+    outlook = report_of("a net", "command", rows, Question()).outlook
+    errors = [abs(error) for _, _, error in outlook.checks]
+    assert f"off by {statistics.median(errors):.0%} in the median" in outlook.error
 
 
 def test_what_was_measured_goes_through_json():

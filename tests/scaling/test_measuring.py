@@ -1,7 +1,9 @@
 """Measuring trains as the script does, on the devices that are imposed; in this process, and in children."""
 
+import functools
 import io
 import json
+import operator
 import os
 import re
 import sys
@@ -17,6 +19,7 @@ from lockstep import DeviceError, OptionError, cli
 from lockstep.collectives import resolve_cross_device_ops
 from lockstep.data.advice import Meter, meters_observed
 from lockstep.report.script import FirstFit
+from lockstep.scaling import asking
 from lockstep.scaling.child import measure_program, reason_of
 from lockstep.scaling.measured import Budget, Failed, Measured, Setting
 from lockstep.scaling.measuring import is_higher_better, measure
@@ -261,6 +264,26 @@ def test_what_is_no_model_or_no_data_is_told(tmp_path, given, message):
     program = Program("script", path=script(tmp_path, f"lockstep.scaling_report({given})"))
     with pytest.raises(OptionError, match=message):
         run_program(program, print)
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, capsys):
+    output = tmp_path / "absent" / "page.html"
+    with pytest.raises(OptionError, match=r"page\.html: cannot be written: No such file or directory"):
+        lockstep.scaling_report(build, data, output=output)
+    path = script(tmp_path, "1 / 0")
+    assert cli.main(["scale", "--html", str(output), path]) == 2
+    assert cli.main(["scale", "--html", str(tmp_path / "page.html"), "--json", str(tmp_path), path]) == 2
+    assert capsys.readouterr().err.count("cannot be written: ") == 2
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_what_builds_a_model_may_have_no_name_of_its_own(monkeypatch):
+    titles = []
+    monkeypatch.setattr(asking, "program_of", lambda given, folder: Program("script"))
+    monkeypatch.setattr(asking, "_measured", lambda *asked: titles.append(asked[5]))
+    for one in (build, functools.partial(build, 3), types.SimpleNamespace, operator.itemgetter(1)):
+        lockstep.scaling_report(one, data)
+    assert titles == ["build", "build", "SimpleNamespace", "itemgetter"]
 
 
 def test_a_module_that_asks_for_a_report_on_import_is_told(tmp_path, monkeypatch):

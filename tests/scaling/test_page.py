@@ -13,10 +13,12 @@ import pytest
 
 from lockstep import OptionError
 from lockstep.scaling.measured import Failed, Setting
+from lockstep.scaling.measured import Point as Measured
+from lockstep.scaling.page import page_of
 from lockstep.scaling.report import Question, report_of
 from lockstep.scaling.svg import Axis, Bar, Point, Series, bar_chart, line_chart, standalone, ticks_of
 
-from .made import by_formula
+from .made import by_formula, measured
 
 LIMIT = 120
 EVIL = "<script>alert('x')</script> & \"quoted\""
@@ -173,6 +175,15 @@ def test_it_prints_on_a_few_pages(browser, page, tmp_path):
     browser(page, f"--print-to-pdf={path}", "--no-pdf-header-footer")
     pages = len(re.findall(rb"/Type\s*/Page\b", path.read_bytes()))
     assert 2 <= pages <= 12
+
+
+@pytest.mark.parametrize("diverged", [(0,), (1,), (0, 1)], ids=str)
+def test_what_has_diverged_is_left_out_of_the_charts(diverged):
+    curves = [(Measured(0, 0.0, 1.0), Measured(640, 0.1, float("nan") if one in diverged else 0.5)) for one in (0, 1)]
+    both = [measured(1, 64 + one, metric="loss", is_higher_better=False, curve=curves[one]) for one in (0, 1)]
+    page = page_of(report_of("a net", "command", both, Question()))
+    assert not re.search(r'(d|cx|cy)="[^"]*nan', page)
+    assert ("Loss by rows" in page) == (len(diverged) < 2)
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path):

@@ -239,3 +239,11 @@ def test_servers_are_refused():
     lockstep._keras.adopt(model, strategy, lambda kind: None)
     with pytest.raises(lockstep.ScopeError, match="under ParameterServerStrategy each worker has batches of its own"):
         lockstep.batch_size_finder(model, X, Y)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"), [(999_499, "999 kB"), (999_950, "1 MB"), (1_234_567, "1.23 MB"), (12, "12 B")]
+)
+def test_memory_changes_its_unit_where_it_is_rounded(nbytes, shown):
+    found = BatchSizes((Measurement(8, True, nbytes, 0.001),), 8, None, is_estimate=False, is_all=True)
+    assert shown in str(found).splitlines()[1]

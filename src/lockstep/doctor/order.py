@@ -34,7 +34,8 @@ def about_order(program: Program) -> Iterator[Finding]:
     except AttributeError:
         return
     chain = [line.lstrip("-<_").partition("Dataset")[0] for line in shown.splitlines()]
-    if "Cache" in chain and "Shuffle" in chain[chain.index("Cache") :]:
+    shuffles = [number for number, name in enumerate(chain) if name == "Shuffle"]
+    if "Cache" in chain and shuffles and shuffles[0] > chain.index("Cache"):  # None comes after the cache.
         yield Finding(
             "shuffle-before-cache",
             "its tf.data.Dataset caches what it has shuffled",

@@ -1,6 +1,5 @@
 """What of the process itself is known to be bad: versions, the pool of threads, the allocator, devices on too few cores."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -11,7 +10,7 @@ import keras
 from lockstep._errors import DeviceError
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.program import Program
-from lockstep.topology.cpu import check_thread_pool
+from lockstep.topology.cpu import check_thread_pool, usable_cores
 from lockstep.topology.memory import gives_memory_back
 
 __all__ = [
@@ -102,7 +101,7 @@ def about_devices_and_cores(
 ) -> Iterator[Finding]:
     """About as many CPU devices as there are cores, of which each could have used all."""
     own = [device for device in program.setting.devices if device.process_index == jax.process_index()]
-    cores = cores or len(os.sched_getaffinity(0))
+    cores = cores or usable_cores()
     if len(own) > 1 and own[0].platform == "cpu" and cores <= len(own):
         yield Finding(
             "cpu-devices-without-cores",

@@ -48,8 +48,8 @@ def rate_of(program: Program) -> float | None:
     if optimizer is None or _may_change(program.arguments.get("callbacks")):
         return None
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    if isinstance(inner.get_config().get("learning_rate"), dict):  # a schedule
-        return None
+    if isinstance(inner, keras.optimizers.MultiOptimizer) or not isinstance(inner.learning_rate, keras.Variable):
+        return None  # Several rates, or a schedule.
     return float(np.asarray(inner.learning_rate))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep._errors import OptionError
 from lockstep.migrate.program import Translation, translate
+from lockstep.migrate.source import Source
 
 __all__ = ["Migration", "migrate"]
 
@@ -29,8 +30,7 @@ class Migration:
     @property
     def difference(self) -> str:
         """A unified diff, which ``patch`` understands; empty where nothing changes."""
-        texts = self.translation.before, self.translation.after
-        before, after = (text.splitlines(keepends=True) for text in texts)
+        before, after = (Source(text).lines for text in (self.translation.before, self.translation.after))
         lines = difflib.unified_diff(before, after, self.path, f"{self.path} (Lockstep)")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -70,10 +70,14 @@ def migrate(path: str, *, write: bool = False) -> Migration:
 def _replace(path: Path, text: str, newline: str | None) -> None:
     try:
         number, beside = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}-")
-        with open(number, "w", encoding="utf-8", newline=newline) as file:
-            file.write(text)
-        os.chmod(beside, path.stat().st_mode)
-        os.replace(beside, path.resolve())
+        try:
+            with open(number, "w", encoding="utf-8", newline=newline) as file:
+                file.write(text)
+            os.chmod(beside, path.stat().st_mode)
+            os.replace(beside, path.resolve())
+        except BaseException:
+            os.unlink(beside)
+            raise
     except OSError as error:
         raise OptionError(
             f"{path} cannot be written: {error}. Nothing was changed; give it the right to be written, or migrate a copy."

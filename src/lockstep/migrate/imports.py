@@ -2,7 +2,8 @@
 
 import ast
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -47,15 +48,33 @@ def imports(source: Source, bindings: Bindings) -> Iterator[Edit]:
     used = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
     statements = list(imports_of_ours(source))
     written = {statement: _rewritten(statement, used) for statement in statements}
-    missing = [name for name in ("keras", "lockstep") if name in used - _bound(written.values())]
+    missing = [name for name in ("keras", "lockstep") if _is_missing(name, source, written)]
     first = next(one for one in source.tree.body if any(node in written for node in ast.walk(one)))
     if first not in written:  # It is a block with an import in it.
         yield Edit(source.line_start(first), source.line_start(first), _head(source, missing, first))
     for statement, lines in written.items():
         head = _head(source, missing, first) if statement is first else ""
-        text = head + "\n".join(lines) + _hiding(source, statement, lines)
+        text = head + _between(source, statement).join(lines) + _hiding(source, statement, lines)
         if text != source.segment(statement):
             yield _replaced(source, statement, text)
+
+
+def _is_missing(name: str, source: Source, written: Mapping[ast.Import | ast.ImportFrom, list[str]]) -> bool:
+    """Whether a name is used where no import is seen that makes it; what a function imports is seen in it alone."""
+    functions = [node for node in ast.walk(source.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    around: dict[ast.AST, set[ast.AST]] = defaultdict(set)
+    for function in functions:
+        for node in ast.walk(function):
+            around[node].add(function)
+    places = [around[statement] for statement, lines in written.items() if name in _bound(lines)]
+    uses = [node for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == name]
+    return not all(any(place <= around[use] for place in places) for use in uses)
+
+
+def _between(source: Source, statement: ast.stmt) -> str:
+    """What stands between several imports in the place of one."""
+    before = source.text[source.line_start(statement) : source.span(statement)[0]]
+    return "; " if before.strip() else f"\n{before}"
 
 
 def _head(source: Source, missing: Sequence[str], first: ast.stmt) -> str:
@@ -79,7 +98,7 @@ def _hiding(source: Source, statement: ast.stmt, lines: list[str]) -> str:
 def _replaced(source: Source, statement: ast.stmt, text: str) -> Edit:
     start, end = source.span(statement)
     if text:
-        return Edit(start, end, text.rstrip("\n"))
+        return source.replaced(statement, text.rstrip("\n"))
     whole_line = source.line_start(statement) == start and source.text[end : end + 1] == "\n"
     return Edit(start, end + 1, "") if whole_line else Edit(start, end, "pass")
 
@@ -118,8 +137,8 @@ def _module(alias: ast.alias, used: set[str]) -> list[str]:
     return [f"import {becomes}" + (f" as {alias.asname}" if alias.asname and alias.asname != becomes else "")]
 
 
-def _bound(written: Iterable[list[str]]) -> set[str]:
+def _bound(lines: Iterable[str]) -> set[str]:
     """Names that lines of imports make."""
-    tree = ast.parse("\n".join(line for lines in written for line in lines))
+    tree = ast.parse("\n".join(lines))
     aliases = [alias for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
     return {alias.asname or alias.name.partition(".")[0] for alias in aliases}

@@ -87,8 +87,8 @@ def old_arguments(source: Source, bindings: Bindings) -> Iterator[Edit]:
         for keyword in call.keywords:
             old, new = keyword.arg, _new_argument(full_name(bindings, call), keyword.arg)
             if old and new:
-                written = source.text.rindex(old, 0, source.span(keyword.value)[0])
-                yield Edit(written, written + len(old), new)
+                start = source.span(keyword)[0]
+                yield Edit(start, start + len(old), new)
 
 
 def _new_argument(name: str, argument: str | None) -> str | None:
@@ -144,7 +144,9 @@ def _last_activations(source: Source, bindings: Bindings) -> Iterator[str]:
             added = [one for one in calls(source) if isinstance(one.func, ast.Attribute) and one.func.attr == "add"]
             last = max(added, key=lambda one: one.lineno, default=None)
             yield _activation(last.args[0]) if last and last.args else ""
-    if any(full_name(bindings, call) in ("keras.Model", "keras.models.Model") for call in calls(source)):
+    bases = [base for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+    made = [bindings.name_of(one) for one in (*bases, *(call.func for call in calls(source)))]
+    if any(translated(name) in ("keras.Model", "keras.models.Model") for name in made):
         yield ""
 
 

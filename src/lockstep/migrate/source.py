@@ -58,7 +58,7 @@ class Source:
             starts.append(starts[-1] + len(line))
         return starts
 
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
         """Where a node begins and ends in the text; a decorated statement begins at its name."""
         return self._at(node.lineno, node.col_offset), self._at(node.end_lineno or 0, node.end_col_offset or 0)
 
@@ -79,8 +79,12 @@ class Source:
         return self._starts[min([node.lineno, *(one.lineno for one in decorators)]) - 1]
 
     def replaced(self, node: ast.expr | ast.stmt, text: str) -> Edit:
-        """The edit that puts ``text`` in the place of a node."""
-        return Edit(*self.span(node), text)
+        """The edit that puts ``text`` in the place of a node; a comment at its end is left out where another statement follows on the line."""
+        start, end = self.span(node)
+        if isinstance(node, ast.stmt) and self.text[end:].lstrip(" \t").startswith(";"):
+            before, newline, last = text.rpartition("\n")
+            text = before + newline + last.partition("  #")[0]
+        return Edit(start, end, text)
 
     def statements(self) -> Iterator[ast.stmt]:
         """All statements, also those inside others."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
+from lockstep._keras_state import steps_done
 from lockstep.data.calls import Together
 from lockstep.data.inputs import Input
 from lockstep.data.placement import Placement
@@ -116,10 +116,3 @@ class _Marks(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._clock.enter("end")
-
-
-def steps_done(optimizer: Any) -> int:
-    """Number of training steps that an optimizer has seen; those that it accumulates count, too."""
-    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    updates = int(np.asarray(keras.ops.convert_to_numpy(inner.iterations)))
-    return updates * (inner.gradient_accumulation_steps or 1)

@@ -1,5 +1,6 @@
 """A profile of some training steps, made by JAX, where TensorBoard looks for it."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,10 @@ class Profile(StepListener):
         if not self._is_running:
             return
         self._is_running = False
-        jax.block_until_ready(self._newest)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # A step that fails on its devices is told by whoever needs what it gives.
+            jax.block_until_ready(self._newest)
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as error:

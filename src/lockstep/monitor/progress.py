@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -127,8 +128,8 @@ def _line(course: Course, reading: Reading, timing: str, logs: Mapping[str, Any]
     parts = [f"epoch {course.epoch + 1}/{course.epochs}", f"step {course.done}/{course.steps or '?'}"]
     if reading.steps and reading.seconds > 0:
         parts += [f"{reading.rows / reading.seconds:,.0f} rows/s", f"waits {reading.waited / reading.seconds:.0%}"]
-    values = ((name, value) for name, value in logs.items() if not isinstance(value, dict))
-    return Text(" · ".join([*parts, timing, *(f"{name} {float(value):.4g}" for name, value in values)]))
+    values = ((name, value) for name, value in logs.items() if not isinstance(value, dict) and np.size(value) == 1)
+    return Text(" · ".join([*parts, timing, *(f"{name} {np.asarray(value).item():.4g}" for name, value in values)]))
 
 
 def _time_left(course: Course, reading: Reading) -> str:

@@ -4,6 +4,7 @@ The chief alone writes, in a thread, so that the file stays fresh while a step t
 written, that is said once, and training goes on.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -87,12 +88,14 @@ class StatusWriter:
     def _write(self, state: str, reason: str | None) -> None:
         text = json.dumps(self._status(state, reason), allow_nan=False)
         for folder in self._folders:
+            temporary = folder / f".{STATUS}.{os.getpid()}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                temporary = folder / f".{STATUS}.{os.getpid()}"
                 temporary.write_text(text)
                 os.replace(temporary, folder / STATUS)
             except OSError as error:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
                 if not self._has_failed:
                     self._announce(
                         f"{folder / STATUS} cannot be written, so that lockstep top shows nothing new: {error}"

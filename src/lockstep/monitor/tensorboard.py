@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError, whole_number
+from lockstep.cluster.failure import summary_of
 from lockstep.monitor.clock import Reading, StepClock
 from lockstep.monitor.events import EventFile, Value, graph, histogram, newest_steps, scalar
 from lockstep.monitor.profiling import Profile
@@ -139,7 +140,10 @@ class _Run(StepListener):
             return
         self._is_open = True
         if self._attachment.goes_on():
-            self._known = {name: newest_steps(self._asked.log_dir / name) for name in _FOLDERS}
+            try:
+                self._known = {name: newest_steps(self._asked.log_dir / name) for name in _FOLDERS}
+            except OSError as error:
+                self._fail(error)
         if self._asked.write_graph and type(model).__name__ in ("Functional", "Sequential"):
             self._describe(model)
 
@@ -174,8 +178,11 @@ class _Run(StepListener):
                 self._files[folder] = EventFile(self._asked.log_dir / folder, self._known.get(folder))
             self._files[folder].write(step, values)
         except OSError as error:
-            self._has_failed = True
-            self._attachment.announce(f"TensorBoard: nothing more is written to {self._asked.log_dir}: {error}")
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._has_failed = True
+        self._attachment.announce(f"TensorBoard: nothing more is written to {self._asked.log_dir}: {error}")
 
     def close(self) -> None:
         """Training has ended, in whatever way."""
@@ -199,8 +206,9 @@ class _Run(StepListener):
     def _describe(self, model: keras.Model) -> None:
         try:
             self.write("train", 0, [graph("keras", model.to_json())])
-        except (TypeError, ValueError) as error:
-            self._attachment.announce(f"TensorBoard: the layers of {model.name!r} cannot be described: {error}")
+        except Exception as error:  # Of a layer of somebody's own, whatever that raises.
+            why = " ".join(summary_of(error).partition("\n\n")[0].split())
+            self._attachment.announce(f"TensorBoard: the layers of {model.name!r} cannot be described: {why}")
 
 
 def _flat(logs: Any) -> Iterable[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from lockstep.cluster_resolver import resolve
 from lockstep.launch.allocator import choose_allocator, glibc_version, library_folders
 from lockstep.launch.gpus import gpus_of
 from lockstep.report.machine import describe_machine
+from lockstep.topology.cpu import usable_cores
 from lockstep.topology.host_memory import first_line, host_memory
 
 __all__ = ["describe_environment"]
@@ -81,10 +82,9 @@ def _versions() -> Iterable[str]:
 
 
 def _cores() -> str:
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     quota = first_line(Path("/sys/fs/cgroup/cpu.max"))
     limited = "" if not quota or quota.startswith("max") else f", cgroup quota {_quota(quota):g}"
-    return f"{os.cpu_count()}, {usable} of them for this process{limited}"
+    return f"{os.cpu_count()}, {usable_cores()} of them for this process{limited}"
 
 
 def _quota(line: str) -> float:

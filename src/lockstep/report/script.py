@@ -54,16 +54,27 @@ def run_until_fit(path: str, arguments: Sequence[str], look: Callable[[FirstFit]
     if not Path(path).is_file():
         raise OptionError(f"{path}: there is no such file. Give the script that trains the model.")
 
+    ended: list[Exception | None] = []  # what the first look has raised
+
     def take(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        look(FirstFit(model, fit, args, kwargs, caller()))
+        if not ended:
+            try:
+                look(FirstFit(model, fit, args, kwargs, caller()))
+                ended.append(None)
+            except Exception as error:  # Out of the script's reach, as it may catch those.
+                ended.append(error)
         raise _EnoughError
 
     with _as_main(path, arguments), fits_taken(take):
         try:
             runpy.run_path(path, run_name="__main__")
-        except (_EnoughError, SystemExit) as end:
-            if isinstance(end, _EnoughError):
-                return
+        except BaseException as end:  # Where a script has caught _EnoughError all the same, anything may come.
+            if isinstance(end, KeyboardInterrupt) or not (ended or isinstance(end, SystemExit)):
+                raise
+    if ended:
+        if ended[0] is not None:
+            raise ended[0]
+        return
     raise OptionError(
         f"{path}: it ended before any model was trained by fit, so there is nothing to look at. For a loop of your own, call "
         "strategy.doctor or lockstep.scaling_report in it."

@@ -89,7 +89,9 @@ class Checkpoint:
         restore_random_state(facts["random"])
         self._step = step
         self._announce(f"goes on from {self._store.directory} at step {step}")
-        return jax.tree.unflatten(structure, self._placement.put([arrays[name] for name in names])), step
+        placed = self._placement.put([arrays[name] for name in names])
+        leaves = [_like(leaf, new) for leaf, new in zip(jax.tree.leaves(state), placed, strict=True)]
+        return jax.tree.unflatten(structure, leaves), step
 
     def save(self, step: int, state: Any) -> None:
         """Say that a step is done; where ``save_freq`` says so a checkpoint is written while the loop goes on.
@@ -131,5 +133,15 @@ class Checkpoint:
 
 
 def _named(state: Any) -> tuple[dict[str, Any], Any]:
+    """The leaves by name, keys of random numbers as the integers that they are made of; and the structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
+    named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in named.items()}, structure
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _like(leaf: Any, new: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else new

@@ -94,17 +94,16 @@ class BackedUpFit:
         self.epoch: int = self._facts.get("epoch", 0)
         self.done: int = self._facts.get("batch", 0)  # steps of that epoch
         self.epochs: int = 0  # that this fit asks for, those of the earlier run included
-        self.is_stopped = (
-            bool(self._facts.get("stop_training")) and not self.done
-        )  # whether a callback has ended the earlier run
+        # Whether a callback has ended the earlier run.
+        self.is_stopped = bool(self._facts.get("stop_training")) and not self.done
         self._epoch_now, self._done_now, self._epochs_done = self.epoch, 0, self.epoch
         self._before_validation: _Moment | None = None
+        self._started = 0  # steps of the call that Keras tells of next; an epoch's last has fewer
         self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
         self._trained: Fitted | None = None  # how the earlier run was
         self._logs = jax.tree.map(lambda number: self._arrays[f"logs/{number}"], self._facts.get("logs", {}))
-        self.settle: Callable[[], Any] = lambda: (
-            None
-        )  # the newest values of all variables, where they are in other processes
+        # Gives the newest values of all variables, where they are in other processes.
+        self.settle: Callable[[], Any] = lambda: None
         self.may_save: Callable[[], bool] = lambda: True  # whether a checkpoint that is due is wanted
         given = self._facts.get("position")
         self._position = Position(**given) if given else None
@@ -144,10 +143,11 @@ class BackedUpFit:
     def stepped(self, state: Any) -> None:
         """A step was started that will leave ``state``."""
         self._variables.state = state
+        self._started += 1
 
     def train_begins(self) -> None:
         """All callbacks have begun."""
-        self._begun_with = [packed_attributes(callback, "", {}) for callback in self._others]
+        self._begun_with = [packed_attributes(callback, "", None) for callback in self._others]
         if self._facts:
             self._data.go_on_from(self._position, self.done, self._facts["hooks"])
             self._restore()
@@ -170,7 +170,7 @@ class BackedUpFit:
         """A step has ended, the ``done``-th of its epoch."""
         self._logs = logs or {}
         self._tell_of_batch()
-        before, self.step, self._done_now = self.step, self.step + self._model.steps_per_execution, done
+        before, self.step, self._done_now, self._started = self.step, self.step + self._started, done, 0
         is_last = self._preemption.is_now()
         if is_last or self._backup.frequency.is_due(before, self.step):
             self.save(self._now(self._epoch_now, done, is_epoch_over=False))
@@ -308,11 +308,12 @@ class BackedUpFit:
         where = f"{self._backup.directory}: the checkpoint of step {self.step}"
         self._variables.set(self._arrays, self._facts["variables"], where)
         entries: list[Any] = list(self._facts["callbacks"])
-        for callback in self._others:  # Of several of one class, in their order; others may have come or gone.
+        # Of several of one class, in their order; others may have come or gone.
+        for callback, begun_with in zip(self._others, self._begun_with, strict=True):
             own = next((entry for entry in entries if entry[0] == type(callback).__name__), None)
             if own:
                 entries.remove(own)
-                unpacked_attributes(callback, own[1], self._arrays)
+                unpacked_attributes(callback, own[1], self._arrays, begun_with)
         self._model.stop_training = self.is_stopped or (self._facts["stop_training"] and self.done > 0)
         if self._position is None:  # Else it belongs to the pass, which restores it.
             restore_random_state(self._facts["random"])

@@ -12,6 +12,8 @@ import jax
 import keras
 import numpy as np
 
+from lockstep.checkpoint.dtypes import DTYPES
+
 __all__ = ["packed_attributes", "unpacked_attributes"]
 
 _LEFT_OUT = ("model", "_model", "params", "validation_data")
@@ -22,14 +24,14 @@ class _NoValueError(Exception):
 
 
 def packed_attributes(
-    owner: Any, name: str, arrays: dict[str, np.ndarray], begun_with: Mapping[str, Any] | None = None
+    owner: Any, name: str, arrays: dict[str, np.ndarray] | None, begun_with: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The attributes of an object that are values, as JSON.
 
     Args:
         owner: a callback.
         name: begins the names of its arrays.
-        arrays: to which its arrays are added.
+        arrays: to which its arrays are added; None: attributes with arrays are left out.
         begun_with: what this gave before; what has not changed since is left out, so that another run may choose it anew.
     """
     found = {}
@@ -41,15 +43,28 @@ def packed_attributes(
             packed = _packed(value, f"{name}/{attribute}", own)
         except _NoValueError:
             continue
-        if own or begun_with is None or attribute not in begun_with or begun_with[attribute] != packed:
-            found[attribute] = packed
+        if own and arrays is not None:
             arrays |= own
+        elif own or (begun_with is not None and attribute in begun_with and begun_with[attribute] == packed):
+            continue
+        found[attribute] = packed
     return found
 
 
-def unpacked_attributes(owner: Any, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Set the attributes that :func:`packed_attributes` gave."""
-    for attribute, fact in facts.items():
+def unpacked_attributes(
+    owner: Any, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray], begun_with: Mapping[str, Any] | None = None
+) -> None:
+    """Set the attributes that :func:`packed_attributes` gave.
+
+    Args:
+        owner: a callback.
+        facts: what was given.
+        arrays: by name.
+        begun_with: what stands for values that are absent, as they had not changed; an epoch that is begun anew may have changed them.
+    """
+    now = packed_attributes(owner, "", None)
+    unchanged = {attribute: fact for attribute, fact in (begun_with or {}).items() if attribute in now}
+    for attribute, fact in (unchanged | dict(facts)).items():
         vars(owner)[attribute] = _unpacked(fact, arrays)
 
 
@@ -58,15 +73,17 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
         return value
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(value)
-        if array.dtype.hasobject or array.dtype.kind in "USVMm":
+        if array.dtype.name not in DTYPES:
             raise _NoValueError
         arrays[name] = array.copy()
         return {"array": name, "scalar": isinstance(value, np.generic)}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_packed(item, f"{name}/{n}", arrays) for n, item in enumerate(value)]}
     if type(value) is dict:
-        pairs = [[_packed(key, name, arrays), _packed(item, f"{name}/{key}", arrays)] for key, item in value.items()]
-        return {"dict": pairs}
+        pairs = enumerate(value.items())  # Numbers make the names, as keys may look alike: 1 and "1".
+        return {
+            "dict": [[_packed(key, name, arrays), _packed(item, f"{name}/{n}", arrays)] for n, (key, item) in pairs]
+        }
     if isinstance(value, FunctionType) and vars(keras.ops).get(value.__name__) is value:
         return {"keras.ops": value.__name__}
     raise _NoValueError

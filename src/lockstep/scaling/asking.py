@@ -1,18 +1,20 @@
 """The two doors: a script, or a function that builds a model and data to train it on."""
 
+import functools
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 from lockstep._errors import OptionError
 from lockstep.scaling.measured import Budget, settings_of
 from lockstep.scaling.processes import measure_all
 from lockstep.scaling.programs import Given, Program, is_in_child, program_of, train_given
-from lockstep.scaling.report import Question, ScalingReport, report_of
+from lockstep.scaling.report import Question, ScalingReport, refuse_unwritable, report_of
 from lockstep.scaling.terminal import telling
 
 __all__ = ["scale_script", "scaling_report"]
@@ -27,6 +29,7 @@ def scale_script(
     question: Question,
     *,
     command: str,
+    outputs: Sequence[str | None] = (),
 ) -> ScalingReport:
     """Measure what a script trains; see :func:`scaling_report`.
 
@@ -38,12 +41,14 @@ def scale_script(
         budget: how much each setting trains.
         question: what the prediction is for.
         command: as it was typed.
+        outputs: files that the report will be written to.
 
     Raises:
-        OptionError: there is no such script, or an argument is out of its range.
+        OptionError: there is no such script, an argument is out of its range, or a file cannot be written.
     """
     if not Path(path).is_file():
         raise OptionError(f"{path}: there is no such file. Give the script that trains the model.")
+    refuse_unwritable(outputs)
     program = Program("script", path=path, arguments=tuple(arguments))
     return _measured(program, devices, batch, budget, question, Path(path).name, command)
 
@@ -86,7 +91,7 @@ def scaling_report(
         The report: ``print`` shows it, ``save_html`` and ``save_json`` write it.
 
     Raises:
-        OptionError: an argument is out of its range, or another process cannot come to ``build`` and ``data``.
+        OptionError: an argument is out of its range, another process cannot come to ``build`` and ``data``, or ``output`` cannot be written.
 
     Example:
         >>> import lockstep
@@ -99,6 +104,9 @@ def scaling_report(
     if is_in_child():
         train_given(Given(build, data, validation))
     budget, question = Budget(epochs, rows, limit), Question(bandwidth, latency, devices_per_machine)
+    refuse_unwritable([output])
+    named = build.func if isinstance(build, functools.partial) else build
+    title = named.__qualname__ if isinstance(named, FunctionType | MethodType | type) else type(named).__name__
     with tempfile.TemporaryDirectory() as folder:
         program = program_of(Given(build, data, validation), Path(folder))
         if program is None:
@@ -107,7 +115,7 @@ def scaling_report(
                 "or a console. Put build and data into a module and import them from there."
             )
         command = shlex.join(sys.orig_argv)
-        report = _measured(program, devices, batch, budget, question, build.__qualname__, command)
+        report = _measured(program, devices, batch, budget, question, title, command)
     if output is not None:
         report.save_html(output)
     return report

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from lockstep.scaling.measured import Point as Measurement
 from lockstep.scaling.report import Outlook
 from lockstep.scaling.svg import Axis, Bar, Chart, Point, Series, bar_chart, line_chart, ticks_of
 from lockstep.scaling.table import Row, Table
@@ -39,7 +40,7 @@ def figures_of(table: Table, outlook: Outlook | None) -> list[Figure]:
     figures = [_throughput(rows)]
     figures += [_efficiency(rows, is_weak=is_weak) for is_weak in (False, True) if _has_efficiency(rows, is_weak)]
     figures.append(_shares(table.rows))
-    if table.metric:
+    if table.metric and any(_is_drawn(point) for row in rows for point in row.measured.curve):
         figures += [_metric(table, rows, by_rows=by_rows) for by_rows in (True, False)]
     if outlook:
         figures += [_predicted(outlook), _checked(outlook)]
@@ -130,6 +131,11 @@ def _shares(rows: Sequence[Row]) -> Figure:
     )
 
 
+def _is_drawn(point: Measurement) -> bool:
+    """What was there before training would only press the rest together, and what has diverged has no place."""
+    return point.rows > 0 and math.isfinite(point.value)
+
+
 def _metric(table: Table, rows: Sequence[Row], *, by_rows: bool) -> Figure:
     name, batches = table.metric or "", _batches(rows)
     counts = sorted({row.setting.devices for row in rows})
@@ -142,7 +148,7 @@ def _metric(table: Table, rows: Sequence[Row], *, by_rows: bool) -> Figure:
                 f"{row.setting.name}: {name} {point.value:.4g} after {f'{point.rows:,} rows' if by_rows else seconds(point.seconds)}",
             )
             for point in row.measured.curve
-            if point.rows  # What was there before training would only press the rest together.
+            if _is_drawn(point)
         ]
         color, dash = batches.index(row.setting.batch), counts.index(row.setting.devices)
         series.append(Series(row.setting.name, points, color, dash))

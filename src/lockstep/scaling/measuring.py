@@ -106,7 +106,7 @@ def _train(found: FirstFit, work: Work, budget: Budget, meters: Sequence[Meter])
     usual = evaluate if work.validation else None
     before = usual() if usual else None  # It also compiles, and makes an input of its own.
     steps = work.steps_per_epoch and work.steps_per_epoch * work.epochs
-    clock = Clock(steps, _SHARE_OF_LIMIT * budget.limit, usual, _taking(meters), before)
+    clock = Clock(steps, _SHARE_OF_LIMIT * budget.limit, usual, _taking(meters), before, work.steps_per_epoch)
     with _clock_on(model, clock):
         x, y, weights = work.data
         # A model that a strategy has just made its own has another fit than the one that was called; a class may have its own around it.

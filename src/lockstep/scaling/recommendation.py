@@ -1,7 +1,9 @@
 """Which setting to take, and why: sentences out of the table."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TypeGuard
 
 from lockstep.scaling.table import Row, Table
 from lockstep.scaling.words import seconds
@@ -35,8 +37,13 @@ def _is_near(row: Row, table: Table) -> bool:
 
 
 def _best(table: Table) -> float | None:
-    values = [row.at_rows for row in table.rows if row.setting.devices and row.at_rows is not None]
+    values = [row.at_rows for row in table.rows if row.setting.devices and _is_known(row.at_rows)]
     return (max if table.is_higher_better else min)(values, default=None)
+
+
+def _is_known(value: float | None) -> TypeGuard[float]:
+    """Whether a metric is a number; that of a training that has diverged is none."""
+    return value is not None and math.isfinite(value)
 
 
 def _tolerance(best: float, table: Table) -> float:
@@ -117,8 +124,8 @@ def _about_compute(one: Row, most: Row) -> str:
 
 def _time(chosen: Row, table: Table) -> list[str]:
     """Which is furthest after equal time, if that is another."""
-    known = [row for row in table.rows if row.setting.devices and row.at_time is not None]
-    if not known or chosen.at_time is None:
+    known = [row for row in table.rows if row.setting.devices and _is_known(row.at_time)]
+    if not known or not _is_known(chosen.at_time):
         return []
     furthest = (max if table.is_higher_better else min)(known, key=lambda row: row.at_time or 0.0)
     if furthest is chosen or abs((furthest.at_time or 0) - chosen.at_time) <= _tolerance(chosen.at_time, table):

@@ -1,7 +1,9 @@
 """What comes out: the table, the prediction, and what to take; as text, as JSON and as a page."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from lockstep.scaling.prediction import (
 from lockstep.scaling.recommendation import choose, recommend
 from lockstep.scaling.table import Row, Table, table_of
 
-__all__ = ["Outlook", "Question", "ScalingReport", "report_of"]
+__all__ = ["Outlook", "Question", "ScalingReport", "refuse_unwritable", "report_of"]
 
 _TELLING = 3  # settings; with fewer the formula has as many constants, and meets them all
 
@@ -75,7 +77,7 @@ class Outlook:
             settings = "the one setting that was" if len(errors) == 1 else f"the {len(errors)} settings that were"
             return f"It was fitted to {settings} measured, too few to say how far it is off"
         return (
-            f"On the {len(errors)} settings that were measured the same formula is off by {errors[len(errors) // 2]:.0%} in the median, "
+            f"On the {len(errors)} settings that were measured the same formula is off by {statistics.median(errors):.0%} in the median, "
             f"at most {errors[-1]:.0%}"
         )
 
@@ -201,9 +203,29 @@ def _outlook(table: Table, question: Question) -> Outlook | None:
     )
 
 
+def refuse_unwritable(paths: Iterable[str | Path | None]) -> None:
+    """Find out before something takes long whether its files can be written; None is no file.
+
+    Raises:
+        OptionError: one cannot.
+    """
+    for path in (one for one in paths if one is not None):
+        is_new = not Path(path).exists()
+        with _refused(path):
+            Path(path).open("ab").close()
+            if is_new:
+                Path(path).unlink()
+
+
 def _write(path: str | Path, text: str) -> None:
-    try:
+    with _refused(path):
         Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _refused(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise OptionError(
             f"{path}: cannot be written: {error.strerror or error}. Give a file in a folder in which files can be written."

@@ -121,6 +121,8 @@ def _row(one: Measured, others: Sequence[Measured], equal_rows: int, equal_secon
         for other in others
         if other.setting.devices == 1
     }
+    # An input of unknown length may have been cut at the limit: the longest is the nearest to what it has.
+    rows = max(other.rows_per_epoch for other in others if other.setting.batch == one.setting.batch)
     same_batch = baselines.get(one.setting.batch) if devices else None
     same_share = baselines.get(one.setting.batch // devices) if devices and one.setting.batch % devices == 0 else None
     return Row(
@@ -129,7 +131,7 @@ def _row(one: Measured, others: Sequence[Measured], equal_rows: int, equal_secon
         step=step,
         low=low,
         high=high,
-        epoch=step * one.rows_per_epoch / one.setting.batch,
+        epoch=step * rows / one.setting.batch,
         rows_per_second=speed,
         strong=speed / same_batch if same_batch else None,
         weak=speed / same_share if same_share else None,

@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,4 +149,4 @@ def line_of(setting: Setting, found: Measured | Failed) -> str:
         return f"{setting.name}: {found.reason}"
     if not found.blocks:
         return f"{setting.name}: too few steps"
-    return f"{setting.name}: {seconds(sorted(found.blocks)[len(found.blocks) // 2])} a step"
+    return f"{setting.name}: {seconds(statistics.median(found.blocks))} a step"

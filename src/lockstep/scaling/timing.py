@@ -44,6 +44,7 @@ class Clock:
         evaluate: gives the metric, with the clock stopped.
         taking: gives the seconds that were spent on getting batches, so far.
         before: the metric before the first step.
+        of_epoch: steps of an epoch, or None.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Clock:
         evaluate: Callable[[], float] | None,
         taking: Callable[[], float],
         before: float | None = None,
+        of_epoch: int | None = None,
     ) -> None:
         self._ends, self._limit, self._evaluate, self._taking = block_ends(steps), limit, evaluate, taking
-        self._born = time.perf_counter()
+        self._born, self._of_epoch = time.perf_counter(), of_epoch
         self.steps, self.lengths = 0, list[int]()
         self.seconds, self.taken = list[float](), list[float]()
         self.values = [] if before is None else [(0, before)]  # steps, metric
@@ -66,7 +68,9 @@ class Clock:
         self._first, self._taken_before, self._begun = self.steps, self._taking(), time.perf_counter()
 
     def stepped(self, result: Any, count: int) -> bool:
-        """``count`` steps were started, and gave ``result``; returns whether a block has ended with them."""
+        """``count`` steps, or those left of the epoch, were started, and gave ``result``; returns whether a block has ended with them."""
+        if self._of_epoch:
+            count = min(count, self._of_epoch - self.steps % self._of_epoch)
         before, self.steps = self.steps, self.steps + count
         self.is_cut = time.perf_counter() - self._born > self._limit
         if before < WARM <= self.steps:

@@ -7,7 +7,7 @@ _MEGABYTE = 1e6
 
 def seconds(value: float) -> str:
     """With a unit that suits it."""
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (600.0, 1.0, "s")):
+    for limit, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (600.0, 1.0, "s")):
         if value < limit:
             return f"{value * factor:.3g} {unit}"
     return f"{value / 60:,.0f} min"

@@ -7,6 +7,7 @@ that it runs on. With too few threads two devices wait for each other for ever (
 
 import os
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 
 import jax
@@ -22,6 +23,7 @@ __all__ = [
     "reserve_threads",
     "set_logical_cpu_devices",
     "start_with_threads",
+    "usable_cores",
 ]
 
 THREADS_PER_DEVICE = 4  # A step has collectives that do not depend on each other; each may block a thread.
@@ -143,3 +145,8 @@ def _too_late(wanted: int, found: int) -> DeviceError:
         f"({wanted}) at the top of the script, or set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} and "
         f"PJRT_NPROC={_threads_for(wanted)} in the environment."
     )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, where the system says that; else all."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -95,5 +95,5 @@ def _line(found: Measurement) -> str:
 
 def _size(number: float) -> str:
     units = ("B", "kB", "MB", "GB", "TB")
-    thousands = min(len(units) - 1, (len(str(int(number))) - 1) // 3)
+    thousands = min(len(units) - 1, (len(f"{float(f'{number:.3g}'):.0f}") - 1) // 3)
     return f"{number / 1000**thousands:.3g} {units[thousands]}"
