@@ -282,6 +282,19 @@ class OwnStep(Subclassed):
         return ops.mean(per_row), (y_pred, non_trainable)
 
 
+class KeepsHidden(Subclassed):
+    """Leaves what it has computed in attributes, alone and in a list, and its loss looks for it there."""
+
+    def call(self, x):
+        self.last = self.hidden(x)
+        self.averages = [ops.mean(self.last), (ops.mean(ops.square(self.last), axis=0),)]
+        return self.out(self.last)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        own, (columns,) = self.averages
+        return ops.mean(ops.square(ops.one_hot(y, 3) - y_pred)) + own + ops.sum(columns) + ops.max(self.last)
+
+
 class OwnLoss(Subclassed):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return ops.mean(ops.square(ops.one_hot(y, 3) - y_pred)) + 0.1 * ops.mean(ops.abs(x))
@@ -317,6 +330,20 @@ def tuples():
 def tuples_data(rng):
     data = two_in_two_out_data(rng)
     return {"x": tuple(data["x"].values()), "y": tuple(data["y"].values())}
+
+
+def hidden_too():
+    """Two losses, of which one is of what the other output is made of."""
+    x = keras.Input((6,))
+    hidden = layers.Dense(4)(x)
+    model = keras.Model(x, (layers.Dense(2)(hidden), hidden))
+    model.compile(optimizers.SGD(0.1), ["mse", "mse"])
+    return model
+
+
+def hidden_too_data(rng):
+    data = regression(rng)
+    return data | {"y": (data["y"], rng.normal(size=(ROWS, 4)).astype("float32"))}
 
 
 def frozen():
@@ -523,10 +550,12 @@ CASES = [
     Case("float8", float8, classes),
     Case("dicts", two_in_two_out, two_in_two_out_data),
     Case("tuples", tuples, tuples_data),
+    Case("hidden_too", hidden_too, hidden_too_data),
     Case("autoencoder", autoencoder, autoencoder_data),
     Case("subclassed_and_built_by_fit", lambda: compiled(Subclassed()), classes),
     Case("own_train_step", lambda: compiled(OwnStep()), classes),
     Case("own_compute_loss", lambda: compiled(OwnLoss()), classes),
+    Case("loss_of_what_the_call_has_kept", lambda: compiled(KeepsHidden()), classes),
     Case("frozen_and_recompiled", frozen, classes),
     Case("steps_per_execution", lambda: mlp(steps_per_execution=2), classes),
     Case("run_eagerly", lambda: mlp(run_eagerly=True), classes),
