@@ -196,6 +196,24 @@ class Towers(keras.Model):
         return self.get_metrics_result()
 
 
+class Views(keras.Model):
+    """Gives two views of each row: first those of one kind, then those of the other, twice as many as there are rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = layers.Dense(3)
+
+    def call(self, x):
+        return self.out(ops.concatenate([x, 0.5 * x + 0.1]))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        one, other = ops.split(y_pred, 2)
+        return ops.mean(ops.square(one - 2 * other + 1))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return self.get_metrics_result()
+
+
 class WithPositions(keras.Model):
     """A custom step that hands over a table as long as some batches are."""
 
@@ -230,6 +248,14 @@ def folded_rows():
     return model
 
 
+def squeezed():
+    """Forgets that there are rows where there is one."""
+    x = keras.Input((6,))
+    model = keras.Model(x, layers.Lambda(ops.squeeze, output_shape=())(layers.Dense(1)(x)))
+    model.compile(optimizers.SGD(0.1), loss=lambda y, p: ops.mean(ops.square(y[:, 0] - p)))
+    return model
+
+
 def fixed_batch():
     """A model that works for batches of 8 alone."""
     x = keras.Input(batch_shape=(8, 6))
@@ -251,6 +277,14 @@ class Subclassed(keras.Model):
 
     def call(self, x, training=False):
         return self.out(self.hidden(x))
+
+
+class Insists(Subclassed):
+    """Takes batches of 8 alone, and says so in a way of its own."""
+
+    def call(self, x):
+        assert x.shape[0] == 8
+        return super().call(x)
 
 
 class OwnStep(Subclassed):
@@ -526,6 +560,7 @@ CASES = [
         reason=MIXED,
     ),
     Case("towers_over_the_batch", lambda: compiled(Towers(), measure=()), classes, fit_only=True, reason=MIXED),
+    Case("two_views_of_each_row", lambda: compiled(Views(), measure=()), classes, fit_only=True, reason=MIXED),
     Case(
         "table_as_long_as_the_batch",
         lambda: compiled(WithPositions(), measure=()),
@@ -540,9 +575,17 @@ CASES = [
         fit_only=True,
         reason=MIXED,
     ),
+    Case("squeezed", squeezed, binary),
     Case(
         "batch_of_fixed_size",
         fixed_batch,
+        lambda rng: classes(rng, rows=16),
+        fit_only=True,
+        reason="takes batches of 8 alone",
+    ),
+    Case(
+        "batch_of_asserted_size",
+        lambda: compiled(Insists()),
         lambda rng: classes(rng, rows=16),
         fit_only=True,
         reason="takes batches of 8 alone",

@@ -184,9 +184,9 @@ def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica
     """Run one share of the rows and fill its results up to the room that every device has."""
     result = _local(forward, inputs, share, first_replica, vectorize)
 
+    free = forward.layout.capacity - sum(share)
+
     def fill(leaf: jax.Array) -> jax.Array:
-        k = leaf.shape[0] // sum(share)
-        free = forward.layout.capacity * k - leaf.shape[0]
         return jnp.pad(leaf, [(0, free)] + [(0, 0)] * (leaf.ndim - 1))
 
     return Result(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)

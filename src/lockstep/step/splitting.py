@@ -1,8 +1,9 @@
 """How one call of the model is taken apart into replicas, and what came back is put together.
 
 Whether a result has rows is not guessed from one shape but seen from two: that of the whole batch, as one device would
-give it, and that of one replica. Where the answer is neither "rows" nor "the same for every number of rows", or the
-model does not run on a part of its batch, the call cannot be taken apart, and the model runs on the global batch.
+give it, and that of one replica. Where the answer is neither "one for each row" nor "the same for every number of rows", or
+the model does not run on a part of its batch, the call cannot be taken apart, and the model runs on the global batch. So it is where
+there are several for each row: whose is whose, shapes do not tell.
 """
 
 from collections.abc import Callable
@@ -90,7 +91,7 @@ class SplitCall:
         for size in sizes:
             try:
                 part = shapes(size)
-            except (TypeError, ValueError) as error:
+            except Exception as error:  # whatever it is: the same call has run on all rows
                 reason = str(error).strip().partition("\n")[0]
                 raise CannotSplit(f"it runs on {self.rows} rows but not on {size} of them ({reason})") from error
             self.kinds = [_kind(one, other, self.rows, size) for one, other in zip(whole, part, strict=True)]
@@ -147,8 +148,7 @@ def _kind(whole: jax.ShapeDtypeStruct, part: jax.ShapeDtypeStruct, rows: int, si
     """What a result is, from its shapes for the whole batch of ``rows`` rows and for a replica of ``size``."""
     if whole.shape == part.shape and jnp.issubdtype(whole.dtype, jnp.floating):
         return "mean"
-    scales = whole.ndim and whole.shape[0] * size == part.shape[0] * rows and part.shape[0] % size == 0
-    if scales and part.shape[0] and whole.shape[1:] == part.shape[1:]:
+    if (whole.shape[:1], part.shape[:1]) == ((rows,), (size,)) and whole.shape[1:] == part.shape[1:]:
         return "rows"
     raise CannotSplit(
         f"it returns {whole.dtype}{list(whole.shape)} for {rows} rows and {part.dtype}{list(part.shape)} for {size}, "
