@@ -148,6 +148,18 @@ class Counter(layers.Layer):
         return x
 
 
+class FirstSteps(layers.Layer):
+    """A mask that is the same for all rows."""
+
+    supports_masking = True
+
+    def call(self, x, mask=None):
+        return x
+
+    def compute_mask(self, x, mask=None):
+        return ops.arange(x.shape[1])[None] < 3
+
+
 class Scales(layers.Layer):
     """A regularizer and an added loss that are vectors, as long as a replica may have rows."""
 
@@ -536,6 +548,11 @@ CASES = [
         tagged,
         relative=3e-5,
         reason="the summed loss is two orders larger than a mean, and so are its steps",
+    ),
+    Case(
+        "loss_masked_alike_for_all_rows",
+        lambda: stack((6, 4), layers.Dense(5), FirstSteps()),
+        lambda rng: series(rng) | {"y": rng.integers(0, 3, (ROWS, 6))},
     ),
     Case("simple_rnn", lambda: stack((6, 4), layers.SimpleRNN(5)), series),
     Case(

@@ -82,19 +82,20 @@ class SplitCall:
             CannotSplit: a result follows the batch on another axis than its first, or a replica does not run.
         """
 
-        def shapes(rows: int) -> list[Any]:
+        def shapes(rows: int) -> tuple[list[Any], list[Any]]:
             cut = [jax.ShapeDtypeStruct((rows, *np.shape(leaf)[1:]), leaf.dtype) for leaf in self.inputs]
-            return jax.eval_shape(lambda leaves: self._call(trainable, non_trainable, leaves, self.shared)[0], cut)
+            return jax.eval_shape(lambda leaves: self._call(trainable, non_trainable, leaves, self.shared)[:2], cut)
 
-        whole = shapes(self.rows)
+        whole, masks = shapes(self.rows)
         self.dtypes = [one.dtype for one in whole]
         for size in sizes:
             try:
-                part = shapes(size)
+                part, own_masks = shapes(size)
             except Exception as error:  # whatever it is: the same call has run on all rows
                 reason = str(error).strip().partition("\n")[0]
                 raise CannotSplit(f"it runs on {self.rows} rows but not on {size} of them ({reason})") from error
-            self.kinds = [_kind(one, other, self.rows, size) for one, other in zip(whole, part, strict=True)]
+            pairs = zip([*whole, *masks], [*part, *own_masks], strict=True)
+            self.kinds = [_kind(one, other, self.rows, size) for one, other in pairs][: len(whole)]
 
     def __call__(self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> Result:
         """One replica's forward pass."""
