@@ -24,6 +24,7 @@ def arrays_kept(model: keras.Model) -> dict[Place, jax.Array]:
         (layer, name, number): leaf
         for layer in model._flatten_layers()
         for name, value in vars(layer).items()
+        if isinstance(value, (jax.Array, list, tuple, dict))
         for number, leaf in enumerate(keras.tree.flatten(value))
         if isinstance(leaf, jax.Array)
     }
