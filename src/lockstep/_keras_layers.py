@@ -13,7 +13,29 @@ import keras
 
 from lockstep._keras import get_keras_mask, set_keras_mask
 
-__all__ = ["operations_of", "replaced_methods", "with_mask_of"]
+__all__ = ["arrays_kept", "keep_arrays", "operations_of", "replaced_methods", "with_mask_of"]
+
+Place = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in the tree that it holds
+
+
+def arrays_kept(model: keras.Model) -> dict[Place, jax.Array]:
+    """The arrays that a model and its layers hold in attributes, alone or in lists, tuples and dicts."""
+    return {
+        (layer, name, number): leaf
+        for layer in model._flatten_layers()
+        for name, value in vars(layer).items()
+        if isinstance(value, (jax.Array, list, tuple, dict))
+        for number, leaf in enumerate(keras.tree.flatten(value))
+        if isinstance(leaf, jax.Array)
+    }
+
+
+def keep_arrays(places: list[Place], arrays: list[Any]) -> None:
+    """Put arrays into attributes that hold others."""
+    for (layer, name, number), array in zip(places, arrays, strict=True):
+        leaves = keras.tree.flatten(vars(layer)[name])
+        leaves[number] = array
+        layer.__dict__[name] = keras.tree.pack_sequence_as(vars(layer)[name], leaves)
 
 
 def operations_of(model: keras.Model) -> list[Any]:

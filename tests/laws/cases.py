@@ -148,6 +148,18 @@ class Counter(layers.Layer):
         return x
 
 
+class FirstSteps(layers.Layer):
+    """A mask that is the same for all rows."""
+
+    supports_masking = True
+
+    def call(self, x, mask=None):
+        return x
+
+    def compute_mask(self, x, mask=None):
+        return ops.arange(x.shape[1])[None] < 3
+
+
 class Scales(layers.Layer):
     """A regularizer and an added loss that are vectors, as long as a replica may have rows."""
 
@@ -196,6 +208,24 @@ class Towers(keras.Model):
         return self.get_metrics_result()
 
 
+class Views(keras.Model):
+    """Gives two views of each row: first those of one kind, then those of the other, twice as many as there are rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = layers.Dense(3)
+
+    def call(self, x):
+        return self.out(ops.concatenate([x, 0.5 * x + 0.1]))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        one, other = ops.split(y_pred, 2)
+        return ops.mean(ops.square(one - 2 * other + 1))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return self.get_metrics_result()
+
+
 class WithPositions(keras.Model):
     """A custom step that hands over a table as long as some batches are."""
 
@@ -230,6 +260,14 @@ def folded_rows():
     return model
 
 
+def squeezed():
+    """Forgets that there are rows where there is one."""
+    x = keras.Input((6,))
+    model = keras.Model(x, layers.Lambda(ops.squeeze, output_shape=())(layers.Dense(1)(x)))
+    model.compile(optimizers.SGD(0.1), loss=lambda y, p: ops.mean(ops.square(y[:, 0] - p)))
+    return model
+
+
 def fixed_batch():
     """A model that works for batches of 8 alone."""
     x = keras.Input(batch_shape=(8, 6))
@@ -251,6 +289,14 @@ class Subclassed(keras.Model):
 
     def call(self, x, training=False):
         return self.out(self.hidden(x))
+
+
+class Insists(Subclassed):
+    """Takes batches of 8 alone, and says so in a way of its own."""
+
+    def call(self, x):
+        assert x.shape[0] == 8
+        return super().call(x)
 
 
 class OwnStep(Subclassed):
@@ -280,6 +326,19 @@ class OwnStep(Subclassed):
         y_pred, non_trainable = self.stateless_call(trainable, non_trainable, x, training=True)
         per_row = ops.mean(ops.square(ops.one_hot(y, 3) - y_pred), axis=-1)
         return ops.mean(per_row), (y_pred, non_trainable)
+
+
+class KeepsHidden(Subclassed):
+    """Leaves what it has computed in attributes, alone and in a list, and its loss looks for it there."""
+
+    def call(self, x):
+        self.last = self.hidden(x)
+        self.averages = [ops.mean(self.last), (ops.mean(ops.square(self.last), axis=0),)]
+        return self.out(self.last)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        own, (columns,) = self.averages
+        return ops.mean(ops.square(ops.one_hot(y, 3) - y_pred)) + own + ops.sum(columns) + ops.max(self.last)
 
 
 class OwnLoss(Subclassed):
@@ -317,6 +376,20 @@ def tuples():
 def tuples_data(rng):
     data = two_in_two_out_data(rng)
     return {"x": tuple(data["x"].values()), "y": tuple(data["y"].values())}
+
+
+def hidden_too():
+    """Two losses, of which one is of what the other output is made of."""
+    x = keras.Input((6,))
+    hidden = layers.Dense(4)(x)
+    model = keras.Model(x, (layers.Dense(2)(hidden), hidden))
+    model.compile(optimizers.SGD(0.1), ["mse", "mse"])
+    return model
+
+
+def hidden_too_data(rng):
+    data = regression(rng)
+    return data | {"y": (data["y"], rng.normal(size=(ROWS, 4)).astype("float32"))}
 
 
 def frozen():
@@ -476,6 +549,11 @@ CASES = [
         relative=3e-5,
         reason="the summed loss is two orders larger than a mean, and so are its steps",
     ),
+    Case(
+        "loss_masked_alike_for_all_rows",
+        lambda: stack((6, 4), layers.Dense(5), FirstSteps()),
+        lambda rng: series(rng) | {"y": rng.integers(0, 3, (ROWS, 6))},
+    ),
     Case("simple_rnn", lambda: stack((6, 4), layers.SimpleRNN(5)), series),
     Case(
         "embedding_conv1d",
@@ -499,6 +577,7 @@ CASES = [
         reason=MIXED,
     ),
     Case("towers_over_the_batch", lambda: compiled(Towers(), measure=()), classes, fit_only=True, reason=MIXED),
+    Case("two_views_of_each_row", lambda: compiled(Views(), measure=()), classes, fit_only=True, reason=MIXED),
     Case(
         "table_as_long_as_the_batch",
         lambda: compiled(WithPositions(), measure=()),
@@ -513,6 +592,7 @@ CASES = [
         fit_only=True,
         reason=MIXED,
     ),
+    Case("squeezed", squeezed, binary),
     Case(
         "batch_of_fixed_size",
         fixed_batch,
@@ -520,13 +600,22 @@ CASES = [
         fit_only=True,
         reason="takes batches of 8 alone",
     ),
+    Case(
+        "batch_of_asserted_size",
+        lambda: compiled(Insists()),
+        lambda rng: classes(rng, rows=16),
+        fit_only=True,
+        reason="takes batches of 8 alone",
+    ),
     Case("float8", float8, classes),
     Case("dicts", two_in_two_out, two_in_two_out_data),
     Case("tuples", tuples, tuples_data),
+    Case("hidden_too", hidden_too, hidden_too_data),
     Case("autoencoder", autoencoder, autoencoder_data),
     Case("subclassed_and_built_by_fit", lambda: compiled(Subclassed()), classes),
     Case("own_train_step", lambda: compiled(OwnStep()), classes),
     Case("own_compute_loss", lambda: compiled(OwnLoss()), classes),
+    Case("loss_of_what_the_call_has_kept", lambda: compiled(KeepsHidden()), classes),
     Case("frozen_and_recompiled", frozen, classes),
     Case("steps_per_execution", lambda: mlp(steps_per_execution=2), classes),
     Case("run_eagerly", lambda: mlp(run_eagerly=True), classes),

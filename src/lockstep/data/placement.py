@@ -284,15 +284,9 @@ def joined(rows: Rows) -> jax.Array:
 
 
 def gather_rows(array: jax.Array, layout: Layout) -> jax.Array:
-    """Drop the free places of ``(devices * capacity * k, …)``: gives ``(rows * k, …)``.
-
-    ``k`` is 1 for most arrays; a model that folds another axis into the rows has a larger one.
-    """
+    """Drop the free places of ``(devices * capacity, …)``: gives ``(rows, …)``."""
     if layout.is_full:
         return array
-    places = array.shape[0] // layout.devices
-    k = places // layout.capacity
-    kept = (
-        array[device * places : device * places + rows * k] for device, rows in enumerate(layout.device_rows) if rows
-    )
+    first = [device * layout.capacity for device in range(layout.devices)]
+    kept = (array[start : start + rows] for start, rows in zip(first, layout.device_rows, strict=True) if rows)
     return jnp.concatenate(list(kept))

@@ -126,12 +126,7 @@ class AloneProgram:
         start_in_batch: jax.Array,
     ) -> list[jax.Array]:
         """Gradients of one replica, of what is whole ``(1, …)``, from those of the batch's outputs, rows first."""
-        outputs = [output for output, varies in zip(self.outputs, self.varies, strict=True) if varies]
-        per_row = [output.shape[0] // self.rows for output in outputs[: len(of_rows)]]
-        own = [
-            lax.dynamic_slice_in_dim(leaf, start_in_batch * k, self.rows * k)
-            for leaf, k in zip(of_rows, per_row, strict=True)
-        ]
+        own = [lax.dynamic_slice_in_dim(leaf, start_in_batch, self.rows) for leaf in of_rows]
         inputs = [*whole, *self._own(cut, starts)]
         cotangents, residuals = lax.optimization_barrier(
             ([*own, *of_sums], [inputs[i] if is_input else kept[i] for is_input, i in self._sources])

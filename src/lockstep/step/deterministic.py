@@ -111,8 +111,7 @@ class ReplicasForward:
             for rows in {one.rows for one in self.rounds}
         }
         first = self.alone[self.rounds[0].rows]
-        factor = [out.shape[0] // first.rows for out in first.outputs[: self.row_results]]
-        joined = [_rows(out, k * self.layout.rows) for k, out in zip(factor, first.outputs, strict=False)]
+        joined = [_rows(out, self.layout.rows) for out in first.outputs[: self.row_results]]
         left = [leaf for one in self.rounds for leaf in self.alone[one.rows].residuals]
         self.outputs = [*joined, *first.outputs[self.row_results :], *left]
 

@@ -140,9 +140,15 @@ def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Resu
     """Run this device's replicas; the devices run one program, which holds each distinct share of the rows once."""
     layout = forward.layout
     shares = sorted({share for share in layout.per_device if sum(share)}, reverse=True)
-    number = {share: position for position, share in enumerate(shares)}
     device = lax.axis_index(DEVICE_AXIS)
-    first_replica = jnp.asarray(layout.first_replica)[device]
+    place = {share: position for position, share in enumerate(shares)}
+    # Values of their own: XLA for CPUs confuses the functions of a fusion that holds two such looks into tables (jaxlib 0.10.2).
+    first_replica, choice = lax.optimization_barrier(
+        [
+            jnp.asarray(layout.first_replica)[device],
+            jnp.asarray([place.get(share, len(shares)) for share in layout.per_device])[device],
+        ]
+    )
     branches: list[Callable[[], Result]] = [
         partial(_padded, forward, inputs, share, first_replica, _is_vectorized(share, placement)) for share in shares
     ]
@@ -150,7 +156,6 @@ def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Resu
         return branches[0]()
     if len(shares) < len(set(layout.per_device)):  # Some devices have no row at all.
         branches.append(lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(branches[0])))
-    choice = jnp.asarray([number.get(share, len(shares)) for share in layout.per_device])[device]
     if placement.platform == "cpu":
         return _select(choice, branches)
     return lax.switch(choice, branches)
@@ -179,9 +184,9 @@ def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica
     """Run one share of the rows and fill its results up to the room that every device has."""
     result = _local(forward, inputs, share, first_replica, vectorize)
 
+    free = forward.layout.capacity - sum(share)
+
     def fill(leaf: jax.Array) -> jax.Array:
-        k = leaf.shape[0] // sum(share)
-        free = forward.layout.capacity * k - leaf.shape[0]
         return jnp.pad(leaf, [(0, free)] + [(0, 0)] * (leaf.ndim - 1))
 
     return Result(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)

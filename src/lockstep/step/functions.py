@@ -184,7 +184,7 @@ class _Forwarder:
         """As ``keras.Model.stateless_call``: outputs and new non-trainable values, and losses if asked for."""
         values = list(trainable_variables), list(non_trainable_variables)
         try:
-            split = SplitCall(self.original, (args, kwargs), lambda leaf: id(leaf) in self._places)
+            split = SplitCall(self.model, self.original, (args, kwargs), lambda leaf: id(leaf) in self._places)
             layout = self.placement.layout(split.rows)
             if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.
                 return self.original(*values, *args, return_losses=return_losses, **kwargs)
