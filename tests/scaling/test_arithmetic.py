@@ -244,6 +244,19 @@ def test_what_has_diverged_is_not_taken_however_fast_it_is(order):
     assert "best 0.4)" in recommend(table)[0]
 
 
+def test_what_is_no_number_is_null_in_json(tmp_path):
+    one = measured(
+        1, 64, metric="loss", is_higher_better=False, curve=(Point(64, 0.1, 0.5), Point(128, 0.2, float("inf")))
+    )
+    report_of("a net", "command", [one], Question()).save_json(tmp_path / "figures.json")
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    values = json.loads((tmp_path / "figures.json").read_text(), parse_constant=refuse)
+    assert [point["value"] for point in values["table"]["rows"][0]["measured"]["curve"]] == [0.5, None]
+
+
 def test_medians_are_those_of_the_table():
     even = measured(1, 32, blocks=(0.01, 0.02))
     assert table_of([even]).rows[0].step == statistics.median(even.blocks)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -101,7 +102,7 @@ class ScalingReport:
         >>> from lockstep.scaling.table import table_of
         >>> report = ScalingReport("a net", "lockstep scale net.py", "a laptop", table_of([]), ("Take 1 device.",), None, ())
         >>> report.to_json()["recommendation"]
-        ('Take 1 device.',)
+        ['Take 1 device.']
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     report.save_json(f"{folder}/figures.json")
         ...     os.listdir(folder)
@@ -125,7 +126,7 @@ class ScalingReport:
         """All of it as values of JSON.
 
         Returns:
-            Dicts, lists, texts and numbers.
+            Dicts, lists, texts and numbers; None where there is no number, as for the loss of a training that has diverged.
         """
         values = asdict(self)
         for row, shown in zip(self.table.rows, values["table"]["rows"], strict=True):
@@ -136,7 +137,8 @@ class ScalingReport:
                 {**asdict(row.setting), "measured": row.step, "predicted": seconds, "error": error}
                 for row, seconds, error in self.outlook.checks
             ]
-        return values
+        plain: dict[str, Any] = _plain(values)
+        return plain
 
     def save_json(self, path: str | Path) -> None:
         """Write it as JSON.
@@ -215,6 +217,15 @@ def refuse_unwritable(paths: Iterable[str | Path | None]) -> None:
             Path(path).open("ab").close()
             if is_new:
                 Path(path).unlink()
+
+
+def _plain(value: Any) -> Any:
+    """Values of JSON, which knows neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(path: str | Path, text: str) -> None:
