@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import DEADLINE, has_ended, program, run, send, started, text_of, wait_until
-from tests.workers.jobs import own_host
+from tests.launch.launching import program, run, send, started, text_of
+from tests.support.processes import own_host
+from tests.support.waiting import DEADLINE, has_ended, wait_until
 
 GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\nworkers = int(os.environ['WORLD_SIZE'])\n"
 RUNNING = GENERATION + "write(f'{generation}.{rank}', str(os.getpid()))\n"

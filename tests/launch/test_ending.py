@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import COMMAND, environment, has_ended, program, run, send, started, text_of, wait_until
+from tests.launch.launching import COMMAND, environment, program, run, send, started, text_of
+from tests.support.waiting import has_ended, wait_until
 
 TWO_GENERATIONS = """
 own = rank + 1

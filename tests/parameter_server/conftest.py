@@ -2,43 +2,30 @@
 
 import pytest
 
-from tests.parameter_server.jobs import ServerJob
-from tests.workers.jobs import Forks
+from tests.parameter_server.outcomes import PROGRAM, arrays
 
 collect_ignore = ["programs"]  # They are for processes of their own.
 
 
-@pytest.fixture(scope="session")
-def forks():
-    started = Forks()
-    yield started
-    started.close()
+@pytest.fixture
+def job(job):
+    """Makes a job of a chief, so many workers and servers; what is left of it is ended with the test."""
+
+    def make(workers=1, servers=1, evaluator=False):
+        others = {"chief": 1, "ps": servers, "evaluator": int(evaluator)}
+        return job(workers, others=others, program=PROGRAM, environ={"LOCKSTEP_SECRET": "known"})
+
+    return make
 
 
 @pytest.fixture
-def job(forks, tmp_path):
-    """Makes a job of so many workers and servers; what is left of it is ended with the test."""
-    made = []
-
-    def make(workers=1, servers=1, **options):
-        folder = tmp_path / f"job{len(made)}"
-        folder.mkdir()
-        made.append(ServerJob(forks, folder, workers, servers, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.clean()
-
-
-@pytest.fixture
-def alone(forks, tmp_path):
+def alone(job):
     """Runs cases in one process, on plain Keras or on so many replicas; gives what that leaves."""
 
     def run(cases, **config):
-        made = ServerJob(forks, tmp_path, 0, 0)
+        made = job()
         process = made.start("alone", 0, cases=cases, **config)
         assert process.end() == 0, process.said
-        return made.arrays("alone", 0)
+        return arrays(made, "alone", 0)
 
     return run

@@ -10,7 +10,7 @@ import keras
 from lockstep.parameters.client import VariableClient
 from lockstep.parameters.serving import serve
 from lockstep.parameters.shards import plan
-from tests.parameters.jobs import DEADLINE, SPECS, peer
+from tests.parameters.threaded_servers import DEADLINE, SPECS, peer
 
 
 def main(role, argument):

@@ -18,7 +18,7 @@ from lockstep.parameters.shards import Spec
 from lockstep.parameters.visits import Visit
 from lockstep.parameters.wire import MalformedError
 from lockstep.parameters.working import CallOver, DeskClient, work
-from tests.parameters.jobs import DEADLINE, Servers, peer
+from tests.parameters.threaded_servers import DEADLINE, Servers, peer
 
 
 class Office(contextlib.ExitStack):

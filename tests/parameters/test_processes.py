@@ -14,7 +14,7 @@ from lockstep import ClusterError
 from lockstep.cluster import exit_codes
 from lockstep.parameters.client import VariableClient
 from lockstep.parameters.shards import plan
-from tests.parameters.jobs import DEADLINE, SPECS, peer, values_of
+from tests.parameters.threaded_servers import DEADLINE, SPECS, peer, values_of
 
 PROGRAM = Path(__file__).with_name("program.py")
 START_SECONDS = 120.0

@@ -1,4 +1,4 @@
-"""A process that imports once what all workers need, and forks one of them for each request.
+"""A process that imports once what all processes of tests need, and forks one of them for each request.
 
 Importing Keras and JAX takes seconds, which a job of four processes would spend four times. A fork has imported them and
 no more: JAX has not started in it, and its program runs as ``__main__``, as if Python had been given the file.
