@@ -5,7 +5,7 @@ import socket
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 SHAPES = [(2, 2), pytest.param(3, 1, marks=pytest.mark.full)]
 

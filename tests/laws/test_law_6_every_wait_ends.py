@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 HOST = socket.gethostname()
 LONG, SHORT = 60, 3  # limits in seconds: what ends sooner than the long one was not ended by it

@@ -9,7 +9,7 @@ from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.peer import Peer
 from lockstep.workers.jax_service import address_of_jax
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 HOST = socket.gethostname()
 LONG, SHORT = 40, 3  # limits in seconds: what ends sooner than the long one was not ended by it

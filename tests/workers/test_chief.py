@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 WRITTEN = {
     *("epoch-1.keras", "epoch-2.keras", "last.weights.h5", "model.keras", "model.weights.h5", "second.keras"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 @pytest.mark.parametrize(("deterministic", "bad_row"), [(False, 6), (True, 1)])

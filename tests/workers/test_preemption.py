@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 STEPS = 5  # of an epoch, and of its validation
 MOMENTS = {

@@ -7,7 +7,7 @@ import pytest
 from lockstep import cli
 from lockstep.monitor.events import newest_steps
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 def test_the_worker_that_reads_slowly_is_named(job, tmp_path, capsys):
