@@ -2,20 +2,25 @@
 
 import pytest
 
-from tests.parameter_server.outcomes import PROGRAM, arrays
+from tests.parameter_server.outcomes import arrays, server_job
 
 collect_ignore = ["programs"]  # They are for processes of their own.
 
 
 @pytest.fixture
-def job(job):
+def job(forks, tmp_path):
     """Makes a job of a chief, so many workers and servers; what is left of it is ended with the test."""
+    made = []
 
-    def make(workers=1, servers=1, evaluator=False):
-        others = {"chief": 1, "ps": servers, "evaluator": int(evaluator)}
-        return job(workers, others=others, program=PROGRAM, environ={"LOCKSTEP_SECRET": "known"})
+    def make(**options):
+        folder = tmp_path / f"job{len(made)}"
+        folder.mkdir()
+        made.append(server_job(forks, folder, **options))
+        return made[-1]
 
-    return make
+    yield make
+    for each in made:
+        each.clean()
 
 
 @pytest.fixture
