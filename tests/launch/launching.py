@@ -71,6 +71,14 @@ def started(*arguments, output=subprocess.PIPE, before=(), **variables):
         process.communicate(timeout=DEADLINE)
 
 
+def hear(supervisor, text):
+    """Wait until a supervisor has said that; gives the line."""
+    for line in supervisor.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"it ended without a word of {text!r}")
+
+
 def text_of(path):
     """What a worker has written to a file, as soon as it is there."""
     wait_until(path.exists, path.name)

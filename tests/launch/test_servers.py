@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from lockstep import cli
-from tests.launch.launching import program, run, started, text_of
+from tests.launch.launching import hear, program, run, started, text_of
 from tests.support.waiting import DEADLINE
 
 WAIT = "wait_for(lambda: is_there('done'))\n"
@@ -200,8 +200,7 @@ def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_pat
     end = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); write(f'ready{task}')"
     path = job_of(tmp_path, died, end, chief="time.sleep(50)")
     with started("--workers", 2, "--servers", 1, "--max-restarts", 3, path) as supervisor:
-        while "it starts again in 1 s (restart 1 of 3)" not in (line := supervisor.stderr.readline()):
-            assert line
+        hear(supervisor, "it starts again in 1 s (restart 1 of 3)")
         for job, index in (("worker", 1), ("ps", 0), ("chief", 0)):
             text_of(tmp_path / f"ready{dict(type=job, index=index)}")
         supervisor.send_signal(signal.SIGTERM)

@@ -27,7 +27,7 @@ def serve():
     """Gives None in this process, at the end, and in each fork its request."""
     running, unread = {}, b""
     while True:
-        if select.select([0], [], [], POLL_SECONDS)[0]:
+        if select.select([0], [], [], POLL_SECONDS if running else None)[0]:
             received = os.read(0, 1 << 16)
             if not received:
                 return end(running)
