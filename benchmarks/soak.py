@@ -20,7 +20,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 from results_file import write
 
 from tests.resume.soaking import EPOCHS, Soak
-from tests.workers.jobs import Forks
+from tests.support.processes import ForkServer
 
 KILLS, SAVE_FREQ = 200, 2
 
@@ -38,7 +38,7 @@ def soaked(forks, folder, workers, save_freq, seed, kills):
 def main(kills=KILLS, save_freq=SAVE_FREQ, seed=None):
     seed = random.randrange(1 << 32) if seed is None else seed
     print(f"seed {seed}", flush=True)
-    forks = Forks(), Forks()
+    forks = ForkServer(), ForkServer()
     with tempfile.TemporaryDirectory() as folder:
         alone = kills * 3 // 5  # A job of two workers takes several times as long to start.
         shares = {1: alone, 2: kills - alone}

@@ -16,7 +16,7 @@ from lockstep.parameters.points import Points
 from lockstep.parameters.visits import Visit
 from lockstep.parameters.work import WorkQueue
 from lockstep.step.replica import Merge
-from tests.workers.jobs import own_host
+from tests.support.processes import own_host
 
 
 def net():

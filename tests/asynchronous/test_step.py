@@ -11,7 +11,7 @@ from lockstep.asynchronous.step import GradientStep, names_of, specs_of
 from lockstep.parameters.client import Part
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.resume.variables import variables_of
-from tests.parameters.jobs import Servers
+from tests.parameters.threaded_servers import Servers
 
 X = np.random.default_rng(0).normal(size=(70, 6)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

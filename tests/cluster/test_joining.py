@@ -15,7 +15,8 @@ from lockstep.cluster.joining import join
 from lockstep.cluster.listening import open_listener
 from lockstep.cluster.peer import Peer
 from lockstep.cluster.wire import encode
-from tests.cluster.jobs import DEADLINE, Job, listening
+from tests.cluster.threaded_job import ThreadedJob, listening
+from tests.support.waiting import DEADLINE
 
 ME = f"{socket.gethostname()}, process {os.getpid()}"
 
@@ -38,7 +39,7 @@ def sentences(job):
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_workers_meet_and_know_each_other(workers):
-    with Job(workers, lambda index: {"information": {"devices": index + 1}}, generation=3) as job:
+    with ThreadedJob(workers, lambda index: {"information": {"devices": index + 1}}, generation=3) as job:
         assert job.errors == {}
         for session in job.sessions.values():
             assert [peer.index for peer in session.peers] == list(range(workers))
@@ -59,7 +60,7 @@ def test_a_worker_with_another_identity_is_named_to_all():
     def each(index):
         return {"identity": {"jax": "0.10.2", "script": {"digest": "abc" if index == 2 else "abd"}}}
 
-    with Job(3, each) as job:
+    with ThreadedJob(3, each) as job:
         assert len(job.errors) == 3
         assert sentences(job) == {
             f"""worker 2 of 3 ({ME}) differs from the chief ({ME}) in 'script.digest': it has "abc", the chief "abd". All """
@@ -69,7 +70,7 @@ def test_a_worker_with_another_identity_is_named_to_all():
 
 @pytest.mark.full
 def test_two_workers_with_one_index_are_named_to_all():
-    job = Job(3)
+    job = ThreadedJob(3)
     job.each = lambda index: {"group": WorkerGroup(workers=3, index=min(index, 1), coordinator=job.coordinator)}
     with job:
         assert len(job.errors) == 3
@@ -79,7 +80,7 @@ def test_two_workers_with_one_index_are_named_to_all():
 
 
 def test_a_worker_with_another_count_is_named_to_all():
-    job = Job(3)
+    job = ThreadedJob(3)
     job.each = lambda index: {
         "group": WorkerGroup(workers=2 if index == 0 else 3, index=index, coordinator=job.coordinator)
     }
@@ -91,7 +92,7 @@ def test_a_worker_with_another_count_is_named_to_all():
 
 @pytest.mark.full
 def test_a_worker_with_an_absurd_count_costs_neither_memory_nor_time():
-    job = Job(2, missing=(1,))
+    job = ThreadedJob(2, missing=(1,))
     host, port = job.coordinator.split(":")
     connection = Connection(socket.create_connection((host, int(port)), timeout=DEADLINE))
     connection.send(hello("x") + introduction(Peer(1, 10**18, "b", 7)))
@@ -108,7 +109,7 @@ def test_what_is_sent_of_a_worker_must_be_json():
 
 
 def test_the_missing_are_named_by_all_with_their_addresses_in_time():
-    job = Job(4, missing=(1, 3), timeout_seconds=2.5)
+    job = ThreadedJob(4, missing=(1, 3), timeout_seconds=2.5)
     addresses = (job.coordinator, "127.0.0.2:12421", "127.0.0.3:12421", "127.0.0.4:12421")
     job.each = lambda index: {
         "group": WorkerGroup(workers=4, index=index, coordinator=job.coordinator, addresses=addresses)
@@ -127,12 +128,12 @@ def test_the_missing_are_named_by_all_with_their_addresses_in_time():
 
 
 def test_the_start_has_a_limit_of_its_own():
-    with Job(2, missing=(1,), timeout_seconds=1000, start_seconds=0.1, long_seconds=1000) as job:
+    with ThreadedJob(2, missing=(1,), timeout_seconds=1000, start_seconds=0.1, long_seconds=1000) as job:
         assert "did not join within 0.1 s" in str(job.errors[0])
 
 
 def test_a_worker_that_comes_late_is_waited_for_visibly():
-    job = Job(2, timeout_seconds=DEADLINE)
+    job = ThreadedJob(2, timeout_seconds=DEADLINE)
     late = threading.Event()
     job.each = lambda index: {} if index == 0 else {"sleep": lambda seconds: None, "identity": _after(late)}
     first, second = job._threads
@@ -171,7 +172,7 @@ def _after(event):
     ],
 )
 def test_who_is_no_worker_is_turned_away_and_harms_nothing(speaks, reason):
-    job = Job(2)
+    job = ThreadedJob(2)
     host, port = job.coordinator.split(":")
     chief, worker = job._threads
     chief.start()
@@ -194,7 +195,7 @@ def test_who_is_no_worker_is_turned_away_and_harms_nothing(speaks, reason):
 
 
 def test_many_strangers_do_not_fill_the_log():
-    job = Job(2, missing=(1,), start_seconds=1)
+    job = ThreadedJob(2, missing=(1,), start_seconds=1)
     host, port = job.coordinator.split(":")
     for number in range(20):
         with socket.create_connection((host, int(port)), timeout=DEADLINE) as stranger:
@@ -205,7 +206,7 @@ def test_many_strangers_do_not_fill_the_log():
 
 @pytest.mark.full
 def test_who_says_nothing_is_turned_away_and_delays_nobody():
-    job = Job(2)
+    job = ThreadedJob(2)
     host, port = job.coordinator.split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE) as silent:
         began = time.monotonic()
@@ -217,7 +218,7 @@ def test_who_says_nothing_is_turned_away_and_delays_nobody():
 
 
 def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
-    job = Job(3, missing=(2,))
+    job = ThreadedJob(3, missing=(2,))
     host, port = job.coordinator.split(":")
 
     def come_and_go():
@@ -242,7 +243,7 @@ def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
 
 
 def test_a_late_duplicate_is_refused_and_harms_nothing():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         with pytest.raises(ClusterError, match="Two processes say that they are worker 1 of 2"):
             join(**job.arguments(1))
         assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
@@ -250,7 +251,7 @@ def test_a_late_duplicate_is_refused_and_harms_nothing():
 
 
 def test_a_leftover_of_an_earlier_start_is_refused_and_harms_nothing():
-    job = Job(2, lambda index: {"generation": 1})
+    job = ThreadedJob(2, lambda index: {"generation": 1})
     with job:
         with pytest.raises(ClusterError, match="is left over from start 0 of the job"):
             join(**{**job.arguments(1), "generation": 0})
@@ -258,7 +259,10 @@ def test_a_leftover_of_an_earlier_start_is_refused_and_harms_nothing():
 
 
 def test_a_worker_of_a_later_start_waits_for_its_own_chief():
-    with Job(2) as job, pytest.raises(ClusterError, match=r"was not met within 1 s: .* an earlier chief still runs"):
+    with (
+        ThreadedJob(2) as job,
+        pytest.raises(ClusterError, match=r"was not met within 1 s: .* an earlier chief still runs"),
+    ):
         join(**{**job.arguments(1), "generation": 1, "start_seconds": 1})
 
 
@@ -271,7 +275,7 @@ def test_a_worker_of_a_later_start_waits_for_its_own_chief():
     ],
 )
 def test_who_does_not_know_the_secret_stays_outside(chief, worker, said):
-    with Job(2, lambda index: {"secret": worker if index else chief}, start_seconds=1) as job:
+    with ThreadedJob(2, lambda index: {"secret": worker if index else chief}, start_seconds=1) as job:
         assert said in str(job.errors[1])
         assert str(job.errors[0]).startswith("worker 1 of 2 did not join within 1 s")
         assert "was turned away: it was given another secret than this process, or one of them none." in str(
@@ -281,7 +285,7 @@ def test_who_does_not_know_the_secret_stays_outside(chief, worker, said):
 
 @pytest.mark.parametrize("given", ["0" * 64, "\ud800", None, 7])
 def test_who_only_says_that_he_knows_the_secret_stays_outside(given):
-    job = Job(2, secret=b"one", missing=(1,), start_seconds=0.5)
+    job = ThreadedJob(2, secret=b"one", missing=(1,), start_seconds=0.5)
     host, port = job.coordinator.split(":")
     connection = Connection(socket.create_connection((host, int(port)), timeout=DEADLINE))
     connection.send(hello("x") + introduction(Peer(1, 2, "b", 7, identity={"jax": "1"}), given))
@@ -291,12 +295,12 @@ def test_who_only_says_that_he_knows_the_secret_stays_outside(given):
 
 
 def test_workers_who_know_the_secret_meet():
-    with Job(3, secret=b"one") as job:
+    with ThreadedJob(3, secret=b"one") as job:
         assert job.errors == {}
 
 
 def test_a_port_in_use_is_named_and_by_whom():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         with pytest.raises(ClusterError) as caught:
             join(**{**job.arguments(0), "listener": None})
         port = job.coordinator.split(":")[1]

@@ -4,11 +4,13 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import Process, listening
+from tests.support.processes import Job
 
+PROGRAM = Path(__file__).with_name("worker.py")
 HOST = socket.gethostname()
 LONG = 40  # A limit of the workers that is far away: what ends before was not noticed by it.
 SHORT = 3
@@ -16,36 +18,26 @@ NOTICED = 1.0  # seconds after a death
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(forks, tmp_path):
     """Starts workers of one job, by index; ends what is left of them."""
-    started = []
-    listener, coordinator = listening()
+    job = Job(forks, tmp_path, 4, program=PROGRAM)
 
-    def begin(index, does="wait", workers=3, name=None, **config):
-        config = {"workers": workers, "index": index, "coordinator": coordinator, "does": does, **config}
-        process = Process(tmp_path, name or f"worker{index}", listener if index == 0 else None, **config)
-        started.append(process)
-        if index == 0:
-            listener.close()  # From here on it is the chief's alone.
-        return process
+    def begin(index, does="wait", workers=3, **config):
+        return job.start("worker", index, workers=workers, does=does, coordinator=job.coordinator, **config)
 
     yield begin
-    listener.close()
-    for process in started:
-        process.clean()
+    job.clean()
 
 
 def when_it_noticed(process):
-    return float(next(line for line in process.out.read_text().splitlines() if line.startswith("noticed")).split()[1])
+    return process.told["noticed"]
 
 
 def ended(process):
     """Exit code and what it said, but for lines about a wait, which others that are slow to start make."""
-    code, said = process.end()
+    code, lines = process.end(), process.err.read_text().splitlines(keepends=True)
     about_waits = ("waiting for", "are here after")
-    return code, "".join(
-        line for line in said.splitlines(keepends=True) if not any(words in line for words in about_waits)
-    )
+    return code, "".join(line for line in lines if not any(words in line for words in about_waits))
 
 
 def test_a_job_comes_to_its_end(start):
@@ -61,11 +53,11 @@ def test_the_code_of_sys_exit_is_kept(start):
 @pytest.mark.parametrize("does", ["wait", "hang_in_a_step"])
 def test_the_death_of_a_worker_is_noticed_by_all(start, does):
     workers = [start(index, ["hang_in_a_step", does][index != 1], timeout=LONG) for index in range(3)]
-    workers[1].until("at work")
+    workers[1].until("at_work")
     began = time.monotonic()
     workers[1].send(signal.SIGKILL)
     for survivor in (workers[0], workers[2]):
-        code, said = survivor.end()
+        code, said = survivor.end(), survivor.said
         assert code == 75
         assert f"process {workers[1].pid}) died: its connection closed without a goodbye" in said
         assert "worker 1 of 3" in said
@@ -76,11 +68,11 @@ def test_the_death_of_a_worker_is_noticed_by_all(start, does):
 def test_the_death_of_the_chief_is_noticed_by_all(start):
     workers = [start(index, "hang_in_a_step", timeout=LONG) for index in range(3)]
     for worker in workers:
-        worker.until("at work")
+        worker.until("at_work")
     began = time.monotonic()
     workers[0].send(signal.SIGKILL)
     for survivor in workers[1:]:
-        code, said = survivor.end()
+        code, said = survivor.end(), survivor.said
         assert code == 75
         assert f"worker 0 of 3 ({HOST}, process {workers[0].pid}) died" in said
         assert "It was the chief." in said
@@ -89,19 +81,19 @@ def test_the_death_of_the_chief_is_noticed_by_all(start):
 
 def test_a_worker_that_ends_itself_without_a_word_has_died(start):
     workers = [start(0, "wait", 2, timeout=LONG), start(1, "exit_without_a_word", 2, timeout=LONG)]
-    assert workers[1].end() == (7, "")
-    code, said = workers[0].end()
+    assert (workers[1].end(), workers[1].err.read_text()) == (7, "")
+    code, said = workers[0].end(), workers[0].said
     assert code == 75
     assert "worker 1 of 2" in said
 
 
 def test_a_child_that_was_forked_does_not_hide_the_death_of_its_parent(start):
     workers = [start(0, "hang_in_a_step", 2, timeout=LONG), start(1, "wait_with_a_child", 2, timeout=LONG)]
-    child = int(workers[1].until("child"))
+    child = workers[1].until("child")
     began = time.monotonic()
     workers[1].send(signal.SIGKILL)
     try:
-        code, said = workers[0].end()
+        code, said = workers[0].end(), workers[0].said
     finally:
         os.kill(child, signal.SIGKILL)
     assert code == 75
@@ -111,9 +103,9 @@ def test_a_child_that_was_forked_does_not_hide_the_death_of_its_parent(start):
 
 def test_a_child_that_was_forked_fails_by_itself(start):
     workers = [start(0, "wait", 2, timeout=LONG), start(1, "raise_in_a_child", 2, timeout=LONG)]
-    code, said = workers[1].end()
+    code, said = workers[1].end(), workers[1].said
     assert (code, said.splitlines()[-1]) == (0, "ValueError: in the child")
-    assert workers[1].until("child") == "1"
+    assert workers[1].until("child") == 1
     assert ended(workers[0]) == (0, "")
 
 
@@ -122,10 +114,10 @@ def test_the_cause_is_told_where_its_consequence_is_told_first(start):
     chief = start(0, "hang_in_a_step", timeout=LONG)
     other = start(2, "fail_as_a_collective_whose_peer_dies", peer=victim.pid, timeout=LONG)
     for worker in (victim, chief, other):
-        worker.until("at work")
+        worker.until("at_work")
     victim.send(signal.SIGKILL)
     for survivor in (chief, other):
-        code, said = survivor.end()
+        code, said = survivor.end(), survivor.said
         assert code == 75
         assert f"worker 1 of 3 ({HOST}, process {victim.pid}) died" in said
 
@@ -135,12 +127,12 @@ def test_an_exception_of_the_program_is_told_to_all(start, failing):
     does = ["hang_in_a_step"] * 3
     does[failing] = "raise_an_exception"
     workers = [start(index, does[index], timeout=LONG) for index in range(3)]
-    code, said = workers[failing].end()
+    code, said = workers[failing].end(), workers[failing].said
     assert code == 13
     assert said.splitlines()[0].startswith("Traceback")
     assert said.splitlines()[-1] == "ValueError: the labels of batch 7 are missing"
     for survivor in (worker for worker in workers if worker is not workers[failing]):
-        code, said = survivor.end()
+        code, said = survivor.end(), survivor.said
         assert code == 13
         assert (
             f"process {workers[failing].pid}) failed: ValueError: the labels of batch 7 are missing. This process ends"
@@ -151,10 +143,10 @@ def test_an_exception_of_the_program_is_told_to_all(start, failing):
 
 def test_an_interruption_has_the_code_that_shells_know(start):
     workers = [start(0, "hang_in_a_step", 2, timeout=LONG), start(1, "be_interrupted", 2, timeout=LONG)]
-    code, said = workers[1].end()
+    code, said = workers[1].end(), workers[1].said
     assert code == 130
     assert said.rstrip().endswith("KeyboardInterrupt")
-    code, said = workers[0].end()
+    code, said = workers[0].end(), workers[0].said
     assert code == 13
     assert "worker 1 of 2" in said
     assert "failed: KeyboardInterrupt" in said
@@ -165,17 +157,17 @@ def test_an_interruption_has_the_code_that_shells_know(start):
 def test_a_worker_that_was_stopped_is_named(start, stopped):
     workers = [start(index, "hang_in_a_step", timeout=SHORT) for index in range(3)]
     for worker in workers:
-        worker.until("at work")
+        worker.until("at_work")
     began = time.monotonic()
     workers[stopped].send(signal.SIGSTOP)
     for survivor in (worker for worker in workers if worker is not workers[stopped]):
-        code, said = survivor.end()
+        code, said = survivor.end(), survivor.said
         assert code == 75
         assert f"process {workers[stopped].pid}) does not answer: no sign of life for " in said
         assert f"worker {stopped} of 3" in said
         assert SHORT - 1 < when_it_noticed(survivor) - began < SHORT + 3
     workers[stopped].send(signal.SIGCONT)
-    code, said = workers[stopped].end()
+    code, said = workers[stopped].end(), workers[stopped].said
     assert code == 75
 
 
@@ -183,7 +175,7 @@ def test_a_worker_that_was_stopped_is_named(start, stopped):
 def test_a_job_that_was_stopped_as_a_whole_goes_on(start):
     workers = [start(index, "wait_for_a_signal", 2, timeout=1.5) for index in range(2)]
     for worker in workers:
-        worker.until("at work")
+        worker.until("at_work")
     for worker in workers:
         worker.send(signal.SIGSTOP)
     time.sleep(3)  # What is tested is that this is longer than the limit.
@@ -197,10 +189,10 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(start):
 def test_a_worker_whose_main_thread_is_stuck_is_named_and_shows_where(start):
     does = ["hang_in_a_step", "hang_in_the_data", "hang_in_a_step"]
     workers = [start(index, does[index], timeout=SHORT) for index in range(3)]
-    workers[1].until("at work")
+    workers[1].until("at_work")
     began = time.monotonic()
     for worker in workers:
-        code, said = worker.end()
+        code, said = worker.end(), worker.said
         assert code == 124
         assert f"worker 1 of 3 ({HOST}, process {workers[1].pid}) is stuck: in 'data' at step 7 for " in said
         assert "waits for it in step 8." in said
@@ -212,7 +204,7 @@ def test_a_worker_whose_main_thread_is_stuck_is_named_and_shows_where(start):
 def test_a_worker_that_keeps_a_call_waiting_is_named(start):
     workers = [start(0, "wait", 2, timeout=SHORT), start(1, "hang_in_the_data", 2, timeout=SHORT)]
     for worker in workers:
-        code, said = worker.end()
+        code, said = worker.end(), worker.said
         assert code == 124
         assert f"worker 1 of 2 ({HOST}, process {workers[1].pid}) is stuck: in 'data' at step 7 for " in said
         assert "worker 0 waits for it at barrier 'the end' for 3 s." in said
@@ -222,7 +214,7 @@ def test_a_worker_that_keeps_a_call_waiting_is_named(start):
 def test_a_worker_that_ends_before_the_others_is_named_when_they_need_it(start):
     workers = [start(0, "hang_in_a_step", 2, timeout=SHORT), start(1, "exit_in_order", 2, code=0, timeout=SHORT)]
     assert ended(workers[1]) == (0, "")
-    code, said = workers[0].end()
+    code, said = workers[0].end(), workers[0].said
     assert code == 13
     assert f"process {workers[1].pid}) came to its end after step 7; worker 0 waits for it in step 8." in said
 
@@ -230,17 +222,18 @@ def test_a_worker_that_ends_before_the_others_is_named_when_they_need_it(start):
 def test_a_worker_that_never_starts_is_named_by_all(start):
     workers = [start(index, timeout=SHORT) for index in (0, 2)]
     for worker in workers:
-        code, said = worker.end()
+        code, said = worker.end(), worker.said
         assert code == 75
-        assert "worker 1 of 3 did not join within 3 s: is it started, and can 127.0.0.1:" in said
+        assert "worker 1 of 3 did not join within 3 s: is it started, and can 127." in said
         assert "waiting for worker 1 of 3, 2 s" in said
 
 
 @pytest.mark.full
 def test_a_chief_that_never_starts_is_named(start):
-    code, said = start(1, timeout=SHORT).end()
+    worker = start(1, timeout=SHORT)
+    code, said = worker.end(), worker.said
     assert code == 75
-    assert "worker 1 of 3: worker 0 of 3, the chief at 127.0.0.1:" in said
+    assert "worker 1 of 3: worker 0 of 3, the chief at 127." in said
     assert "was not met within 3 s" in said
 
 
@@ -251,7 +244,7 @@ def test_a_worker_that_dies_at_the_start_is_named_by_all(start):
     began = time.monotonic()
     workers[1].send(signal.SIGKILL)
     for survivor in (workers[0], workers[2]):
-        code, said = survivor.end()
+        code, said = survivor.end(), survivor.said
         assert code == 75
         assert f"worker 1 of 4 ({HOST}, process {workers[1].pid}) went away before all workers had joined" in said
     assert time.monotonic() - began < 10  # The chief stays for a while to tell worker 3.

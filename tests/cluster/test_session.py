@@ -11,7 +11,8 @@ from lockstep import ClusterError, OptionError
 from lockstep.cluster.failure import Kind
 from lockstep.cluster.joining import join
 from lockstep.cluster.waiting import GivenUpError, is_given_up
-from tests.cluster.jobs import DEADLINE, Job
+from tests.cluster.threaded_job import ThreadedJob
+from tests.support.waiting import DEADLINE, wait_until
 
 
 def messages(results):
@@ -20,16 +21,9 @@ def messages(results):
     return {str(result) for result in results}
 
 
-def until(condition):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_values_come_back_to_all_in_the_order_of_the_workers():
     value = {"text": "Größe", "numbers": [1, 2.5, None, True], "shape": (2, 3)}
-    with Job(3) as job:
+    with ThreadedJob(3) as job:
         expected = [{**value, "shape": [2, 3], "index": index} for index in range(3)]
         results = job.everyone(lambda session: session.gather("value", {**value, "index": session.group.index}))
         assert results == [expected] * 3
@@ -39,13 +33,13 @@ def test_values_come_back_to_all_in_the_order_of_the_workers():
 
 
 def test_many_calls_keep_their_order():
-    with Job(3) as job:
+    with ThreadedJob(3) as job:
         results = job.everyone(lambda session: [session.gather(f"call {n}", n) for n in range(200)])
         assert results == [[[n, n, n] for n in range(200)]] * 3
 
 
 def test_who_does_not_agree_is_named_to_all_with_both_values():
-    with Job(3) as job:
+    with ThreadedJob(3) as job:
         results = job.everyone(
             lambda session: session.agree("options", {"rows": 32 if session.group.index == 1 else 64, "seed": 1})
         )
@@ -56,7 +50,7 @@ def test_who_does_not_agree_is_named_to_all_with_both_values():
 
 
 def test_a_worker_that_asks_something_else_is_named_to_all():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         results = job.everyone(lambda session: session.gather("rows" if session.group.index else "logs", 1))
         (sentence,) = messages(results)
         assert "gather 'rows'" in sentence
@@ -66,7 +60,7 @@ def test_a_worker_that_asks_something_else_is_named_to_all():
 
 
 def test_lanes_go_on_beside_each_other():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
 
         def work(session):
             found = []
@@ -83,10 +77,10 @@ def test_lanes_go_on_beside_each_other():
 
 
 def test_a_lane_serves_one_thread_at_a_time():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
         waiting.start()
-        until(lambda: job.sessions[0]._pulse.progress[1].startswith("waiting"))
+        wait_until(lambda: job.sessions[0]._pulse.progress[1].startswith("waiting"), "the wait of worker 0")
         with pytest.raises(ClusterError, match="gather 'logs': another thread waits on lane 'main'"):
             job.sessions[0].gather("logs")
         job.sessions[1].gather("rows")
@@ -94,7 +88,7 @@ def test_a_lane_serves_one_thread_at_a_time():
 
 
 def test_what_cannot_be_sent_is_refused_and_costs_no_turn():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         with pytest.raises(OptionError, match="Only values of JSON"):
             job.sessions[0].gather("rows", np.zeros(3))
         with pytest.raises(OptionError, match="too many"):
@@ -103,7 +97,7 @@ def test_what_cannot_be_sent_is_refused_and_costs_no_turn():
 
 
 def test_large_values_arrive_and_too_large_ones_are_an_error_on_all():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         large = "x" * 7_000_000
         assert job.everyone(lambda session: session.gather("large", large) == [large, large]) == [True, True]
         (sentence,) = messages(job.everyone(lambda session: session.gather("larger", "x" * 10_000_000)))
@@ -112,11 +106,11 @@ def test_large_values_arrive_and_too_large_ones_are_an_error_on_all():
 
 
 def test_a_wait_names_whom_it_waits_for_and_what_they_do():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         job.sessions[1].report(np.int64(7), "save")
         waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
         waiting.start()
-        until(lambda: job.lines[0])
+        wait_until(lambda: job.lines[0], "a line of worker 0")
         job.sessions[1].gather("rows")
         waiting.join(DEADLINE)
         (line,) = job.lines[0]
@@ -125,7 +119,7 @@ def test_a_wait_names_whom_it_waits_for_and_what_they_do():
 
 
 def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come():
-    with Job(3, timeout_seconds=DEADLINE) as job:
+    with ThreadedJob(3, timeout_seconds=DEADLINE) as job:
         for session in job.sessions.values():
             session.report(7, "data")
         began = time.monotonic()
@@ -136,7 +130,7 @@ def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come(
             job.sessions[0].gather("rows", timeout_seconds=1.5)
         assert 1.5 < time.monotonic() - began < 5
         assert caught.value.exit_code == 124
-        until(lambda: all(job.failures))
+        wait_until(lambda: all(job.failures), "a failure on each worker")
         for failures in job.failures:
             (failure,) = failures
             assert failure.kind is Kind.STUCK
@@ -145,12 +139,12 @@ def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come(
 
 
 def test_a_limit_that_is_no_number_ends_at_once():
-    with Job(2) as job, pytest.raises(ClusterError, match="did not come to gather 'rows' within nan s"):
+    with ThreadedJob(2) as job, pytest.raises(ClusterError, match="did not come to gather 'rows' within nan s"):
         job.sessions[0].gather("rows", timeout_seconds=float("nan"))
 
 
 def test_a_worker_that_compiles_is_waited_for():
-    with Job(2, timeout_seconds=1.5, long_seconds=3) as job:
+    with ThreadedJob(2, timeout_seconds=1.5, long_seconds=3) as job:
         job.sessions[0].report(1, "step")
         job.sessions[1].report(1, "compiling")
         began = time.monotonic()
@@ -161,7 +155,7 @@ def test_a_worker_that_compiles_is_waited_for():
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_who_fails_is_named_to_the_others_once_and_their_calls_end(failing):
-    with Job(3) as job:
+    with ThreadedJob(3) as job:
         waiting = 1 - failing
         ended = []
 
@@ -177,7 +171,7 @@ def test_who_fails_is_named_to_the_others_once_and_their_calls_end(failing):
         thread.join(DEADLINE)
         assert str(ended[0]) == job.failures[waiting][0].sentence
         assert ended[0].exit_code == 13
-        until(lambda: job.failures[2])
+        wait_until(lambda: job.failures[2], "a failure on worker 2")
         job.sessions[failing].fail("KeyError: and again")
         assert job.failures[failing] == []  # It knows.
         for index in (waiting, 2):
@@ -190,23 +184,23 @@ def test_who_fails_is_named_to_the_others_once_and_their_calls_end(failing):
 
 
 def test_a_session_whose_body_fails_says_so_and_one_that_exits_leaves():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         with pytest.raises(ZeroDivisionError), job.sessions[1]:
             _ = 1 / 0
-        until(lambda: job.failures[0])
+        wait_until(lambda: job.failures[0], "a failure on worker 0")
         assert job.failures[0][0].sentence.endswith("failed: ZeroDivisionError: division by zero")
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         with pytest.raises(SystemExit), job.sessions[1]:
             raise SystemExit(0)
-        until(lambda: job.sessions[0].departed == {1})
+        wait_until(lambda: job.sessions[0].departed == {1}, "the departure of worker 1")
         assert job.failures == [[], []]
 
 
 def test_who_has_left_is_an_error_only_for_those_that_need_it():
-    with Job(3) as job:
+    with ThreadedJob(3) as job:
         job.sessions[1].leave()
         job.sessions[1].leave()
-        until(lambda: job.sessions[0].departed == job.sessions[2].departed == {1})
+        wait_until(lambda: job.sessions[0].departed == job.sessions[2].departed == {1}, "the departure of worker 1")
         assert job.failures == [[], [], []]
         with pytest.raises(ClusterError, match="This session is closed"):
             job.sessions[1].gather("rows")
@@ -215,10 +209,10 @@ def test_who_has_left_is_an_error_only_for_those_that_need_it():
 
 
 def test_the_chief_waits_for_the_others_ends():
-    with Job(2, timeout_seconds=DEADLINE) as job:
+    with ThreadedJob(2, timeout_seconds=DEADLINE) as job:
         leaving = threading.Thread(target=job.sessions[0].leave, daemon=True)
         leaving.start()
-        until(lambda: job.lines[0])
+        wait_until(lambda: job.lines[0], "a line of worker 0")
         assert job.lines[0][0].startswith("waiting for the end of worker 1 of 2 (")
         assert leaving.is_alive()
         job.sessions[1].leave()
@@ -227,10 +221,10 @@ def test_the_chief_waits_for_the_others_ends():
 
 
 def test_a_chief_that_has_waited_long_leaves_and_the_others_go_on():
-    with Job(2, timeout_seconds=1.5) as job:
+    with ThreadedJob(2, timeout_seconds=1.5) as job:
         job.sessions[0].leave()
         assert job.lines[0][-1].startswith("leaves while others go on, whom nobody watches from now: worker 1 of 2 (")
-        until(lambda: job.sessions[1]._is_alone)
+        wait_until(lambda: job.sessions[1]._is_alone, "the departure of worker 0")
         assert job.failures == [[], []]
         job.sessions[1].check()
         with pytest.raises(ClusterError, match="the chief, came to the end before"):
@@ -239,22 +233,22 @@ def test_a_chief_that_has_waited_long_leaves_and_the_others_go_on():
 
 @pytest.mark.parametrize("step", ["seven", None, float("inf"), []])
 def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread(step):
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         job.sessions[1]._send({"kind": "beat", "step": step})
-        until(lambda: all(job.failures))
+        wait_until(lambda: all(job.failures), "a failure on each worker")
         (failure,) = job.failures[0]
         assert (failure.kind, failure.worker) == (Kind.DIED, 1)
         assert "it sent a 'beat' that cannot be read" in failure.sentence
 
 
 def test_unknown_messages_are_for_a_later_version_and_harm_nothing():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         job.sessions[1]._send({"kind": "news"})
         assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
 
 
 def test_saying_how_far_one_is_costs_next_to_nothing():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         report = job.sessions[1].report
         began = time.perf_counter()
         for step in range(100_000):
@@ -263,17 +257,17 @@ def test_saying_how_far_one_is_costs_next_to_nothing():
 
 
 def test_connections_are_prepared_for_small_messages_and_cut_links():
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         connected = job.sessions[1]._connection._socket
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 def test_jobs_follow_each_other_on_one_port():
-    with Job(2) as first:
+    with ThreadedJob(2) as first:
         pass
     port = first.coordinator
-    with Job(2) as second:
+    with ThreadedJob(2) as second:
         second.listener.close()
         second.everyone(lambda session: session.leave())
         again = {**second.arguments(0), "listener": None}
@@ -296,7 +290,7 @@ def test_a_wait_that_nobody_wants_any_more_is_given_up_and_others_lanes_go_on():
         session.forget("input 1, pass 1")
         ended.append(session)
 
-    with Job(2) as job:
+    with ThreadedJob(2) as job:
         thread = threading.Thread(target=ahead, args=(job.sessions[0],), daemon=True)
         thread.start()
         given_up.set()

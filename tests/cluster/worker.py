@@ -4,8 +4,8 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
+import threading
 import time
 
 from lockstep.cluster.ending import Guard
@@ -13,8 +13,9 @@ from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.joining import join
 
 
-def say(*words):
-    print(*words, flush=True)
+def tell(**values):
+    """Tell the test something, as JSON."""
+    print(json.dumps(values), flush=True)
 
 
 def hang():
@@ -25,13 +26,13 @@ def hang():
 
 def hang_in_a_step(session, config):
     session.report(8, "step")
-    say("at work")
+    tell(at_work=True)
     hang()
 
 
 def hang_in_the_data(session, config):
     session.report(7, "data")
-    say("at work")
+    tell(at_work=True)
     hang()
 
 
@@ -57,7 +58,7 @@ def wait(session, config):
 
 
 def wait_for_a_signal(session, config):
-    say("at work")
+    tell(at_work=True)
     signal.sigwait({signal.SIGUSR1})
     wait(session, config)
 
@@ -68,7 +69,7 @@ def wait_with_a_child(session, config):
         os.close(1)
         os.close(2)
         hang()
-    say("child", child)
+    tell(child=child)
     wait(session, config)
 
 
@@ -80,24 +81,30 @@ def raise_in_a_child(session, config):
         )  # What it prints is nobody's; a closed one would fail when it is flushed.
         raise ValueError("in the child")
     _, status = os.waitpid(child, 0)
-    say("child", os.waitstatus_to_exitcode(status))
+    tell(child=os.waitstatus_to_exitcode(status))
     wait(session, config)
 
 
 def fail_as_a_collective_whose_peer_dies(session, config):
     died = os.pidfd_open(config["peer"])
-    say("at work")
+    tell(at_work=True)
     select.select([died], [], [])
     raise RuntimeError("the collective failed: connection closed by peer")
 
 
 def main(config):
+    noticed = threading.Lock()
+
+    def notice():
+        if noticed.acquire(blocking=False):  # Only the first time counts.
+            tell(noticed=time.monotonic())
+
     def on_failure(failure):
-        say("noticed", time.monotonic())
+        notice()
         guard.on_failure(failure)
 
     def excepthook(*error):
-        say("noticed", time.monotonic())
+        notice()
         sys.__excepthook__(*error)
 
     secret = config.get("secret")
@@ -110,10 +117,8 @@ def main(config):
         config.get("identity", {"jax": "1"}),
         secret=None if secret is None else secret.encode(),
         timeout_seconds=config.get("timeout", 30),
-        listener=None if config["listener"] is None else socket.socket(fileno=config["listener"]),
         on_failure=on_failure,
     )
-    say("joined")
     globals()[config["does"]](guard.session, config)
 
 

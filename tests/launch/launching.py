@@ -1,14 +1,14 @@
 """``lockstep run`` as a process of its own, with tiny programs, and with a deadline for everything."""
 
 import contextlib
+import inspect
 import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-DEADLINE = 60.0
+from tests.support.waiting import DEADLINE, has_ended, state_of, wait_until
+
 COMMAND = (sys.executable, "-m", "lockstep.cli", "run")
 HEADER = """
 import json, os, signal, subprocess, sys, time
@@ -27,12 +27,8 @@ def wait_for(condition):
         time.sleep(0.005)
 def is_there(name):
     return (here / name).exists()
-def has_ended(process):
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 """
+HEADER += inspect.getsource(state_of) + inspect.getsource(has_ended)
 
 
 def program(folder, code, name="program.py"):
@@ -75,26 +71,18 @@ def started(*arguments, output=subprocess.PIPE, before=(), **variables):
         process.communicate(timeout=DEADLINE)
 
 
-def wait_until(condition, what):
-    """Wait for something that must come."""
-    until = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < until, f"waited {DEADLINE:g} s in vain for {what}"
-        time.sleep(0.01)
+def hear(supervisor, text):
+    """Wait until a supervisor has said that; gives the line."""
+    for line in supervisor.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"it ended without a word of {text!r}")
 
 
 def text_of(path):
     """What a worker has written to a file, as soon as it is there."""
     wait_until(path.exists, path.name)
     return path.read_text()
-
-
-def has_ended(process):
-    """Whether a process is gone, or only waits to be collected by the system's first one."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 def send(process, number=signal.SIGTERM):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import DEADLINE, has_ended, program, run, send, started, text_of, wait_until
-from tests.workers.jobs import own_host
+from tests.launch.launching import hear, program, run, send, started, text_of
+from tests.support.processes import own_host
+from tests.support.waiting import DEADLINE, has_ended, wait_until
 
 GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\nworkers = int(os.environ['WORLD_SIZE'])\n"
 RUNNING = GENERATION + "write(f'{generation}.{rank}', str(os.getpid()))\n"
@@ -51,14 +52,6 @@ def end_of(supervisor):
     """Exit code, output and messages."""
     printed, messages = supervisor.communicate(timeout=DEADLINE)
     return supervisor.returncode, printed, messages
-
-
-def hear(supervisor, text):
-    """Wait until a supervisor has said that."""
-    for line in supervisor.stderr:
-        if text in line:
-            return line
-    raise AssertionError(f"it ended without a word of {text!r}")
 
 
 def test_all_nodes_start_at_once_and_are_told_where_they_are(job):

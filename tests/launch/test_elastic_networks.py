@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.launch.launching import DEADLINE, program, started, text_of
-from tests.workers.networks import Network, why_not
+from tests.launch.launching import program, started, text_of
+from tests.support.networks import Network, why_not
+from tests.support.waiting import DEADLINE
 
-pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.full]
+pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.full]  # /etc/netns is one for the machine.
 
 CODE = """
 generation = int(os.environ["LOCKSTEP_GENERATION"])

@@ -5,11 +5,12 @@ import os
 
 import pytest
 
-from tests.launch.launching import DEADLINE, program, run, started, text_of
-from tests.workers.jobs import ROOT, own_host
+from tests.launch.launching import program, run, started, text_of
+from tests.support.processes import ROOT, own_host
+from tests.support.waiting import DEADLINE
 
 TRAINING = """
-from tests.workers.jobs import NOT_INHERITED
+from tests.support.processes import NOT_INHERITED
 for name in NOT_INHERITED:
     os.environ.pop(name, None)
 os.environ["KERAS_BACKEND"] = "jax"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import COMMAND, environment, has_ended, program, run, send, started, text_of, wait_until
+from tests.launch.launching import COMMAND, environment, hear, program, run, send, started, text_of
+from tests.support.waiting import has_ended, wait_until
 
 TWO_GENERATIONS = """
 own = rank + 1
@@ -182,8 +183,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
     with started("-n", 2, "--grace", "1000", program(tmp_path, IGNORING)) as supervisor:
         processes = processes_of(tmp_path, 2)
         supervisor.send_signal(signal.SIGINT)
-        while "again kills them at once" not in supervisor.stderr.readline():
-            pass
+        hear(supervisor, "again kills them at once")
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(timeout=60) == 130
         assert all(has_ended(process) for process in processes)
@@ -192,8 +192,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
 def test_ctrl_c_kills_who_does_not_end_after_a_failure(tmp_path):
     code = "if rank == 1: wait_for(lambda: is_there('0.worker')); sys.exit(5)\n" + IGNORING
     with started("-n", 2, "--grace", "1000", program(tmp_path, code)) as supervisor:
-        while "the others have 1000 s to end" not in supervisor.stderr.readline():
-            pass
+        hear(supervisor, "the others have 1000 s to end")
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(timeout=60) == 5
 

@@ -18,7 +18,7 @@ from lockstep.launch.job import Job
 from lockstep.launch.print import PRINTERS
 from tests.launch.block_yaml import documents
 from tests.launch.launching import environment, program, run
-from tests.workers.jobs import own_host
+from tests.support.processes import own_host
 
 WORDS = ("--lr", "$HOME", "a b", "it's", '"', "é😀", "--", "-m")
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.launch.launching import program, run, started, text_of
+from tests.launch.launching import hear, program, run, started, text_of
 
 GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\n"
 
@@ -52,8 +52,7 @@ def test_a_run_that_was_asked_to_end_does_not_start_again(tmp_path):
 
 def test_the_pause_before_a_restart_can_be_ended(tmp_path):
     with started("--max-restarts", 9, program(tmp_path, "sys.exit(4)")) as supervisor:
-        while "restart 2 of 9" not in supervisor.stderr.readline():
-            pass
+        hear(supervisor, "restart 2 of 9")
         supervisor.send_signal(signal.SIGTERM)
         assert supervisor.wait(timeout=60) == 4
 

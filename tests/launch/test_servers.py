@@ -3,13 +3,16 @@
 import json
 import re
 import signal
+import subprocess
 
 import pytest
 
 from lockstep import cli
-from tests.launch.launching import program, run, started, text_of
+from tests.launch.launching import hear, program, run, started, text_of
+from tests.support.waiting import DEADLINE
 
 WAIT = "wait_for(lambda: is_there('done'))\n"
+GO = "wait_for(lambda: is_there('go'))"
 AFTER_IT = "wait_for(lambda: is_there('pid') and has_ended((here / 'pid').read_text()))"
 CHIEF = "if task['type'] == 'chief':\n    {}\n    write('done'); sys.exit()\n"
 
@@ -22,6 +25,18 @@ def part(job, index=0):
 def job_of(folder, *lines, chief="pass"):
     """A program whose processes wait until the chief is done, after lines of their own."""
     return program(folder, "\n".join(lines) + "\n" + CHIEF.format(chief) + WAIT)
+
+
+def go_when_said(folder, text, *arguments):
+    """Run to the end; when the supervisor has said that, there is the file ``go``."""
+    with started(*arguments) as supervisor:
+        heard = ""
+        while text not in heard:
+            heard += (line := supervisor.stderr.readline())
+            assert line, heard
+        (folder / "go").touch()
+        printed, rest = supervisor.communicate(timeout=DEADLINE)
+    return subprocess.CompletedProcess(arguments, supervisor.returncode, printed, heard + rest)
 
 
 def said(done):
@@ -85,23 +100,23 @@ def test_a_lost_worker_is_started_again_alone_and_the_others_go_on(tmp_path, los
     assert first == second != ""
 
 
-def test_a_worker_that_may_not_start_again_stays_away(tmp_path):
-    died = f"if {part('worker', 0)}:\n    write('pid', str(os.getpid())); os.kill(os.getpid(), signal.SIGKILL)"
-    done = run("--workers", 2, "--servers", 1, job_of(tmp_path, died, chief=f"{AFTER_IT}; time.sleep(0.3)"))
+def test_worker_without_restarts_stays_away(tmp_path):
+    path = job_of(tmp_path, f"if {part('worker', 0)}: os.kill(os.getpid(), signal.SIGKILL)", chief=GO)
+    done = go_when_said(tmp_path, "go on without it", "--workers", 2, "--servers", 1, path)
     assert done.returncode == 0
     (line,) = said(done)
     assert line.startswith("worker 0 was killed by SIGKILL (")
     assert line.endswith("); the others go on without it.")
 
 
-def test_a_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
+def test_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
     path = job_of(
         tmp_path,
-        f"if {part('worker', 0)}:\n    write('pid', str(os.getpid())); print('my last words'); sys.exit(5)",
-        f"if {part('worker', 1)}:\n    {AFTER_IT}; time.sleep(0.3); os._exit(6)",
+        f"if {part('worker', 0)}: print('my last words'); sys.exit(5)",
+        f"if {part('worker', 1)}: {GO}; os._exit(6)",
         chief="time.sleep(50)",
     )
-    done = run("--workers", 2, "--servers", 1, path)
+    done = go_when_said(tmp_path, "go on without it", "--workers", 2, "--servers", 1, path)
     assert done.returncode == 5, done.stderr
     lines = said(done)
     assert lines[:2] == [
@@ -185,8 +200,7 @@ def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_pat
     end = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); write(f'ready{task}')"
     path = job_of(tmp_path, died, end, chief="time.sleep(50)")
     with started("--workers", 2, "--servers", 1, "--max-restarts", 3, path) as supervisor:
-        while "it starts again in 1 s (restart 1 of 3)" not in (line := supervisor.stderr.readline()):
-            assert line
+        hear(supervisor, "it starts again in 1 s (restart 1 of 3)")
         for job, index in (("worker", 1), ("ps", 0), ("chief", 0)):
             text_of(tmp_path / f"ready{dict(type=job, index=index)}")
         supervisor.send_signal(signal.SIGTERM)

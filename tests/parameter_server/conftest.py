@@ -2,28 +2,20 @@
 
 import pytest
 
-from tests.parameter_server.jobs import ServerJob
-from tests.workers.jobs import Forks
+from tests.parameter_server.outcomes import arrays, server_job
 
 collect_ignore = ["programs"]  # They are for processes of their own.
 
 
-@pytest.fixture(scope="session")
-def forks():
-    started = Forks()
-    yield started
-    started.close()
-
-
 @pytest.fixture
 def job(forks, tmp_path):
-    """Makes a job of so many workers and servers; what is left of it is ended with the test."""
+    """Makes a job of a chief, so many workers and servers; what is left of it is ended with the test."""
     made = []
 
-    def make(workers=1, servers=1, **options):
+    def make(**options):
         folder = tmp_path / f"job{len(made)}"
         folder.mkdir()
-        made.append(ServerJob(forks, folder, workers, servers, **options))
+        made.append(server_job(forks, folder, **options))
         return made[-1]
 
     yield make
@@ -32,13 +24,13 @@ def job(forks, tmp_path):
 
 
 @pytest.fixture
-def alone(forks, tmp_path):
+def alone(job):
     """Runs cases in one process, on plain Keras or on so many replicas; gives what that leaves."""
 
     def run(cases, **config):
-        made = ServerJob(forks, tmp_path, 0, 0)
+        made = job()
         process = made.start("alone", 0, cases=cases, **config)
         assert process.end() == 0, process.said
-        return made.arrays("alone", 0)
+        return arrays(made, "alone", 0)
 
     return run

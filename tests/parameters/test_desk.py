@@ -18,7 +18,8 @@ from lockstep.parameters.shards import Spec
 from lockstep.parameters.visits import Visit
 from lockstep.parameters.wire import MalformedError
 from lockstep.parameters.working import CallOver, DeskClient, work
-from tests.parameters.jobs import DEADLINE, Servers, peer
+from tests.parameters.threaded_servers import DEADLINE, Servers, peer
+from tests.support.waiting import wait_until
 
 
 class Office(contextlib.ExitStack):
@@ -208,8 +209,7 @@ def test_an_abort_waits_until_those_who_were_told_have_gone():
     told(desk, one, "enter")
     aborting = threading.Thread(target=desk.abort, args=("the chief has ended",))
     aborting.start()
-    while not desk.has_failed:
-        time.sleep(0.001)
+    wait_until(lambda: desk.has_failed, "the abort")
     assert told(desk, one, "take")[0]["kind"] == "failed"
     aborting.join(0.2)
     assert aborting.is_alive()

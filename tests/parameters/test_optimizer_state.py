@@ -11,7 +11,7 @@ from lockstep.parameters.optimizers import check_optimizer
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.shards import Spec, plan
 from lockstep.parameters.store import Push, Store, as_variable
-from tests.parameters.jobs import Servers, values_of
+from tests.parameters.threaded_servers import Servers, values_of
 
 # The first two have one name where "/" counts as "_"; one name stands in many places; paths begin with others.
 SPECS = (

@@ -7,7 +7,7 @@ from lockstep import OptionError
 from lockstep.parameters.optimizers import check_optimizer
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.shards import plan
-from tests.parameters.jobs import SPECS
+from tests.parameters.threaded_servers import SPECS
 
 CUT = {"servers": 2, "partitioner": FixedShardsPartitioner(2)}
 TWO = {"servers": 2}

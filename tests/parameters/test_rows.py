@@ -13,7 +13,7 @@ from lockstep.parameters.gradients import Rows
 from lockstep.parameters.looked_up import LookedUp, tables_of
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.rows import TouchedRows, as_rows
-from tests.parameters.jobs import Servers
+from tests.parameters.threaded_servers import Servers
 
 HEIGHT, WIDTH, BATCH, LENGTH = 2000, 8, 6, 5
 LAYERS = keras.layers

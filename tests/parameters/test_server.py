@@ -4,7 +4,6 @@ import json
 import socket
 import struct
 import threading
-import time
 
 import keras
 import numpy as np
@@ -17,19 +16,13 @@ from lockstep.parameters.gradients import Rows
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.shards import Spec, plan
 from lockstep.parameters.store import OPTIMIZER, Push, Store
-from tests.parameters.jobs import DEADLINE, SPECS, Servers, values_of
+from tests.parameters.threaded_servers import DEADLINE, SPECS, Servers, values_of
+from tests.support.waiting import wait_until
 
 
 def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     assert all((np.asarray(found[name]) == value).all() for name, value in expected.items())
-
-
-def until(condition):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def in_thread(function):
@@ -294,7 +287,7 @@ def test_a_stranger_is_turned_away_and_harms_nobody(sent):
             while stranger.recv(4096):
                 pass
         assert_equal(client.pull(), values_of())
-        until(lambda: servers.servers[0].turned_away)
+        wait_until(lambda: servers.servers[0].turned_away, "the refusal")
 
 
 def test_a_server_that_starts_late_is_waited_for():
@@ -302,7 +295,7 @@ def test_a_server_that_starts_late_is_waited_for():
     late.bind(("127.0.0.1", 0))  # The port is ours, and nobody listens.
     with Servers(1) as servers, late:
         waiting = in_thread(lambda: servers.client(1, addresses=[f"127.0.0.1:{late.getsockname()[1]}"]))
-        until(lambda: servers.said)
+        wait_until(lambda: servers.said, "a line of the client")
         assert "waiting for ps 0 at 127" in servers.said[0]
         late.listen()
         with late.accept()[0] as connected:

@@ -9,7 +9,7 @@ from lockstep.parameters.gradients import Rows, share, summed
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.shards import Spec, plan
 from lockstep.parameters.store import Push, Store
-from tests.parameters.jobs import SPECS, values_of
+from tests.parameters.threaded_servers import SPECS, values_of
 
 OPTIMIZERS = {
     "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.parameters.wire import Link, LostError, MalformedError
-from tests.parameters.jobs import DEADLINE
+from tests.parameters.threaded_servers import DEADLINE
 
 
 def pair(**options):

@@ -1,10 +1,10 @@
 """A training that goes through any number of processes: each attempt goes on where the one before was ended by its fault."""
 
 import signal
-import time
 from pathlib import Path
 
-from tests.workers.jobs import DEADLINE, Job
+from tests.support.processes import DEADLINE, Job
+from tests.support.waiting import state_of, wait_until
 
 PROGRAM = Path(__file__).parent / "programs" / "trains.py"
 EPOCHS, STEPS = 5, 3  # STEPS of an epoch, as the program has them
@@ -62,7 +62,7 @@ class Training:
         config = self.config | config
         job = Job(self.forks, folder, config.get("workers", self.workers))
         self.jobs.append(job)
-        return job.start_all(PROGRAM, lambda index: {"fault": fault if index in on else None}, **config)
+        return job.start_all(PROGRAM, each=lambda _, index: {"fault": fault if index in on else None}, **config)
 
     def killed(self, at, nth=1, on=(0,), **config):
         """An attempt in which workers are killed at a place; the others end by themselves, also one that was yet to be killed."""
@@ -103,7 +103,4 @@ class Training:
 def until_stopped(process):
     """Wait until a process has stopped itself."""
     process.until("happens")
-    deadline = time.monotonic() + DEADLINE
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline, "it was not stopped"
-        time.sleep(0.01)
+    wait_until(lambda: state_of(process.pid) == "T", "its stop", DEADLINE)

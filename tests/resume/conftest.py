@@ -7,18 +7,8 @@ import pytest
 from tests.resume import disks
 from tests.resume.attempts import Training
 from tests.resume.compiling import programs_kept
-from tests.workers.jobs import Forks
 
 collect_ignore = ["programs"]  # They are for processes of their own.
-
-
-@pytest.fixture(scope="session")
-def forks():
-    """Two, because forks of one process have their objects at the same addresses, and the same order of sets."""
-    started = Forks(), Forks()
-    yield started
-    for each in started:
-        each.close()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from lockstep.checkpoint.reading import describe
 from lockstep.checkpoint.store import CheckpointStore
 from tests.resume.attempts import KILLED, LOST, until_stopped
 
-pytestmark = pytest.mark.xdist_group("resume")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 HOST = socket.gethostname()
 USER_ERROR = 13  # of a worker; 1 is Python's own

@@ -5,7 +5,7 @@ Each test is a chain: every attempt goes on where the one before was killed, and
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("resume")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 ONE, OTHER, BOTH = (0,), (1,), (0, 1)  # workers
 

@@ -10,7 +10,9 @@ def train(run, nets, devices):
     folders = [run.folder / str(index) for index in range(run.workers)]
     for folder in folders:
         folder.mkdir()
-    run.run("laws", lambda index: {"folder": str(folders[index])}, nets=nets, devices=devices, replicas=REPLICAS)
+    run.run(
+        "laws", each=lambda _, index: {"folder": str(folders[index])}, nets=nets, devices=devices, replicas=REPLICAS
+    )
     return [arrays(folder) for folder in folders]
 
 

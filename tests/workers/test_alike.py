@@ -9,7 +9,7 @@ from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.peer import Peer
 from lockstep.workers.jax_service import address_of_jax
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 HOST = socket.gethostname()
 LONG, SHORT = 40, 3  # limits in seconds: what ends sooner than the long one was not ended by it
@@ -24,7 +24,10 @@ def ends(processes, code=13):
 def test_another_number_of_workers(job):
     run = job(2)
     more = {"worker": [*run.cluster["worker"], "localhost:12421"]}
-    processes = [run.start(0, "starts", timeout=LONG), run.start(1, "starts", cluster=more, timeout=LONG)]
+    processes = [
+        run.start("worker", 0, "starts", timeout=LONG),
+        run.start("worker", 1, "starts", cluster=more, timeout=LONG),
+    ]
     for said in ends(processes):
         assert f"worker 1 of 3 ({HOST}, process {processes[1].pid}) was started with 3 workers, the chief (" in said
         assert "with 2 workers: start all with the same number." in said
@@ -33,7 +36,7 @@ def test_another_number_of_workers(job):
 @pytest.mark.full
 def test_one_index_twice(job):
     run = job(3)
-    processes = [run.start(index, "starts", timeout=LONG) for index in (0, 1, 1)]
+    processes = [run.start("worker", index, "starts", timeout=LONG) for index in (0, 1, 1)]
     for said in ends(processes):
         assert "Two processes say that they are worker 1 of 3: " in said
         for process in processes[1:]:
@@ -44,7 +47,7 @@ def test_another_script(job, tmp_path):
     run = job(2)
     script = tmp_path / "other.py"
     script.write_text("from tests.workers.program import make_strategy\nmake_strategy()\n")
-    processes = [run.start(0, "starts", timeout=LONG), run.start(1, script, timeout=LONG)]
+    processes = [run.start("worker", 0, "starts", timeout=LONG), run.start("worker", 1, script, timeout=LONG)]
     for said in ends(processes):
         assert f"worker 1 of 2 ({HOST}, process {processes[1].pid}) differs from the chief (" in said
         assert "in 'script': it has \"other.py, sha256 " in said
@@ -104,7 +107,7 @@ def test_a_port_of_jax_that_a_worker_does_not_reach():
 @pytest.mark.parametrize("early", [0, 1])
 def test_jax_that_has_started_on_one_worker(job, early):
     run = job(2)
-    processes = [run.start(index, "starts", jax_first=index == early, timeout=LONG) for index in range(2)]
+    processes = [run.start("worker", index, "starts", jax_first=index == early, timeout=LONG) for index in range(2)]
     for said in ends(processes):
         assert f"worker {early} of 2 ({HOST}, process {processes[early].pid}): JAX has started already" in said
         assert "make the MultiWorkerMirroredStrategy before those." in said
@@ -135,7 +138,7 @@ def test_whatever_is_different_on_one_worker_is_named_and_all_can_go_on(job, wor
     assert all(one == told[0] for one in told)
     assert told[0].pop("nothing") is None
     assert told[0].keys() == DIFFERENT.keys()
-    odd = f"worker {workers - 1} of {workers} ({HOST}, process {run.processes[-1].pid}) differs"
+    odd = f"worker {workers - 1} of {workers} ({HOST}, process {run.processes[f'worker{workers - 1}'].pid}) differs"
     for name, sentence in DIFFERENT.items():
         sentence = sentence.replace("WHO", odd).replace("TWICE", str(2 * workers))
         assert told[0][name].startswith(f"The workers do not agree on {sentence}"), told[0][name]

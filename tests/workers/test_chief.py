@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 WRITTEN = {
     *("epoch-1.keras", "epoch-2.keras", "last.weights.h5", "model.keras", "model.weights.h5", "second.keras"),
@@ -29,12 +29,12 @@ def test_the_chief_prints_and_writes_and_all_load_it_under_a_second_strategy(job
     for path in folder.glob("*.keras"):
         keras.models.load_model(path)
     assert "Take lockstep.callbacks.BackupAndRestore" in chief["backup"]
-    chief, other = (process.out.read_text() for process in run.processes)
+    chief, other = (process.out.read_text() for process in run.processes.values())
     assert "Epoch 2/2" in chief
     assert "━" in chief
     assert "Epoch" not in other
     assert "━" not in other
-    assert "lockstep:" not in run.processes[1].said
+    assert "lockstep:" not in run.processes["worker1"].said
 
 
 def alone(monkeypatch, cluster, kind="worker", index=0):

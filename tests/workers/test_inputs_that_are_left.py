@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 def test_an_input_that_is_left_in_the_middle_goes_on_where_it_was(job):

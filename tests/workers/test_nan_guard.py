@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 @pytest.mark.parametrize(("deterministic", "bad_row"), [(False, 6), (True, 1)])
@@ -16,6 +16,6 @@ def test_all_workers_name_the_bad_replica_and_do_the_same(job, tmp_path, determi
         name = "cpu:0" if replica == index else f"worker:{replica}/cpu:0"
         assert f"On replica {replica} of 2 ({name}), layer 'log' is the first that gives NaN" in message
     assert chief == other == {"before": True, "skipped": True, "back": True, "unchanged": True}
-    said = [process.said for process in run.processes]
+    said = [process.said for process in run.processes.values()]
     assert [text.count("The step is left out") for text in said] == [1, 0]
     assert [text.count("Training goes back to the checkpoint of step 1 ") for text in said] == [1, 0]

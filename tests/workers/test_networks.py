@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from tests.workers.jobs import Forks, Job
-from tests.workers.networks import Network, why_not
+from tests.support.networks import Network, why_not
+from tests.support.processes import ForkServer, Job
 from tests.workers.outcomes import assert_same_bits, train
 
-pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.full]
+pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.full]  # /etc/netns is one for the machine.
 
 LONG, SHORT, SOON = 60, 3, 10  # seconds
 
@@ -21,7 +21,7 @@ def machines():
     if reason:
         pytest.skip(reason)
     with Network(2) as network:
-        forks = [Forks(network.inside(machine)) for machine in range(2)]
+        forks = [ForkServer(network.inside(machine)) for machine in range(2)]
         yield network, forks
         for each in forks:
             each.close()

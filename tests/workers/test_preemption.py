@@ -3,8 +3,9 @@
 import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
+from tests.support.processes import Job
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 STEPS = 5  # of an epoch, and of its validation
 MOMENTS = {
@@ -14,12 +15,21 @@ MOMENTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(forks, tmp_path_factory):
+    """The digest of a run that gets no signal."""
+    alone = Job(forks, tmp_path_factory.mktemp("uninterrupted"), 1)
+    try:
+        return alone.run("preempted", folder=None)[0]["digest"]
+    finally:
+        alone.clean()
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_all_stop_after_the_same_step_and_other_workers_go_on(job, moment, worker, tmp_path):
+def test_preemption_stops_all_after_same_step_and_other_workers_resume(job, moment, worker, uninterrupted, tmp_path):
     method, number, signal, steps = MOMENTS[moment]
     folder = str(tmp_path / "run")
-    expected = job(1).run("preempted", folder=None)[0]["digest"]
     first = job(2)
     told = {"worker": worker, "method": method, "number": number, "signal": signal}
     processes = first.start_all("preempted", folder=folder, **told)
@@ -28,4 +38,4 @@ def test_all_stop_after_the_same_step_and_other_workers_go_on(job, moment, worke
     assert step in steps
     stopped = f"worker {worker} of 2: {signal}: stopped after step {step}; the checkpoint of step {step} is in {folder}"
     assert stopped in processes[0].said
-    assert job(1 if worker else 3).run("preempted", folder=folder)[0]["digest"] == expected
+    assert job(1 if worker else 3).run("preempted", folder=folder)[0]["digest"] == uninterrupted

@@ -7,13 +7,13 @@ import pytest
 from lockstep import cli
 from lockstep.monitor.events import newest_steps
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 
 def test_the_worker_that_reads_slowly_is_named(job, tmp_path, capsys):
     run = job(2)
     run.run("watched", folder=str(tmp_path), steps=40, seconds=0.06)
-    pids = [process.pid for process in run.processes]
+    pids = [process.pid for process in run.processes.values()]
     for name in ("dataset", "generator"):
         status = json.loads((tmp_path / name / "status.json").read_text())
         assert [row["pid"] for row in status["workers"]] == pids

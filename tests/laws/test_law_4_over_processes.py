@@ -5,7 +5,7 @@ import socket
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 SHAPES = [(2, 2), pytest.param(3, 1, marks=pytest.mark.full)]
 
@@ -19,7 +19,7 @@ def test_each_row_once_an_epoch_and_who_reads_something_else_is_named(job, worke
         np.testing.assert_array_equal(told[0][kind], np.ones((2, 37)), err_msg=kind)
     slope, start = told[0]["line"]
     np.testing.assert_allclose(told[0]["rows"], start + slope * np.arange(37) / 37, rtol=1e-5, atol=1e-6)
-    odd = f"worker {workers - 1} of {workers} ({socket.gethostname()}, process {run.processes[-1].pid}) differs"
+    odd = f"worker {workers - 1} of {workers} ({socket.gethostname()}, process {run.processes[f'worker{workers - 1}'].pid}) differs"
     expected = {
         "other_rows": f"'batch 1 of ndarray': {odd}: it has \"",
         "other_order": f'"batch 2 of generator \'generator\'": {odd}: it has "',

@@ -1,4 +1,4 @@
-"""A process that imports once what all workers need, and forks one of them for each request.
+"""A process that imports once what all processes of tests need, and forks one of them for each request.
 
 Importing Keras and JAX takes seconds, which a job of four processes would spend four times. A fork has imported them and
 no more: JAX has not started in it, and its program runs as ``__main__``, as if Python had been given the file.
@@ -27,7 +27,7 @@ def serve():
     """Gives None in this process, at the end, and in each fork its request."""
     running, unread = {}, b""
     while True:
-        if select.select([0], [], [], POLL_SECONDS)[0]:
+        if select.select([0], [], [], POLL_SECONDS if running else None)[0]:
             received = os.read(0, 1 << 16)
             if not received:
                 return end(running)

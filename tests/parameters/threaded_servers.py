@@ -1,4 +1,4 @@
-"""Servers and workers of a test: threads of this process that talk over real sockets."""
+"""Servers and clients of variables that are threads of this process and talk over real sockets."""
 
 import contextlib
 import socket

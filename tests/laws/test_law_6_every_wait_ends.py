@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = pytest.mark.xdist_group(__name__)
 
 HOST = socket.gethostname()
 LONG, SHORT = 60, 3  # limits in seconds: what ends sooner than the long one was not ended by it
@@ -155,7 +155,7 @@ def test_a_worker_that_dies_without_a_word_or_at_the_start(job):
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_worker_that_never_starts_is_named(job, missing):
     run = job(3)
-    processes = [run.start(index, "faults", timeout=SHORT) for index in range(3) if index != missing]
+    processes = [run.start("worker", index, "faults", timeout=SHORT) for index in range(3) if index != missing]
     ends(processes, 75, SHORT + SOON)
     for process in processes:
         assert f"worker {missing} of 3" in last_line(process)

@@ -1,21 +1,11 @@
-"""Jobs of workers for tests: as threads of this process, and as processes of their own."""
+"""A job whose workers are threads of this process."""
 
-import contextlib
-import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 from lockstep.cluster.group import WorkerGroup
 from lockstep.cluster.joining import join
-
-ROOT = Path(__file__).parents[2]
-DEADLINE = 60  # seconds after which a test gives up; nothing here should come near
+from tests.support.waiting import DEADLINE
 
 
 def listening():
@@ -24,7 +14,7 @@ def listening():
     return listener, f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-class Job:
+class ThreadedJob:
     """Workers in threads. ``each`` gives the arguments of ``join`` that one worker has for itself."""
 
     def __init__(self, workers, each=lambda index: {}, missing=(), **options):
@@ -84,50 +74,3 @@ class Job:
             self.sessions[index] = join(**self.arguments(index))
         except Exception as error:
             self.errors[index] = error
-
-
-class Process:
-    """A worker in a process of its own that runs ``worker.py``."""
-
-    def __init__(self, folder, name, listener=None, **config):
-        self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
-        descriptors = () if listener is None else (listener.fileno(),)
-        config |= {"listener": descriptors[0] if descriptors else None}
-        command = [sys.executable, str(ROOT / "tests" / "cluster" / "worker.py"), json.dumps(config)]
-        path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self._process = subprocess.Popen(
-                command, stdout=out, stderr=err, pass_fds=descriptors, env={**os.environ, "PYTHONPATH": path}
-            )
-        self.pid = self._process.pid
-
-    def until(self, text):
-        """Wait for a line on standard output that begins with ``text``; gives what follows."""
-        return self._until(self.out, text)
-
-    def until_said(self, text):
-        """Wait for such a line on standard error."""
-        return self._until(self.err, text)
-
-    def _until(self, file, text):
-        deadline = time.monotonic() + DEADLINE
-        while time.monotonic() < deadline:
-            for line in file.read_text().splitlines(keepends=True):
-                if line.startswith(text) and line.endswith("\n"):
-                    return line.removeprefix(text).strip()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.02)
-        raise AssertionError(f"no {text!r} in {file.read_text()!r}")
-
-    def send(self, number):
-        self._process.send_signal(number)
-
-    def end(self):
-        """Its exit code, and what it said on standard error."""
-        code = self._process.wait(DEADLINE)
-        return code, self.err.read_text()
-
-    def clean(self):
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait(DEADLINE)

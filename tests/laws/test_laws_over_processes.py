@@ -5,7 +5,7 @@ import pytest
 from tests.laws.compare import RELATIVE, assert_close
 from tests.workers.outcomes import assert_same_bits, train
 
-pytestmark = [pytest.mark.xdist_group("processes"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 
 SMALL = {"numbers": "mlp", "bits": "mlp"}
 LARGE = {"numbers": "cnn", "bits": "cnn_normalized"}

@@ -1,0 +1,49 @@
+"""Jobs of real processes; the fork servers start with the first test that needs them."""
+
+import functools
+
+import pytest
+
+from tests.support.processes import PROGRAMS, ForkServer, Job
+from tests.workers.outcomes import REPLICAS, arrays
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Two, because forks of one process have their objects at the same addresses, and the same order of sets."""
+    started = ForkServer(), ForkServer()
+    yield started
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def job(forks, tmp_path):
+    """Makes a job of so many workers; what is left of it is ended with the test."""
+    made = []
+
+    def make(workers=2, **options):
+        folder = tmp_path / f"job{len(made)}"
+        folder.mkdir()
+        made.append(Job(forks, folder, workers, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.clean()
+
+
+@pytest.fixture(scope="session")
+def alone(forks, tmp_path_factory):
+    """What one process leaves, made once: of a net on plain Keras, or with determinism on so many devices."""
+
+    @functools.cache
+    def found(net, devices=None):
+        folder = tmp_path_factory.mktemp("alone")
+        config = {"folder": str(folder), "nets": [[net, bool(devices)]], "plain": not devices}
+        config |= {"devices": devices, "replicas": REPLICAS}
+        process = forks[0].start(folder, "alone", PROGRAMS / "laws.py", config, {})
+        assert process.end() == 0, process.said
+        return arrays(folder)
+
+    return found
