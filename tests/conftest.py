@@ -1,0 +1,20 @@
+"""Processes that have imported Keras, JAX and Lockstep, for all tests."""
+
+import pytest
+
+from tests.workers.jobs import Forks
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Two, because forks of one process have their objects at the same addresses, and the same order of sets."""
+    started = Forks(), Forks()
+    yield started
+    for each in started:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def python(forks):
+    """Run code, a script or a module in a fork, as ``subprocess.run`` would in a new interpreter: see `Forks.run_python`."""
+    return forks[0].run_python
