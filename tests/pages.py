@@ -22,6 +22,7 @@ IN_FORKS = (
     "scaling",
     "several_machines",
 )
+SETS_THE_BACKEND = ("os.environ['KERAS_BACKEND'] = 'jax'", "os.environ.setdefault('KERAS_BACKEND', 'jax')")
 
 
 def text_of(name):
@@ -36,10 +37,13 @@ def blocks_of(name):
 
 
 def names_the_backend_first(code):
-    """Return whether ``os.environ["KERAS_BACKEND"] = "jax"`` always runs before anything imports Keras or Lockstep."""
+    """Return whether ``os.environ["KERAS_BACKEND"] = "jax"`` always runs before anything imports Keras or Lockstep.
+
+    Where the variable is not set, ``setdefault`` does the same.
+    """
     tree = ast.parse(code)
     imports = [node.lineno for node in ast.walk(tree) if {"keras", "lockstep"} & imported(node)]
-    names = [node.lineno for node in tree.body if ast.unparse(node) == "os.environ['KERAS_BACKEND'] = 'jax'"]
+    names = [node.lineno for node in tree.body if ast.unparse(node) in SETS_THE_BACKEND]
     return bool(imports and names) and min(names) < min(imports)
 
 

@@ -68,6 +68,7 @@ NAMES = 'import os\nos.environ["KERAS_BACKEND"] = "jax"\n'
     ("code", "expected"),
     [
         (f"{NAMES}import keras", True),
+        ("import os\nos.environ.setdefault('KERAS_BACKEND', 'jax')\nimport keras", True),
         (f"{NAMES}from lockstep.cluster_resolver import resolve", True),
         ("import keras", False),
         (f"import keras\n{NAMES}", False),
