@@ -96,7 +96,8 @@ def run_python(request):
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
             shown = shown.tb_next
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(shown), shown
+        sys.last_exc = sys.last_value = error.with_traceback(shown)
+        sys.last_type, sys.last_traceback = type(error), shown
         sys.excepthook(type(error), error, shown)
         sys.exit(1)
 
