@@ -1,6 +1,7 @@
-"""Jobs of real processes; the fork servers start with the first test that needs them."""
+"""Processes that have imported Keras, JAX and Lockstep, for all tests; they start with the first test that needs them."""
 
 import functools
+import itertools
 
 import pytest
 
@@ -47,3 +48,17 @@ def alone(forks, tmp_path_factory):
         return arrays(folder)
 
     return found
+
+
+@pytest.fixture(scope="session")
+def python(forks):
+    """Run code, a script or a module in a fork, as ``subprocess.run`` would in a new interpreter: see `ForkServer.run_python`.
+
+    The two servers take turns, so that runs that are compared do not have the same order of sets.
+    """
+    turns = itertools.cycle(forks)
+
+    def run(**options):
+        return next(turns).run_python(**options)
+
+    return run

@@ -1,8 +1,5 @@
 """``CentralStorageStrategy``: the same numbers, with all variables on one device."""
 
-import subprocess
-import sys
-
 import jax
 import keras
 import numpy as np
@@ -297,9 +294,10 @@ def test_a_wrong_argument_is_an_error_that_says_so(arguments, error, says):
         lockstep.CentralStorageStrategy(**arguments)
 
 
-def test_the_cpu_devices_are_made_for_the_variables_too():
+def test_central_storage_makes_cpu_devices_for_the_variables_too(python):
     program = 'import lockstep; print(lockstep.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2").parameter_device)'
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = python(code=program, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == "cpu:2\n"
 
 

@@ -64,9 +64,9 @@ def test_the_command_needs_no_environment():
 
 @pytest.mark.full
 @pytest.mark.parametrize("package", ["sklearn", "matplotlib"])
-def test_a_missing_extra_is_named(package, tmp_path):
+def test_demo_names_a_missing_extra(package, python, tmp_path):
     block = f"import sys; sys.modules[{package!r}] = None; sys.modules[{package!r} + '.datasets'] = None; "
     block += f"from lockstep.cli import main; sys.exit(main(['demo', '--epochs', '1', '--output', {str(tmp_path)!r}]))"
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=120)
+    done = python(code=block, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "pip install 'keras-lockstep[demo]'" in done.stderr

@@ -1,6 +1,5 @@
 """What the documents say is true: code runs, links lead somewhere, commands exist."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives import ALGORITHMS
 from tests.laws.cases import CASES
 from tests.laws.compare import DEVICES, RELATIVE, REPLICAS
+from tests.pages import IN_FORKS, blocks_of, names_the_backend_first, text_of
+from tests.support.processes import NOT_INHERITED
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -55,35 +56,56 @@ def test_the_code_in_the_readme_runs_as_it_stands(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", IN_FORKS)
+def test_page_that_runs_in_a_fork_names_the_backend_first(name):
+    assert names_the_backend_first("\n".join(blocks_of(name)))
+
+
+NAMES = 'import os\nos.environ["KERAS_BACKEND"] = "jax"\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (f"{NAMES}import keras", True),
+        ("import os\nos.environ.setdefault('KERAS_BACKEND', 'jax')\nimport keras", True),
+        (f"{NAMES}from lockstep.cluster_resolver import resolve", True),
+        ("import keras", False),
+        (f"import keras\n{NAMES}", False),
+        (f"def f():\n    from keras import layers\n{NAMES}", False),
+        (f"from lockstep import callbacks\n{NAMES}import keras", False),
+        ('import os\nif os.name:\n    os.environ["KERAS_BACKEND"] = "jax"\nimport keras', False),
+        ('import os\nos.environ["KERAS_BACKEND"] = "torch"\nimport keras', False),
+        ("import os\n# os.environ['KERAS_BACKEND'] = 'jax'\nimport keras", False),
+        (NAMES, False),
+    ],
+)
+def test_names_the_backend_first_reads_the_order(code, expected):
+    assert names_the_backend_first(code) is expected
+
+
 @pytest.mark.full
-def test_the_code_about_scaling_runs_as_it_stands(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), flags=re.DOTALL)
+def test_scaling_page_prints_what_to_take_and_writes_a_report(python, tmp_path):
+    (code,) = blocks_of("scaling")
     (tmp_path / "measured.py").write_text(code)
-    command = [sys.executable, "measured.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = python(script="measured.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Take 1 device, batch 64" in done.stdout
     assert (tmp_path / "scaling.html").exists()
 
 
 @pytest.mark.full
-def test_the_code_about_collectives_runs_as_it_stands(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "collectives.md").read_text(), flags=re.DOTALL)
-    command = [sys.executable, "-c", "\n".join(blocks)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_collectives_page_prints_the_bytes_and_names_the_algorithm(python, tmp_path):
+    done = python(code="\n".join(blocks_of("collectives")), cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "252,000,000 bytes in 63 rounds\n"
     assert "gradients: all-reduce by gather_and_add" in done.stderr
 
 
 @pytest.mark.full
-def test_the_code_about_determinism_runs_as_it_stands(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "determinism.md").read_text(), flags=re.DOTALL)
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "NPROC", "XLA_FLAGS")
-    }
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+def test_determinism_page_prints_a_digest_and_fixes_the_thread_pool(python, tmp_path):
+    (code,) = blocks_of("determinism")
+    done = python(code=code, cwd=tmp_path, environ=dict.fromkeys(NOT_INHERITED), timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"[0-9a-f]{64}\n", done.stdout)
     assert "8 replicas on 2 devices" in done.stderr
@@ -91,55 +113,52 @@ def test_the_code_about_determinism_runs_as_it_stands(tmp_path):
 
 
 @pytest.mark.full
-def test_the_loop_of_the_page_about_loops_trains(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "custom_loops.md").read_text(), flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_custom_loops_page_trains(python, tmp_path):
+    (code,) = blocks_of("custom_loops")
+    done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     first, second = (float(number) for number in re.findall(r"loss (\d\.\d+)", done.stdout))
     assert second < first
 
 
-def test_the_code_about_inputs_runs_as_it_stands(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "inputs.md").read_text(), flags=re.DOTALL)
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_inputs_page_prints_the_rows_in_order(python, tmp_path):
+    (code,) = blocks_of("inputs")
+    done = python(code=code, warnings=["ignore"], cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0, 0, 1, 2, 3, 4]\n"
 
 
-def test_the_code_about_batch_sizes_runs_as_it_stands(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "batch_size.md").read_text(), flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_batch_size_page_prints_the_largest_that_fits(python, tmp_path):
+    (code,) = blocks_of("batch_size")
+    done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^ +512 .*\nLargest that fits: 512, all the rows that there are", done.stdout, flags=re.MULTILINE)
 
 
 @pytest.mark.full
-def test_the_code_about_nan_says_what_the_page_says(tmp_path):
-    page = (ROOT / "docs" / "nan_guard.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_nan_guard_page_prints_what_it_shows(python, tmp_path):
+    (code,) = blocks_of("nan_guard")
+    done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    (printed,) = re.findall(r"```\n(NanGuard: .*?)```", page, flags=re.DOTALL)
+    (printed,) = re.findall(r"```\n(NanGuard: .*?)```", text_of("nan_guard"), flags=re.DOTALL)
     assert done.stdout.split() == printed.split()
 
 
 @pytest.mark.full
-def test_the_code_about_monitoring_adds_the_names_that_it_prints(tmp_path):
-    page = (ROOT / "docs" / "monitoring.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_monitoring_page_prints_the_names_that_it_shows_and_writes_its_files(python, tmp_path):
+    (code,) = blocks_of("monitoring")
+    done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    (printed,) = re.findall(r"```\n(throughput/.*?\n)```", page)
+    (printed,) = re.findall(r"```\n(throughput/.*?\n)```", text_of("monitoring"))
     assert done.stdout.endswith(printed)
     assert (tmp_path / "run" / "status.json").exists()
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"train", "validation", "status.json"}
 
 
 @pytest.mark.full
-def test_the_code_about_variables_on_one_device_says_where_they_are(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "central_storage.md").read_text(), flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_central_storage_page_prints_where_the_variables_are(python, tmp_path):
+    (code,) = blocks_of("central_storage")
+    done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "{2}\n"
 
@@ -172,18 +191,17 @@ def test_both_steps_of_the_page_about_coordinators_train_on_two_workers(tmp_path
 
 
 @pytest.mark.full
-def test_the_code_about_resume_comes_to_the_same_bits(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "resume.md").read_text(), flags=re.DOTALL)
-    command = [sys.executable, "-c", "\n".join([*blocks, "print(float(state) == sum(range(300)))"])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_resume_page_comes_to_the_same_bits(python, tmp_path):
+    code = "\n".join([*blocks_of("resume"), "print(float(state) == sum(range(300)))"])
+    done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "goes on from stopped at step 7: epoch 2, after 0 of its steps" in done.stderr
     assert done.stdout == "True\nTrue\n"
 
 
-def test_the_code_about_several_machines_trains_alone_where_nobody_else_is(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "several_machines.md").read_text(), flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+def test_several_machines_page_trains_alone_on_one_machine(python, tmp_path):
+    (code,) = blocks_of("several_machines")
+    done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Epoch 2/2" in done.stdout
     assert done.stdout.endswith("1 replicas\n")

@@ -2,9 +2,7 @@
 
 import importlib
 import lzma
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,16 +41,21 @@ def pictures(tmp_path_factory):
     return folder
 
 
-def run(script, data, folder, *arguments):
-    command = [sys.executable, str(FOLDER / script), "--rows", "4", "--folder", str(folder), *map(str, arguments)]
-    environment = os.environ | {"LOCKSTEP_DATA": str(data)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+@pytest.fixture
+def run(python, pictures):
+    """Run a script of the example on the pictures, in a process of its own."""
+
+    def run(script, folder, *arguments):
+        options = ("--rows", 4, "--folder", folder, *arguments)
+        return python(script=FOLDER / script, arguments=options, environ={"LOCKSTEP_DATA": str(pictures)}, timeout=200)
+
+    return run
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("script", ["single.py", "mirrored.py"])
-def test_every_ten_steps_a_line_and_checkpoints_with_the_step_in_their_names(script, pictures, tmp_path):
-    done = run(script, pictures, tmp_path, "--steps", 25, "--checkpoint-steps", 20)
+def test_towers_print_a_line_every_ten_steps_and_name_checkpoints_by_step(script, run, tmp_path):
+    done = run(script, tmp_path, "--steps", 25, "--checkpoint-steps", 20)
     assert done.returncode == 0, done.stderr
     lines = [[float(figure) for figure in found] for found in LINE.findall(done.stdout)]
     assert [line[0] for line in lines] == [10, 20]
@@ -66,12 +69,12 @@ def test_every_ten_steps_a_line_and_checkpoints_with_the_step_in_their_names(scr
 
 
 @pytest.mark.full
-def test_what_was_stopped_goes_on_with_the_same_weights(pictures, tmp_path):
+def test_towers_that_were_stopped_end_with_the_same_weights(run, tmp_path):
     options = ("--checkpoint-steps", 40, "--save-freq", "0.001 s")
-    whole = run("mirrored.py", pictures, tmp_path / "whole", "--steps", 40, *options)
+    whole = run("mirrored.py", tmp_path / "whole", "--steps", 40, *options)
     assert whole.returncode == 0, whole.stderr
     for steps in (20, 40):
-        done = run("mirrored.py", pictures, tmp_path / "parts", "--steps", steps, *options)
+        done = run("mirrored.py", tmp_path / "parts", "--steps", steps, *options)
         assert done.returncode == 0, done.stderr
     assert [int(found[0]) for found in LINE.findall(done.stdout)] == [30, 40]
     found, expected = (
@@ -86,9 +89,9 @@ def test_what_was_stopped_goes_on_with_the_same_weights(pictures, tmp_path):
 
 
 @pytest.mark.full
-def test_a_loss_that_is_no_number_ends_training_and_leaves_the_last_good_checkpoint(pictures, tmp_path):
+def test_towers_end_at_a_loss_that_is_not_finite_and_keep_the_last_good_checkpoint(run, tmp_path):
     stairs_up = ("--decay", "1e30", "--decay-steps", 5)  # the learning rate is too high from step 6 on
-    done = run("mirrored.py", pictures, tmp_path, "--steps", 20, "--checkpoint-steps", 2, *stairs_up)
+    done = run("mirrored.py", tmp_path, "--steps", 20, "--checkpoint-steps", 2, *stairs_up)
     assert done.returncode == 1
     saved = sorted(tmp_path.glob("*.keras"))
     error = done.stderr.splitlines()[-1]

@@ -29,31 +29,46 @@ def test_the_twins_differ_by_less_than_ten_lines(twin):
     assert 1 <= len(added) < 10, "\n".join(changed)
 
 
-def run(script, *arguments, steps=12, timeout=280, launcher=()):
-    environment = os.environ | {"KERAS_MAX_EPOCHS": "1", "KERAS_MAX_STEPS_PER_EPOCH": str(steps)}
-    command = [sys.executable, *launcher, str(EXAMPLES / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def limits(steps):
+    return {"KERAS_MAX_EPOCHS": "1", "KERAS_MAX_STEPS_PER_EPOCH": str(steps)}
+
+
+@pytest.fixture(scope="module")
+def run(python):
+    """Run an example for so many steps; gives what it has printed."""
+
+    def run(script, *arguments, steps=12, timeout=280):
+        done = python(script=EXAMPLES / script, arguments=arguments, environ=limits(steps), timeout=timeout)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    return run
 
 
 def logs(printed):
     return {name: float(value) for name, value in re.findall(r"(\w+): (\d+\.\d+)", printed.splitlines()[-1])}
 
 
+@pytest.fixture(scope="module")
+def reuters_on_plain_keras(run):
+    """What ``reuters/single.py`` prints."""
+    return run("reuters/single.py")
+
+
 @pytest.mark.data
 @pytest.mark.full
 @pytest.mark.usefixtures("data_folder")
+@pytest.mark.xdist_group("reuters")
 @pytest.mark.parametrize("devices", [(), ("cpu:0", "cpu:1")])
-def test_reuters_begins_as_plain_keras_does(devices):
-    found = []
-    for script in (("reuters/single.py",), ("reuters/mirrored.py", *devices)):
-        printed = run(*script)
-        assert "332,856" in printed
-        found.append(logs(printed))
-    assert found[0].keys() == found[1].keys() >= {"loss", "val_loss"}
-    for name, value in found[0].items():
-        assert found[1][name] == pytest.approx(value, abs=2e-4), name
+def test_reuters_begins_as_plain_keras_does(devices, run, request):
+    plain = request.getfixturevalue("reuters_on_plain_keras")  # after data_folder, which may skip
+    printed = run("reuters/mirrored.py", *devices)
+    assert "332,856" in plain
+    assert "332,856" in printed
+    found, expected = logs(printed), logs(plain)
+    assert found.keys() == expected.keys() >= {"loss", "val_loss"}
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=2e-4), name
 
 
 @pytest.mark.data
@@ -62,7 +77,10 @@ def test_reuters_begins_as_plain_keras_does(devices):
 def test_reuters_trains_on_workers_that_do_not_wait():
     limit = 250
     launcher = ("-m", "lockstep.cli", "run", "--workers", "2", "--servers", "1", "--timeout", str(limit))
-    printed = run("reuters/asynchronous.py", steps=40, timeout=limit + 30, launcher=launcher)
+    command = [sys.executable, *launcher, str(EXAMPLES / "reuters/asynchronous.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit + 30, env=os.environ | limits(40))
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = done.stdout
     assert {*re.findall(r"^\[(.*?)\]", printed, flags=re.MULTILINE)} == {"chief"}  # It prints alone.
     assert "332,856" in printed
     found = logs(printed)
@@ -76,7 +94,7 @@ def test_reuters_trains_on_workers_that_do_not_wait():
 @pytest.mark.parametrize(
     "name", sorted(set(PAIRS) - {"reuters", "cifar10_towers", "cats_vs_dogs"})
 )  # those have their own
-def test_an_example_runs(name):
+def test_an_example_runs(name, run):
     printed = run(f"{name}/mirrored.py", steps=6)
     assert re.search(r"accuracy", printed)
 
@@ -85,7 +103,7 @@ def test_an_example_runs(name):
 @pytest.mark.full
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(600)
-def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does():
+def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does(run):
     single, mirrored = (
         logs(run(f"cats_vs_dogs/{twin}.py", "--rows", "8", "--size", "32", steps=2)) for twin in ("single", "mirrored")
     )
@@ -98,7 +116,7 @@ def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does():
 @pytest.mark.full
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(600)
-def test_cats_and_dogs_run_on_two_devices():
+def test_cats_and_dogs_run_on_two_devices(run):
     printed = run("cats_vs_dogs/mirrored.py", "cpu:0", "cpu:1", "--rows", "5", "--size", "32", steps=2)
     assert printed.startswith("2/2 - ")
     assert 0 < logs(printed)["loss"] < 5
@@ -108,7 +126,7 @@ def test_cats_and_dogs_run_on_two_devices():
 @pytest.mark.full
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(900)
-def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process():
+def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process(run):
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--rows", "4", "--size", "32", "--deterministic")

@@ -27,17 +27,29 @@ PLAIN = "model = build('softmax')"
 STRATEGY = "with lockstep.MirroredStrategy(['cpu:0'], replicas=2).scope():\n    model = build(None)"
 
 
-def doctor(folder, code, *arguments, environ=None):
-    (folder / "train.py").write_text(code)
-    inherited = {name: value for name, value in os.environ.items() if name not in ("KERAS_BACKEND", "PJRT_NPROC")}
-    command = [sys.executable, "-m", "lockstep.cli", "doctor", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=folder, env=inherited | (environ or {})
-    )
+NOT_SET = ("KERAS_BACKEND", "PJRT_NPROC")
 
 
-def test_a_finding_gives_code_1_and_json_is_not_spoilt(tmp_path):
-    done = doctor(tmp_path, SCRIPT.replace("WITH", PLAIN), "--json", "train.py", "--rate", "3")
+@pytest.fixture
+def doctor(python, tmp_path):
+    """Run ``lockstep doctor`` in a fork, where Keras is imported."""
+
+    def run(code, *arguments, environ=None):
+        (tmp_path / "train.py").write_text(code)
+        changes = dict.fromkeys(NOT_SET) | (environ or {})
+        return python(
+            module="lockstep.cli", arguments=["doctor", *arguments], cwd=tmp_path, environ=changes, timeout=120
+        )
+
+    return run
+
+
+def test_doctor_gives_code_1_for_a_finding_and_names_the_backend_itself(tmp_path):
+    """In an interpreter of its own, where Keras is imported after the command has named the backend."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("WITH", PLAIN))
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_SET}
+    command = [sys.executable, "-m", "lockstep.cli", "doctor", "--json", "train.py", "--rate", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=inherited)
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     (finding,) = report["findings"]
@@ -48,19 +60,19 @@ def test_a_finding_gives_code_1_and_json_is_not_spoilt(tmp_path):
     assert "and those of its children\n" in done.stderr
 
 
-def test_a_clean_script_gives_code_0_and_a_cluster_is_looked_at(tmp_path):
+def test_doctor_gives_code_0_for_a_clean_script_and_looks_at_a_cluster(doctor):
     cluster = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}
     code = SCRIPT.replace("WITH", STRATEGY)
-    done = doctor(tmp_path, code, "train.py")
+    done = doctor(code, "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nno findings\nlooked at:\n" in done.stdout
-    done = doctor(tmp_path, code, "train.py", environ={"TF_CONFIG": json.dumps(cluster)})
+    done = doctor(code, "train.py", environ={"TF_CONFIG": json.dumps(cluster)})
     assert done.returncode == 1, done.stderr
     assert "worker-not-reached: worker 0 at 127.0.0.1:1 refused: nothing listens there yet" in done.stdout
 
 
-def test_a_script_that_fails_before_its_fit_gives_code_2(tmp_path):
-    done = doctor(tmp_path, "import lockstep\n1 / 0", "train.py")
+def test_doctor_gives_code_2_for_a_script_that_fails_before_its_fit(doctor):
+    done = doctor("import lockstep\n1 / 0", "train.py")
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr
     assert "train.py failed before or in its first fit" in done.stderr
@@ -80,6 +92,6 @@ def test_a_script_without_fit_and_a_missing_one_give_code_2(tmp_path, capsys):
 @pytest.mark.full
 @pytest.mark.usefixtures("data_folder")
 @pytest.mark.parametrize("script", ["guide/single.py", "mnist_table/mirrored.py", "reuters/single.py"])
-def test_the_examples_have_no_finding(tmp_path, script):
-    done = doctor(tmp_path, "", "--json", f"{ROOT}/examples/{script}")
+def test_doctor_finds_nothing_in_the_examples(doctor, script):
+    done = doctor("", "--json", f"{ROOT}/examples/{script}")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

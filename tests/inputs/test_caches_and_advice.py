@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -169,7 +168,7 @@ def test_an_error_in_the_pipeline_comes_at_its_batch_and_ends_the_work(given):
 
 
 INTERRUPTED = """
-import os, sys, time
+import json, os, sys, time
 os.environ["KERAS_BACKEND"] = "jax"
 import keras, lockstep, numpy as np
 def batch(number):
@@ -184,7 +183,7 @@ class Batches(keras.utils.PyDataset):
 class Tell(keras.callbacks.Callback):
     def on_train_batch_end(self, number, logs):
         if number == 4:
-            print("waiting", flush=True)  # for a batch that will not come
+            print(json.dumps({"waiting": number}), flush=True)  # for a batch that will not come
 with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -192,22 +191,20 @@ try:
     slow = Batches(workers=2, max_queue_size=4) if sys.argv[1] == "PyDataset" else (batch(number) for number in range(10**6))
     model.fit(slow, steps_per_epoch=10**6, shuffle=False, verbose=0, callbacks=[Tell()])
 except KeyboardInterrupt:
-    print("interrupted", bool(np.isfinite(model.get_weights()[0]).all()), flush=True)
+    print(json.dumps({"is_finite": bool(np.isfinite(model.get_weights()[0]).all())}), flush=True)
 """
 
 
 @pytest.mark.parametrize("kind", ["generator", "PyDataset"])
-def test_ctrl_c_ends_at_once_while_an_input_hangs(kind):
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, kind], stdout=subprocess.PIPE, text=True)
+def test_fit_ends_at_ctrl_c_while_an_input_hangs(kind, forks, tmp_path):
+    process = forks[0].start_python(tmp_path, code=INTERRUPTED, arguments=[kind])
     try:
-        assert process.stdout.readline() == "waiting\n"
-        process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
-        assert rest == "interrupted True\n"
-        assert process.returncode == 0
+        process.until("waiting")
+        process.send(signal.SIGINT)
+        assert process.end(60) == 0
+        assert process.out.read_text() == '{"waiting": 4}\n{"is_finite": true}\n'
     finally:
-        process.kill()
-        process.wait()
+        process.clean()
 
 
 # --- advice --------------------------------------------------------------------------------------------------------
@@ -301,8 +298,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (10
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss counts other units elsewhere")
-def test_memory_holds_a_few_batches_of_many():
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=200)
+def test_memory_holds_a_few_batches_of_many(python):
+    done = python(code=LARGE, timeout=200)
     assert done.returncode == 0, done.stderr
     # Two wait and three are under way, on the host and on the devices; 60 would be kept if anything were.
     assert float(done.stdout) < 10

@@ -3,8 +3,6 @@
 import functools
 import hashlib
 import os
-import subprocess
-import sys
 
 import jax
 import keras
@@ -15,6 +13,7 @@ from keras import layers, ops, optimizers
 
 import lockstep
 from lockstep.step import adding
+from tests.support.processes import NOT_INHERITED
 
 from .cases import CASES, Towers, logits_loss
 from .compare import Topology as AnyTopology
@@ -168,12 +167,12 @@ print(sorted(outcome("cnn", "adam", (Topology if sys.argv[2] == "True" else AnyT
 
 @pytest.mark.full
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_another_process_gives_the_same_bits(deterministic):
+def test_another_process_gives_the_same_bits(deterministic, python):
     """Started anew on the same thread pool, with two devices; the deterministic plan is compared with one device here."""
-    command = [sys.executable, "-c", PROGRAM, os.getcwd(), str(deterministic)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    done = python(code=PROGRAM, arguments=[os.getcwd(), deterministic], timeout=120)
+    assert done.returncode == 0, done.stderr
     here = Topology(8, 1) if deterministic else AnyTopology(8, 2)
-    assert found.strip() == str(sorted(outcome("cnn", "adam", here, epochs=2).items()))
+    assert done.stdout.strip() == str(sorted(outcome("cnn", "adam", here, epochs=2).items()))
 
 
 # --- other numbers of replicas, other ways to train ------------------------------------------------------------------------
@@ -447,12 +446,9 @@ print(os.environ["PJRT_NPROC"], "--xla_gpu_deterministic_ops=true" in os.environ
 @pytest.mark.parametrize(
     "first", ["", "lockstep.config.set_deterministic()", "lockstep.config.set_deterministic(cpu_threads=32)"]
 )
-def test_a_fresh_process_starts_with_the_fixed_pool(first):
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "NPROC", "XLA_FLAGS")
-    }
-    command = [sys.executable, "-c", START.format(first=first)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+def test_another_process_starts_with_the_fixed_pool(first, python):
+    done = python(code=START.format(first=first), environ=dict.fromkeys(NOT_INHERITED), timeout=60)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["32" if "32" in first else "16", "True", "True"]
 
 

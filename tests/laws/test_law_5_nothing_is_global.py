@@ -294,13 +294,12 @@ def test_the_strategy_tells_once_what_it_does(caplog):
     ]
 
 
-def test_the_line_shows_without_any_set_up_and_can_be_switched_off():
+def test_the_line_shows_without_any_set_up_and_can_be_switched_off(python):
     show = "import lockstep; lockstep.MirroredStrategy(replicas=2)"
     hide = "import logging; logging.getLogger('lockstep').setLevel('WARNING'); " + show
-    shown, hidden = (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stderr
-        for code in (show, hide)
-    )
+    done = [python(code=code, timeout=120) for code in (show, hide)]
+    assert [one.returncode for one in done] == [0, 0], done
+    shown, hidden = (one.stderr for one in done)
     assert "lockstep: MirroredStrategy: 2 replicas on 1 device (cpu:0)" in shown
     assert "lockstep" not in hidden
 

@@ -3,8 +3,6 @@
 import ast
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from lockstep import OptionError, cli
 from lockstep.migrate.imports import is_there
 from lockstep.migrate.names import ABSENT, RENAMED, STRATEGY_METHODS, translated, why_absent
 from lockstep.migrate.program import translate
+from tests.pages import names_the_backend_first
 
 PROGRAMS = Path(__file__).parent / "programs"
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
@@ -41,14 +40,13 @@ def new_lines(code):
         ("workers", "workers 1 layers 156"),
     ],
 )
-def test_a_program_runs_after_it_is_translated_and_needs_no_tensorflow(name, printed, tmp_path):
+def test_translated_program_runs_and_needs_no_tensorflow(name, printed, python, tmp_path):
     found = translation(name)
     assert not found.marks
     assert "tensorflow" not in found.after.partition('"""\n\n')[2]
     (tmp_path / "train.py").write_text(f"import sys\nsys.modules['tensorflow'] = None\n{found.after}")
-    environment = {key: value for key, value in os.environ.items() if key != "KERAS_BACKEND"}
-    command = [sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert names_the_backend_first(found.after)
+    done = python(script="train.py", cwd=tmp_path, environ={"KERAS_BACKEND": None}, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == printed
 

@@ -6,17 +6,24 @@ no more: JAX has not started in it, and its program runs as ``__main__``, as if 
 A request is a line of JSON on standard input: ``number``, ``program``, ``arguments``, ``environ``, ``out``, ``err``. Answers
 on standard output are ``{"number", "pid"}`` and, at the end of that process, ``{"number", "code"}``. At the end of standard
 input all that still run are ended.
+
+A request with ``kind`` is one of `run_python`: ``program`` is code, the path of a script or the name of a module, and
+``environ`` is the whole environment.
 """
 
+import gc
 import json
 import os
 import runpy
 import select
 import signal
 import sys
+import types
+import warnings
 from pathlib import Path
 
-import keras  # noqa: F401
+import keras
+import numpy as np
 
 import lockstep  # noqa: F401
 
@@ -70,8 +77,64 @@ def become(request):
     sys.path[0] = str(Path(request["program"]).parent)
 
 
+def run_python(request):
+    """Run code, a script or a module to its end, as ``python`` does with ``-c``, a path or ``-m``.
+
+    An uncaught exception goes to ``sys.excepthook`` without the frames of this file. What follows (joining threads,
+    ``atexit``, flushing) is the interpreter's own end.
+    """
+    gc.freeze()  # What was imported is not searched for garbage, which takes most of the second that an end takes.
+    os.environ.clear()
+    become(request)
+    os.chdir(request["cwd"])
+    for action in request["warnings"]:
+        warnings.simplefilter(action)
+    read_environment_anew()
+    try:
+        run_as_main(request["kind"], request["program"])
+    except Exception as error:
+        shown = error.__traceback__
+        while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+            shown = shown.tb_next
+        sys.last_exc = sys.last_value = error.with_traceback(shown)
+        sys.last_type, sys.last_traceback = type(error), shown
+        sys.excepthook(type(error), error, shown)
+        sys.exit(1)
+
+
+def read_environment_anew():
+    """Repeat what NumPy and Keras do once, at their import: draw a seed, and read the limits of ``fit``."""
+    np.random.seed()
+    for name, limit in (
+        ("KERAS_MAX_EPOCHS", keras.config.set_max_epochs),
+        ("KERAS_MAX_STEPS_PER_EPOCH", keras.config.set_max_steps_per_epoch),
+    ):
+        limit(int(os.environ[name]) if name in os.environ else None)
+
+
+def run_as_main(kind, program):
+    """Give a new ``__main__`` and the first entry of ``sys.path`` what Python gives them, and run the program."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if kind == "script":
+        main.__file__ = program = os.path.abspath(program)
+        first, text = os.path.dirname(program), Path(program).read_bytes()
+    else:
+        first, text = os.getcwd() if kind == "module" else "", program
+    root = str(Path(__file__).parents[2])  # is in the path for the programs of workers
+    is_given = root in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [first, *(path for path in sys.path[1:] if is_given or path != root)]
+    if kind == "module":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0] = sys.argv[0] if kind == "script" else "-c"
+        name = program if kind == "script" else "<string>"
+        exec(compile(text, name, "exec", dont_inherit=True), vars(main))
+
+
 if __name__ == "__main__":
     asked = serve()
-    if asked is not None:
+    if asked is not None and "kind" in asked:
+        run_python(asked)
+    elif asked is not None:
         become(asked)
         runpy.run_path(asked["program"], run_name="__main__")

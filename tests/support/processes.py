@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -47,6 +48,7 @@ class ForkServer:
             env=environ | {"PYTHONPATH": path},
         )
         self._asked = []
+        self._one_asks = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def start(self, folder, name, program, config, environ):
@@ -57,6 +59,52 @@ class ForkServer:
         self._server.stdin.write(json.dumps(request).encode() + b"\n")
         self._server.stdin.flush()
         return process
+
+    def start_python(
+        self, folder, *, code=None, script=None, module=None, arguments=(), cwd=None, environ=None, warnings=()
+    ):
+        """Start what ``python -c code``, ``python script`` or ``python -m module`` would, without the time of its imports.
+
+        JAX has not started there, and Keras and Lockstep are imported. As with ``subprocess``, the environment is that of
+        this process; ``environ`` are changes to it, where None removes a variable. ``warnings`` are actions, as of ``-W``.
+        ``folder`` holds the output; it is written there as it comes.
+        """
+        ((kind, program),) = (
+            (kind, program)
+            for kind, program in (("code", code), ("script", script), ("module", module))
+            if program is not None
+        )
+        changes = os.environ | (environ or {})
+        request = {
+            "kind": kind,
+            "program": str(program),
+            "arguments": [str(argument) for argument in arguments],
+            "cwd": str(cwd or os.getcwd()),
+            "environ": {name: value for name, value in changes.items() if value is not None},
+            "warnings": list(warnings),
+        }
+        process = Process(Path(folder) / "out", Path(folder) / "err")
+        with self._one_asks:
+            self._asked.append(process)
+            request |= {"number": len(self._asked) - 1, "out": str(process.out), "err": str(process.err)}
+            self._server.stdin.write(json.dumps(request).encode() + b"\n")
+            self._server.stdin.flush()
+        return process
+
+    def run_python(self, *, timeout=DEADLINE, **options):
+        """Run Python as `start_python` says, to its end; what it leaves is given as ``subprocess.run`` gives it.
+
+        After ``timeout`` seconds its process group is killed, and the test fails.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            process = self.start_python(folder, **options)
+            try:
+                code = process.end(timeout)
+            except BaseException:
+                process.clean()
+                raise
+            written = (path.read_text() if path.exists() else "" for path in (process.out, process.err))
+            return subprocess.CompletedProcess(options, code, *written)
 
     def close(self):
         self._server.stdin.close()
