@@ -1,7 +1,9 @@
 """One process, eight logical CPU devices on a fixed thread pool, and nothing left behind by any test."""
 
 import os
+import signal
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -11,12 +13,58 @@ import keras
 import pytest
 
 import lockstep
+from tests.support import compile_cache
 
-# Many tests compile the same programs. Processes that tests start do not share them: one that is killed might leave half a file.
+# Most of the suite's time is XLA compiling.
 _COMPILED = tempfile.TemporaryDirectory(prefix="lockstep-compiled-")
-jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+_SHARED = compile_cache.shared_folder("in-process")
+compile_cache.fill(Path(_COMPILED.name), _SHARED)
+compile_cache.use(Path(_COMPILED.name))
 lockstep.config.set_logical_cpu_devices(8)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts a command in the background with Ctrl-C ignored, and processes of tests would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    """Start the groups first: each runs in one process, so the last one to start would keep the others waiting."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+# The tests of these packages run in ./scripts/test-inputs, or by hand.
+_MAY_SKIP_IN_CI = ("tensorflow", "torch", "pandas", "PyYAML", "kubernetes-validate", "Ray")
+_SKIPPED = set()
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and not any(name in report.longrepr[2] for name in _MAY_SKIP_IN_CI):
+        _SKIPPED.add(f"{report.nodeid}: {report.longrepr[2]}")
+
+
+def pytest_sessionfinish(session):
+    compile_cache.publish(Path(_COMPILED.name), _SHARED)
+    if os.environ.get("CI") and _SKIPPED:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the seconds of each folder, of all processes together, and in CI the tests that had to run and skipped."""
+    if os.environ.get("CI") and _SKIPPED:
+        terminalreporter.section("skipped, and CI has what they need")
+        for line in sorted(_SKIPPED):
+            terminalreporter.write_line(line, red=True)
+    seconds, count = Counter(), Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                folder = os.path.dirname(report.nodeid.partition("::")[0])
+                seconds[folder] += report.duration
+                count[folder] += report.when == "call"
+    if seconds:
+        terminalreporter.section("seconds by folder")
+    for folder, total in seconds.most_common():
+        terminalreporter.write_line(f"{total:7.0f} s {count[folder]:6} tests  {folder}")
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from lockstep.data.placement import Placement
 from lockstep.step.gradients import GradientProgram
 from lockstep.topology.devices import resolve_with_home
 
-from .laws.cases import CASES
-from .laws.compare import Central, assert_same, run
+from .laws.cases import case_named
+from .laws.compare import Central, assert_same, reference, run
 
 QUICK = ["adam", "loss_scale"]
 OTHERS = [
@@ -41,11 +41,16 @@ X, Y = np.random.default_rng(0).normal(size=(24, 37)).astype("float32"), np.aran
 
 
 @pytest.mark.parametrize("home", ["cpu:1", pytest.param("cpu:4", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", QUICK + [pytest.param(name, marks=pytest.mark.full) for name in OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.full])])
+        for name in QUICK + OTHERS
+    ],
+)
 def test_law_1_holds(name, home):
-    case = next(case for case in CASES if case.name == name)
-    topology = Central(3, 2, home=home)
-    assert_same(run(case, topology, only_fit=name != "adam"), run(case, only_fit=name != "adam"), case.relative)
+    case, only_fit = case_named(name), name != "adam"
+    assert_same(run(case, Central(3, 2, home=home), only_fit), reference(case, only_fit), case.relative)
 
 
 def made(home="cpu:4", optimizer="adam", kind=keras.Sequential):

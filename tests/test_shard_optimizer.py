@@ -8,8 +8,8 @@ from keras import layers
 
 import lockstep
 
-from .laws.cases import CASES, logits_loss
-from .laws.compare import Topology, assert_same, run
+from .laws.cases import case_named, logits_loss
+from .laws.compare import Topology, assert_same, reference, run
 
 ELEMENTWISE = ["adam", "sgd_nesterov", "adamw", "nadam", "rmsprop", "adagrad", "lion", "ftrl"]
 OTHERS = [
@@ -27,12 +27,15 @@ OTHERS = [
 
 @pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "adam" else [pytest.mark.full]) for name in ELEMENTWISE + OTHERS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name == "adam" else [pytest.mark.full])])
+        for name in ELEMENTWISE + OTHERS
+    ],
 )
 def test_law_1_holds(name, devices):
-    case = next(case for case in CASES if case.name == name)
-    topology = Topology(3, devices, {"shard_optimizer": True})
-    assert_same(run(case, topology, only_fit=True), run(case, only_fit=True), case.relative)
+    case, topology = case_named(name), Topology(3, devices, {"shard_optimizer": True})
+    assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
 
 
 def train(**options):

@@ -624,3 +624,8 @@ CASES = [
     Case("one_row", mlp, lambda rng: classes(rng, rows=1)),
     Case("last_batch_of_one", mlp, lambda rng: classes(rng, rows=9)),
 ]
+
+
+def case_named(name: str) -> Case:
+    """Return one of the cases."""
+    return next(case for case in CASES if case.name == name)

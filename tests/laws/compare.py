@@ -1,5 +1,6 @@
 """How two runs are compared, and how far apart rounding may bring them."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,15 @@ def run(case, topology: Topology | None = None, only_fit: bool = False) -> Run:
         for k, v in model.train_on_batch(first(data["x"], 7), first(data["y"], 7), return_dict=True).items()
     }
     return Run(history, evaluation, predictions, variables, on_batch)
+
+
+@functools.cache
+def reference(case, only_fit: bool = False) -> Run:
+    """Plain Keras's run of a case, made once in each process.
+
+    Tests of one case have ``xdist_group(case.name)``, so one process runs them all.
+    """
+    return run(case, only_fit=only_fit)
 
 
 def first(tree: Any, rows: int) -> Any:

@@ -1,63 +1,84 @@
 """Law 1: N replicas give the weights, logs and predictions of one device with the same global batches."""
 
-import functools
-
 import pytest
 from jax import lax
 
 from lockstep.collectives import ALGORITHMS
 from lockstep.step import devices
 
-from .cases import CASES
-from .compare import DEVICES, REPLICAS, TOPOLOGIES, Topology, assert_same, run
+from .cases import CASES, case_named
+from .compare import DEVICES, REPLICAS, TOPOLOGIES, Topology, assert_same, reference, run
 
-
-@functools.cache
-def plain_keras(case, only_fit=False):
-    return run(case, only_fit=only_fit)
+# What is in a case and how its rows are laid out meet only where a call is split, where outputs and variables of replicas
+# are merged, and where losses are weighted. These cases do each of it in another way, so they run on every number of
+# replicas; the others do so in the nightly set.
+ON_EVERY_COUNT = (
+    "adam",
+    "sample_weight_and_weighted_metrics",
+    "loss_of_the_whole_batch",
+    "add_loss",
+    "gradient_accumulation",
+    "batch_normalization_synchronized",
+    "lstm_masked",
+    "variables_of_every_aggregation",
+    "outputs_with_and_without_rows",
+    "dicts",
+    "own_train_step",
+    "last_batch_of_one",
+)
 
 
 def pairs():
     """Every case with every number of replicas, each on one number of devices that changes from case to case.
 
-    One pair of a case also evaluates, predicts and uses single batches; of these a sixth are the quick subset. One
-    xdist worker runs a case, so that plain Keras runs it once.
+    One pair of a case also evaluates, predicts and uses single batches; of these a sixth are the quick subset.
     """
     for number, case in enumerate(CASES):
         for turn, replicas in enumerate(REPLICAS):
             topology = Topology(replicas, DEVICES[(number + turn) % len(DEVICES)])
             whole = replicas == REPLICAS[1 + number % 4]
-            quick = whole and number % 6 == 0
-            marks = [pytest.mark.xdist_group(case.name)] + ([] if quick else [pytest.mark.full])
+            marks = [pytest.mark.xdist_group(case.name)]
+            if not whole and case.name not in ON_EVERY_COUNT:
+                marks.append(pytest.mark.nightly)
+            elif not whole or number % 6:
+                marks.append(pytest.mark.full)
             yield pytest.param(case, topology, not whole, id=f"{case}-{topology}", marks=marks)
 
 
 @pytest.mark.parametrize(("case", "topology", "only_fit"), list(pairs()))
 def test_n_replicas_equal_one_device(case, topology, only_fit):
-    assert_same(run(case, topology, only_fit), plain_keras(case, only_fit), case.relative)
+    assert_same(run(case, topology, only_fit), reference(case, only_fit), case.relative)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-@pytest.mark.parametrize("name", ["adam", "loss_masked", "dicts"])
+def products():
+    for name, marks in {
+        "dicts": [pytest.mark.full],
+        "adam": [pytest.mark.nightly],
+        "loss_masked": [pytest.mark.nightly],
+    }.items():
+        for topology in TOPOLOGIES:
+            yield pytest.param(name, topology, id=f"{name}-{topology}", marks=[*marks, pytest.mark.xdist_group(name)])
+
+
+@pytest.mark.parametrize(("name", "topology"), list(products()))
 def test_the_whole_product_of_replicas_and_devices(name, topology):
-    case = next(case for case in CASES if case.name == name)
-    assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)
+    case = case_named(name)
+    assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
 
 
 def test_devices_with_three_different_shares_of_a_batch():
     """XLA could not compile this for CPUs where each device looked up its share within the sums of the loss."""
-    case = next(case for case in CASES if case.name == "hidden_too")
-    assert_same(run(case, Topology(5, 3)), plain_keras(case), case.relative)
+    case = case_named("hidden_too")
+    assert_same(run(case, Topology(5, 3)), reference(case), case.relative)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_cross_device_operation_keeps_the_law(algorithm, count):
-    case = next(case for case in CASES if case.name == "global_clipnorm")
+    case = case_named("global_clipnorm")
     topology = Topology(3, count, {"cross_device_ops": ALGORITHMS[algorithm]})
     relative = 2.0**-7 if algorithm == "half_precision" else case.relative  # Two roundings to bfloat16.
-    assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), relative)
+    assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), relative)
 
 
 @pytest.mark.full
@@ -72,6 +93,6 @@ def test_the_conditional_of_accelerators_gives_what_selecting_gives(name, topolo
         return lax.switch(choice, branches)
 
     monkeypatch.setattr(devices, "_select", switch)
-    case = next(case for case in CASES if case.name == name)
-    assert_same(run(case, topology, only_fit=True), plain_keras(case, only_fit=True), case.relative)
+    case = case_named(name)
+    assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
     assert max(used) >= 2

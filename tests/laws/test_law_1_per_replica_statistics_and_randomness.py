@@ -76,12 +76,13 @@ def trained(build, topology, count=19, **options):
 
 
 def builds_and_replicas():
-    """Each network on three replicas; the two small ones on every number."""
+    """Each network on three replicas; the two small ones on seven, and in the nightly set on every number."""
     for build in NETWORKS:
         yield pytest.param(build, 3, marks=[] if build is NETWORKS[0] else pytest.mark.full)
     for build in NETWORKS[:2]:
-        for replicas in (1, 2, 7):
-            yield pytest.param(build, replicas, marks=pytest.mark.full)
+        yield pytest.param(build, 7, marks=pytest.mark.full)
+        for replicas in (1, 2):
+            yield pytest.param(build, replicas, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(("build", "replicas"), list(builds_and_replicas()))

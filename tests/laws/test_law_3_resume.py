@@ -1,46 +1,46 @@
 """Law 3: a run that is broken off anywhere and taken up again ends with the same bits.
 
-With arrays a net of convolutions is trained, and the run that nobody broke off compiles everything for itself; the others keep their programs.
+With arrays a net of convolutions is trained, and the run that nobody broke off compiles everything for itself.
 """
+
+import contextlib
 
 import pytest
 
-from tests.resume.compiling import programs_kept
 from tests.resume.runs import INPUTS, Run
+from tests.support import compile_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
-QUICK = {("arrays", 3), ("arrays", 7), ("PyDataset", 8), ("generator", 4), ("function", 6)}
+QUICK = {("arrays", 3), ("arrays", 7), ("PyDataset", 6), ("generator", 3), ("function", 6)}
 STEPS = {"arrays, endless": 3, "PyDataset, endless": 3}
 
 
 def cases():
     for kind in INPUTS:
         steps = STEPS.get(kind, 5)
-        for stop in (1, 3, 4, steps, steps + 1, steps + 3, 2 * steps):
-            yield pytest.param(kind, stop, marks=() if (kind, stop) in QUICK else pytest.mark.full)
+        # In the middle of an epoch, in its last step, and in the first step after a validation; with arrays also elsewhere.
+        every_day = {3 if steps > 3 else 2, steps, steps + 1}
+        for stop in sorted({1, 3, 4, steps, steps + 1, steps + 3, 2 * steps} | every_day):
+            marks = [] if (kind, stop) in QUICK else [pytest.mark.full]
+            if kind != "arrays" and stop not in every_day:
+                marks = [pytest.mark.nightly]
+            yield pytest.param(kind, stop, marks=[pytest.mark.xdist_group(f"resume {kind}"), *marks])
 
 
 def run_of(kind, folder=None, **options):
     return Run(folder, kind, net="convolutions" if kind == "arrays" else "dense", **options)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    with programs_kept(folder):
-        yield folder
-
-
 @pytest.fixture(scope="module")
-def whole(compiled):
+def whole():
     """Digest and steps of the run that nobody broke off, once for each kind."""
     known = {}
 
     def of(kind):
         if kind not in known:
             run = run_of(kind)
-            with programs_kept(None if kind == "arrays" else compiled):
+            with compile_cache.unused() if kind == "arrays" else contextlib.nullcontext():
                 known[kind] = run.fit(backup=False), run.heard
         return known[kind]
 

@@ -1,4 +1,4 @@
-"""Trainings of real processes. They keep their compiled programs in one folder: most of what a process does here would be compiling."""
+"""Trainings of real processes, and disks that fail."""
 
 import functools
 
@@ -6,30 +6,17 @@ import pytest
 
 from tests.resume import disks
 from tests.resume.attempts import Training
-from tests.resume.compiling import programs_kept
 
 collect_ignore = ["programs"]  # They are for processes of their own.
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("compiled"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _programs_are_kept(compiled):
-    """In this process."""
-    with programs_kept(compiled):
-        yield
-
-
 @pytest.fixture
-def training(forks, compiled, tmp_path):
+def training(forks, tmp_path):
     """Makes a training; processes that are left are ended with the test."""
     made = []
 
     def make(workers=1, **config):
-        made.append(Training(forks, tmp_path / str(len(made)), workers, cache=compiled, **config))
+        made.append(Training(forks, tmp_path / str(len(made)), workers, **config))
         return made[-1]
 
     yield make
@@ -43,7 +30,7 @@ def whole(forks, tmp_path_factory):
 
     @functools.cache
     def digest(**config):
-        made = Training(forks, tmp_path_factory.mktemp("whole"), **config)
+        made = Training(forks, tmp_path_factory.mktemp("whole"), compiles=True, **config)
         try:
             return made.finished_as_a_whole()
         finally:

@@ -68,7 +68,6 @@ class Soak:
         self.config = {
             "net": "cnn",
             "epochs": EPOCHS,
-            "cache": str(folder / "compiled"),
             "backup": {"save_freq": save_freq},
         }
         self.found = Soaked()

@@ -42,20 +42,20 @@ def go_through(run, kills):
     [
         pytest.param("cnn", 1, QUICK, id="quick"),
         *(
-            pytest.param(net, workers, kills, id=f"{net} {workers}", marks=[pytest.mark.full, pytest.mark.timeout(900)])
-            for net, workers, kills in (
-                ("mlp", 1, KILLS),
-                ("cnn", 1, KILLS),
-                ("mlp", 2, NOT_ONLY_ONE),
-                ("cnn", 2, KILLS),
+            pytest.param(net, workers, kills, id=f"{net} {workers}", marks=[mark, pytest.mark.timeout(900)])
+            for net, workers, kills, mark in (
+                ("mlp", 1, KILLS, pytest.mark.nightly),
+                ("cnn", 1, KILLS, pytest.mark.nightly),
+                ("mlp", 2, NOT_ONLY_ONE, pytest.mark.nightly),
+                ("cnn", 2, KILLS, pytest.mark.full),
             )
         ),
     ],
 )
 def test_killed_at_each_place_in_turn(net, workers, kills, training, whole):
-    run = training(workers, net=net)
+    run, expected = training(workers, net=net), whole(net=net, workers=workers)
     go_through(run, kills)
-    assert run.finished_as_a_whole() == whole(net=net, workers=workers)
+    assert run.finished_as_a_whole() == expected
     assert run.done_again <= 3 * len(kills)  # One step runs, one checkpoint is being written, and one waits.
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.resume.soaking import Soak
 
-pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(("workers", "kills"), [(1, 12), (2, 8)])

@@ -3,7 +3,8 @@
 Importing Keras and JAX takes seconds, which a job of four processes would spend four times. A fork has imported them and
 no more: JAX has not started in it, and its program runs as ``__main__``, as if Python had been given the file.
 
-A request is a line of JSON on standard input: ``number``, ``program``, ``arguments``, ``environ``, ``out``, ``err``. Answers
+A request is a line of JSON on standard input: ``number``, ``program``, ``arguments``, ``environ``, ``out``, ``err``, and
+``compiled``, the process's own folder of compiled programs. Answers
 on standard output are ``{"number", "pid"}`` and, at the end of that process, ``{"number", "code"}``. At the end of standard
 input all that still run are ended.
 
@@ -26,6 +27,7 @@ import keras
 import numpy as np
 
 import lockstep  # noqa: F401
+from tests.support import compile_cache
 
 POLL_SECONDS = 0.01
 
@@ -75,6 +77,7 @@ def become(request):
     os.environ.update(request["environ"])
     sys.argv = [request["program"], *request["arguments"]]
     sys.path[0] = str(Path(request["program"]).parent)
+    compile_cache.use(request["compiled"])
 
 
 def run_python(request):

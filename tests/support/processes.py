@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+from tests.support import compile_cache
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "workers" / "programs"
 DEADLINE = 240  # seconds, far more than any job here takes on a busy machine
@@ -47,18 +49,14 @@ class ForkServer:
             stdout=subprocess.PIPE,
             env=environ | {"PYTHONPATH": path},
         )
-        self._asked = []
-        self._one_asks = threading.Lock()
+        self._asked, self._lock = [], threading.Lock()
+        self._compiled = compile_cache.shared_folder("children")
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, folder, name, program, config, environ):
-        process = Process(folder / f"{name}.out", folder / f"{name}.err")
-        self._asked.append(process)
-        request = {"number": len(self._asked) - 1, "program": str(program), "arguments": [json.dumps(config)]}
-        request |= {"environ": environ, "out": str(process.out), "err": str(process.err)}
-        self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        self._server.stdin.flush()
-        return process
+    def start(self, folder, name, program, config, environ, compiles=False):
+        """Start a program; with ``compiles`` it compiles everything for itself."""
+        request = {"program": str(program), "arguments": [json.dumps(config)], "environ": environ}
+        return self._start(folder, name, request, compiles)
 
     def start_python(
         self, folder, *, code=None, script=None, module=None, arguments=(), cwd=None, environ=None, warnings=()
@@ -83,13 +81,7 @@ class ForkServer:
             "environ": {name: value for name, value in changes.items() if value is not None},
             "warnings": list(warnings),
         }
-        process = Process(Path(folder) / "out", Path(folder) / "err")
-        with self._one_asks:
-            self._asked.append(process)
-            request |= {"number": len(self._asked) - 1, "out": str(process.out), "err": str(process.err)}
-            self._server.stdin.write(json.dumps(request).encode() + b"\n")
-            self._server.stdin.flush()
-        return process
+        return self._start(Path(folder), "python", request)
 
     def run_python(self, *, timeout=DEADLINE, **options):
         """Run Python as `start_python` says, to its end; what it leaves is given as ``subprocess.run`` gives it.
@@ -110,6 +102,19 @@ class ForkServer:
         self._server.stdin.close()
         self._server.wait(DEADLINE)
 
+    def _start(self, folder, name, request, compiles=False):
+        process = Process(folder / f"{name}.out", folder / f"{name}.err", folder / f"{name}.compiled")
+        process.compiled.mkdir()
+        if not compiles:
+            compile_cache.fill(process.compiled, self._compiled)
+        request |= {"out": str(process.out), "err": str(process.err), "compiled": str(process.compiled)}
+        with self._lock:
+            self._asked.append(process)
+            request["number"] = len(self._asked) - 1
+            self._server.stdin.write(json.dumps(request).encode() + b"\n")
+            self._server.stdin.flush()
+        return process
+
     def _listen(self):
         for line in self._server.stdout:
             answer = json.loads(line)
@@ -119,6 +124,8 @@ class ForkServer:
                 process.begun.set()
             else:
                 process.code, process.ended_at = answer["code"], time.monotonic()
+                if process.code == 0:
+                    compile_cache.publish(process.compiled, self._compiled)
                 process.ended.set()
         self._server.stdout.close()
 
@@ -126,8 +133,8 @@ class ForkServer:
 class Process:
     """A process that a fork server starts."""
 
-    def __init__(self, out, err):
-        self.out, self.err = out, err
+    def __init__(self, out, err, compiled):
+        self.out, self.err, self.compiled = out, err, compiled
         self.begun, self.ended = threading.Event(), threading.Event()
         self._pid = self.code = self.ended_at = None
 
@@ -204,8 +211,11 @@ class Job:
     def coordinator(self):
         return self.cluster["worker"][0]
 
-    def start(self, task, index, program=None, *, cluster=None, environ=None, **config):
-        """Start one process, of a file or a name in ``PROGRAMS``; gives it. The task ``alone`` is in no cluster."""
+    def start(self, task, index, program=None, *, cluster=None, environ=None, compiles=False, **config):
+        """Start one process, of a file or a name in ``PROGRAMS``; gives it. The task ``alone`` is in no cluster.
+
+        With ``compiles`` it compiles everything for itself.
+        """
         program = program or self.program
         program = PROGRAMS / f"{program}.py" if isinstance(program, str) else program
         tf_config = json.dumps({"cluster": cluster or self.cluster, "task": {"type": task, "index": index}})
@@ -213,9 +223,9 @@ class Job:
         place = {"index": index, "workers": self.workers, "folder": str(self.folder), "name": f"{task}{index}"}
         count = sum(place["name"] == known.partition("-")[0] for known in self.processes)
         name = f"{place['name']}-{count}" if count else place["name"]
-        process = self.forks[index % len(self.forks)].start(self.folder, name, program, place | config, environ)
-        self.processes[name] = process
-        return process
+        forks = self.forks[index % len(self.forks)]
+        self.processes[name] = forks.start(self.folder, name, program, place | config, environ, compiles)
+        return self.processes[name]
 
     def start_all(self, program=None, *, each=lambda task, index: {}, but=(), **config):
         """Start all processes but those named; ``each(task, index)`` gives what one has for itself."""

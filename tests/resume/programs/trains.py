@@ -14,7 +14,6 @@ import numpy as np
 from keras import layers
 
 import lockstep
-from tests.resume.compiling import keep_programs
 from tests.resume.programs.places import Fault, Places, set_the_clock_back
 from tests.workers.program import config, make_strategy, tell
 
@@ -113,8 +112,6 @@ def digest(model, history):
 
 
 def main():
-    if config.get("cache"):
-        keep_programs(config["cache"])
     if config.get("clock is back"):
         set_the_clock_back()
     fault = Fault(**config.get("fault") or {})

@@ -1,0 +1,103 @@
+"""Compiled programs that test processes share, and keep from run to run.
+
+JAX writes an entry of its persistent cache in place: another process could read half an entry, and a process that is killed
+could leave half an entry for good. So each process has a private folder that begins with hard links to all shared entries,
+and :func:`publish` links the new entries of a process that ended well into the shared folder. Making a link is atomic.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+SETTINGS = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",  # They would put the folder into the key of an entry.
+}
+LIMIT = 1 << 30  # bytes of a shared folder; beyond it the oldest half goes
+
+
+def shared_folder(kind: str) -> Path:
+    """Return the folder for one kind of process, keyed by what decides whether a compiled program may be used.
+
+    ``LOCKSTEP_TEST_CACHE`` names another place than the user's cache.
+    """
+    root = os.environ.get("LOCKSTEP_TEST_CACHE")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep-tests"
+    folder = base / f"{kind}-{_key()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def use(private: Path | None) -> None:
+    """Have this process take its compiled programs from a folder and write new ones there; None: compile everything."""
+    for name, value in SETTINGS.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", private and str(private))
+    compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def unused():
+    """Have this process compile everything for itself."""
+    before = jax.config.jax_compilation_cache_dir
+    use(None)
+    yield
+    use(before)
+
+
+def fill(private: Path, shared: Path) -> None:
+    """Begin a private folder with the shared entries."""
+    for entry in shared.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # Another process may prune at the same time.
+            _link(entry, private / entry.name)
+
+
+def publish(private: Path, shared: Path) -> None:
+    """Add the new entries of a process that ended well."""
+    known = {entry.name for entry in shared.iterdir()}
+    for entry in private.iterdir():
+        if entry.name not in known:
+            _link(entry, shared / entry.name)
+    _prune(shared)
+
+
+def _link(source: Path, target: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            raise
+        except OSError:  # The folders are on different file systems.
+            part = target.with_name(f".{target.name}.{os.getpid()}")
+            shutil.copyfile(source, part)
+            part.replace(target)
+
+
+def _prune(shared: Path) -> None:
+    entries = sorted((entry.stat().st_mtime, entry.stat().st_size, entry) for entry in shared.iterdir())
+    total = sum(size for _, size, _ in entries)
+    if total <= LIMIT:
+        return
+    for _, size, entry in entries:
+        if total <= LIMIT // 2:
+            break
+        entry.unlink(missing_ok=True)
+        total -= size
+
+
+def _key() -> str:
+    """Digest of versions and processor; JAX's own key of an entry covers the program, flags and devices."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = re.search(r"^(?:flags|Features)\s*:.*$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    parts = [platform.machine(), flags.group() if flags else platform.processor()]
+    parts += [f"{name} {version(name)}" for name in ("jax", "jaxlib", "keras")]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
