@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.workers.jobs import Forks
+
 ENDS = """
 import atexit, sys, threading, time
 def late():
@@ -125,6 +127,26 @@ def test_python_kills_the_process_group_after_its_time(python, tmp_path):
         python(code=code, timeout=1)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
+    until_ended(*pids)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked for it")
+def test_python_ends_with_a_server_that_is_killed(tmp_path):
+    server = Forks()
+    process = server.start_python(tmp_path, code="import time; print('{\"runs\": 1}', flush=True); time.sleep(1000)")
+    process.until("runs")
+    os.kill(parent_of(process.pid), signal.SIGKILL)
+    until_ended(process.pid)
+    server.close()
+
+
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def until_ended(*pids):
     until = time.monotonic() + 60
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < until

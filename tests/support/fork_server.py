@@ -12,6 +12,7 @@ A request with ``kind`` is one of `run_python`: ``program`` is code, the path of
 ``environ`` is the whole environment.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -86,6 +87,7 @@ def run_python(request):
     An uncaught exception goes to ``sys.excepthook`` without the frames of this file. What follows (joining threads,
     ``atexit``, flushing) is the interpreter's own end.
     """
+    end_with_the_server()
     gc.freeze()  # What was imported is not searched for garbage, which takes most of the second that an end takes.
     os.environ.clear()
     become(request)
@@ -103,6 +105,12 @@ def run_python(request):
         sys.last_type, sys.last_traceback = type(error), shown
         sys.excepthook(type(error), error, shown)
         sys.exit(1)
+
+
+def end_with_the_server():
+    """Have the kernel kill this process when the server ends, even if that was killed and could not."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def read_environment_anew():
