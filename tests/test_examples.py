@@ -33,9 +33,17 @@ def limits(steps):
     return {"KERAS_MAX_EPOCHS": "1", "KERAS_MAX_STEPS_PER_EPOCH": str(steps)}
 
 
+def run_cold(script, *arguments, steps, timeout, launcher=()):
+    """Run an example of several processes in an interpreter of its own; gives what it has printed."""
+    command = [sys.executable, *launcher, str(EXAMPLES / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | limits(steps))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def run(python):
-    """Run an example for so many steps; gives what it has printed."""
+    """Run an example for so many steps in a fork; gives what it has printed."""
 
     def run(script, *arguments, steps=12, timeout=280):
         done = python(script=EXAMPLES / script, arguments=arguments, environ=limits(steps), timeout=timeout)
@@ -77,10 +85,7 @@ def test_reuters_begins_as_plain_keras_does(devices, run, request):
 def test_reuters_trains_on_workers_that_do_not_wait():
     limit = 250
     launcher = ("-m", "lockstep.cli", "run", "--workers", "2", "--servers", "1", "--timeout", str(limit))
-    command = [sys.executable, *launcher, str(EXAMPLES / "reuters/asynchronous.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit + 30, env=os.environ | limits(40))
-    assert done.returncode == 0, done.stderr[-3000:]
-    printed = done.stdout
+    printed = run_cold("reuters/asynchronous.py", steps=40, timeout=limit + 30, launcher=launcher)
     assert {*re.findall(r"^\[(.*?)\]", printed, flags=re.MULTILINE)} == {"chief"}  # It prints alone.
     assert "332,856" in printed
     found = logs(printed)
@@ -126,11 +131,11 @@ def test_cats_and_dogs_run_on_two_devices(run):
 @pytest.mark.full
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(900)
-def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process(run):
+def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process():
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--rows", "4", "--size", "32", "--deterministic")
-    script = partial(run, "cats_vs_dogs/two_workers.py", *flags, steps=1, timeout=400)
+    script = partial(run_cold, "cats_vs_dogs/two_workers.py", *flags, steps=1, timeout=400)
     with ThreadPoolExecutor(2) as pool:
         chief, other = pool.map(lambda index: script("--index", index, "--port", str(port)), "01")
     assert "loss" not in other  # The chief prints.
