@@ -40,11 +40,11 @@ SHAPES = {(37, 61), (61, 3)}  # of weights and moments, and of nothing else
 X, Y = np.random.default_rng(0).normal(size=(24, 37)).astype("float32"), np.arange(24) % 3
 
 
-@pytest.mark.parametrize("home", ["cpu:1", pytest.param("cpu:4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("home", ["cpu:1", pytest.param("cpu:4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.full])])
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.slow])])
         for name in QUICK + OTHERS
     ],
 )

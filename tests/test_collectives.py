@@ -42,19 +42,19 @@ def reduced(ops, pieces, devices, reduce_op="SUM"):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("auto", "tree") else [pytest.mark.full]) for name in ALGORITHMS]
+    "name", [pytest.param(name, marks=[] if name in ("auto", "tree") else [pytest.mark.slow]) for name in ALGORITHMS]
 )
 def test_equals_the_naive_sum_on_every_device(name):
     check_cross_device_ops(name, dtypes=["float32", "bfloat16", "int32", "bool"])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", [*ALGORITHMS, *OPTIONS])
 def test_equals_the_naive_sum_in_every_dtype(ops):
     check_cross_device_ops(OPTIONS.get(ops, ops))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_equals_the_naive_sum_of_ten_megabytes(name):
     check_cross_device_ops(name, ["cpu:0", "cpu:1", "cpu:2"], dtypes=["float32"], shapes=[(2_500_000,), (1250, 2, 999)])

@@ -18,7 +18,7 @@ def test_the_demo_agrees_with_one_device_and_draws_curves(tmp_path, capsys):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_demo_would_notice(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "_largest_difference", lambda ours, theirs: 1e-2)
     assert cli.main(["demo", "--epochs", "1", "--devices", "cpu:0", "--output", str(tmp_path)]) == 1
@@ -62,7 +62,7 @@ def test_the_command_needs_no_environment():
     assert "epochs: expected at least 1" in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["sklearn", "matplotlib"])
 def test_demo_names_a_missing_extra(package, python, tmp_path):
     block = f"import sys; sys.modules[{package!r}] = None; sys.modules[{package!r} + '.datasets'] = None; "

@@ -84,7 +84,7 @@ def test_names_the_backend_first_reads_the_order(code, expected):
     assert names_the_backend_first(code) is expected
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_scaling_page_prints_what_to_take_and_writes_a_report(python, tmp_path):
     (code,) = blocks_of("scaling")
     (tmp_path / "measured.py").write_text(code)
@@ -94,7 +94,7 @@ def test_scaling_page_prints_what_to_take_and_writes_a_report(python, tmp_path):
     assert (tmp_path / "scaling.html").exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_collectives_page_prints_the_bytes_and_names_the_algorithm(python, tmp_path):
     done = python(code="\n".join(blocks_of("collectives")), cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_collectives_page_prints_the_bytes_and_names_the_algorithm(python, tmp_p
     assert "gradients: all-reduce by gather_and_add" in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_determinism_page_prints_a_digest_and_fixes_the_thread_pool(python, tmp_path):
     (code,) = blocks_of("determinism")
     done = python(code=code, cwd=tmp_path, environ=dict.fromkeys(NOT_INHERITED), timeout=120)
@@ -112,7 +112,7 @@ def test_determinism_page_prints_a_digest_and_fixes_the_thread_pool(python, tmp_
     assert "deterministic, on a pool of 16 CPU threads\n" in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_custom_loops_page_trains(python, tmp_path):
     (code,) = blocks_of("custom_loops")
     done = python(code=code, cwd=tmp_path, timeout=120)
@@ -135,7 +135,7 @@ def test_batch_size_page_prints_the_largest_that_fits(python, tmp_path):
     assert re.search(r"^ +512 .*\nLargest that fits: 512, all the rows that there are", done.stdout, flags=re.MULTILINE)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_nan_guard_page_prints_what_it_shows(python, tmp_path):
     (code,) = blocks_of("nan_guard")
     done = python(code=code, cwd=tmp_path, timeout=120)
@@ -144,7 +144,7 @@ def test_nan_guard_page_prints_what_it_shows(python, tmp_path):
     assert done.stdout.split() == printed.split()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_monitoring_page_prints_the_names_that_it_shows_and_writes_its_files(python, tmp_path):
     (code,) = blocks_of("monitoring")
     done = python(code=code, cwd=tmp_path, timeout=120)
@@ -155,7 +155,7 @@ def test_monitoring_page_prints_the_names_that_it_shows_and_writes_its_files(pyt
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"train", "validation", "status.json"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_central_storage_page_prints_where_the_variables_are(python, tmp_path):
     (code,) = blocks_of("central_storage")
     done = python(code=code, cwd=tmp_path, timeout=120)
@@ -163,7 +163,7 @@ def test_central_storage_page_prints_where_the_variables_are(python, tmp_path):
     assert done.stdout == "{2}\n"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_code_about_servers_trains_on_two_workers(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parameter_servers.md").read_text(), flags=re.DOTALL)
     (tmp_path / "train.py").write_text(code)
@@ -174,7 +174,7 @@ def test_the_code_about_servers_trains_on_two_workers(tmp_path):
     assert "2 workers, without waiting; variables on 1 server" in done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_both_steps_of_the_page_about_coordinators_train_on_two_workers(tmp_path):
     page = (ROOT / "docs" / "coordinator.md").read_text()
     loop, own_gradients = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
@@ -190,7 +190,7 @@ def test_both_steps_of_the_page_about_coordinators_train_on_two_workers(tmp_path
     assert losses[0] > losses[2] > losses[5]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_resume_page_comes_to_the_same_bits(python, tmp_path):
     code = "\n".join([*blocks_of("resume"), "print(float(state) == sum(range(300)))"])
     done = python(code=code, cwd=tmp_path, timeout=120)

@@ -57,7 +57,7 @@ def test_killed_and_started_again_it_goes_on_in_the_middle_of_the_epoch(tmp_path
     assert figures(RESUMED) == figures(WHOLE)[-4:]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_same_script_trains_on_two_workers(tmp_path):
     ((before, after),) = re.findall(r"```diff\n-(.*)\n\+(.*)\n```", PAGE)
     script = script_with_backup()

@@ -52,7 +52,7 @@ def run(python, pictures):
     return run
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["single.py", "mirrored.py"])
 def test_towers_print_a_line_every_ten_steps_and_name_checkpoints_by_step(script, run, tmp_path):
     done = run(script, tmp_path, "--steps", 25, "--checkpoint-steps", 20)
@@ -68,7 +68,7 @@ def test_towers_print_a_line_every_ten_steps_and_name_checkpoints_by_step(script
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_towers_that_were_stopped_end_with_the_same_weights(run, tmp_path):
     options = ("--checkpoint-steps", 40, "--save-freq", "0.001 s")
     whole = run("mirrored.py", tmp_path / "whole", "--steps", 40, *options)
@@ -88,7 +88,7 @@ def test_towers_that_were_stopped_end_with_the_same_weights(run, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_towers_end_at_a_loss_that_is_not_finite_and_keep_the_last_good_checkpoint(run, tmp_path):
     stairs_up = ("--decay", "1e30", "--decay-steps", 5)  # the learning rate is too high from step 6 on
     done = run("mirrored.py", tmp_path, "--steps", 20, "--checkpoint-steps", 2, *stairs_up)

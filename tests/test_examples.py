@@ -64,7 +64,7 @@ def reuters_on_plain_keras(run):
 
 
 @pytest.mark.data
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("data_folder")
 @pytest.mark.xdist_group("reuters")
 @pytest.mark.parametrize("devices", [(), ("cpu:0", "cpu:1")])
@@ -80,7 +80,7 @@ def test_reuters_begins_as_plain_keras_does(devices, run, request):
 
 
 @pytest.mark.data
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("data_folder")
 def test_reuters_trains_on_workers_that_do_not_wait():
     limit = 250
@@ -94,7 +94,7 @@ def test_reuters_trains_on_workers_that_do_not_wait():
 
 
 @pytest.mark.data
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("data_folder")
 @pytest.mark.parametrize(
     "name", sorted(set(PAIRS) - {"reuters", "cifar10_towers", "cats_vs_dogs"})
@@ -105,7 +105,7 @@ def test_an_example_runs(name, run):
 
 
 @pytest.mark.data
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(600)
 def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does(run):
@@ -118,7 +118,7 @@ def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does(run):
 
 
 @pytest.mark.data
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(600)
 def test_cats_and_dogs_run_on_two_devices(run):
@@ -128,7 +128,7 @@ def test_cats_and_dogs_run_on_two_devices(run):
 
 
 @pytest.mark.data
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(900)
 def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process():

@@ -130,7 +130,7 @@ def test_python_kills_the_process_group_after_its_time(python, tmp_path):
     until_ended(*pids)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked for it")
 def test_python_ends_with_a_server_that_is_killed(tmp_path):
     server = Forks()

@@ -95,7 +95,7 @@ def operands(rank, kernel):
     [(1, 1, "SAME"), (1, 1, "VALID"), (2, 1, "SAME"), (2, 1, "VALID"), (1, 2, "SAME"), (2, 2, "VALID")],
 )
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_convolution_in_other_words_gives_its_values_and_gradients(rank, kernel, stride, dilation, padding):
     x, weights, groups = operands(rank, kernel)
     convolve = convolution(rank, stride, padding, dilation, groups)

@@ -25,11 +25,11 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name == "adam" else [pytest.mark.full])])
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name == "adam" else [pytest.mark.slow])])
         for name in ELEMENTWISE + OTHERS
     ],
 )

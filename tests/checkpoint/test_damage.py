@@ -37,7 +37,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
             assert len(store.verify(path)) == 1
 
 
-@pytest.mark.parametrize("others", [1, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("others", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_bit_of_the_arrays_counts_and_no_other_bit_of_their_file_changes_what_is_read(others, tmp_path):
     store = store_in(tmp_path, 4)
     (path,) = store.paths()

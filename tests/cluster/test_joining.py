@@ -68,7 +68,7 @@ def test_a_worker_with_another_identity_is_named_to_all():
         }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_workers_with_one_index_are_named_to_all():
     job = ThreadedJob(3)
     job.each = lambda index: {"group": WorkerGroup(workers=3, index=min(index, 1), coordinator=job.coordinator)}
@@ -90,7 +90,7 @@ def test_a_worker_with_another_count_is_named_to_all():
         assert f"of 3 ({ME}) was started with 3 workers, the chief ({ME}) with 2 workers: start all" in sentence
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_worker_with_an_absurd_count_costs_neither_memory_nor_time():
     job = ThreadedJob(2, missing=(1,))
     host, port = job.coordinator.split(":")
@@ -204,7 +204,7 @@ def test_many_strangers_do_not_fill_the_log():
         assert len(job.lines[0]) == 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_says_nothing_is_turned_away_and_delays_nobody():
     job = ThreadedJob(2)
     host, port = job.coordinator.split(":")

@@ -152,7 +152,7 @@ def test_an_interruption_has_the_code_that_shells_know(start):
     assert "failed: KeyboardInterrupt" in said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_worker_that_was_stopped_is_named(start, stopped):
     workers = [start(index, "hang_in_a_step", timeout=SHORT) for index in range(3)]
@@ -171,7 +171,7 @@ def test_a_worker_that_was_stopped_is_named(start, stopped):
     assert code == 75
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_that_was_stopped_as_a_whole_goes_on(start):
     workers = [start(index, "wait_for_a_signal", 2, timeout=1.5) for index in range(2)]
     for worker in workers:
@@ -200,7 +200,7 @@ def test_a_worker_whose_main_thread_is_stuck_is_named_and_shows_where(start):
     assert "in hang_in_the_data\n" in workers[1].err.read_text()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_worker_that_keeps_a_call_waiting_is_named(start):
     workers = [start(0, "wait", 2, timeout=SHORT), start(1, "hang_in_the_data", 2, timeout=SHORT)]
     for worker in workers:
@@ -210,7 +210,7 @@ def test_a_worker_that_keeps_a_call_waiting_is_named(start):
         assert "worker 0 waits for it at barrier 'the end' for 3 s." in said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_worker_that_ends_before_the_others_is_named_when_they_need_it(start):
     workers = [start(0, "hang_in_a_step", 2, timeout=SHORT), start(1, "exit_in_order", 2, code=0, timeout=SHORT)]
     assert ended(workers[1]) == (0, "")
@@ -228,7 +228,7 @@ def test_a_worker_that_never_starts_is_named_by_all(start):
         assert "waiting for worker 1 of 3, 2 s" in said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_chief_that_never_starts_is_named(start):
     worker = start(1, timeout=SHORT)
     code, said = worker.end(), worker.said
@@ -237,7 +237,7 @@ def test_a_chief_that_never_starts_is_named(start):
     assert "was not met within 3 s" in said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_worker_that_dies_at_the_start_is_named_by_all(start):
     workers = [start(index, workers=4, timeout=LONG) for index in range(3)]
     workers[0].until_said("lockstep: waiting for worker 3 of 4,")

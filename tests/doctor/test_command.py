@@ -89,7 +89,7 @@ def test_a_script_without_fit_and_a_missing_one_give_code_2(tmp_path, capsys):
 
 
 @pytest.mark.data
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("data_folder")
 @pytest.mark.parametrize("script", ["guide/single.py", "mnist_table/mirrored.py", "reuters/single.py"])
 def test_doctor_finds_nothing_in_the_examples(doctor, script):

@@ -63,8 +63,8 @@ class Batches(keras.utils.PyDataset):
     ("given", "options"),
     [
         (lambda: (X, Y), {}),
-        pytest.param(lambda: (Batches(), None), {}, marks=pytest.mark.full),
-        pytest.param(lambda: (X, Y), {"deterministic": True}, marks=pytest.mark.full),
+        pytest.param(lambda: (Batches(), None), {}, marks=pytest.mark.slow),
+        pytest.param(lambda: (X, Y), {"deterministic": True}, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_changed_and_what_follows_has_the_same_bits(given, options):

@@ -24,7 +24,7 @@ def stopped(run, x, y, *callbacks, **options):
     return caught.value, model
 
 
-@pytest.mark.parametrize("steps_at_once", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("steps_at_once", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cause", CAUSES)
 @pytest.mark.parametrize(("deterministic", "devices"), [(False, 1), (False, 2), (True, 2)])
 def test_it_stops_before_the_bad_step_and_says_why(cause, deterministic, devices, steps_at_once):

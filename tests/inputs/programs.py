@@ -72,5 +72,5 @@ def weights(model):
 
 TOPOLOGIES = [
     Topology(7, 3),
-    *(pytest.param(each, marks=pytest.mark.full) for each in (Topology(1, 1), Topology(2, 2))),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in (Topology(1, 1), Topology(2, 2))),
 ]

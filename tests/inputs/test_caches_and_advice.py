@@ -305,7 +305,7 @@ def test_memory_holds_a_few_batches_of_many(python):
     assert float(done.stdout) < 10
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_same_bits_from_every_kind_of_input_on_any_devices():
     x, y = data()
     batches = cut(x, y)

@@ -80,7 +80,7 @@ def test_every_row_once_in_order_with_the_numbers_of_keras(kind, topology):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[] if kind in ("generator", "callable") else [pytest.mark.full]) for kind in KINDS],
+    [pytest.param(kind, marks=[] if kind in ("generator", "callable") else [pytest.mark.slow]) for kind in KINDS],
 )
 def test_evaluate_predict_and_validation(kind):
     x, y = data()
@@ -135,7 +135,7 @@ def test_steps_per_epoch_goes_on_where_the_last_epoch_stopped(steps):
 
 @pytest.mark.parametrize(
     ("kind", "together"),
-    [("generator", 2), ("PyDataset, workers", 3), *(pytest.param(kind, 8, marks=pytest.mark.full) for kind in KINDS)],
+    [("generator", 2), ("PyDataset, workers", 3), *(pytest.param(kind, 8, marks=pytest.mark.slow) for kind in KINDS)],
 )
 def test_several_steps_a_call_with_a_short_last_group(kind, together):
     model, order = counting(Topology(3, 2), steps_per_execution=together)

@@ -44,7 +44,7 @@ def digest_in(printed):
     return line.split()[3]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_node_is_lost_in_the_middle_and_the_bits_are_those_of_one_process(tmp_path):
     path, variables = program(tmp_path, TRAINING), {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     alone = run(path, tmp_path / "alone", deadline=4 * DEADLINE, **variables)

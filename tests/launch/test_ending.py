@@ -65,7 +65,7 @@ def test_a_killed_keeper_leaves_no_process(tmp_path):
         assert all(has_ended(process) for process in processes)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_stopped_keeper_does_not_keep_a_run_from_ending(tmp_path):
     code = (
         TWO_GENERATIONS + "write('0.keeper', str(os.getppid())); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(100)"
@@ -229,7 +229,7 @@ def test_a_reader_that_goes_away_ends_the_run(tmp_path):
         assert all(has_ended(process) for process in processes)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_holds_nothing_up(tmp_path):
     reader, writer = os.pipe()
     code = TWO_GENERATIONS + "while True: print('x' * 1000)"

@@ -87,7 +87,7 @@ CONSEQUENCES = ["os._exit(75)", "os._exit(124)", "os._exit(13)"]
 CONSEQUENCES += ["from lockstep import ClusterError; raise ClusterError('worker 1 died', 75)"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("consequence", CONSEQUENCES)
 @pytest.mark.parametrize(
     "cause", ["raise ValueError('the cause')", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"]

@@ -35,7 +35,7 @@ def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
     assert run("--nnodes", 2, "--node-rank", 0, "--coordinator", "a:1", path).stdout == "[worker 0] none\n"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_error_of_one_worker_is_what_stands_last(tmp_path):
     done = run("-n", 2, "--grace", 10, program(tmp_path, TRAINING.format(failure="raise ValueError('of worker 1')")))
     assert done.returncode == 13
@@ -43,7 +43,7 @@ def test_the_error_of_one_worker_is_what_stands_last(tmp_path):
     assert "worker 1 ended with exit code 13" in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_that_lost_a_worker_is_trained_after_a_restart(tmp_path):
     failure = "os.kill(os.getpid(), signal.SIGKILL)"
     done = run("-n", 2, "--max-restarts", 1, program(tmp_path, TRAINING.format(failure=failure)))

@@ -41,7 +41,7 @@ def pairs():
             if not whole and case.name not in ON_EVERY_COUNT:
                 marks.append(pytest.mark.nightly)
             elif not whole or number % 6:
-                marks.append(pytest.mark.full)
+                marks.append(pytest.mark.slow)
             yield pytest.param(case, topology, not whole, id=f"{case}-{topology}", marks=marks)
 
 
@@ -52,7 +52,7 @@ def test_n_replicas_equal_one_device(case, topology, only_fit):
 
 def products():
     for name, marks in {
-        "dicts": [pytest.mark.full],
+        "dicts": [pytest.mark.slow],
         "adam": [pytest.mark.nightly],
         "loss_masked": [pytest.mark.nightly],
     }.items():
@@ -72,7 +72,7 @@ def test_devices_with_three_different_shares_of_a_batch():
     assert_same(run(case, Topology(5, 3)), reference(case), case.relative)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_cross_device_operation_keeps_the_law(algorithm, count):
     case = case_named("global_clipnorm")
@@ -81,7 +81,7 @@ def test_every_cross_device_operation_keeps_the_law(algorithm, count):
     assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), relative)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [Topology(3, 2), Topology(4, 3)], ids=str)
 @pytest.mark.parametrize("name", ["adam", "ema", "lstm_masked"])
 def test_the_conditional_of_accelerators_gives_what_selecting_gives(name, topology, monkeypatch):

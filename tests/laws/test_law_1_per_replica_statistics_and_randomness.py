@@ -78,9 +78,9 @@ def trained(build, topology, count=19, **options):
 def builds_and_replicas():
     """Each network on three replicas; the two small ones on seven, and in the nightly set on every number."""
     for build in NETWORKS:
-        yield pytest.param(build, 3, marks=[] if build is NETWORKS[0] else pytest.mark.full)
+        yield pytest.param(build, 3, marks=[] if build is NETWORKS[0] else pytest.mark.slow)
     for build in NETWORKS[:2]:
-        yield pytest.param(build, 7, marks=pytest.mark.full)
+        yield pytest.param(build, 7, marks=pytest.mark.slow)
         for replicas in (1, 2):
             yield pytest.param(build, replicas, marks=pytest.mark.nightly)
 
@@ -97,7 +97,7 @@ def test_replicas_do_what_the_written_out_loop_does(build, replicas):
                 assert_close(value, theirs, 1e-5, f"{name} on {devices} devices")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("build", NETWORKS)
 def test_run_eagerly_gives_the_same_numbers(build):
     compiled, eager = (trained(build, Topology(3, 2), run_eagerly=eager) for eager in (False, True))
@@ -105,7 +105,7 @@ def test_run_eagerly_gives_the_same_numbers(build):
         assert_close(value, theirs, 1e-5, name)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("build", NETWORKS[1::2])
 def test_one_replica_draws_what_plain_keras_draws(build):
     plain = seeded(build)
@@ -148,7 +148,7 @@ def test_replicas_and_steps_draw_different_masks_and_devices_do_not_matter():
     assert (first != dropout_mask(4, 1, step=2)).any(), "two steps drew the same mask"
 
 
-@pytest.mark.parametrize("replicas", [7, *(pytest.param(count, marks=pytest.mark.full) for count in REPLICAS[:-1])])
+@pytest.mark.parametrize("replicas", [7, *(pytest.param(count, marks=pytest.mark.slow) for count in REPLICAS[:-1])])
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_replica_without_rows_never_makes_a_nan(replicas, count):
     model = trained(dense_with_batch_normalization, Topology(replicas, 3), count=count)
@@ -176,7 +176,7 @@ def test_synchronized_is_refused_by_keras_outside_of_a_scope():
         layers.BatchNormalization(synchronized=True)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_stateful_recurrent_layer_keeps_its_rows():
     def build():
         keras.utils.set_random_seed(3)

@@ -118,7 +118,7 @@ def runs():
             # Adam has more state, and keeps the gradients' too.
             for devices in (2, 3, 8) if optimizer == "adam" else (3,):
                 quick = (name, optimizer, devices) == ("mlp", "adam", 3)
-                yield pytest.param(name, optimizer, devices, 2, marks=[group] if quick else [group, pytest.mark.full])
+                yield pytest.param(name, optimizer, devices, 2, marks=[group] if quick else [group, pytest.mark.slow])
             for devices in DEVICES[1:] if optimizer == "adam" else (3, 8):
                 yield pytest.param(name, optimizer, devices, 20, marks=[group, pytest.mark.nightly])
 
@@ -138,7 +138,7 @@ def no_programs_of_other_tests():
     adding._over_devices.cache_clear()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_programs_of_other_tests")
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
@@ -152,7 +152,7 @@ def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
     assert len(set(found)) > 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_the_fast_plan_has_other_bits_on_other_devices_but_repeats_its_own(name):
     found = [outcome(name, "adam", AnyTopology(REPLICAS, devices), epochs=2) for devices in (1, 2, 2)]
@@ -170,7 +170,7 @@ print(sorted(outcome("cnn", "adam", (Topology if sys.argv[2] == "True" else AnyT
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_another_process_gives_the_same_bits(deterministic, python):
     """Started anew on the same thread pool, with two devices; the deterministic plan is compared with one device here."""
@@ -183,7 +183,7 @@ def test_another_process_gives_the_same_bits(deterministic, python):
 # --- other numbers of replicas, other ways to train ------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3, 5, 6, 13])
 def test_any_number_of_replicas(replicas):
     found = [outcome("mlp", "adam", Topology(replicas, devices), epochs=1) for devices in (1, 2, 3, 4)]
@@ -213,7 +213,7 @@ QUICK = ("own_train_step",)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.full])])
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.slow])])
         for name in OTHER
     ],
 )
@@ -269,7 +269,7 @@ def trained(model_class, strategy, **options):
     return history, [np.asarray(variable.value) for variable in model.variables]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_step_that_calls_the_model_three_times_and_differentiates_its_inputs():
     history, weights = trained(TwoCalls, Topology(3, 2).strategy())
     one_device, same = trained(TwoCalls, Topology(3, 1).strategy())
@@ -318,7 +318,7 @@ SENSITIVE = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SENSITIVE)
 def test_what_the_compiler_treats_in_another_way_for_several_devices(name):
     make, loss, activation = SENSITIVE[name]
@@ -451,7 +451,7 @@ print(os.environ["PJRT_NPROC"], "--xla_gpu_deterministic_ops=true" in os.environ
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", ["", "lockstep.config.set_deterministic()", "lockstep.config.set_deterministic(cpu_threads=32)"]
 )
@@ -464,7 +464,7 @@ def test_another_process_starts_with_the_fixed_pool(first, python):
 # --- self_check -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_self_check_gives_one_digest_for_any_devices_and_changes_nothing():
     keras.utils.set_random_seed(0)
     before = np.random.get_state()[1].copy()

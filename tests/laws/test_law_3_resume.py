@@ -22,7 +22,7 @@ def cases():
         # In the middle of an epoch, in its last step, and in the first step after a validation; with arrays also elsewhere.
         every_day = {3 if steps > 3 else 2, steps, steps + 1}
         for stop in sorted({1, 3, 4, steps, steps + 1, steps + 3, 2 * steps} | every_day):
-            marks = [] if (kind, stop) in QUICK else [pytest.mark.full]
+            marks = [] if (kind, stop) in QUICK else [pytest.mark.slow]
             if kind != "arrays" and stop not in every_day:
                 marks = [pytest.mark.nightly]
             yield pytest.param(kind, stop, marks=[pytest.mark.xdist_group(f"resume {kind}"), *marks])
@@ -75,7 +75,7 @@ def test_backing_up_changes_no_bit(whole, tmp_path):
     assert run_of("arrays", tmp_path, options={"save_freq": 1}).fit() == whole("arrays")[0]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_with_the_variables_on_one_device(tmp_path):
     expected = run_of("PyDataset", home="cpu:4").fit(backup=False)
     assert run_of("PyDataset", tmp_path, home="cpu:4").fit(4) is None

@@ -55,7 +55,7 @@ def inputs(kind, x, y):
 @pytest.mark.parametrize("kind", ["arrays", "shuffled arrays", "generator", "PyDataset"])
 @pytest.mark.parametrize(
     "topology",
-    [Topology(7, 3), *(pytest.param(each, marks=pytest.mark.full) for each in (Topology(2, 2), Topology(3, 2)))],
+    [Topology(7, 3), *(pytest.param(each, marks=pytest.mark.slow) for each in (Topology(2, 2), Topology(3, 2)))],
     ids=str,
 )
 def test_each_row_exactly_once_an_epoch(kind, topology):

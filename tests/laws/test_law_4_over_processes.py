@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group(__name__)
 
-SHAPES = [(2, 2), pytest.param(3, 1, marks=pytest.mark.full)]
+SHAPES = [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("workers", "devices"), SHAPES)

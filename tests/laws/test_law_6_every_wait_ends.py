@@ -46,7 +46,7 @@ def nobody_is_left(processes):
 
 
 @pytest.mark.parametrize(
-    ("workers", "victim"), [(2, 1), (3, 0), *(pytest.param(*who, marks=pytest.mark.full) for who in ((2, 0), (4, 2)))]
+    ("workers", "victim"), [(2, 1), (3, 0), *(pytest.param(*who, marks=pytest.mark.slow) for who in ((2, 0), (4, 2)))]
 )
 def test_a_worker_that_is_killed_in_the_middle_is_named_at_once(job, workers, victim):
     processes = train(job, workers, timeout=LONG)
@@ -59,7 +59,7 @@ def test_a_worker_that_is_killed_in_the_middle_is_named_at_once(job, workers, vi
     nobody_is_left(processes)
 
 
-@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_worker_that_is_stopped_is_named_at_the_limit(job, stopped):
     processes = train(job, timeout=SHORT)
     processes[stopped].send(signal.SIGSTOP)
@@ -72,12 +72,12 @@ def test_a_worker_that_is_stopped_is_named_at_the_limit(job, stopped):
     nobody_is_left(processes)
 
 
-@pytest.mark.parametrize("fails", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("fails", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("does", "error"),
     [
         ("raise in a callback", "ValueError: the labels of batch 5 are missing"),
-        pytest.param("raise in the data", "ValueError: the picture of row 5 cannot be read", marks=pytest.mark.full),
+        pytest.param("raise in the data", "ValueError: the picture of row 5 cannot be read", marks=pytest.mark.slow),
     ],
 )
 def test_an_exception_on_one_worker_ends_all_and_is_told_to_all(job, fails, does, error):
@@ -89,7 +89,7 @@ def test_an_exception_on_one_worker_ends_all_and_is_told_to_all(job, fails, does
     nobody_is_left(processes)
 
 
-@pytest.mark.parametrize("does", ["stick in the data", pytest.param("stick in a callback", marks=pytest.mark.full)])
+@pytest.mark.parametrize("does", ["stick in the data", pytest.param("stick in a callback", marks=pytest.mark.slow)])
 def test_a_worker_that_is_stuck_is_named_at_the_limit_and_shows_where(job, does):
     processes = train(job, timeout=SHORT, faulty=1, does=does)
     ends(processes, 124, SHORT + SOON)
@@ -100,7 +100,7 @@ def test_a_worker_that_is_stuck_is_named_at_the_limit_and_shows_where(job, does)
     nobody_is_left(processes)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_worker_that_a_scheduler_ends_has_died(job):
     processes = train(job, timeout=LONG)
     processes[1].send(signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_a_worker_that_a_scheduler_ends_has_died(job):
     assert f"process {processes[1].pid}) died: " in last_line(processes[0])
 
 
-@pytest.mark.parametrize("leaves", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("leaves", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_worker_that_exits_in_the_middle_keeps_its_code_and_is_named(job, leaves):
     processes = train(job, timeout=LONG, faulty=leaves, does="exit")
     ends([processes[1 - leaves]], 13, SOON)
@@ -119,7 +119,7 @@ def test_a_worker_that_exits_in_the_middle_keeps_its_code_and_is_named(job, leav
     nobody_is_left(processes)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [1, 0])
 def test_a_worker_that_finishes_early_is_named_when_the_others_call_for_it(job, leaves):
     processes = train(job, timeout=LONG, faulty=leaves, does="come to the end early", steps=8, evaluates=True)
@@ -129,7 +129,7 @@ def test_a_worker_that_finishes_early_is_named_when_the_others_call_for_it(job, 
     assert who in last_line(processes[1 - leaves])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [1, 0])
 def test_a_worker_may_come_to_its_end_later_than_the_others(job, late):
     processes = train(job, timeout=SHORT, faulty=late, does="come to the end late", steps=8)
@@ -139,7 +139,7 @@ def test_a_worker_may_come_to_its_end_later_than_the_others(job, late):
     assert "aborted" not in processes[1 - late].said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_worker_that_dies_without_a_word_or_at_the_start(job):
     processes = train(job, timeout=LONG, faulty=1, does="exit without a word")
     ends(processes[:1], 75, SOON)
@@ -151,7 +151,7 @@ def test_a_worker_that_dies_without_a_word_or_at_the_start(job):
     assert "did not join within 3 s" in last_line(processes[0])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_worker_that_never_starts_is_named(job, missing):
     run = job(3)

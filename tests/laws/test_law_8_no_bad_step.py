@@ -51,7 +51,7 @@ def test_a_step_that_is_skipped_is_as_if_it_had_not_been_there(plan, cause):
     assert history == expected_history
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_so_it_is_in_each_kind_of_training_and_for_each_step(kind, deterministic):

@@ -15,7 +15,7 @@ SHAPES = [(2, 2), (4, 1), (3, 1), (1, 4)]  # workers, and devices of each
 @pytest.mark.parametrize(
     ("workers", "devices", "nets"),
     [pytest.param(2, 1, SMALL, id="2x1-small")]
-    + [pytest.param(*shape, LARGE, marks=pytest.mark.full, id=f"{shape[0]}x{shape[1]}") for shape in SHAPES],
+    + [pytest.param(*shape, LARGE, marks=pytest.mark.slow, id=f"{shape[0]}x{shape[1]}") for shape in SHAPES],
 )
 def test_numbers_and_bits_are_those_of_one_process(job, alone, workers, devices, nets):
     # The deterministic one comes first, because it settles the thread pool.
@@ -36,7 +36,7 @@ CASES = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_can_be_in_a_step_has_the_numbers_of_plain_keras(job):
     for told in job(2).run("cases", names=CASES, replicas=3):
         assert told == dict.fromkeys(CASES, "the same")

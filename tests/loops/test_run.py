@@ -368,10 +368,10 @@ def by_fit(strategy, build, x, y):
     return [np.asarray(variable.value) for variable in (*model.trainable_variables, *model.non_trainable_variables)]
 
 
-@pytest.mark.parametrize("build", [net, pytest.param(net_with_state, marks=pytest.mark.full)])
+@pytest.mark.parametrize("build", [net, pytest.param(net_with_state, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("replicas", "devices"),
-    [(2, 2), *(pytest.param(*t, marks=pytest.mark.full) for t in [(1, 1), (3, 2), (4, 3), (4, 2)])],
+    [(2, 2), *(pytest.param(*t, marks=pytest.mark.slow) for t in [(1, 1), (3, 2), (4, 3), (4, 2)])],
 )
 def test_a_loop_by_hand_gives_what_fit_gives(build, replicas, devices):
     """Law 1 for loops, with the noise, the statistics and the seeds of fit."""

@@ -30,7 +30,7 @@ def newest(run):
 # Processes that stop.
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_worker_that_is_stopped_ends_the_others_within_the_limit_and_nothing_is_lost(stopped, training, whole):
     run = training(2)
@@ -45,7 +45,7 @@ def test_a_worker_that_is_stopped_ends_the_others_within_the_limit_and_nothing_i
     assert run.done_again <= 2
 
 
-@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_pause_shorter_than_the_limit_changes_nothing(stopped, training, whole):
     run = training(2)
     processes = run.begin({"at": "a step has ended", "nth": 4, "does": "stop"}, on=(stopped,))
@@ -65,7 +65,7 @@ def test_a_pause_shorter_than_the_limit_changes_nothing(stopped, training, whole
     [
         ("data are read", 5, 1),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("a step has ended", 4, 1),
                 ("an epoch ends", 2, 1),
@@ -103,7 +103,7 @@ def test_a_full_disk_costs_checkpoints_and_no_training(disk, training, whole):
     assert run.finished_as_a_whole() == whole()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_directory_that_may_be_read_only_is_refused_at_the_start_and_goes_on_when_it_may_be_written(
     disk, training, whole
 ):
@@ -118,7 +118,7 @@ def test_a_directory_that_may_be_read_only_is_refused_at_the_start_and_goes_on_w
     assert run.done_again <= 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_disk_that_goes_away_in_the_middle_costs_checkpoints_and_no_training(disk, training, whole):
     run = training(directory=str(disk.path / "checkpoints"))
     (process,) = run.begin({"at": "an epoch ends", "nth": 2, "does": "stop"})
@@ -177,7 +177,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    "damages", [[flip], pytest.param(list(DAMAGES), marks=pytest.mark.full)], ids=["one", "each in turn"]
+    "damages", [[flip], pytest.param(list(DAMAGES), marks=pytest.mark.slow)], ids=["one", "each in turn"]
 )
 def test_a_newest_one_that_is_damaged_is_told_of_and_the_one_before_goes_on(damages, training, whole):
     run = training(backup=AT_ONCE)
@@ -202,7 +202,7 @@ def test_where_none_is_good_it_does_not_begin_anew_in_silence(training):
     assert "no checkpoint there is good" in process.said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_others_keep_in_the_directory_stays_there_and_changes_nothing(training, whole):
     run = training()
     run.directory.mkdir(parents=True)
@@ -217,7 +217,7 @@ def test_what_others_keep_in_the_directory_stays_there_and_changes_nothing(train
 # Two jobs, and clocks.
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_second_job_is_refused_with_the_name_of_the_first_which_goes_on_unharmed(workers, training, whole):
     run = training(workers)
     first = run.begin({"at": "a step has ended", "nth": 4, "does": "stop"})
@@ -231,7 +231,7 @@ def test_a_second_job_is_refused_with_the_name_of_the_first_which_goes_on_unharm
     assert run.done_again == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_clock_that_is_set_back_plays_no_part(training, whole):
     run = training()
     run.killed("a step has ended", 4)

@@ -47,7 +47,7 @@ def go_through(run, kills):
                 ("mlp", 1, KILLS, pytest.mark.nightly),
                 ("cnn", 1, KILLS, pytest.mark.nightly),
                 ("mlp", 2, NOT_ONLY_ONE, pytest.mark.nightly),
-                ("cnn", 2, KILLS, pytest.mark.full),
+                ("cnn", 2, KILLS, pytest.mark.slow),
             )
         ),
     ],
@@ -59,7 +59,7 @@ def test_killed_at_each_place_in_turn(net, workers, kills, training, whole):
     assert run.done_again <= 3 * len(kills)  # One step runs, one checkpoint is being written, and one waits.
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_with_determinism_the_number_of_workers_may_change(training, whole):
     run = training(net="cnn", deterministic=True)
     run.killed("a step has ended", 4, workers=2)

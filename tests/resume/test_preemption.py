@@ -61,7 +61,7 @@ def test_it_stops_with_a_checkpoint_and_goes_on_with_the_same_bits(kind, moment,
     assert len(first.heard) + len(second.heard) == 15
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in INPUTS if kind not in ("arrays", "PyDataset")])
 @pytest.mark.parametrize("number", [2, 4])
 def test_every_input_goes_on_from_a_validation(kind, number, tmp_path):

@@ -58,7 +58,7 @@ def left_by(model):
 SLOW = ("deterministic", "central storage")  # to compile
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.full] * (k in SLOW)) for k in STRATEGIES])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in STRATEGIES])
 def test_the_bits_of_everything_stay(kind):
     strategy = STRATEGIES[kind]()
     assert trained(strategy, is_looked_for=True) == trained(strategy, is_looked_for=False)
@@ -83,7 +83,7 @@ def naive(model, strategy, rows):
 
 
 @pytest.mark.parametrize(
-    "kind", ["one device", *(pytest.param(k, marks=pytest.mark.full) for k in ("plain Keras", "two devices"))]
+    "kind", ["one device", *(pytest.param(k, marks=pytest.mark.slow) for k in ("plain Keras", "two devices"))]
 )
 def test_the_largest_is_that_of_a_search_that_compiles_each_size(kind):
     strategy = STRATEGIES[kind]()

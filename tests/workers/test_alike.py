@@ -33,7 +33,7 @@ def test_another_number_of_workers(job):
         assert "with 2 workers: start all with the same number." in said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_index_twice(job):
     run = job(3)
     processes = [run.start("worker", index, "starts", timeout=LONG) for index in (0, 1, 1)]
@@ -131,7 +131,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_whatever_is_different_on_one_worker_is_named_and_all_can_go_on(job, workers):
     run = job(workers)
     told = run.run("alike", timeout=LONG)

@@ -9,7 +9,7 @@ from tests.support.networks import Network, why_not
 from tests.support.processes import ForkServer, Job
 from tests.workers.outcomes import assert_same_bits, train
 
-pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.full]  # /etc/netns is one for the machine.
+pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.slow]  # /etc/netns is one for the machine.
 
 LONG, SHORT, SOON = 60, 3, 10  # seconds
 
