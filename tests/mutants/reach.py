@@ -39,7 +39,7 @@ def python_path(root: Path) -> str:
 
 
 def measure(arguments: list[str]) -> int:
-    """Run the tests and keep what they reach; ``arguments`` go to pytest. Gives its exit code."""
+    """Run the suite, without the nightly set, and keep what it reaches; ``arguments`` go to pytest. Gives its exit code."""
     folder = FOLDER / "lines"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -49,6 +49,7 @@ def measure(arguments: list[str]) -> int:
         "COVERAGE_CORE": "ctrace",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.recording"]
+    command += ["-m", "not nightly"]
     if not any(argument.startswith("-n") for argument in arguments):
         command += ["-n", str(os.cpu_count() or 2), "--dist", "loadgroup"]
     code = subprocess.run([*command, *arguments], cwd=ROOT, env=environ).returncode

@@ -16,6 +16,11 @@ def _recorder():
     return sys.modules[trace.MODULE].recorder
 
 
+def name_of(nodeid: str) -> str:
+    """The name of a test, without the group that pytest-xdist adds to it."""
+    return nodeid.rpartition("@")[0] if nodeid.rfind("@") > nodeid.rfind("]") else nodeid
+
+
 def fixture_key(definition) -> str:
     """The name of a fixture of several tests, among the names of tests."""
     return f"fixture {definition.scope} {definition.baseid} {definition.argname}"
@@ -24,7 +29,7 @@ def fixture_key(definition) -> str:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     global _test
-    _test = item.nodeid
+    _test = name_of(item.nodeid)
     _recorder().switch(_test)
     try:
         return (yield)
@@ -50,6 +55,6 @@ def pytest_fixture_setup(fixturedef):
 
 
 def pytest_runtest_logreport(report):
-    _seconds[report.nodeid] += report.duration
+    _seconds[name_of(report.nodeid)] += report.duration
     if report.outcome != "passed":
-        _outcomes[report.nodeid] = report.outcome
+        _outcomes[name_of(report.nodeid)] = report.outcome

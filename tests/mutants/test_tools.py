@@ -6,6 +6,7 @@ import pytest
 
 from tests.mutants import reach, report, run
 from tests.mutants.mutant import Mutant
+from tests.mutants.recording import name_of
 
 FILE = "topology/layout.py"
 TESTS = [
@@ -80,3 +81,15 @@ def test_the_page_shows_survivors_with_their_reasons(tmp_path, monkeypatch, caps
         "### m1: survived\n\n`topology/layout.py`, a fault\n\n```diff\n- a = 1\n+ a = 9\n```\n\nNobody sees it.\n"
         in page
     )
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "name"),
+    [
+        ("a.py::test_b@group", "a.py::test_b"),
+        ("a.py::test_b[c@d]", "a.py::test_b[c@d]"),
+        ("a.py::b[c]@d e", "a.py::b[c]"),
+    ],
+)
+def test_recording_leaves_out_the_group_of_a_test(nodeid, name):
+    assert name_of(nodeid) == name
