@@ -183,8 +183,13 @@ def test_another_process_gives_the_same_bits(deterministic, python):
 # --- other numbers of replicas, other ways to train ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 3, 5, 6, 13])
+@pytest.mark.parametrize(
+    "replicas",
+    [
+        *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 13)),
+        *(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 5, 6)),
+    ],
+)
 def test_any_number_of_replicas(replicas):
     found = [outcome("mlp", "adam", Topology(replicas, devices), epochs=1) for devices in (1, 2, 3, 4)]
     assert all(one == found[0] for one in found)

@@ -9,13 +9,14 @@ pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 
 SMALL = {"numbers": "mlp", "bits": "mlp"}
 LARGE = {"numbers": "cnn", "bits": "cnn_normalized"}
-SHAPES = [(2, 2), (4, 1), (3, 1), (1, 4)]  # workers, and devices of each
+# Workers, and devices of each. The nightly ones compile for minutes what the others do, with other numbers.
+SHAPES = {(2, 2): pytest.mark.slow, (3, 1): pytest.mark.slow, (4, 1): pytest.mark.nightly, (1, 4): pytest.mark.nightly}
 
 
 @pytest.mark.parametrize(
     ("workers", "devices", "nets"),
     [pytest.param(2, 1, SMALL, id="2x1-small")]
-    + [pytest.param(*shape, LARGE, marks=pytest.mark.slow, id=f"{shape[0]}x{shape[1]}") for shape in SHAPES],
+    + [pytest.param(*shape, LARGE, marks=mark, id=f"{shape[0]}x{shape[1]}") for shape, mark in SHAPES.items()],
 )
 def test_numbers_and_bits_are_those_of_one_process(job, alone, workers, devices, nets):
     # The deterministic one comes first, because it settles the thread pool.
