@@ -88,7 +88,6 @@ def run_python(request):
     ``atexit``, flushing) is the interpreter's own end.
     """
     end_with_the_server()
-    gc.freeze()  # What was imported is not searched for garbage, which takes most of the second that an end takes.
     os.environ.clear()
     become(request)
     os.chdir(request["cwd"])
@@ -143,6 +142,8 @@ def run_as_main(kind, program):
 
 
 if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # What was imported is not searched for garbage in each fork, which takes most of the second that an end takes.
     asked = serve()
     if asked is not None and "kind" in asked:
         run_python(asked)
