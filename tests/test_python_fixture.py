@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.workers.jobs import Forks
+from tests.support.processes import ForkServer
 
 ENDS = """
 import atexit, sys, threading, time
@@ -133,7 +133,7 @@ def test_python_kills_the_process_group_after_its_time(python, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked for it")
 def test_python_ends_with_a_server_that_is_killed(tmp_path):
-    server = Forks()
+    server = ForkServer()
     process = server.start_python(tmp_path, code="import time; print('{\"runs\": 1}', flush=True); time.sleep(1000)")
     process.until("runs")
     os.kill(parent_of(process.pid), signal.SIGKILL)
