@@ -118,7 +118,7 @@ def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does(run):
 
 
 @pytest.mark.data
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(600)
 def test_cats_and_dogs_run_on_two_devices(run):
@@ -128,7 +128,7 @@ def test_cats_and_dogs_run_on_two_devices(run):
 
 
 @pytest.mark.data
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(900)
 def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process():
