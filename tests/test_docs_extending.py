@@ -13,7 +13,7 @@ from lockstep.cluster_resolver import RESOLVERS, resolve
 from tests.cluster import cases as cluster_cases
 from tests.cluster import test_resolvers
 from tests.inputs import test_inputs
-from tests.laws.cases import CASES
+from tests.laws.cases import case_named
 from tests.laws.compare import Topology, assert_same, run
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
@@ -28,7 +28,7 @@ def page():
 
 
 def law_1(topology):
-    (case,) = (case for case in CASES if case.name == "global_clipnorm")
+    case = case_named("global_clipnorm")
     assert_same(run(case, topology, only_fit=True), run(case, only_fit=True), case.relative)
 
 

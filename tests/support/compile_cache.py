@@ -50,8 +50,10 @@ def unused():
     """Have this process compile everything for itself."""
     before = jax.config.jax_compilation_cache_dir
     use(None)
-    yield
-    use(before)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 def fill(private: Path, shared: Path) -> None:
