@@ -1,5 +1,6 @@
 """One process, eight logical CPU devices on a fixed thread pool, and nothing left behind by any test."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items):
 # The tests of these packages run in ./scripts/test-inputs, or by hand.
 _MAY_SKIP_IN_CI = ("tensorflow", "torch", "pandas", "PyYAML", "kubernetes-validate", "Ray")
 _SKIPPED = set()
+
+
+def pytest_collection_finish():
+    """What was imported is not searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report):

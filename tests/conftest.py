@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.support.processes import PROGRAMS, ForkServer, Job
+from tests.support.processes import AS_FOR_USERS, PROGRAMS, ForkServer, Job
 from tests.workers.outcomes import REPLICAS, arrays
 
 
@@ -43,7 +43,7 @@ def alone(forks, tmp_path_factory):
         folder = tmp_path_factory.mktemp("alone")
         config = {"folder": str(folder), "nets": [[net, bool(devices)]], "plain": not devices}
         config |= {"devices": devices, "replicas": REPLICAS}
-        process = forks[0].start(folder, "alone", PROGRAMS / "laws.py", config, {})
+        process = forks[0].start(folder, "alone", PROGRAMS / "laws.py", config, AS_FOR_USERS)
         assert process.end() == 0, process.said
         return arrays(folder)
 

@@ -40,14 +40,17 @@ SHAPES = {(37, 61), (61, 3)}  # of weights and moments, and of nothing else
 X, Y = np.random.default_rng(0).normal(size=(24, 37)).astype("float32"), np.arange(24) % 3
 
 
-@pytest.mark.parametrize("home", ["cpu:1", pytest.param("cpu:4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.slow])])
-        for name in QUICK + OTHERS
-    ],
-)
+def cases_and_homes():
+    """Each case with the variables on a device that computes or on one that does not; both are in the nightly set."""
+    for number, name in enumerate(QUICK + OTHERS):
+        for home, other in (("cpu:1", 0), ("cpu:4", 1)):
+            marks = [pytest.mark.slow] if home == "cpu:4" or name not in QUICK else []
+            if name not in QUICK and number % 2 == other:
+                marks = [pytest.mark.nightly]
+            yield pytest.param(name, home, marks=[pytest.mark.xdist_group(name), *marks])
+
+
+@pytest.mark.parametrize(("name", "home"), list(cases_and_homes()))
 def test_law_1_holds(name, home):
     case, only_fit = case_named(name), name != "adam"
     assert_same(run(case, Central(3, 2, home=home), only_fit), reference(case, only_fit), case.relative)

@@ -42,14 +42,20 @@ def reduced(ops, pieces, devices, reduce_op="SUM"):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("auto", "tree") else [pytest.mark.slow]) for name in ALGORITHMS]
+    "ops",
+    [pytest.param(ops, marks=[] if ops in ("auto", "tree") else [pytest.mark.slow]) for ops in (*ALGORITHMS, *OPTIONS)],
 )
-def test_equals_the_naive_sum_on_every_device(name):
-    check_cross_device_ops(name, dtypes=["float32", "bfloat16", "int32", "bool"])
+def test_equals_the_naive_sum_on_every_device(ops):
+    check_cross_device_ops(OPTIONS.get(ops, ops), dtypes=["float32", "bfloat16", "int32", "bool"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ops", [*ALGORITHMS, *OPTIONS])
+@pytest.mark.parametrize(
+    "ops",
+    [
+        pytest.param(ops, marks=pytest.mark.slow if ops in ("auto", "half_precision") else pytest.mark.nightly)
+        for ops in (*ALGORITHMS, *OPTIONS)
+    ],
+)
 def test_equals_the_naive_sum_in_every_dtype(ops):
     check_cross_device_ops(OPTIONS.get(ops, ops))
 

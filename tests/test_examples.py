@@ -80,7 +80,7 @@ def test_reuters_begins_as_plain_keras_does(devices, run, request):
 
 
 @pytest.mark.data
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("data_folder")
 def test_reuters_trains_on_workers_that_do_not_wait():
     limit = 250

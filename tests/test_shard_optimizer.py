@@ -25,14 +25,17 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name == "adam" else [pytest.mark.slow])])
-        for name in ELEMENTWISE + OTHERS
-    ],
-)
+def optimizers_and_devices():
+    """Adam on two and on three devices, the others on one of both numbers; the other pairs are in the nightly set."""
+    for number, name in enumerate(ELEMENTWISE + OTHERS):
+        for devices in (2, 3):
+            marks = [] if (name, devices) == ("adam", 2) else [pytest.mark.slow]
+            if name != "adam" and (number + devices) % 2:
+                marks = [pytest.mark.nightly]
+            yield pytest.param(name, devices, marks=[pytest.mark.xdist_group(name), *marks])
+
+
+@pytest.mark.parametrize(("name", "devices"), list(optimizers_and_devices()))
 def test_law_1_holds(name, devices):
     case, topology = case_named(name), Topology(3, devices, {"shard_optimizer": True})
     assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)

@@ -24,9 +24,14 @@ def stopped(run, x, y, *callbacks, **options):
     return caught.value, model
 
 
-@pytest.mark.parametrize("steps_at_once", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cause", CAUSES)
-@pytest.mark.parametrize(("deterministic", "devices"), [(False, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize(
+    ("deterministic", "devices", "steps_at_once"),
+    [
+        *((False, 1, 1), (False, 2, 1), (True, 2, 1), pytest.param(False, 2, 4, marks=pytest.mark.slow)),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((False, 1, 4), (True, 2, 4))),
+    ],
+)
 def test_it_stops_before_the_bad_step_and_says_why(cause, deterministic, devices, steps_at_once):
     run = Run(deterministic, devices, compile={"steps_per_execution": steps_at_once})
     error, model = stopped(run, *data(cause), NanGuard())

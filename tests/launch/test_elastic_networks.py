@@ -6,7 +6,7 @@ from tests.launch.launching import program, started, text_of
 from tests.support.networks import Network, why_not
 from tests.support.waiting import DEADLINE
 
-pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.slow]  # /etc/netns is one for the machine.
+pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.nightly]  # /etc/netns is one for the machine.
 
 CODE = """
 generation = int(os.environ["LOCKSTEP_GENERATION"])

@@ -10,9 +10,10 @@ from tests.support.processes import ROOT, own_host
 from tests.support.waiting import DEADLINE
 
 TRAINING = """
-from tests.support.processes import NOT_INHERITED
+from tests.support.processes import FOR_TESTS, NOT_INHERITED
 for name in NOT_INHERITED:
     os.environ.pop(name, None)
+os.environ |= FOR_TESTS
 os.environ["KERAS_BACKEND"] = "jax"
 import keras, lockstep, numpy as np
 from tests.resume.runs import data, digest_of

@@ -62,7 +62,7 @@ def run(case, topology: Topology | None = None, only_fit: bool = False) -> Run:
 
     Batches hold 8, 8 and 7 rows, or, where only training is asked for, 7 rows three times, which compiles one step.
     """
-    keras.backend.clear_session()  # Automatic names start anew; a strategy must survive it.
+    keras.backend.clear_session(free_memory=False)  # Automatic names start anew; a strategy must survive it.
     keras.utils.set_random_seed(7)
     if topology is None:
         model = (case.plain or case.build)()

@@ -76,11 +76,11 @@ def trained(build, topology, count=19, **options):
 
 
 def builds_and_replicas():
-    """Each network on three replicas; the two small ones on seven, and in the nightly set on every number."""
+    """Each network on three replicas, the first on seven; in the nightly set the two small ones on every number."""
     for build in NETWORKS:
         yield pytest.param(build, 3, marks=[] if build is NETWORKS[0] else pytest.mark.slow)
     for build in NETWORKS[:2]:
-        yield pytest.param(build, 7, marks=pytest.mark.slow)
+        yield pytest.param(build, 7, marks=pytest.mark.slow if build is NETWORKS[0] else pytest.mark.nightly)
         for replicas in (1, 2):
             yield pytest.param(build, replicas, marks=pytest.mark.nightly)
 
@@ -97,8 +97,13 @@ def test_replicas_do_what_the_written_out_loop_does(build, replicas):
                 assert_close(value, theirs, 1e-5, f"{name} on {devices} devices")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", NETWORKS)
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(build, marks=pytest.mark.slow if build is convolution_with_all_of_it else pytest.mark.nightly)
+        for build in NETWORKS
+    ],
+)
 def test_run_eagerly_gives_the_same_numbers(build):
     compiled, eager = (trained(build, Topology(3, 2), run_eagerly=eager) for eager in (False, True))
     for (name, value), theirs in zip(state_of(eager).items(), state_of(compiled).values(), strict=True):

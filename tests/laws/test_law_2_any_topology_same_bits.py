@@ -76,7 +76,7 @@ OPTIMIZERS = {"adam": lambda: optimizers.Adam(0.01), "sgd": lambda: optimizers.S
 def outcome(name, optimizer, topology, epochs):
     """SHA-256 of everything that a run of 5 * ``epochs`` steps leaves, by kind."""
     build, data, *shape = MODELS[name]
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     with topology.strategy().scope():
         model = build()
@@ -263,7 +263,7 @@ class TwoCalls(keras.Model):
 
 
 def trained(model_class, strategy, **options):
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     rng = np.random.default_rng(0)
     with strategy.scope():
@@ -331,7 +331,7 @@ def test_what_the_compiler_treats_in_another_way_for_several_devices(name):
     y = np.eye(2, dtype="float32")[np.arange(8) % 2]
 
     def weights(devices):
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         with Topology(2, devices).strategy().scope():
             inner = [layers.Dense(5, activation="gelu"), layers.Dense(2, activation=activation)]

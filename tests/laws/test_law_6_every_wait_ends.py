@@ -46,7 +46,8 @@ def nobody_is_left(processes):
 
 
 @pytest.mark.parametrize(
-    ("workers", "victim"), [(2, 1), (3, 0), *(pytest.param(*who, marks=pytest.mark.slow) for who in ((2, 0), (4, 2)))]
+    ("workers", "victim"),
+    [(2, 1), (3, 0), *(pytest.param(*who, marks=pytest.mark.nightly) for who in ((2, 0), (4, 2)))],
 )
 def test_a_worker_that_is_killed_in_the_middle_is_named_at_once(job, workers, victim):
     processes = train(job, workers, timeout=LONG)
@@ -59,7 +60,7 @@ def test_a_worker_that_is_killed_in_the_middle_is_named_at_once(job, workers, vi
     nobody_is_left(processes)
 
 
-@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_worker_that_is_stopped_is_named_at_the_limit(job, stopped):
     processes = train(job, timeout=SHORT)
     processes[stopped].send(signal.SIGSTOP)
@@ -89,7 +90,7 @@ def test_an_exception_on_one_worker_ends_all_and_is_told_to_all(job, fails, does
     nobody_is_left(processes)
 
 
-@pytest.mark.parametrize("does", ["stick in the data", pytest.param("stick in a callback", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("does", ["stick in the data", pytest.param("stick in a callback", marks=pytest.mark.nightly)])
 def test_a_worker_that_is_stuck_is_named_at_the_limit_and_shows_where(job, does):
     processes = train(job, timeout=SHORT, faulty=1, does=does)
     ends(processes, 124, SHORT + SOON)
@@ -109,7 +110,7 @@ def test_a_worker_that_a_scheduler_ends_has_died(job):
     assert f"process {processes[1].pid}) died: " in last_line(processes[0])
 
 
-@pytest.mark.parametrize("leaves", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("leaves", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_worker_that_exits_in_the_middle_keeps_its_code_and_is_named(job, leaves):
     processes = train(job, timeout=LONG, faulty=leaves, does="exit")
     ends([processes[1 - leaves]], 13, SOON)
@@ -119,8 +120,9 @@ def test_a_worker_that_exits_in_the_middle_keeps_its_code_and_is_named(job, leav
     nobody_is_left(processes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("leaves", [1, 0])
+@pytest.mark.parametrize(
+    "leaves", [pytest.param(1, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.nightly)]
+)
 def test_a_worker_that_finishes_early_is_named_when_the_others_call_for_it(job, leaves):
     processes = train(job, timeout=LONG, faulty=leaves, does="come to the end early", steps=8, evaluates=True)
     ends([processes[1 - leaves]], 13, SOON)
@@ -129,8 +131,7 @@ def test_a_worker_that_finishes_early_is_named_when_the_others_call_for_it(job, 
     assert who in last_line(processes[1 - leaves])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [1, 0])
+@pytest.mark.parametrize("late", [pytest.param(1, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_worker_may_come_to_its_end_later_than_the_others(job, late):
     processes = train(job, timeout=SHORT, faulty=late, does="come to the end late", steps=8)
     assert [process.end() for process in processes] == [0, 0]
@@ -151,8 +152,9 @@ def test_a_worker_that_dies_without_a_word_or_at_the_start(job):
     assert "did not join within 3 s" in last_line(processes[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize(
+    "missing", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
+)
 def test_a_worker_that_never_starts_is_named(job, missing):
     run = job(3)
     processes = [run.start("worker", index, "faults", timeout=SHORT) for index in range(3) if index != missing]

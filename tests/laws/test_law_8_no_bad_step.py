@@ -39,7 +39,12 @@ def test_with_finite_numbers_no_bit_changes(plan, kind):
 
 
 @pytest.mark.parametrize(
-    ("plan", "cause"), [*((plan, "layer") for plan in PLANS), *product(("default", "deterministic"), OTHERS)]
+    ("plan", "cause"),
+    [
+        *((plan, "layer") for plan in PLANS),
+        *product(["default"], OTHERS),
+        *(pytest.param("deterministic", cause, marks=pytest.mark.nightly) for cause in OTHERS),
+    ],
 )
 def test_a_step_that_is_skipped_is_as_if_it_had_not_been_there(plan, cause):
     x, y = data(cause)
@@ -51,9 +56,16 @@ def test_a_step_that_is_skipped_is_as_if_it_had_not_been_there(plan, cause):
     assert history == expected_history
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "deterministic"),
+    [
+        pytest.param(
+            kind, deterministic, marks=pytest.mark.nightly if (number + deterministic) % 2 else pytest.mark.slow
+        )
+        for number, kind in enumerate(KINDS)
+        for deterministic in (False, True)
+    ],
+)
 def test_so_it_is_in_each_kind_of_training_and_for_each_step(kind, deterministic):
     bad_steps = (0, 2, 3, STEPS - 1)
     x, y = data("layer", bad_steps=bad_steps)

@@ -38,7 +38,7 @@ def test_one_worker_gives_the_numbers_of_one_device(job, alone):
         assert bits(arrays(made, task, index)) == bits(found)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_fit_without_staleness_has_numbers_of_as_many_replicas(alone, workers, without_staleness):
     assert_close(without_staleness(workers), alone(DIVIDED, replicas=workers))
 

@@ -175,6 +175,22 @@ def test_where_there_is_nothing_to_do_a_worker_may_do_something_else():
         office.end()
 
 
+def test_work_ends_as_the_chief_says_where_a_server_has_gone_before():
+    """A worker with nothing to do may talk to a server that has ended with the call, before it hears of that itself."""
+    was_idle = threading.Event()
+
+    def idle():
+        was_idle.set()
+        raise ClusterError("ps 0 was lost: its connection closed")
+
+    with Office() as office:
+        office.start(1, doubled, idle=idle)
+        assert was_idle.wait(DEADLINE)
+        office.end()
+    assert office.errors == []
+    assert office.results == [{"epochs": 3}]
+
+
 def test_what_is_attached_is_that_of_the_moment_in_which_a_piece_is_taken():
     number = 0
     with Office(attached=lambda: {"newest": np.int64(number)}) as office:

@@ -30,8 +30,9 @@ def newest(run):
 # Processes that stop.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize(
+    "stopped", [pytest.param(1, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.nightly)]
+)
 def test_a_worker_that_is_stopped_ends_the_others_within_the_limit_and_nothing_is_lost(stopped, training, whole):
     run = training(2)
     processes = run.begin({"at": "a step has ended", "nth": 4, "does": "stop"}, on=(stopped,), timeout=SHORT)
@@ -45,7 +46,7 @@ def test_a_worker_that_is_stopped_ends_the_others_within_the_limit_and_nothing_i
     assert run.done_again <= 2
 
 
-@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_pause_shorter_than_the_limit_changes_nothing(stopped, training, whole):
     run = training(2)
     processes = run.begin({"at": "a step has ended", "nth": 4, "does": "stop"}, on=(stopped,))
@@ -69,10 +70,10 @@ def test_a_pause_shorter_than_the_limit_changes_nothing(stopped, training, whole
             for case in (
                 ("a step has ended", 4, 1),
                 ("an epoch ends", 2, 1),
-                ("data are read", 5, 2),
                 ("validation", 2, 2),
             )
         ),
+        pytest.param("data are read", 5, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_an_exception_loses_nothing_that_was_trained_before(at, nth, workers, training, whole):
@@ -177,7 +178,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    "damages", [[flip], pytest.param(list(DAMAGES), marks=pytest.mark.slow)], ids=["one", "each in turn"]
+    "damages", [[flip], pytest.param(list(DAMAGES), marks=pytest.mark.nightly)], ids=["one", "each in turn"]
 )
 def test_a_newest_one_that_is_damaged_is_told_of_and_the_one_before_goes_on(damages, training, whole):
     run = training(backup=AT_ONCE)
@@ -217,7 +218,7 @@ def test_what_others_keep_in_the_directory_stays_there_and_changes_nothing(train
 # Two jobs, and clocks.
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_second_job_is_refused_with_the_name_of_the_first_which_goes_on_unharmed(workers, training, whole):
     run = training(workers)
     first = run.begin({"at": "a step has ended", "nth": 4, "does": "stop"})

@@ -1,5 +1,6 @@
 """Preemption: a signal has training stop after a step, with a checkpoint, and the next run goes on from there with the same bits."""
 
+import functools
 import os
 import signal
 
@@ -48,23 +49,36 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("kind", ["arrays", "PyDataset"])
+@functools.cache
+def whole(kind):
+    """The digest of a run that gets no signal."""
+    return Run(None, kind).fit(backup=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        *(("arrays", moment) for moment in MOMENTS),
+        *(
+            pytest.param("PyDataset", m, marks=pytest.mark.slow if "middle" in m else pytest.mark.nightly)
+            for m in MOMENTS
+        ),
+    ],
+)
 def test_it_stops_with_a_checkpoint_and_goes_on_with_the_same_bits(kind, moment, tmp_path, caplog):
-    expected = Run(None, kind).fit(backup=False)
     method, number, step = MOMENTS[moment]
     first = Run(tmp_path, kind, options=RARELY)
     assert preempted(first, method, number) == ENDS_WITH
     assert max(CheckpointStore(tmp_path).steps()) == step
     second = Run(tmp_path, kind, options=RARELY)
-    assert second.fit() == expected
+    assert second.fit() == whole(kind)
     assert len(first.heard) + len(second.heard) == 15
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in INPUTS if kind not in ("arrays", "PyDataset")])
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize(
+    "number", [pytest.param(4, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)]
+)
 def test_every_input_goes_on_from_a_validation(kind, number, tmp_path):
-    expected = Run(None, kind).fit(backup=False)
     assert preempted(Run(tmp_path, kind, options=RARELY), "on_test_batch_end", number) == ENDS_WITH
-    assert Run(tmp_path, kind, options=RARELY).fit() == expected
+    assert Run(tmp_path, kind, options=RARELY).fit() == whole(kind)

@@ -27,7 +27,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-import lockstep  # noqa: F401
+import lockstep
 from tests.support import compile_cache
 
 POLL_SECONDS = 0.01
@@ -142,6 +142,8 @@ def run_as_main(kind, program):
 
 
 if __name__ == "__main__":
+    for name in lockstep.__all__:
+        getattr(lockstep, name)  # It is imported with its first use.
     gc.collect()
     gc.freeze()  # What was imported is not searched for garbage in each fork, which takes most of the second that an end takes.
     asked = serve()

@@ -21,6 +21,13 @@ TASKS = ("chief", "worker", "ps", "evaluator")
 
 NOT_INHERITED = ("PJRT_NPROC", "NPROC", "XLA_FLAGS")  # What the tests' own process has set for its eight devices.
 
+# XLA compiles with these in a third of the time. What processes say to each other, and what is left of them, does not depend
+# on it; where the bits that users get are looked at, a test says AS_FOR_USERS.
+FOR_TESTS = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+}
+AS_FOR_USERS = {"XLA_FLAGS": ""}
+
 LOGGED_BY_JAX = (
     *(f"{kind}{digit}" for kind in "IWEF" for digit in "01"),
     "Additional GRPC error",
@@ -55,7 +62,7 @@ class ForkServer:
 
     def start(self, folder, name, program, config, environ, compiles=False):
         """Start a program; with ``compiles`` it compiles everything for itself."""
-        request = {"program": str(program), "arguments": [json.dumps(config)], "environ": environ}
+        request = {"program": str(program), "arguments": [json.dumps(config)], "environ": FOR_TESTS | environ}
         return self._start(folder, name, request, compiles)
 
     def start_python(

@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.xdist_group(__name__)
 
 
-@pytest.mark.parametrize(("deterministic", "bad_row"), [(False, 6), (True, 1)])
+@pytest.mark.parametrize(("deterministic", "bad_row"), [(False, 6), pytest.param(True, 1, marks=pytest.mark.nightly)])
 def test_all_workers_name_the_bad_replica_and_do_the_same(job, tmp_path, deterministic, bad_row):
     run = job(2)
     chief, other = run.run("guard", deterministic=deterministic, bad_row=bad_row, folder=str(tmp_path / "backup"))

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.support.networks import Network, why_not
-from tests.support.processes import ForkServer, Job
+from tests.support.processes import AS_FOR_USERS, ForkServer, Job
 from tests.workers.outcomes import assert_same_bits, train
 
 pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.slow]  # /etc/netns is one for the machine.
@@ -43,7 +43,9 @@ def run(machines, network, tmp_path):
     made.clean()
 
 
+@pytest.mark.nightly
 def test_two_machines_have_the_bits_of_one_process(run, alone):
+    run.environ |= AS_FOR_USERS
     found, other = train(run, [["cnn_normalized", True]], devices=2)
     assert_same_bits(found, alone("cnn_normalized", devices=1))
     assert_same_bits(other, found)

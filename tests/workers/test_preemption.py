@@ -25,8 +25,16 @@ def uninterrupted(forks, tmp_path_factory):
         alone.clean()
 
 
-@pytest.mark.parametrize("worker", [0, 1])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "worker"),
+    [
+        *(("in a step", 1), ("in a validation", 0), ("where the other comes to its end", 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("in a step", 0), ("in a validation", 1), ("where the other comes to its end", 0))
+        ),
+    ],
+)
 def test_preemption_stops_all_after_same_step_and_other_workers_resume(job, moment, worker, uninterrupted, tmp_path):
     method, number, signal, steps = MOMENTS[moment]
     folder = str(tmp_path / "run")

@@ -225,7 +225,10 @@ def _next(
     try:
         asked.result(_SOON_SECONDS)
     except TimeoutError:
-        idle()
+        with contextlib.suppress(
+            ClusterError
+        ):  # A server ends with the call; if one was lost, the chief says that, too.
+            idle()
     return desk.take(call, asked, until)
 
 

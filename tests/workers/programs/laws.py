@@ -33,7 +33,7 @@ def net(name):
 
 def trained(name, scope):
     """Everything that is left of a net after training, evaluation and prediction: name to array."""
-    keras.backend.clear_session()  # Names of layers begin anew.
+    keras.backend.clear_session(free_memory=False)  # Names of layers begin anew.
     keras.utils.set_random_seed(3)
     with scope:
         model = net(name)
