@@ -13,7 +13,14 @@ import keras
 
 from lockstep._keras import get_keras_mask, set_keras_mask
 
-__all__ = ["arrays_kept", "keep_arrays", "operations_of", "replaced_methods", "with_mask_of"]
+__all__ = [
+    "arrays_kept",
+    "keep_arrays",
+    "operations_of",
+    "replaced_methods",
+    "with_mask_of",
+    "without_batch_statistics",
+]
 
 Place = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in the tree that it holds
 
@@ -60,6 +67,18 @@ def replaced_methods(owners: list[Any], name: str, around: Callable[[Any, Any], 
             vars(owner).pop(name, None)
             if own is not None:
                 vars(owner)[name] = own
+
+
+@contextlib.contextmanager
+def without_batch_statistics(model: keras.Model) -> Iterator[None]:
+    """Have each BatchNormalization use its moving statistics for a while, so that it treats each row by itself."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+
+    def around(layer: Any, method: Any) -> Any:
+        return lambda inputs, training=None, mask=None: method(inputs, training=False, mask=mask)
+
+    with replaced_methods(layers, "call", around):
+        yield
 
 
 def with_mask_of(original: Any, value: jax.Array) -> jax.Array:

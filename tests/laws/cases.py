@@ -208,6 +208,33 @@ class Towers(keras.Model):
         return self.get_metrics_result()
 
 
+class Recommender(keras.Model):
+    """The product of two embeddings, summed over their width and, by mistake, over the rows: shapes do not show that."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.films = layers.Embedding(40, 8), layers.Embedding(40, 8)
+        self.bias = layers.Embedding(40, 1)
+
+    def call(self, x):
+        return ops.tensordot(self.users(x[:, 0]), self.films(x[:, 1]), 2) + self.bias(x[:, 0])
+
+
+class Centred(layers.Layer):
+    """Takes the mean of its batch away."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0)
+
+
+class Summed(layers.Layer):
+    """Adds a loss that grows with the batch."""
+
+    def call(self, x):
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
 class Views(keras.Model):
     """Gives two views of each row: first those of one kind, then those of the other, twice as many as there are rows."""
 
@@ -576,6 +603,13 @@ CASES = [
         fit_only=True,
         reason=MIXED,
     ),
+    Case(
+        "rows_multiplied_and_summed",
+        lambda: compiled(Recommender(), loss="mse", measure=()),
+        lambda rng: {"x": rng.integers(0, 40, (ROWS, 2)), "y": rng.normal(size=(ROWS, 1)).astype("float32")},
+    ),
+    Case("centred_on_the_batch", lambda: mlp(layers.Dense(8), Centred()), classes),
+    Case("loss_summed_over_the_batch", lambda: mlp(layers.Dense(8), Summed()), classes),
     Case("towers_over_the_batch", lambda: compiled(Towers(), measure=()), classes, fit_only=True, reason=MIXED),
     Case("two_views_of_each_row", lambda: compiled(Views(), measure=()), classes, fit_only=True, reason=MIXED),
     Case(

@@ -1,12 +1,13 @@
 """How one call of the model is taken apart into replicas, and what came back is put together.
 
-Whether a result has rows is not guessed from one shape but seen from two: that of the whole batch, as one device would
-give it, and that of one replica. Where the answer is neither "one for each row" nor "the same for every number of rows", or
-the model does not run on a part of its batch, the call cannot be taken apart, and the model runs on the global batch. So it is where
-there are several for each row: whose is whose, shapes do not tell.
+A call is taken apart where it is proved (``rowwise/``) that each row of each result follows from its own row of the batch, or
+that a result is a mean over the rows or the same for all. Else, or where the model does not run on a part of its batch, the model
+runs on the global batch. BatchNormalization, which normalizes over the rows of a replica by design, and random draws do not count.
 """
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ import keras
 import numpy as np
 
 from lockstep import _keras
-from lockstep._keras_layers import arrays_kept, keep_arrays
+from lockstep._keras_layers import arrays_kept, keep_arrays, without_batch_statistics
 from lockstep.step.replica import Merge, Result
+from lockstep.step.rowwise import Along, Average, Mixed, Place, places_of, with_rows_back, with_rows_first
 
 __all__ = ["CannotSplit", "SplitCall", "merge_of"]
 
@@ -60,7 +62,8 @@ class SplitCall:
         self.outputs: Any = None  # structure of the outputs; it and the next are known after `learn`
         self.masked: list[bool] = []
         self.kept: list[Any] = []  # the attributes
-        self.kinds: list[str] = []  # for outputs, then losses, then what is kept: "rows" or "mean"
+        # For outputs, then losses, then what is kept, then masks: where the rows are; None: it has none, and is averaged.
+        self.places: list[Along | None] = []
         self.dtypes: list[Any] = []
 
     @property
@@ -76,33 +79,49 @@ class SplitCall:
         ]
 
     def learn(self, trainable: list[Any], non_trainable: list[Any], sizes: set[int]) -> None:
-        """See from the whole batch and from replicas of ``sizes`` rows what has rows and what has not.
+        """Prove of each result how it follows from the rows, and see that replicas of ``sizes`` rows run.
 
         Raises:
-            CannotSplit: a result follows the batch on another axis than its first, or a replica does not run.
+            CannotSplit: a result follows from several rows, or a replica does not run.
         """
 
-        def shapes(rows: int) -> tuple[list[Any], list[Any]]:
-            cut = [jax.ShapeDtypeStruct((rows, *np.shape(leaf)[1:]), leaf.dtype) for leaf in self.inputs]
-            return jax.eval_shape(lambda leaves: self._call(trainable, non_trainable, leaves, self.shared)[:2], cut)
+        def call(fixed: list[Any], inputs: list[Any]) -> list[Any]:
+            count = len(trainable), len(trainable) + len(non_trainable)
+            values = fixed[: count[0]], fixed[count[0] : count[1]]
+            found, masks, _ = self._call(*values, inputs, fixed[count[1] :])
+            return [*found, *masks]
 
-        whole, masks = shapes(self.rows)
+        fixed = [*trainable, *non_trainable, *self.shared]
+        # A replica of one row is traced in other words, as of an axis of one.
+        other = max(sizes) if max(sizes) > 1 else 2 if self.rows > 2 else 3
+        with without_batch_statistics(self.model), self._runs_on(other):
+            whole, part, places = places_of(call, fixed, self.inputs, (self.rows, other))
         self.dtypes = [one.dtype for one in whole]
-        for size in sizes:
-            try:
-                part, own_masks = shapes(size)
-            except Exception as error:  # whatever it is: the same call has run on all rows
-                reason = str(error).strip().partition("\n")[0]
-                raise CannotSplit(f"it runs on {self.rows} rows but not on {size} of them ({reason})") from error
-            pairs = zip([*whole, *masks], [*part, *own_masks], strict=True)
-            self.kinds = [_kind(one, other, self.rows, size) for one, other in pairs][: len(whole)]
+        self.places = [_place(*found) for found in zip(whole, part, places, strict=True)]
+        for size in sizes - {other}:
+            cut = [jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]), leaf.dtype) for leaf in self.inputs]
+            with self._runs_on(size):
+                found = jax.eval_shape(call, fixed, cut)
+            for one, place, of_all in zip(found, self.places, whole, strict=True):
+                shape = of_all.shape if place is None else place.shape(of_all.shape, size)
+                if one.shape != shape:
+                    raise CannotSplit(f"it returns {list(one.shape)} for {size} of its rows instead of {list(shape)}")
+
+    @contextlib.contextmanager
+    def _runs_on(self, size: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is: the same call runs on all rows, or says so itself
+            raise CannotSplit(f"it runs on {self.rows} rows but not on {size} of them ({_reason(error)})") from error
 
     def __call__(self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> Result:
         """One replica's forward pass."""
         values, masks, state = self._call(trainable, non_trainable, inputs, shared)
+        placed = list(zip((*values, *masks), self.places, strict=True))
+        rows = len(inputs[0])
         return Result(
-            rows=[*(value for value, kind in zip(values, self.kinds, strict=True) if kind == "rows"), *masks],
-            means=[value for value, kind in zip(values, self.kinds, strict=True) if kind == "mean"],
+            rows=[with_rows_first(value, place, rows) for value, place in placed if place is not None],
+            means=[value for value, place in placed if place is None],
             state=[None if new is old else jnp.asarray(new) for new, old in zip(state, non_trainable, strict=True)],
         )
 
@@ -133,28 +152,39 @@ class SplitCall:
         """Outputs, with their masks, and losses, of the whole batch; what is kept is left in its attributes."""
         rows, means = iter(result.rows), iter(result.means)
         values = [
-            next(rows) if kind == "rows" else next(means).astype(dtype)
-            for kind, dtype in zip(self.kinds, self.dtypes, strict=True)
+            next(means).astype(dtype) if place is None else with_rows_back(next(rows), place)
+            for place, dtype in zip(self.places, self.dtypes, strict=True)
         ]
+        masks = iter(values[len(values) - sum(self.masked) :])
+        values = values[: len(values) - sum(self.masked)]
         count = len(values) - len(self.kept)
         outputs, losses = values[: self.outputs.num_leaves], values[self.outputs.num_leaves : count]
         keep_arrays(self.kept, values[count:])
         for output, masked in zip(outputs, self.masked, strict=True):
             if masked:
-                _keras.set_keras_mask(output, next(rows))
+                _keras.set_keras_mask(output, next(masks))
         return jax.tree.unflatten(self.outputs, outputs), losses
 
 
-def _kind(whole: jax.ShapeDtypeStruct, part: jax.ShapeDtypeStruct, rows: int, size: int) -> str:
-    """What a result is, from its shapes for the whole batch of ``rows`` rows and for a replica of ``size``."""
-    if whole.shape == part.shape and jnp.issubdtype(whole.dtype, jnp.floating):
-        return "mean"
-    if (whole.shape[:1], part.shape[:1]) == ((rows,), (size,)) and whole.shape[1:] == part.shape[1:]:
-        return "rows"
-    raise CannotSplit(
-        f"it returns {whole.dtype}{list(whole.shape)} for {rows} rows and {part.dtype}{list(part.shape)} for {size}, "
-        "which are neither rows nor an average"
-    )
+def _place(whole: jax.ShapeDtypeStruct, part: jax.ShapeDtypeStruct, place: Place) -> Along | None:
+    """Where the rows of a result are, or None for what replicas average."""
+    if isinstance(place, Along):
+        return place
+    if isinstance(place, Mixed):
+        raise CannotSplit(f"it mixes the rows of its batch: {place}")
+    is_averaged = place is None or isinstance(place, Average)
+    if not is_averaged or not jnp.issubdtype(whole.dtype, jnp.floating):
+        raise CannotSplit(
+            f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
+        )
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """The line of an exception that says what is wrong; Keras puts where it was before it, and what was given behind it."""
+    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith("Exception encountered when calling")]
+    return said[0] if said else type(error).__name__
 
 
 def merge_of(variable: keras.Variable) -> Merge:

@@ -1,0 +1,233 @@
+"""Whether each row of a result follows from its own row of the batch alone: a proof, from two traces of one function.
+
+The function is traced with two numbers of rows, and both traces are read together, equation by equation. What changes from one to the
+other without being a row — a number, a shape, an operation — shows that the number of rows plays a part. For each value it is
+followed along which axis the rows lie. An operation that brings rows together, or that has no rule here, is named; it is never taken
+for row-wise. Random bits count as row-wise: replicas draw from streams of their own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from lockstep.step.rowwise.equations import Both, check_params, is_tracer, same
+from lockstep.step.rowwise.places import Along, Average, Count, Mixed, MixesError, Never, Place, Places, Total, common
+from lockstep.step.rowwise.rules import RULES
+from lockstep.step.rowwise.sums import of_sums
+
+__all__ = ["places_of"]
+
+
+def places_of(
+    function: Callable[..., Any], fixed: Sequence[Any], batch: Sequence[Any], rows: tuple[int, int]
+) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct], Places]:
+    """Follow the rows through ``function(fixed, batch)``, which gives a list of arrays.
+
+    Args:
+        function: what is traced.
+        fixed: arrays that do not depend on the batch.
+        batch: arrays or shapes ``(rows, …)``; their first axis gets each of ``rows``.
+        rows: two different numbers, both at least 2.
+
+    Returns:
+        The shapes of the results for each number of rows, and where the rows are in each.
+    """
+    traces = []
+    for count in rows:
+        own = [jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in batch]
+        traces.append(jax.make_jaxpr(function, return_shape=True)(list(fixed), own))
+    (first, shapes), (second, others) = traces
+    places: Places = [*[None] * len(fixed), *[Along(0)] * len(batch)]
+    return shapes, others, _Reader(rows).closed(first, second, places)
+
+
+class _Reader:
+    """Reads two traces together."""
+
+    def __init__(self, rows: tuple[int, int]) -> None:
+        self.rows = rows
+
+    def closed(self, first: ClosedJaxpr, second: ClosedJaxpr, places: Places) -> Places:
+        """Places of the results, from those of the inputs."""
+        constants = [self._fixed(one, other) for one, other in zip(first.consts, second.consts, strict=False)]
+        if len(first.consts) != len(second.consts):
+            return [Mixed("its constants change with the number of rows")] * len(first.jaxpr.outvars)
+        return self.read(first.jaxpr, second.jaxpr, [*constants, *places])
+
+    def read(self, first: Jaxpr, second: Jaxpr, places: Places) -> Places:
+        """As :meth:`closed`, with the places of the constants before those of the inputs."""
+        known: dict[Any, Place] = dict(zip((*first.constvars, *first.invars), places, strict=True))
+        twins = dict(zip((*first.constvars, *first.invars), (*second.constvars, *second.invars), strict=True))
+
+        def place(one: Any, other: Any) -> Place:
+            if isinstance(one, Literal) and isinstance(other, Literal):
+                return self._fixed(one.val, other.val)
+            if isinstance(one, Literal) or twins[one] is not other:
+                return Mixed("its operations change with the number of rows")
+            return known[one]
+
+        if [one.primitive.name for one in first.eqns] != [other.primitive.name for other in second.eqns]:
+            return [self._difference(first, second)] * len(first.outvars)
+        for pair in zip(first.eqns, second.eqns, strict=True):
+            inputs = [place(*atoms) for atoms in zip(pair[0].invars, pair[1].invars, strict=True)]
+            both = Both(pair, self.rows)
+            try:
+                found = self._results(both, inputs)
+            except MixesError as error:
+                found = [Mixed(str(error)).seen_at(pair[0])] * len(pair[0].outvars)
+            known.update(zip(pair[0].outvars, found, strict=True))
+            twins.update(zip(pair[0].outvars, pair[1].outvars, strict=True))
+        return [place(*atoms) for atoms in zip(first.outvars, second.outvars, strict=True)]
+
+    def _fixed(self, one: Any, other: Any) -> Place:
+        """The place of a number or an array that stands in the traces."""
+        if same(one, other):
+            return None
+        if np.ndim(one) == np.ndim(other) == 0 and not is_tracer(one, other):
+            is_count = float(one) * self.rows[1] == float(other) * self.rows[0]
+            return (
+                Count()
+                if is_count
+                else Mixed(f"a number is {one} for {self.rows[0]} rows and {other} for {self.rows[1]}")
+            )
+        return Mixed("an array that is no input changes with the number of rows")
+
+    def _difference(self, first: Jaxpr, second: Jaxpr) -> Mixed:
+        for one, other in zip(first.eqns, second.eqns, strict=False):
+            if one.primitive.name != other.primitive.name:
+                return Mixed("its operations change with the number of rows").seen_at(one)
+        return Mixed("its operations change with the number of rows")
+
+    def _results(self, both: Both, inputs: Places) -> Places:
+        """Places of the results of one equation."""
+        if both.name == "select_n" and inputs[0] == Never():
+            return [self._checked(both, 0, inputs[1])]
+        for one in inputs:
+            if isinstance(one, Mixed):
+                located = one if one.layer or one.line else one.seen_at(both.pair[0])
+                return [located] * len(both.pair[0].outvars)
+        summed = of_sums(both, inputs)
+        if summed is not None:
+            return [self._checked(both, 0, summed)]
+        body = _BODIES.get(both.name)
+        rule = RULES.get(both.name)
+        if body is not None:
+            found = getattr(self, body)(both, inputs)
+            # What is called may have been traced for somebody else: the call says where it stands.
+            found = [one.seen_at(both.pair[0]) if isinstance(one, Mixed) else one for one in found]
+        elif any(isinstance(one, (Count, Never)) for one in inputs):
+            raise MixesError(f"{both.name} works on the number of rows")
+        elif any(isinstance(one, (Total, Average)) for one in inputs):
+            raise MixesError(f"{both.name} works on a sum over the rows")
+        elif rule is not None:
+            found = rule(both, inputs)
+        elif all(one is None for one in inputs):
+            check_params(both)
+            found = [None] * len(both.pair[0].outvars)
+        else:
+            raise MixesError(f"{both.name} has no rule")
+        return [self._checked(both, number, one) for number, one in enumerate(found)]
+
+    def _checked(self, both: Both, number: int, place: Place) -> Place:
+        """The place, where the shapes agree: along one axis the rows, and no other that follows their number."""
+        one, other = both.result_shapes(number)
+        if isinstance(place, Along):
+            lengths = [place.outer * rows * place.inner for rows in self.rows]
+            if place.axis < len(one) == len(other) and [one[place.axis], other[place.axis]] == lengths:
+                one, other = _without(one, place.axis), _without(other, place.axis)
+            else:
+                raise MixesError(
+                    f"{both.name} gives {list(one)} for {self.rows[0]} rows and {list(other)} for {self.rows[1]}"
+                )
+        if one != other and not isinstance(place, Mixed):
+            raise MixesError(
+                f"{both.name} gives {list(one)} for {self.rows[0]} rows and {list(other)} for {self.rows[1]}"
+            )
+        return place
+
+    # --- operations with a body of their own ----------------------------------------------------------------------------
+
+    def call(self, both: Both, inputs: Places) -> Places:
+        name = next(n for n in ("call_jaxpr", "fun_jaxpr", "jaxpr") if n in both.pair[0].params)
+        one, other = both.params(name)
+        if isinstance(one, ClosedJaxpr):
+            return self.closed(one, other, inputs)
+        return self.read(one, other, inputs)
+
+    def cond(self, both: Both, inputs: Places) -> Places:
+        if inputs[0] is not None:
+            raise MixesError("cond branches on what follows from the rows")
+        found = [self.closed(*branches, inputs[1:]) for branches in zip(*both.params("branches"), strict=True)]
+        return [_merged(list(places), "cond") for places in zip(*found, strict=True)]
+
+    def scan(self, both: Both, inputs: Places) -> Places:
+        constants, carried = both.param("num_consts"), both.param("num_carry")
+        both.param("length")
+        both.param("reverse")
+        given = inputs[: constants + carried]
+        slices = []
+        for place in inputs[constants + carried :]:
+            if isinstance(place, Along) and place.axis == 0:
+                raise MixesError("scan goes along the rows")
+            slices.append(replace(place, axis=place.axis - 1) if isinstance(place, Along) else place)
+
+        def once(carry: Places) -> tuple[Places, Places]:
+            found = self.closed(*both.params("jaxpr"), [*given[:constants], *carry, *slices])
+            return found[:carried], found[carried:]
+
+        carry, stacked = _settled(given[constants:], once)
+        return [*carry, *(replace(one, axis=one.axis + 1) if isinstance(one, Along) else one for one in stacked)]
+
+    def linear_solve(self, both: Both, inputs: Places) -> Places:
+        """What solves a system is a function of its own; the others are for derivatives."""
+        lengths = both.param("const_lengths")
+        begin = lengths.matvec + lengths.vecmat
+        given = [*inputs[begin : begin + lengths.solve], *inputs[sum(lengths) :]]
+        one, other = both.params("jaxprs")
+        return self.closed(one.solve, other.solve, given)
+
+    def loop(self, both: Both, inputs: Places) -> Places:
+        of_condition, of_body = both.param("cond_nconsts"), both.param("body_nconsts")
+        fixed = inputs[of_condition : of_condition + of_body]
+        carry, _ = _settled(
+            inputs[of_condition + of_body :],
+            lambda carry: (self.closed(*both.params("body_jaxpr"), [*fixed, *carry]), []),
+        )
+        if self.closed(*both.params("cond_jaxpr"), [*inputs[:of_condition], *carry]) != [None]:
+            raise MixesError("while ends by a condition that sees several rows")
+        return carry
+
+
+def _settled(carry: Places, once: Callable[[Places], tuple[Places, Places]]) -> tuple[Places, Places]:
+    """Places of what a loop carries that its body leaves as they are, and of what the body gives besides."""
+    for _ in range(len(carry) + 2):
+        after, given = once(carry)
+        merged = [_merged([before, then], "a loop") for before, then in zip(carry, after, strict=True)]
+        if merged == carry:
+            return carry, given
+        carry = merged
+    raise MixesError("a loop mixes the rows")
+
+
+def _merged(places: Places, what: str) -> Place:
+    """The place that holds for a value that may come from any of several."""
+    for place in places:
+        if isinstance(place, Mixed):
+            return place
+    return common(places, what)
+
+
+_CALLS = [
+    *("jit", "pjit", "closed_call", "core_call", "remat"),
+    *("remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+]
+_BODIES = {**dict.fromkeys(_CALLS, "call"), "cond": "cond", "scan": "scan", "while": "loop"}
+_BODIES["custom_linear_solve"] = "linear_solve"
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], *shape[axis + 1 :])

@@ -1,0 +1,236 @@
+"""Programs that mix rows in all ways are found out and named; programs that do not are proved; random ones never deceive the proof."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from keras import ops
+
+from lockstep.step.rowwise import Along, Average, Mixed, with_rows_back, with_rows_first
+
+from .following import is_by_rows, places_of_function
+
+X = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
+TABLE = np.ones((6, 4), "float32")
+
+
+def differences(x):
+    return x[:, None] - x[None]
+
+
+MIXING = {
+    "mean over the rows": lambda x: x - ops.mean(x, axis=0),
+    "first row": lambda x: x - x[0],
+    "rolled": lambda x: x + ops.roll(x, 1, axis=0),
+    "turned around": lambda x: ops.flip(x, axis=0),
+    "all pairs": lambda x: ops.matmul(x, ops.transpose(x)),
+    "products summed over rows": lambda x: ops.tensordot(x, x, 2) + x[:, :1],
+    "softmax over the rows": lambda x: ops.softmax(x, axis=0),
+    "sorted": lambda x: ops.sort(x, axis=0),
+    "ranks": lambda x: ops.argsort(x, axis=0),
+    "cumulative": lambda x: ops.cumsum(x, axis=0),
+    "running maximum": lambda x: jax.lax.cummax(x, axis=0),
+    "distances": lambda x: ops.sum(ops.abs(differences(x)), axis=1),
+    "attention over the rows": lambda x: ops.matmul(ops.softmax(ops.matmul(x, x.T)), x),
+    "divided by the number of rows": lambda x: x / x.shape[0],
+    "to the power of the number of rows": lambda x: x ** x.shape[0],
+    "times the position": lambda x: x * ops.arange(x.shape[0], dtype="float32")[:, None],
+    "shifted by the number of rows": lambda x: x + x.shape[0] / 7,
+    "loop until all are large": lambda x: jax.lax.while_loop(lambda v: v.sum() < 1e6, lambda v: 2 * v + 1, jnp.abs(x)),
+    "as many turns as rows": lambda x: jax.lax.fori_loop(0, x.shape[0], lambda _, v: v * 1.5, x),
+    "branch on the sum": lambda x: jax.lax.cond(x.sum() > 0, lambda v: v, lambda v: -v, x),
+    "branch on the number of rows": lambda x: x * 2 if x.shape[0] > 5 else x * 3,
+    "the other way round": lambda x: x - x**2 if x.shape[0] > 5 else x**2 - x,
+    "scanned": lambda x: jax.lax.scan(lambda c, row: (c + row, c), jnp.zeros(4), x)[1],
+    "shuffled": lambda x: jax.random.permutation(jax.random.key(0), x),
+    "moving average": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 1), (1, 1), "SAME"),
+    "convolution along the rows": lambda x: ops.conv(x[None], jnp.ones((2, 4, 4)), padding="same")[0],
+    "rows written to others": lambda x: x.at[0].set(x[1]),
+    "norm of all": lambda x: x / ops.norm(x),
+    "folded into columns": lambda x: ops.reshape(ops.transpose(x), x.shape),
+    "covariance": lambda x: x @ (x.T @ x),
+    "every second row": lambda x: ops.repeat(x[::2], 2, axis=0),
+    "largest row": lambda x: x == ops.max(x, axis=0),
+    "standardized": lambda x: (x - ops.mean(x)) / ops.std(x),
+}
+BY_ROWS = {
+    "dense": lambda x: jnp.tanh(x @ jnp.ones((4, 3))),
+    "softmax": ops.softmax,
+    "normalized": lambda x: (x - ops.mean(x, -1, keepdims=True)) / ops.std(x, -1, keepdims=True),
+    "pairs of columns": lambda x: ops.einsum("bi,bj->bij", x, x),
+    "folded and unfolded": lambda x: ops.reshape(ops.tanh(ops.reshape(x, (-1, 2))), (-1, 4)),
+    "two towers in one": lambda x: (lambda both: both[: x.shape[0]] - both[x.shape[0] :])(
+        ops.tanh(jnp.concatenate([x, 2 * x]))
+    ),
+    "split towers": lambda x: (lambda both: both[0] - both[1])(ops.split(jnp.concatenate([x, 2 * x]), 2)),
+    "stacked": lambda x: ops.stack([x, 2 * x])[1],
+    "sorted columns": lambda x: ops.take_along_axis(x, ops.argsort(x, axis=1), axis=1),
+    "largest columns": lambda x: ops.top_k(x, 2)[0],
+    "one hot": lambda x: ops.one_hot(ops.argmax(x, axis=1), 4),
+    "looked up": lambda x: ops.take(jnp.ones((9, 3)), ops.cast(ops.abs(x), "int32"), axis=0),
+    "mapped": lambda x: jax.vmap(lambda row: row * row.sum())(x),
+    "padded columns": lambda x: ops.pad(x, ((0, 0), (1, 1))),
+    "with a token": lambda x: ops.concatenate([ops.tile(ops.ones((1, 1)), (x.shape[0], 1)), x], axis=1),
+    "column written": lambda x: x.at[:, 1].set(0.0),
+    "loop of three turns": lambda x: jax.lax.fori_loop(0, 3, lambda _, v: v * 1.5, x),
+    "scanned columns": lambda x: jax.lax.scan(lambda c, column: (c + column, c), jnp.zeros(len(x)), x.T)[1].T,
+    "linear systems": lambda x: jnp.linalg.solve(ops.eye(4) + ops.einsum("bi,bj->bij", x, x), x[..., None])[..., 0],
+    "noise": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
+    "derivative": lambda x: jax.vmap(jax.grad(lambda row: (row**3).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_rows_is_found(name):
+    (place,) = places_of_function(MIXING[name], X)
+    assert isinstance(place, Mixed), place
+    assert "test_programs.py:" in str(place) or "operations change" in str(place)
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_what_treats_each_row_by_itself_is_proved(name):
+    (place,) = places_of_function(BY_ROWS[name], X)
+    assert is_by_rows(place), place
+
+
+def test_a_table_as_long_as_the_batch_does_not_run_on_another():
+    with pytest.raises(TypeError):
+        places_of_function(lambda x: x + TABLE, X)
+
+
+@pytest.mark.parametrize(
+    ("function", "place"),
+    [
+        (lambda x: ops.mean(x**2), Average()),
+        (lambda x: 0.1 * ops.sum(x) / x.shape[0] + 3.0, Average()),
+        (lambda x: ops.mean(ops.sum(x, axis=1)) - ops.mean(x), Average()),
+    ],
+)
+def test_means_over_the_rows_are_known(function, place):
+    assert places_of_function(function, X) == [place]
+
+
+@pytest.mark.parametrize(
+    "function", [ops.sum, ops.max, lambda x: ops.mean(x) ** 2, lambda x: ops.sum(x) / (x.shape[0] - 1)]
+)
+def test_what_is_no_mean_over_the_rows_is_none(function):
+    assert places_of_function(function, X) not in ([Average()], [None])
+
+
+@pytest.mark.parametrize("place", [Along(0), Along(1), Along(0, 2, 3), Along(1, 1, 2), Along(2, 3, 1)])
+def test_rows_come_first_and_back(place):
+    shape = [4, 5, 7]
+    shape[place.axis] = place.outer * 3 * place.inner
+    value = np.arange(np.prod(shape)).reshape(shape)
+    first = with_rows_first(jnp.asarray(value), place, 3)
+    assert first.shape[0] == 3
+    np.testing.assert_array_equal(with_rows_back(first, place), value)
+    taken = np.take(
+        value, [number for number in range(shape[place.axis]) if number // place.inner % 3 == 1], axis=place.axis
+    )
+    assert sorted(np.ravel(first[1])) == sorted(np.ravel(taken))
+
+
+# --- random programs -----------------------------------------------------------------------------------------------------------
+
+STEPS = [
+    *(jnp.tanh, jnp.abs, lambda a: a * 0.5, lambda a: a + 1.0, lambda a: jnp.where(a > 0, a, -0.1 * a)),
+    *(lambda a: jnp.roll(a, 1, axis=0), lambda a: jnp.roll(a, 1, axis=-1), lambda a: a[::-1], lambda a: a[..., ::-1]),
+    *(lambda a: a - a.mean(axis=0), lambda a: a - a.mean(axis=-1, keepdims=True), lambda a: a / (1 + jnp.abs(a).max())),
+    *(
+        lambda a: jnp.sort(a, axis=0),
+        lambda a: jnp.sort(a, axis=-1),
+        lambda a: jnp.cumsum(a, 0),
+        lambda a: jnp.cumsum(a, -1),
+    ),
+    *(
+        lambda a: a / a.shape[0],
+        lambda a: a * jnp.arange(a.shape[0]).reshape(-1, *[1] * (a.ndim - 1)),
+        lambda a: a + a[0],
+    ),
+    *(
+        lambda a: a.reshape(-1, 2).sum(-1).reshape(a.shape[0], -1),
+        lambda a: jax.nn.softmax(a, 0),
+        lambda a: jax.nn.softmax(a),
+    ),
+    *(lambda a: jnp.concatenate([a, -a], 0)[: a.shape[0]], lambda a: jnp.concatenate([a, -a], 0)[a.shape[0] :]),
+    *(
+        lambda a: jnp.concatenate([a, 2 * a], -1)[..., 2:6],
+        lambda a: jnp.swapaxes(jnp.swapaxes(a, 0, 1).cumsum(0), 0, 1),
+    ),
+    *(
+        lambda a: jnp.swapaxes(a, 0, 1).reshape(a.shape),
+        lambda a: jnp.stack([a, a + 1], 1).sum(1),
+        lambda a: a @ (a.T @ a),
+    ),
+    *(
+        lambda a: jnp.einsum("bi,bj->bj", a, a),
+        lambda a: jnp.einsum("bi,ci->bi", a, a),
+        lambda a: a @ jnp.ones((a.shape[1], 4)),
+    ),
+    *(
+        lambda a: jnp.repeat(a, 2, 0)[::2],
+        lambda a: jnp.repeat(a, 2, 0)[: a.shape[0]],
+        lambda a: jnp.tile(a, (2, 1))[a.shape[0] :],
+    ),
+    *(lambda a: jnp.take(a, jnp.argmax(a, 1) * 0, axis=1), lambda a: jnp.take(a, jnp.argmax(a, 1) * 0, axis=0)),
+    *(lambda a: a.at[:, 0].add(1.0), lambda a: a.at[0].add(1.0), lambda a: jnp.pad(a, ((0, 0), (1, 0)))[:, :-1]),
+    *(lambda a: jnp.pad(a, ((1, 0), (0, 0)))[:-1], lambda a: jax.lax.fori_loop(0, 2, lambda _, v: v * v, a)),
+    *(
+        lambda a: jax.lax.cond(a.sum() > 0, lambda v: v, lambda v: -v, a),
+        lambda a: jax.lax.map(lambda r: r * r.sum(), a),
+    ),
+]
+
+
+def program(seed):
+    """A few steps one after the other, of which some mix rows; two branches meet at the end."""
+    draw = random.Random(seed)
+    one, other = ([draw.choice(STEPS) for _ in range(draw.randint(1, 2))] for _ in range(2))
+
+    def run(x):
+        values = []
+        for steps in (one, other):
+            value = x
+            for step in steps:
+                value = step(value)
+            values.append(value)
+        first, second = values
+        return (
+            first + second[:, : first.shape[1]]
+            if first.shape[1] <= second.shape[1]
+            else first * second.sum(1, keepdims=True)
+        )
+
+    return run
+
+
+def mixes(run):
+    """Whether a part of the batch gives something else than the same rows of the whole, or one row reaches another."""
+    rows = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4)), "float32")
+    whole = np.asarray(run(rows))
+    spoilt = np.asarray(run(rows.at[2].set(jnp.nan)))
+    others = [0, 1, 3, 4, 5]
+    parts = [
+        (np.asarray(run(rows[:4])), whole[:4]),
+        (np.asarray(run(rows[2:])), whole[2:]),
+        (spoilt[others], whole[others]),
+    ]
+    return not all(one.shape == two.shape and np.allclose(one, two, 1e-4, 1e-5, equal_nan=True) for one, two in parts)
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(start, marks=pytest.mark.nightly) for start in range(100, 600, 100))]
+)
+def test_no_random_program_that_mixes_rows_is_taken_for_one_that_does_not(first):
+    count = {True: 0, False: 0}
+    for seed in range(first, first + 100):
+        run = program(seed)
+        (place,) = places_of_function(run, X)
+        proved = place == Along(0) or (isinstance(place, Along) and place.uniform)
+        if proved:
+            assert not mixes(run), seed
+        count[proved] += 1
+    assert min(count.values()) > 10, count  # Both kinds are there.
