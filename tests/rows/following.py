@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from lockstep._keras_layers import without_batch_statistics
-from lockstep.step.rowwise import Along, places_of
+from lockstep.step.rowwise import Along, places_of, traced
 
 ROWS = (6, 4)
 
 
 def places_of_function(function, *batch):
     """Where the rows are in what a function of arrays ``(rows, …)`` gives."""
-    return places_of(lambda _, own: jax.tree.leaves(function(*own)), [], batch, ROWS)[2]
+    return places_of(*(traced(lambda _, own: jax.tree.leaves(function(*own)), [], batch, rows) for rows in ROWS))
 
 
 def places_of_model(model, *batch, training=None):
@@ -30,7 +30,7 @@ def places_of_model(model, *batch, training=None):
         return [jnp.asarray(leaf) for leaf in (*jax.tree.leaves(outputs), *losses)]
 
     with without_batch_statistics(model):
-        return places_of(call, [*values[0], *values[1]], leaves, ROWS)[2]
+        return places_of(*(traced(call, [*values[0], *values[1]], leaves, rows) for rows in ROWS))
 
 
 def is_by_rows(place):

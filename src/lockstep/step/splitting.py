@@ -18,7 +18,17 @@ import numpy as np
 from lockstep import _keras
 from lockstep._keras_layers import arrays_kept, keep_arrays, without_batch_statistics
 from lockstep.step.replica import Merge, Result
-from lockstep.step.rowwise import Along, Average, Mixed, Place, places_of, with_rows_back, with_rows_first
+from lockstep.step.rowwise import (
+    Along,
+    Average,
+    Mixed,
+    Place,
+    Trace,
+    places_of,
+    traced,
+    with_rows_back,
+    with_rows_first,
+)
 
 __all__ = ["CannotSplit", "SplitCall", "merge_of"]
 
@@ -91,27 +101,32 @@ class SplitCall:
             found, masks, _ = self._call(*values, inputs, fixed[count[1] :])
             return [*found, *masks]
 
-        fixed = [*trainable, *non_trainable, *self.shared]
-        # A replica of one row is traced in other words, as of an axis of one.
-        other = max(sizes) if max(sizes) > 1 else 2 if self.rows > 2 else 3
-        with without_batch_statistics(self.model), self._runs_on(other):
-            whole, part, places = places_of(call, fixed, self.inputs, (self.rows, other))
-        self.dtypes = [one.dtype for one in whole]
-        self.places = [_place(*found) for found in zip(whole, part, places, strict=True)]
-        for size in sizes - {other}:
-            cut = [jax.ShapeDtypeStruct((size, *np.shape(leaf)[1:]), leaf.dtype) for leaf in self.inputs]
+        def trace(rows: int) -> Trace:
+            with without_batch_statistics(self.model):
+                return traced(call, [*trainable, *non_trainable, *self.shared], self.inputs, rows)
+
+        whole = trace(self.rows)
+        # Of one row a call is traced in other words, as an axis of one may be stretched: what is proved then is another number.
+        asked = sorted({size for size in sizes if size > 1} or {2 if self.rows > 2 else 3}, reverse=True)
+        parts = []
+        for size in (*asked, *(sizes - {*asked})):
             with self._runs_on(size):
-                found = jax.eval_shape(call, fixed, cut)
-            for one, place, of_all in zip(found, self.places, whole, strict=True):
-                shape = of_all.shape if place is None else place.shape(of_all.shape, size)
-                if one.shape != shape:
-                    raise CannotSplit(f"it returns {list(one.shape)} for {size} of its rows instead of {list(shape)}")
+                parts.append(trace(size))
+        compared = parts[: len(asked)]
+        found = [[_place(*one) for one in zip(whole.shapes, places_of(whole, part), strict=True)] for part in compared]
+        self.dtypes, self.places = [one.dtype for one in whole.shapes], found[0]
+        for part in parts:
+            expected = [_shape(*one, part.rows) for one in zip(whole.shapes, self.places, strict=True)]
+            if [one.shape for one in part.shapes] != expected or any(places != self.places for places in found):
+                raise CannotSplit(
+                    f"what it returns for {part.rows} of its rows lies otherwise than what it returns for all"
+                )
 
     @contextlib.contextmanager
     def _runs_on(self, size: int) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is: the same call runs on all rows, or says so itself
+        except Exception as error:  # whatever it is: the same call has run on all rows
             raise CannotSplit(f"it runs on {self.rows} rows but not on {size} of them ({_reason(error)})") from error
 
     def __call__(self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> Result:
@@ -166,7 +181,7 @@ class SplitCall:
         return jax.tree.unflatten(self.outputs, outputs), losses
 
 
-def _place(whole: jax.ShapeDtypeStruct, part: jax.ShapeDtypeStruct, place: Place) -> Along | None:
+def _place(whole: jax.ShapeDtypeStruct, place: Place) -> Along | None:
     """Where the rows of a result are, or None for what replicas average."""
     if isinstance(place, Along):
         return place
@@ -178,6 +193,11 @@ def _place(whole: jax.ShapeDtypeStruct, part: jax.ShapeDtypeStruct, place: Place
             f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
         )
     return None
+
+
+def _shape(whole: jax.ShapeDtypeStruct, place: Along | None, rows: int) -> tuple[int, ...]:
+    """That of a result for a part of the rows."""
+    return whole.shape if place is None else place.shape(whole.shape, rows)
 
 
 def _reason(error: Exception) -> str:

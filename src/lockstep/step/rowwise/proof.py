@@ -7,7 +7,7 @@ for row-wise. Random bits count as row-wise: replicas draw from streams of their
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,30 +19,45 @@ from lockstep.step.rowwise.places import Along, Average, Count, Mixed, MixesErro
 from lockstep.step.rowwise.rules import RULES
 from lockstep.step.rowwise.sums import of_sums
 
-__all__ = ["places_of"]
+__all__ = ["Trace", "places_of", "traced"]
 
 
-def places_of(
-    function: Callable[..., Any], fixed: Sequence[Any], batch: Sequence[Any], rows: tuple[int, int]
-) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct], Places]:
-    """Follow the rows through ``function(fixed, batch)``, which gives a list of arrays.
+@dataclass(frozen=True)
+class Trace:
+    """A trace of ``function(fixed, batch)``, made with so many rows.
+
+    Attributes:
+        rows: the number of rows.
+        fixed: the number of arrays that do not depend on the batch.
+        closed: the trace.
+        shapes: those of the results.
+    """
+
+    rows: int
+    fixed: int
+    closed: ClosedJaxpr
+    shapes: list[jax.ShapeDtypeStruct]
+
+
+def traced(function: Callable[..., Any], fixed: Sequence[Any], batch: Sequence[Any], rows: int) -> Trace:
+    """Trace a function for the proof.
 
     Args:
-        function: what is traced.
+        function: takes two lists of arrays, and gives one.
         fixed: arrays that do not depend on the batch.
-        batch: arrays or shapes ``(rows, …)``; their first axis gets each of ``rows``.
-        rows: two different numbers, both at least 2.
-
-    Returns:
-        The shapes of the results for each number of rows, and where the rows are in each.
+        batch: arrays or shapes ``(rows, …)``.
+        rows: is taken for the length of their first axis.
     """
-    traces = []
-    for count in rows:
-        own = [jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in batch]
-        traces.append(jax.make_jaxpr(function, return_shape=True)(list(fixed), own))
-    (first, shapes), (second, others) = traces
-    places: Places = [*[None] * len(fixed), *[Along(0)] * len(batch)]
-    return shapes, others, _Reader(rows).closed(first, second, places)
+    own = [jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for leaf in batch]
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(fixed), own)
+    return Trace(rows, len(fixed), closed, shapes)
+
+
+def places_of(one: Trace, other: Trace) -> Places:
+    """Follow the rows through two traces of one function, of different numbers of rows, at least 2; gives where they are in each result."""
+    batch = len(one.closed.jaxpr.invars) - one.fixed
+    places: Places = [*[None] * one.fixed, *[Along(0)] * batch]
+    return _Reader((one.rows, other.rows)).closed(one.closed, other.closed, places)
 
 
 class _Reader:
