@@ -5,6 +5,7 @@ that ``train_step`` so looks up ``stateless_call`` and ``compute_loss``; the mas
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,7 +76,14 @@ def without_batch_statistics(model: keras.Model) -> Iterator[None]:
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
 
     def around(layer: Any, method: Any) -> Any:
-        return lambda inputs, training=None, mask=None: method(inputs, training=False, mask=mask)
+        signature = inspect.signature(method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.arguments["training"] = False
+            return method(*given.args, **given.kwargs)
+
+        return call if "training" in signature.parameters else method
 
     with replaced_methods(layers, "call", around):
         yield

@@ -148,6 +148,31 @@ class Counter(layers.Layer):
         return x
 
 
+class Tally(layers.Layer):
+    """Sums over the rows in variables that do not say how replicas meet, which scale what it gives."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="rows")
+        self.total = self.add_weight(shape=(), initializer="zeros", trainable=False, name="total")
+
+    def call(self, x):
+        scale = 1 + ops.tanh(self.total) / ops.cast(1 + self.rows, "float32")
+        self.rows.assign_add(ops.shape(x)[0])
+        self.total.assign_add(ops.sum(x))
+        return x * scale
+
+
+class GradientOfUnitNorm(layers.Layer):
+    """Passes on a gradient whose norm, over all rows, is one."""
+
+    def call(self, x):
+        @ops.custom_gradient
+        def same(value):
+            return value, lambda upstream: upstream / (1e-3 + ops.norm(upstream))
+
+        return same(x)
+
+
 class FirstSteps(layers.Layer):
     """A mask that is the same for all rows."""
 
@@ -610,6 +635,8 @@ CASES = [
     ),
     Case("centred_on_the_batch", lambda: mlp(layers.Dense(8), Centred()), classes),
     Case("loss_summed_over_the_batch", lambda: mlp(layers.Dense(8), Summed()), classes),
+    Case("sums_in_variables_without_aggregation", lambda: mlp(layers.Dense(8), Tally()), classes),
+    Case("gradient_normed_over_the_batch", lambda: mlp(layers.Dense(8), GradientOfUnitNorm()), classes),
     Case("towers_over_the_batch", lambda: compiled(Towers(), measure=()), classes, fit_only=True, reason=MIXED),
     Case("two_views_of_each_row", lambda: compiled(Views(), measure=()), classes, fit_only=True, reason=MIXED),
     Case(

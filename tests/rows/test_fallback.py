@@ -25,6 +25,26 @@ class Picky(layers.Layer):
         return shape
 
 
+class OwnNormalization(layers.BatchNormalization):
+    def call(self, x, training=None, *, scale=1.0):
+        return scale * super().call(x, training=training)
+
+
+class Normalized(layers.Layer):
+    """Keeps a moving mean of its own, too."""
+
+    def build(self, shape):
+        self.normalize = OwnNormalization()
+        self.normalize.build(shape)
+        self.level = self.add_weight(shape=(), initializer="zeros", trainable=False, name="level")
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x, training=None):
+        self.level.assign(0.9 * self.level + 0.1 * ops.mean(x))
+        self.calls.assign_add(1)
+        return self.normalize(x, training=training, scale=2.0)
+
+
 def lines_of(caplog, layer, replicas=2):
     with caplog.at_level(logging.INFO, logger="lockstep"):
         with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=replicas).scope():
@@ -48,7 +68,7 @@ def test_the_reason_is_what_the_model_says_and_not_where_keras_stood(caplog):
 
 
 @pytest.mark.parametrize(
-    "layer", [layers.BatchNormalization(), layers.Dropout(0.2), layers.ActivityRegularization(0.1)]
+    "layer", [layers.BatchNormalization(), Normalized(), layers.Dropout(0.2), layers.ActivityRegularization(0.1)]
 )
 def test_what_is_by_replica_by_design_or_a_mean_needs_no_line(caplog, layer):
     assert lines_of(caplog, layer) == []

@@ -19,7 +19,6 @@ from lockstep.data.placement import Placement, Rows
 from lockstep.step.devices import Forward
 from lockstep.step.gate import GatedStep
 from lockstep.step.plans import EagerPlan, Plan
-from lockstep.step.replica import Merge
 from lockstep.step.rewriting import rewritten
 from lockstep.step.splitting import CannotSplit, SplitCall, merge_of
 from lockstep.topology.devices import device_name
@@ -197,19 +196,8 @@ class _Forwarder:
         places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
         call = rewritten(split) if self.placement.platform == "cpu" else split
         result = self.plan.forward(Forward(call, merges, *values, split.shared, layout), split.inputs, places)
-        self._tell_of_averages(merges, result.state, values[1])
         outputs, losses = split.joined(result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)
-
-    def _tell_of_averages(self, merges: tuple[Merge, ...], new: list[Any], old: list[Any]) -> None:
-        """Name the variables of somebody's own layers whose values were averaged because nothing else was said."""
-        for variable, merge, *values in zip(self.model.non_trainable_variables, merges, new, old, strict=True):
-            averaged = merge is Merge.MEAN and values[0] is not values[1]
-            if averaged and _keras.has_no_stated_aggregation(self.model, variable):
-                self.tell(
-                    f"variable {variable.path!r} changes in the forward pass and does not say how replicas meet, so their "
-                    'values are averaged by rows; give add_weight an aggregation: "mean", "sum" or "only_first_replica"'
-                )
 
 
 def _keras_step(model: keras.Model, kind: str) -> KerasStep:

@@ -94,12 +94,20 @@ class SplitCall:
         Raises:
             CannotSplit: a result follows from several rows, or a replica does not run.
         """
+        variables = self.model.non_trainable_variables
+        unstated: list[str] = []  # paths of the variables that change and do not say how replicas meet
 
         def call(fixed: list[Any], inputs: list[Any]) -> list[Any]:
             count = len(trainable), len(trainable) + len(non_trainable)
             values = fixed[: count[0]], fixed[count[0] : count[1]]
-            found, masks, _ = self._call(*values, inputs, fixed[count[1] :])
-            return [*found, *masks]
+            found, masks, state = self._call(*values, inputs, fixed[count[1] :])
+            changed = {
+                variable.path: jnp.asarray(new)
+                for variable, new, old in zip(variables, state, values[1], strict=True)
+                if new is not old and _keras.has_no_stated_aggregation(self.model, variable)
+            }
+            unstated[:] = changed
+            return [*found, *masks, *changed.values()]
 
         def trace(rows: int) -> Trace:
             with without_batch_statistics(self.model):
@@ -112,12 +120,18 @@ class SplitCall:
         for size in (*asked, *(sizes - {*asked})):
             with self._runs_on(size):
                 parts.append(trace(size))
-        compared = parts[: len(asked)]
-        found = [[_place(*one) for one in zip(whole.shapes, places_of(whole, part), strict=True)] for part in compared]
-        self.dtypes, self.places = [one.dtype for one in whole.shapes], found[0]
+        shapes = whole.shapes[: len(whole.shapes) - len(unstated)]
+        found = []
+        for part in parts[: len(asked)]:
+            places = _followed(whole, part)
+            for path, place in zip(unstated, places[len(shapes) :], strict=True):
+                _check_state(path, place)
+            found.append([_place(*one) for one in zip(shapes, places, strict=False)])
+        self.dtypes, self.places = [one.dtype for one in shapes], found[0]
         for part in parts:
-            expected = [_shape(*one, part.rows) for one in zip(whole.shapes, self.places, strict=True)]
-            if [one.shape for one in part.shapes] != expected or any(places != self.places for places in found):
+            expected = [_shape(*one, part.rows) for one in zip(shapes, self.places, strict=True)]
+            got = [one.shape for one in part.shapes[: len(shapes)]]
+            if got != expected or any(places != self.places for places in found):
                 raise CannotSplit(
                     f"what it returns for {part.rows} of its rows lies otherwise than what it returns for all"
                 )
@@ -181,6 +195,14 @@ class SplitCall:
         return jax.tree.unflatten(self.outputs, outputs), losses
 
 
+def _followed(whole: Trace, part: Trace) -> list[Place]:
+    """The proof; what it stumbles over, as over an operation that JAX has changed, is not proved."""
+    try:
+        return places_of(whole, part)
+    except Exception as error:
+        raise CannotSplit(f"its rows cannot be followed ({type(error).__name__}: {_reason(error)})") from error
+
+
 def _place(whole: jax.ShapeDtypeStruct, place: Place) -> Along | None:
     """Where the rows of a result are, or None for what replicas average."""
     if isinstance(place, Along):
@@ -193,6 +215,13 @@ def _place(whole: jax.ShapeDtypeStruct, place: Place) -> Along | None:
             f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
         )
     return None
+
+
+def _check_state(path: str, place: Place) -> None:
+    """That replicas may be averaged in a variable whose layer does not say how they meet."""
+    if not (place is None or isinstance(place, Average)):
+        reason = place if isinstance(place, Mixed) else "it gets no average over the rows"
+        raise CannotSplit(f"variable {path!r} has no aggregation, and {reason}")
 
 
 def _shape(whole: jax.ShapeDtypeStruct, place: Along | None, rows: int) -> tuple[int, ...]:

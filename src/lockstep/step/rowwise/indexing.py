@@ -64,6 +64,9 @@ def slice(both: Both, inputs: Places) -> Places:
         return [place]
     axis, (starts, stops) = place.axis, (both.params("start_indices"), both.params("limit_indices"))
     strides = both.param("strides")
+    for one, other in (starts, stops):
+        if (*one[:axis], *one[axis + 1 :]) != (*other[:axis], *other[axis + 1 :]):
+            raise MixesError("slice begins or ends where the number of rows says")
     start, stop = tuple(each[axis] for each in starts), tuple(each[axis] for each in stops)
     stride = 1 if strides is None else strides[axis]
     if stride == place.inner > 1 == place.outer and start[0] == start[1] < stride:
@@ -81,7 +84,6 @@ def split(both: Both, inputs: Places) -> Places:
     """As :func:`slice`, for each part."""
     (place,) = inputs
     if not isinstance(place, Along) or place.axis != both.param("axis"):
-        both.param("sizes")
         return [place] * len(both.pair[0].outvars)
     sizes = zip(*both.params("sizes"), strict=True)
     return [replace(place, outer=both.blocks(size, place.inner)) for size in sizes]
@@ -114,7 +116,12 @@ def dynamic_update(both: Both, inputs: Places) -> Places:
     place, update, starts = inputs[0], inputs[1], inputs[2:]
     if any(start is not None for start in starts):
         raise MixesError("dynamic_update_slice begins where the rows say")
-    return [common([place, update], both.name)]
+    found = common([place, update], both.name)
+    if isinstance(found, Along):
+        lengths = [[shape[found.axis] for shape in both.shapes(number)] for number in (0, 1)]
+        if lengths[0] != lengths[1]:
+            raise MixesError("dynamic_update_slice writes to some of the rows")
+    return [found]
 
 
 def gather(both: Both, inputs: Places) -> Places:
@@ -123,9 +130,6 @@ def gather(both: Both, inputs: Places) -> Places:
     numbers = both.param("dimension_numbers")
     rank = len(both.result_shapes()[0])
     batch = [axis for axis in range(rank) if axis not in numbers.offset_dims]
-    if indices is None and operand is None:
-        both.param("slice_sizes")
-        return [None]
     found: Places = []
     if isinstance(indices, Along):
         if indices.axis == len(both.shapes(1)[0]) - 1:
@@ -152,8 +156,6 @@ def gather(both: Both, inputs: Places) -> Places:
 def scatter(both: Both, inputs: Places) -> Places:
     """Writes within each row."""
     operand, indices, updates = inputs
-    if all(one is None for one in inputs):
-        return [None]
     numbers = both.param("dimension_numbers")
     if not isinstance(operand, Along) or not isinstance(updates, Along):
         raise MixesError(f"{both.name} writes what rows give where others may write, too")

@@ -93,6 +93,8 @@ class MixesError(Exception):
 def common(places: Places, what: str) -> Place:
     """The place of a value each entry of which follows from the same entry of several others; None has no axis of rows."""
     named = [place for place in places if place is not None]
+    if len(named) < len(places) and any(isinstance(place, (Total, Count, Never)) for place in named):
+        raise MixesError(f"{what} gives a sum over the rows or something else")
     exact = [place for place in named if not (isinstance(place, Along) and place.uniform)]
     found: Place = exact[0] if exact else named[0] if named else None
     for place in exact:

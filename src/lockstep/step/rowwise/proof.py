@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from lockstep.step.rowwise.equations import Both, check_params, is_tracer, same
+from lockstep.step.rowwise.equations import Both, backward_of, check_params, is_tracer, same
 from lockstep.step.rowwise.places import Along, Average, Count, Mixed, MixesError, Never, Place, Places, Total, common
-from lockstep.step.rowwise.rules import RULES
+from lockstep.step.rowwise.rules import FOLLOW_ROWS, RULES
 from lockstep.step.rowwise.sums import of_sums
 
 __all__ = ["Trace", "places_of", "traced"]
@@ -63,8 +63,8 @@ def places_of(one: Trace, other: Trace) -> Places:
 class _Reader:
     """Reads two traces together."""
 
-    def __init__(self, rows: tuple[int, int]) -> None:
-        self.rows = rows
+    def __init__(self, rows: tuple[int, int], follows_gradients: bool = True) -> None:
+        self.rows, self.follows_gradients = rows, follows_gradients
 
     def closed(self, first: ClosedJaxpr, second: ClosedJaxpr, places: Places) -> Places:
         """Places of the results, from those of the inputs."""
@@ -138,11 +138,12 @@ class _Reader:
             raise MixesError(f"{both.name} works on the number of rows")
         elif any(isinstance(one, (Total, Average)) for one in inputs):
             raise MixesError(f"{both.name} works on a sum over the rows")
-        elif rule is not None:
-            found = rule(both, inputs)
-        elif all(one is None for one in inputs):
+        elif all(one is None for one in inputs) and both.gives_the_same_shapes():
             check_params(both)
             found = [None] * len(both.pair[0].outvars)
+        elif rule is not None:
+            check_params(both, FOLLOW_ROWS.get(both.name, ()))
+            found = rule(both, inputs)
         else:
             raise MixesError(f"{both.name} has no rule")
         return [self._checked(both, number, one) for number, one in enumerate(found)]
@@ -150,6 +151,8 @@ class _Reader:
     def _checked(self, both: Both, number: int, place: Place) -> Place:
         """The place, where the shapes agree: along one axis the rows, and no other that follows their number."""
         one, other = both.result_shapes(number)
+        if len(set(both.result_dtypes(number))) > 1:
+            raise MixesError(f"{both.name}: the type of its result changes with the number of rows")
         if isinstance(place, Along):
             lengths = [place.outer * rows * place.inner for rows in self.rows]
             if place.axis < len(one) == len(other) and [one[place.axis], other[place.axis]] == lengths:
@@ -173,16 +176,34 @@ class _Reader:
             return self.closed(one, other, inputs)
         return self.read(one, other, inputs)
 
+    def own_gradient(self, both: Both, inputs: Places) -> Places:
+        """Somebody's own derivative may bring together rows that the function itself keeps apart."""
+        found = self.call(both, inputs)
+        if self.follows_gradients and any(isinstance(one, Along) for one in found):
+            one, other = (backward_of(equation) for equation in both.pair)
+            given = dict(zip(both.pair[0].invars, inputs, strict=True))
+            own = [place for atom, place in given.items() if not isinstance(atom, Literal)]
+            reader = _Reader(self.rows, follows_gradients=False)
+            for before, after in zip(own, reader.closed(one, other, [*own, *found]), strict=True):
+                if isinstance(after, Mixed):
+                    raise MixesError(f"{both.name} has a derivative of its own, where {after}")
+                is_same = after == before or (isinstance(before, Along) and before.uniform)
+                if not (is_same if isinstance(before, Along) else isinstance(after, Total)):
+                    raise MixesError(f"{both.name} has a derivative of its own that is no sum over the rows")
+        return found
+
     def cond(self, both: Both, inputs: Places) -> Places:
+        check_params(both, ("branches",))
         if inputs[0] is not None:
             raise MixesError("cond branches on what follows from the rows")
+        if len({len(branches) for branches in both.params("branches")}) > 1:
+            raise MixesError("cond has other branches for another number of rows")
         found = [self.closed(*branches, inputs[1:]) for branches in zip(*both.params("branches"), strict=True)]
         return [_merged(list(places), "cond") for places in zip(*found, strict=True)]
 
     def scan(self, both: Both, inputs: Places) -> Places:
+        check_params(both, ("jaxpr",))
         constants, carried = both.param("num_consts"), both.param("num_carry")
-        both.param("length")
-        both.param("reverse")
         given = inputs[: constants + carried]
         slices = []
         for place in inputs[constants + carried :]:
@@ -199,6 +220,7 @@ class _Reader:
 
     def linear_solve(self, both: Both, inputs: Places) -> Places:
         """What solves a system is a function of its own; the others are for derivatives."""
+        check_params(both, ("jaxprs",))
         lengths = both.param("const_lengths")
         begin = lengths.matvec + lengths.vecmat
         given = [*inputs[begin : begin + lengths.solve], *inputs[sum(lengths) :]]
@@ -206,6 +228,7 @@ class _Reader:
         return self.closed(one.solve, other.solve, given)
 
     def loop(self, both: Both, inputs: Places) -> Places:
+        check_params(both, ("cond_jaxpr", "body_jaxpr"))
         of_condition, of_body = both.param("cond_nconsts"), both.param("body_nconsts")
         fixed = inputs[of_condition : of_condition + of_body]
         carry, _ = _settled(
@@ -238,10 +261,10 @@ def _merged(places: Places, what: str) -> Place:
 
 _CALLS = [
     *("jit", "pjit", "closed_call", "core_call", "remat"),
-    *("remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+    *("remat2", "checkpoint", "custom_jvp_call"),
 ]
 _BODIES = {**dict.fromkeys(_CALLS, "call"), "cond": "cond", "scan": "scan", "while": "loop"}
-_BODIES["custom_linear_solve"] = "linear_solve"
+_BODIES |= {"custom_linear_solve": "linear_solve", "custom_vjp_call": "own_gradient"}
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -5,14 +5,13 @@ from dataclasses import replace
 from math import prod
 
 from lockstep.step.rowwise import indexing
-from lockstep.step.rowwise.equations import Both, check_params
+from lockstep.step.rowwise.equations import Both
 from lockstep.step.rowwise.places import Along, MixesError, Places, Total, common
 
-__all__ = ["RULES"]
+__all__ = ["FOLLOW_ROWS", "RULES"]
 
 
 def _entrywise(both: Both, inputs: Places) -> Places:
-    check_params(both)
     return [common(inputs, both.name)] * len(both.pair[0].outvars)
 
 
@@ -33,7 +32,6 @@ def _reduction(both: Both, inputs: Places) -> Places:
 
 
 def _along_an_axis(both: Both, inputs: Places) -> Places:
-    check_params(both)
     params = both.pair[0].params
     ndim = len(both.shapes(0)[0])
     axis = params.get("axis", params.get("dimension", ndim - 1))
@@ -78,7 +76,10 @@ def _reshape(both: Both, inputs: Places) -> Places:
     in_front, behind = prod(target[0][:axis]), prod(target[0][axis + 1 :])
     if before % in_front or after % behind:
         raise MixesError(f"reshape of {list(shape)} to {list(target[0])} takes rows apart")
-    return [replace(place, axis=axis, outer=before // in_front, inner=after // behind)]
+    # Where another axis is folded in, entries along the new one differ, and there is one way to read it.
+    is_within = in_front % prod(shape[: place.axis]) == 0 and behind % prod(shape[place.axis + 1 :]) == 0
+    uniform = place.uniform and is_within
+    return [Along(axis, before // in_front, after // behind, uniform)]
 
 
 def _broadcast(both: Both, inputs: Places) -> Places:
@@ -136,8 +137,6 @@ def _product(both: Both, inputs: Places) -> Places:
 
 def _convolution(both: Both, inputs: Places) -> Places:
     rows, kernel = inputs
-    for name in ("padding", "window_strides", "lhs_dilation", "rhs_dilation", "feature_group_count"):
-        both.param(name)
     numbers = both.param("dimension_numbers")
     if kernel is not None or both.param("batch_group_count") != 1:
         raise MixesError("conv_general_dilated has a kernel that follows from the rows")
@@ -164,7 +163,6 @@ def _matrices(count: int) -> Callable[[Both, Places], Places]:
     """A rule for what works on the last ``count`` axes of each input, and so on each of those before by itself."""
 
     def rule(both: Both, inputs: Places) -> Places:
-        check_params(both)
         place = common(inputs, both.name)
         if isinstance(place, Along):
             for number, one in enumerate(inputs):
@@ -195,6 +193,16 @@ _ENTRYWISE = [
     *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient"),
     *("sub", "tan", "tanh", "xor", "zeta"),
 ]
+FOLLOW_ROWS = {
+    **dict.fromkeys(("broadcast_in_dim", "iota", "random_bits", "random_split"), ("shape",)),
+    **dict.fromkeys(("dynamic_slice", "gather"), ("slice_sizes",)),
+    "reshape": ("new_sizes",),
+    "slice": ("start_indices", "limit_indices"),
+    "split": ("sizes",),
+    "tile": ("reps",),
+}
+"""Parameters that may follow the number of rows: the shapes of results, and what the rules look at."""
+
 RULES: dict[str, Callable[[Both, Places], Places]] = {
     **dict.fromkeys(_ENTRYWISE, _entrywise),
     **dict.fromkeys(("optimization_barrier", "device_put"), _each_by_itself),
