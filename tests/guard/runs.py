@@ -10,7 +10,7 @@ from keras import layers, ops
 
 import lockstep
 
-BATCH, STEPS = 8, 6  # on three replicas 3, 3 and 2 rows
+BATCH, STEPS = 8, 6
 BAD_STEP, BAD_ROW, BAD_REPLICA = 3, 4, 1
 
 
@@ -77,7 +77,7 @@ class Run:
 
     deterministic: bool = False
     devices: int = 2
-    replicas: int = 3
+    replicas: int = 2
     strategy: dict = field(default_factory=dict)
     home: str | None = None  # where all variables are
     compile: dict = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Law 8: no step that is not finite reaches a variable, and a guard that finds nothing changes no bit."""
 
+import functools
 from itertools import product
 
 import keras
@@ -38,6 +39,11 @@ def test_with_finite_numbers_no_bit_changes(plan, kind):
     assert run.fit(x[:-3], y[:-3], NanGuard(), epochs=2, shuffle=True)[1:] == expected
 
 
+@functools.cache
+def left_without_the_bad_step(plan):
+    return Run(**PLANS[plan]).fit(*without([BAD_STEP], *data()))[1:]
+
+
 @pytest.mark.parametrize(
     ("plan", "cause"),
     [
@@ -50,10 +56,8 @@ def test_a_step_that_is_skipped_is_as_if_it_had_not_been_there(plan, cause):
     x, y = data(cause)
     guard = NanGuard("skip")
     _, left, history = Run(**PLANS[plan]).fit(x, y, guard)
-    _, expected, expected_history = Run(**PLANS[plan]).fit(*without([BAD_STEP], x, y))
     assert guard.skipped == 1
-    assert left == expected
-    assert history == expected_history
+    assert (left, history) == left_without_the_bad_step(plan)
 
 
 @pytest.mark.parametrize(

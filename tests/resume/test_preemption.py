@@ -1,6 +1,5 @@
 """Preemption: a signal has training stop after a step, with a checkpoint, and the next run goes on from there with the same bits."""
 
-import functools
 import os
 import signal
 
@@ -9,7 +8,7 @@ import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
 
-from .runs import INPUTS, Run
+from .runs import INPUTS, Run, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 RARELY = {"save_freq": 1000}
@@ -47,12 +46,6 @@ MOMENTS = {
     "where an epoch ends": ("on_epoch_end", 1, 6),
     "where the last epoch ends": ("on_epoch_end", 3, 15),
 }
-
-
-@functools.cache
-def whole(kind):
-    """The digest of a run that gets no signal."""
-    return Run(None, kind).fit(backup=False)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from lockstep.data.placement import Placement, Rows
 from lockstep.step.devices import Forward
 from lockstep.step.gate import GatedStep
 from lockstep.step.plans import EagerPlan, Plan
-from lockstep.step.rewriting import rewritten
 from lockstep.step.splitting import CannotSplit, SplitCall, merge_of
 from lockstep.topology.devices import device_name
 
@@ -194,8 +193,7 @@ class _Forwarder:
             return self.original(*values, *args, return_losses=return_losses, **kwargs)
         merges = tuple(merge_of(variable) for variable in self.model.non_trainable_variables)
         places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
-        call = rewritten(split) if self.placement.platform == "cpu" else split
-        result = self.plan.forward(Forward(call, merges, *values, split.shared, layout), split.inputs, places)
+        result = self.plan.forward(Forward(split, merges, *values, split.shared, layout), split.inputs, places)
         outputs, losses = split.joined(result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)
 

@@ -5,6 +5,7 @@ A plan compiles a step that was written for the global batch, and says how the m
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +18,7 @@ from lockstep.step.devices import Forward, forward_eagerly, forward_on_devices
 from lockstep.step.gate import Gate
 from lockstep.step.programs import Programs
 from lockstep.step.replica import Result
+from lockstep.step.rewriting import rewritten
 from lockstep.step.states import Step, Training, Values, changes_of, dispatch_lock, with_changes, without_aliases
 from lockstep.topology.compiler import compiler_options
 from lockstep.topology.layout import Layout
@@ -110,6 +112,7 @@ class FastPlan:
             leaf.array if leaf is not None else self._placed(value, forward.layout)
             for value, leaf in zip(inputs, places, strict=True)
         ]
+        forward = replace(forward, call=rewritten(forward.call, self.placement.platform))
         return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard_optimizer)
 
     def _placed(self, value: Any, layout: Layout) -> jax.Array:
@@ -146,6 +149,7 @@ class DeterministicPlan:
 
     def forward(self, forward: Forward, inputs: list[Any], places: list[Rows | None]) -> Result:
         """See :class:`Plan`."""
+        forward = replace(forward, call=rewritten(forward.call, self.placement.platform))
         return forward_apart(forward, inputs, self.placement)
 
 

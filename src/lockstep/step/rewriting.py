@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from lockstep.step.traces import evaluate
 
@@ -28,8 +28,9 @@ MOST_POOLED = 16  # places of the window of max pooling
 Axes = tuple[int, ...]
 
 
-def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of trees of arrays, with other words for what is slow; as it is where nothing is."""
+def rewritten(function: Callable[..., Any], platform: str = "cpu") -> Callable[..., Any]:
+    """``function`` of trees of arrays, traced once for all calls with arrays of the same shapes, and on CPUs with other words for what is slow."""
+    traces: dict[Any, Any] = {}
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -39,10 +40,13 @@ def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
             own_args, own_kwargs = jax.tree.unflatten(structure, values)
             return function(*own_args, **own_kwargs)
 
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        if not _has_any(closed):
-            return function(*args, **kwargs)
-        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(closed, leaves, _in_other_words))
+        key = (structure, *map(jax.typeof, leaves))
+        if key not in traces:
+            traces[key] = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        closed, shapes = traces[key]
+        has_any = platform == "cpu" and _has_any(closed)
+        results = evaluate(closed, leaves, _in_other_words) if has_any else jaxpr_as_fun(closed)(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 
