@@ -80,8 +80,8 @@ def run(case, topology: Topology | None = None, only_fit: bool = False) -> Run:
         return Run(history, {}, [], variables, {})
     weights = {"sample_weight": data["sample_weight"]} if "sample_weight" in data else {}
     evaluation = model.evaluate(data["x"], data["y"], batch_size=23, verbose=0, return_dict=True, **weights)
-    predictions = keras.tree.flatten(model.predict(data["x"], batch_size=9, verbose=0))
-    on_batch = model.test_on_batch(first(data["x"], 3), first(data["y"], 3), return_dict=True)
+    predictions = keras.tree.flatten(model.predict(first(data["x"], 16), batch_size=8, verbose=0))
+    on_batch = model.test_on_batch(data["x"], data["y"], return_dict=True)
     on_batch |= {
         f"train_{k}": v
         for k, v in model.train_on_batch(first(data["x"], 7), first(data["y"], 7), return_dict=True).items()

@@ -90,7 +90,7 @@ def test_replicas_do_what_the_written_out_loop_does(build, replicas):
     expected = seeded(build)
     naive_fit(expected, *rows(build), batch_size=7, replicas=replicas, epochs=2)
     expected = state_of(expected)
-    for devices in DEVICES:
+    for devices in DEVICES if build in NETWORKS[:2] else (2,):
         found = trained(build, Topology(replicas, devices))
         for (name, value), theirs in zip(state_of(found).items(), expected.values(), strict=False):
             if "loss/" not in name:

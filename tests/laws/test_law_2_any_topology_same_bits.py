@@ -116,7 +116,7 @@ def runs():
         for optimizer in OPTIMIZERS:
             group = pytest.mark.xdist_group(f"{name}-{optimizer}")
             # Adam has more state, and keeps the gradients' too.
-            for devices in (2, 3, 8) if optimizer == "adam" else (3,):
+            for devices in (3, 8) if optimizer == "adam" else (2,):
                 quick = (name, optimizer, devices) == ("mlp", "adam", 3)
                 yield pytest.param(name, optimizer, devices, 2, marks=[group] if quick else [group, pytest.mark.slow])
             for devices in DEVICES[1:] if optimizer == "adam" else (3, 8):
@@ -140,7 +140,7 @@ def no_programs_of_other_tests():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_programs_of_other_tests")
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.nightly)])
 def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
     """The tree is what does it: everything else of the plan stays, and the partial sums meet in the platform's order."""
 
@@ -153,7 +153,7 @@ def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.nightly)])
 def test_the_fast_plan_has_other_bits_on_other_devices_but_repeats_its_own(name):
     found = [outcome(name, "adam", AnyTopology(REPLICAS, devices), epochs=2) for devices in (1, 2, 2)]
     assert found[0]["weights"] != found[1]["weights"]
@@ -171,7 +171,7 @@ print(sorted(outcome("cnn", "adam", (Topology if sys.argv[2] == "True" else AnyT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_another_process_gives_the_same_bits(deterministic, python):
     """Started anew on the same thread pool, with two devices; the deterministic plan is compared with one device here."""
     done = python(code=PROGRAM, arguments=[os.getcwd(), deterministic], timeout=120)
@@ -186,8 +186,8 @@ def test_another_process_gives_the_same_bits(deterministic, python):
 @pytest.mark.parametrize(
     "replicas",
     [
-        *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 13)),
-        *(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 5, 6)),
+        *(pytest.param(count, marks=pytest.mark.slow) for count in (13,)),
+        *(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 3, 5, 6)),
     ],
 )
 def test_any_number_of_replicas(replicas):
@@ -213,15 +213,18 @@ OTHER = [
 
 WHOLE = ("variables_of_every_aggregation", "mixed_float16", "lstm_masked")  # These also evaluate and predict.
 QUICK = ("own_train_step",)
+# What these do besides is Keras's code on the global batch, which law 1 asks of all cases.
+NIGHTLY = ("l2_and_l1", "activity_regularizer", "batch_of_fixed_size", "dicts", "tuples", "subclassed_and_built_by_fit")
+NIGHTLY += ("own_compute_loss", "frozen_and_recompiled", "one_row", "last_batch_of_one", "class_weight")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [pytest.mark.slow])])
-        for name in OTHER
-    ],
-)
+def others():
+    for name in OTHER:
+        mark = pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow
+        yield pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [mark])])
+
+
+@pytest.mark.parametrize("name", list(others()))
 def test_law_1_holds_too_and_the_bits_are_those_of_one_device(name):
     """Equal to plain Keras up to rounding, and to one device to the bit."""
     case = case_named(name)

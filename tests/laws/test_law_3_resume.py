@@ -12,7 +12,9 @@ from tests.support import compile_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
-RAGGED = "arrays, the last batch short"  # Trained by three replicas on two devices: shares of the rows that differ, too.
+RAGGED = (
+    "arrays, the last batch short"  # Trained by three replicas on two devices: shares of the rows that differ, too.
+)
 QUICK = {(RAGGED, 3), (RAGGED, 7), ("PyDataset", 6), ("generator", 3), ("function", 6)}
 STEPS = {"arrays, endless": 3, "PyDataset, endless": 3}
 
