@@ -2,11 +2,11 @@
 
 Host time: the wall time of a step of ``fit`` less that of the bare compiled step in a loop, on a model with nearly nothing to compute
 (``steps.py``), on one CPU device. Both programs of a row take turns; a figure is the median of the turns, and so is the
-ratio of the host times. First step and memory: each in a fresh process, in turns, for two nets of ``peers/``; the first step is
-the time from building the model to the end of a ``fit`` of one batch (it traces and compiles), the memory the process's greatest
-after an epoch. How many rows the input delivers is in ``feed.py``.
+ratio of the host times. First step and memory: each in a fresh process, in turns, for four nets of ``peers/``; the first step is
+the time from building the model to the end of a ``fit`` of one batch (it traces and compiles), a step that of later calls, the memory
+the process's greatest after them. How many rows the input delivers is in ``feed.py``.
 
-All of it takes about a quarter of an hour, most of it for compiling 5,000 variables. With ``--quick`` there are fewer variables and turns, and nothing is kept.
+All of it takes about half an hour, most of it for compiling 5,000 variables and MobileNetV2. With ``--quick`` there are fewer variables and turns, and nothing is kept.
 """
 
 import argparse
@@ -34,11 +34,14 @@ REPLICAS, VARIABLES = (1, 2, 8, 64), (10, 20, 100, 1000, 5000)
 USUAL = 2, 20  # replicas, and variables where it is the replicas that grow
 GOALS = {(2, 20): 150, (2, 5000): 3000}  # us of the host a step
 MILLISECONDS = {0.01: "0.01", 0.1: "0.1", 1.0: "1", 10.0: "10", 100.0: "100"}
-NETS = {"mnist": 64, "reuters": 32}  # rows of a batch
-WAYS = {"Keras": None, "2 replicas": ["cpu:0"], "2 devices": ["cpu:0", "cpu:1"]}
+NETS = {"mnist": 64, "reuters": 32, "transformer": 64, "mobilenet": 32}  # rows of a batch
+ONE, TWO = ["cpu:0"], ["cpu:0", "cpu:1"]
+WAYS = {"Keras": None, "1 replica": (ONE, 1), "2 replicas": (ONE, 2), "4 replicas": (ONE, 4), "2 devices": (TWO, 2)}
+STEPS_TIMED = {"mnist": 400, "reuters": 100}  # 15 of the others
 COLUMNS = ("replicas", "variables", "fit, us", "bare step, us", "host, us", "Keras: fit, us", "Keras: bare step, us")
 COLUMNS += ("Keras: host, us", "host / Keras's", "goal", "reached")
-COLUMNS_OF_FIRST = ("net", "way", "first step, s", "first step / Keras's", "memory, MB", "memory / Keras's")
+COLUMNS_OF_FIRST = ("net", "way", "first step, s", "first step / Keras's", "step, ms", "step / Keras's")
+COLUMNS_OF_FIRST += ("memory, MB", "memory / Keras's")
 
 
 # --- the host's side of a step --------------------------------------------------------------------------------------------
@@ -107,13 +110,14 @@ def host_rows(variables, turns):
 
 
 def child(net, way):
-    """In a process of its own: train, and print the seconds to the end of the first step and the greatest memory in MB."""
+    """In a process of its own: train, and print the seconds to the end of the first step, milliseconds of a later one and the greatest memory in MB."""
     from nets import build
     from rows import rows
 
-    batch, devices = NETS[net], WAYS[way]
-    x, y = rows(net, 20 * batch)
-    strategy = devices and lockstep.MirroredStrategy(devices, replicas=2)
+    batch, topology = NETS[net], WAYS[way]
+    steps = STEPS_TIMED.get(net, 15)
+    x, y = rows(net, steps * batch)
+    strategy = topology and lockstep.MirroredStrategy(topology[0], replicas=topology[1])
     keras.random.uniform(())  # JAX has started.
     begun = time.perf_counter()
     if strategy:
@@ -123,8 +127,12 @@ def child(net, way):
         model = build(net)
     model.fit(x[:batch], y[:batch], batch_size=batch, verbose=0)
     first = time.perf_counter() - begun
-    model.fit(x, y, batch_size=batch, verbose=0)
-    print(json.dumps({"first": first, "memory": greatest_memory()}))
+    times = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        model.fit(x, y, batch_size=batch, verbose=0)
+        times.append(1000 * (time.perf_counter() - begun) / steps)
+    print(json.dumps({"first": first, "step": min(times), "memory": greatest_memory()}))
 
 
 def greatest_memory():
@@ -140,11 +148,11 @@ def first_rows(turns):
         for _ in range(turns):
             for way in WAYS:
                 command = [sys.executable, __file__, "--child", net, way]
-                ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+                ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
                 found[way].append(json.loads(ended.stdout.splitlines()[-1]))
         for way, each in found.items():
             row = [net, way]
-            for name, digits in (("first", 2), ("memory", 0)):
+            for name, digits in (("first", 2), ("step", 3), ("memory", 0)):
                 row.append(round(statistics.median(one[name] for one in each), digits or None))
                 pairs = zip(each, found["Keras"], strict=True)
                 row.append(round(statistics.median(one[name] / keras_one[name] for one, keras_one in pairs), 2))
@@ -183,7 +191,7 @@ def keep_host(rows):
 
 
 def keep_first(rows):
-    note = "Medians; a ratio is the median of the ratios of the turns. The first step holds building, tracing and compiling; memory is the "
+    note = "Medians of three turns; a ratio is the median of their ratios. The first step holds building, tracing and compiling; a step is that of the fastest of three later calls of `fit`; memory is the "
     note += "greatest of the process, with Python, Keras and JAX in it."
     results_file.write("overheads_first_step", "The first step, and memory", COLUMNS_OF_FIRST, rows, note)
 
@@ -202,7 +210,7 @@ def main():
 
 def measure(only, *, is_quick):
     rows = [] if only == "first_step" else host_rows(VARIABLES[:3] if is_quick else VARIABLES, 2 if is_quick else 7)
-    first = [] if only == "host" else first_rows(1 if is_quick else 5)
+    first = [] if only == "host" else first_rows(1 if is_quick else 3)
     if not is_quick:
         if rows:
             keep_host(rows)

@@ -71,8 +71,12 @@ def replaced_methods(owners: list[Any], name: str, around: Callable[[Any, Any], 
 
 
 @contextlib.contextmanager
-def without_batch_statistics(model: keras.Model) -> Iterator[None]:
-    """Have each BatchNormalization use its moving statistics for a while, so that it treats each row by itself."""
+def without_batch_statistics(model: keras.Model) -> Iterator[list[keras.Layer]]:
+    """Have each BatchNormalization use its moving statistics for a while, so that it treats each row by itself.
+
+    Gives a list in which those will be that are called in training.
+    """
+    asked: list[keras.Layer] = []
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
 
     def around(layer: Any, method: Any) -> Any:
@@ -80,13 +84,15 @@ def without_batch_statistics(model: keras.Model) -> Iterator[None]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
+            if given.arguments.get("training"):
+                asked.append(layer)
             given.arguments["training"] = False
             return method(*given.args, **given.kwargs)
 
         return call if "training" in signature.parameters else method
 
     with replaced_methods(layers, "call", around):
-        yield
+        yield asked
 
 
 def with_mask_of(original: Any, value: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from lockstep.step.devices import Forward, forward_eagerly
 from lockstep.step.functions import StepFunctions
 from lockstep.step.gate import losses_of
 from lockstep.step.replica import Result
+from lockstep.step.splitting import SplitCall
 from lockstep.topology.layout import Layout
 
 __all__ = ["count_of", "rerun", "whole_batch"]
@@ -28,6 +29,10 @@ class _LookedAt:
 
     def __init__(self, record: Record, of_global_batch: str) -> None:
         self._record, self.of_global_batch = record, of_global_batch
+
+    def calls_of(self, layout: Layout, split: SplitCall) -> tuple[tuple[int, ...], ...]:
+        """See :class:`Plan`: each replica is one."""
+        return layout.per_device
 
     def joined(self, rows: Rows) -> jax.Array:
         """See :class:`Plan`; the rows were brought together before."""

@@ -5,7 +5,7 @@ gradient of each device's replicas is added up by the strategy's cross-device op
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,9 @@ class Forward:
     non_trainable: list[jax.Array]
     shared: list[jax.Array]  # other arguments that every replica gets whole
     layout: Layout
+    calls: tuple[
+        tuple[int, ...], ...
+    ]  # for each device the rows of each of its calls: those of its replicas, or of several
 
 
 def forward_eagerly(forward: Forward, inputs: Any) -> Result:
@@ -49,8 +52,7 @@ def forward_eagerly(forward: Forward, inputs: Any) -> Result:
     Returns:
         Rows joined, means and state merged over all replicas.
     """
-    layout = forward.layout
-    rows = tuple(size for device in layout.per_device for size in device)
+    rows = tuple(size for device in forward.calls for size in device)
     return finished(forward, _local(forward, inputs, rows, first_replica=0, vectorize=False))
 
 
@@ -71,13 +73,13 @@ def forward_on_devices(
     """
     layout = forward.layout
     if layout.devices == 1:
-        own = layout.per_device[0]
+        own = forward.calls[0]
         return finished(forward, _local(forward, inputs, own, 0, _is_vectorized(own, placement)))
 
     def on_one_device(
         trainable: list[jax.Array], non_trainable: list[jax.Array], shared: list[jax.Array], inputs: Any
     ) -> Result:
-        own = Forward(forward.call, forward.merges, [value[0] for value in trainable], non_trainable, shared, layout)
+        own = replace(forward, trainable=[value[0] for value in trainable], non_trainable=non_trainable, shared=shared)
         result = _on_this_device(own, inputs, placement)
         changed, form = jax.tree.flatten(result.state)
         state = jax.tree.unflatten(form, platform_sum_in_few(changed, DEVICE_AXIS, placement.devices))
@@ -139,22 +141,22 @@ def _sum(pieces: list[jax.Array], axes: list[int | None], placement: Placement, 
 def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Result:
     """Run this device's replicas; the devices run one program, which holds each distinct share of the rows once."""
     layout = forward.layout
-    shares = sorted({share for share in layout.per_device if sum(share)}, reverse=True)
+    shares = sorted({share for share in forward.calls if sum(share)}, reverse=True)
     device = lax.axis_index(DEVICE_AXIS)
     place = {share: position for position, share in enumerate(shares)}
     # Values of their own: XLA for CPUs confuses the functions of a fusion that holds two such looks into tables (jaxlib 0.10.2).
     first_replica, choice = lax.optimization_barrier(
         [
             jnp.asarray(layout.first_replica)[device],
-            jnp.asarray([place.get(share, len(shares)) for share in layout.per_device])[device],
+            jnp.asarray([place.get(share, len(shares)) for share in forward.calls])[device],
         ]
     )
     branches: list[Callable[[], Result]] = [
         partial(_padded, forward, inputs, share, first_replica, _is_vectorized(share, placement)) for share in shares
     ]
-    if len(set(layout.per_device)) == 1:
+    if len(set(forward.calls)) == 1:
         return branches[0]()
-    if len(shares) < len(set(layout.per_device)):  # Some devices have no row at all.
+    if len(shares) < len(set(forward.calls)):  # Some devices have no row at all.
         branches.append(lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(branches[0])))
     if placement.platform == "cpu":
         return _select(choice, branches)

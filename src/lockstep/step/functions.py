@@ -186,14 +186,18 @@ class _Forwarder:
             layout = self.placement.layout(split.rows)
             if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.
                 return self.original(*values, *args, return_losses=return_losses, **kwargs)
-            split.learn(*values, set(layout.busy_replicas))
+            split.look(*values)
+            calls = self.plan.calls_of(layout, split)
+            if sum(map(len, calls)) == 1:  # One call, and nothing in it tells replicas apart.
+                return self.original(*values, *args, return_losses=return_losses, **kwargs)
+            split.learn({rows for own in calls for rows in own if rows})
         except CannotSplit as reason:
             normalized = ", BatchNormalization included" if _keras.unsynchronized_normalizations(self.model) else ""
             self.tell(f"it runs on the global batch{normalized}, {self.plan.of_global_batch}: {reason}")
             return self.original(*values, *args, return_losses=return_losses, **kwargs)
         merges = tuple(merge_of(variable) for variable in self.model.non_trainable_variables)
         places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
-        result = self.plan.forward(Forward(split, merges, *values, split.shared, layout), split.inputs, places)
+        result = self.plan.forward(Forward(split, merges, *values, split.shared, layout, calls), split.inputs, places)
         outputs, losses = split.joined(result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)
 

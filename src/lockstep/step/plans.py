@@ -19,11 +19,15 @@ from lockstep.step.gate import Gate
 from lockstep.step.programs import Programs
 from lockstep.step.replica import Result
 from lockstep.step.rewriting import rewritten
+from lockstep.step.splitting import SplitCall
 from lockstep.step.states import Step, Training, Values, changes_of, dispatch_lock, with_changes, without_aliases
 from lockstep.topology.compiler import compiler_options
-from lockstep.topology.layout import Layout
+from lockstep.topology.cpu import usable_cores
+from lockstep.topology.layout import Layout, rows_of_replicas
 
 __all__ = ["DeterministicPlan", "EagerPlan", "FastPlan", "Plan"]
+
+Calls = tuple[tuple[int, ...], ...]
 
 
 class Plan(Protocol):
@@ -40,6 +44,9 @@ class Plan(Protocol):
 
         A training step with a gate gives the state that this lets through or keeps.
         """
+
+    def calls_of(self, layout: Layout, split: SplitCall) -> Calls:
+        """For each device the rows of each call that the forward pass is made in."""
 
     def joined(self, rows: Rows) -> jax.Array:
         """The global batch, while a step is traced."""
@@ -94,6 +101,18 @@ class FastPlan:
 
         return run
 
+    def calls_of(self, layout: Layout, split: SplitCall) -> Calls:
+        """As many as replicas, where something tells these apart; else one on each device.
+
+        XLA for CPUs runs several convolutions at once faster than one of as many rows: of these there are as many as cores, and two
+        at least, as a single call for the global batch would not be rewritten.
+        """
+        if split.tells_replicas_apart:
+            return layout.per_device
+        is_divided = self.placement.platform == "cpu" and split.has_convolution
+        most = max(2, usable_cores() // len(self.placement.own_places)) if is_divided else 1
+        return tuple(rows_of_replicas(sum(own), min(most, len(own)) or 1) for own in layout.per_device)
+
     def _places(self, state: Any) -> Any:
         """Where a training step's state lies."""
         places = [self.placement.replicated] * len(state)
@@ -143,6 +162,10 @@ class DeterministicPlan:
         donated = kind == "train" and gate is None
         return _placing(Programs(step, self.placement, donated=donated), self.placement, gate=gate)
 
+    def calls_of(self, layout: Layout, split: SplitCall) -> Calls:
+        """See :class:`Plan`: each replica is one."""
+        return layout.per_device
+
     def joined(self, rows: Rows) -> jax.Array:
         """See :class:`Plan`."""
         return rows.array
@@ -180,6 +203,10 @@ class EagerPlan:
                 return result, gate(own, new, result) if gate else new
 
         return run
+
+    def calls_of(self, layout: Layout, split: SplitCall) -> Calls:
+        """See :class:`Plan`: each replica is one."""
+        return layout.per_device
 
     def joined(self, rows: Rows) -> jax.Array:
         """See :class:`Plan`."""

@@ -1,7 +1,8 @@
 """What one device does: its replicas, each on exactly its rows. Read this file first.
 
 A replica is Keras's own stateless call on the rows that belong to it: no padding, no mask and no patch, so whatever a
-layer computes over "the batch" it computes over the replica's rows. Neighbouring replicas with the same number of rows
+layer computes over "the batch" it computes over the replica's rows. Where nothing tells replicas apart, one call has the rows of
+several (``plans.py`` decides). Neighbouring replicas with the same number of rows
 run as one call under ``jax.vmap``; XLA sees one large batch, each replica its own.
 
 What comes back is one of three things:

@@ -33,6 +33,9 @@ from lockstep.step.rowwise import (
 __all__ = ["CannotSplit", "SplitCall", "merge_of"]
 
 
+_DRAWS = ("random_bits", "random_gamma", "random_seed", "random_wrap", "random_split", "random_fold_in")
+
+
 class CannotSplit(Exception):  # noqa: N818  # a way to go on, not an error that anyone sees
     """The call must see the global batch; the message says why."""
 
@@ -69,6 +72,9 @@ class SplitCall:
                 f"an argument besides the inputs has {self.rows} entries, as the batch has rows; whether they belong to "
                 "the rows cannot be seen"
             )
+        self.unstated: list[str] = []  # paths of variables that change and do not say how replicas meet
+        self.has_stated = False  # whether others change
+        self.normalized: list[Any] = []  # layers that ask for statistics of their rows
         self.outputs: Any = None  # structure of the outputs; it and the next are known after `learn`
         self.masked: list[bool] = []
         self.kept: list[Any] = []  # the attributes
@@ -88,43 +94,64 @@ class SplitCall:
             leaf for leaf, cut in zip(self.leaves, self.cut, strict=True) if not cut and isinstance(leaf, jax.Array)
         ]
 
-    def learn(self, trainable: list[Any], non_trainable: list[Any], sizes: set[int]) -> None:
-        """Prove of each result how it follows from the rows, and see that replicas of ``sizes`` rows run.
+    def look(self, trainable: list[Any], non_trainable: list[Any]) -> None:
+        """Trace the call on all rows, which says in how many calls it may be made."""
+        self._values = trainable, non_trainable
+        self._whole = self._traced(self.rows)
 
-        Raises:
-            CannotSplit: a result follows from several rows, or a replica does not run.
-        """
+    def _traced(self, rows: int) -> Trace:
+        """The call on so many rows, with BatchNormalization that uses its moving statistics."""
+        trainable, non_trainable = self._values
         variables = self.model.non_trainable_variables
-        unstated: list[str] = []  # paths of the variables that change and do not say how replicas meet
 
         def call(fixed: list[Any], inputs: list[Any]) -> list[Any]:
             count = len(trainable), len(trainable) + len(non_trainable)
             values = fixed[: count[0]], fixed[count[0] : count[1]]
             found, masks, state = self._call(*values, inputs, fixed[count[1] :])
-            changed = {
-                variable.path: jnp.asarray(new)
+            changed = [
+                (variable, jnp.asarray(new))
                 for variable, new, old in zip(variables, state, values[1], strict=True)
-                if new is not old and _keras.has_no_stated_aggregation(self.model, variable)
+                if new is not old
+            ]
+            unstated = {
+                variable.path: new
+                for variable, new in changed
+                if _keras.has_no_stated_aggregation(self.model, variable)
             }
-            unstated[:] = changed
-            return [*found, *masks, *changed.values()]
+            self.unstated, self.has_stated = list(unstated), len(unstated) < len(changed)
+            return [*found, *masks, *unstated.values()]
 
-        def trace(rows: int) -> Trace:
-            with without_batch_statistics(self.model):
-                return traced(call, [*trainable, *non_trainable, *self.shared], self.inputs, rows)
+        with without_batch_statistics(self.model) as self.normalized:
+            return traced(call, [*trainable, *non_trainable, *self.shared], self.inputs, rows)
 
-        whole = trace(self.rows)
+    @property
+    def tells_replicas_apart(self) -> bool:
+        """Whether by design each replica has something of its own: statistics of its rows, random draws, or its part of a variable."""
+        return bool(self.normalized) or self.has_stated or self._whole.has(_DRAWS)
+
+    @property
+    def has_convolution(self) -> bool:
+        """Whether XLA for CPUs has work here that it does not divide well."""
+        return self._whole.has(("conv_general_dilated",))
+
+    def learn(self, sizes: set[int]) -> None:
+        """Prove of each result how it follows from the rows, and see that calls with ``sizes`` rows run.
+
+        Raises:
+            CannotSplit: a result follows from several rows, or a call does not run.
+        """
+        whole = self._whole
         # Of one row a call is traced in other words, as an axis of one may be stretched: what is proved then is another number.
         asked = sorted({size for size in sizes if size > 1} or {2 if self.rows > 2 else 3}, reverse=True)
         parts = []
         for size in (*asked, *(sizes - {*asked})):
             with self._runs_on(size):
-                parts.append(trace(size))
-        shapes = whole.shapes[: len(whole.shapes) - len(unstated)]
+                parts.append(self._traced(size))
+        shapes = whole.shapes[: len(whole.shapes) - len(self.unstated)]
         found = []
         for part in parts[: len(asked)]:
             places = _followed(whole, part)
-            for path, place in zip(unstated, places[len(shapes) :], strict=True):
+            for path, place in zip(self.unstated, places[len(shapes) :], strict=True):
                 _check_state(path, place)
             found.append([_place(*one) for one in zip(shapes, places, strict=False)])
         self.dtypes, self.places = [one.dtype for one in shapes], found[0]

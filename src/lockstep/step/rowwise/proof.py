@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
 from lockstep.step.rowwise.equations import Both, backward_of, check_params, is_tracer, same
 from lockstep.step.rowwise.places import Along, Average, Count, Mixed, MixesError, Never, Place, Places, Total, common
@@ -37,6 +37,10 @@ class Trace:
     fixed: int
     closed: ClosedJaxpr
     shapes: list[jax.ShapeDtypeStruct]
+
+    def has(self, operations: Sequence[str]) -> bool:
+        """Whether one of these operations is in it, at any depth."""
+        return _has(self.closed.jaxpr, operations)
 
 
 def traced(function: Callable[..., Any], fixed: Sequence[Any], batch: Sequence[Any], rows: int) -> Trace:
@@ -238,6 +242,14 @@ class _Reader:
         if self.closed(*both.params("cond_jaxpr"), [*inputs[:of_condition], *carry]) != [None]:
             raise MixesError("while ends by a condition that sees several rows")
         return carry
+
+
+def _has(jaxpr: Jaxpr, operations: Sequence[str]) -> bool:
+    return any(
+        equation.primitive.name in operations
+        or any(_has(body, operations) for body in jaxprs_in_params(equation.params))
+        for equation in jaxpr.eqns
+    )
 
 
 def _settled(carry: Places, once: Callable[[Places], tuple[Places, Places]]) -> tuple[Places, Places]:
