@@ -17,6 +17,7 @@ from lockstep._keras import get_keras_mask, set_keras_mask
 __all__ = [
     "arrays_kept",
     "keep_arrays",
+    "models_within",
     "operations_of",
     "replaced_methods",
     "with_mask_of",
@@ -44,6 +45,11 @@ def keep_arrays(places: list[Place], arrays: list[Any]) -> None:
         leaves = keras.tree.flatten(vars(layer)[name])
         leaves[number] = array
         layer.__dict__[name] = keras.tree.pack_sequence_as(vars(layer)[name], leaves)
+
+
+def models_within(model: keras.Model) -> list[keras.Model]:
+    """The model, and those among its layers at all depths."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
 
 
 def operations_of(model: keras.Model) -> list[Any]:

@@ -380,6 +380,65 @@ class OwnStep(Subclassed):
         return ops.mean(per_row), (y_pred, non_trainable)
 
 
+class Adversaries(keras.Model):
+    """A generator and a discriminator, each called by itself in the train step, as in a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(6)])
+        self.discriminator = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+        self.built = True
+
+    def call(self, x):
+        return self.discriminator(self.generator(x))
+
+    def train_step(self, state, data):
+        import jax
+
+        trainable, non_trainable, optimizer, metric_values = state
+        x = data[0]
+        count = len(self.generator.trainable_variables)
+
+        def judged(of_discriminator, images):
+            return self.discriminator.stateless_call(of_discriminator, [], images, training=True)[0]
+
+        def losses_of(trainable):
+            made, _ = self.generator.stateless_call(trainable[:count], [], x[:, ::-1], training=True)
+            frozen = [jax.lax.stop_gradient(value) for value in trainable[count:]]
+            both = judged(trainable[count:], ops.concatenate([x, jax.lax.stop_gradient(made)]))
+            labels = ops.concatenate([ops.ones((len(x), 1)), ops.zeros((len(x), 1))])
+            of_discriminator = ops.mean(ops.binary_crossentropy(labels, both, from_logits=True))
+            of_generator = ops.mean(ops.softplus(-judged(frozen, made)))
+            return of_discriminator + of_generator, (of_discriminator, of_generator)
+
+        (_, found), gradients = jax.value_and_grad(losses_of, has_aux=True)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        logs = dict(zip(("discriminator", "generator"), found, strict=True))
+        return logs, (trainable, non_trainable, optimizer, metric_values)
+
+
+class Contrasted(Adversaries):
+    """Two views of each row through one encoder, whose loss compares all rows, as in SimCLR."""
+
+    def train_step(self, state, data):
+        import jax
+
+        trainable, non_trainable, optimizer, metric_values = state
+        x, count = data[0], len(self.generator.trainable_variables)
+
+        def loss_of(trainable):
+            one, other = (
+                ops.normalize(self.generator.stateless_call(trainable[:count], [], view, training=True)[0])
+                for view in (x, 0.5 * x[:, ::-1])
+            )
+            likeness = ops.matmul(one, ops.transpose(other)) / 0.1
+            return ops.mean(ops.sparse_categorical_crossentropy(ops.arange(len(x)), likeness, from_logits=True))
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"contrast": loss}, (trainable, non_trainable, optimizer, metric_values)
+
+
 class KeepsHidden(Subclassed):
     """Leaves what it has computed in attributes, alone and in a list, and its loss looks for it there."""
 
@@ -485,6 +544,7 @@ def mixed_precision():
 
 
 MIXED = "its outputs cannot be evaluated or predicted row by row"
+OWN = "its train step says what it is for, and nothing else"
 AVERAGES = "plain Keras frees the averages in the first evaluate after fit"
 
 CASES = [
@@ -675,6 +735,8 @@ CASES = [
     Case("autoencoder", autoencoder, autoencoder_data),
     Case("subclassed_and_built_by_fit", lambda: compiled(Subclassed()), classes),
     Case("own_train_step", lambda: compiled(OwnStep()), classes),
+    Case("adversaries", lambda: compiled(Adversaries(), measure=()), classes, fit_only=True, reason=OWN),
+    Case("contrasted", lambda: compiled(Contrasted(), measure=()), classes, fit_only=True, reason=OWN),
     Case("own_compute_loss", lambda: compiled(OwnLoss()), classes),
     Case("loss_of_what_the_call_has_kept", lambda: compiled(KeepsHidden()), classes),
     Case("frozen_and_recompiled", frozen, classes),

@@ -62,6 +62,59 @@ def test_a_line_names_operation_layer_and_line_of_code(caplog):
     assert "sub works on a sum over the rows, layer 'centred', test_fallback.py:" in line
 
 
+def steps_of(caplog, train_step):
+    """The rows of each call of a model within another's train step, and the lines about them."""
+    seen = []
+
+    class Inner(keras.Model):
+        def __init__(self):
+            super().__init__(name="inner")
+            self.dense = layers.Dense(3, use_bias=False)
+            self.dense.build((None, 4))
+            self.built = True
+
+        def call(self, x, of_row=None, of_all=None):
+            seen.append(len(x))
+            x = x if of_row is None else x + of_row
+            return self.dense(x if of_all is None else x + ops.sum(of_all, axis=0))
+
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__(name="outer")
+            self.inner = Inner()
+            self.built = True
+
+        def call(self, x):
+            return self.inner(x)
+
+        def train_step(self, state, data):
+            return {"loss": train_step(self.inner, state[0], data[0])}, state
+
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        with lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+            model = Outer()
+            model.compile("sgd")
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=8, verbose=0)
+    return set(seen), [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
+
+
+@pytest.mark.parametrize("options", [{}, {"of_row": np.ones((8, 4), "float32")}])
+def test_a_model_within_another_is_taken_apart_where_a_train_step_calls_it(options, caplog):
+    def step(inner, values, x):
+        return ops.mean(inner.stateless_call(values, [], x[:, ::-1], **options)[0])
+
+    seen, lines = steps_of(caplog, step)
+    assert (seen, lines) == ({8, 4}, [])  # Eight for the proof.
+
+
+def test_a_call_of_a_model_within_another_that_is_not_taken_apart_has_a_line(caplog):
+    _, (line,) = steps_of(
+        caplog, lambda inner, values, x: ops.mean(inner.stateless_call(values, [], x, None, 2 * x)[0])
+    )
+    assert line.startswith("Model 'outer': model 'inner' within it runs on the global batch, ")
+    assert "add works on a sum over the rows" in line
+
+
 def test_the_reason_is_what_the_model_says_and_not_where_keras_stood(caplog):
     (line,) = lines_of(caplog, Picky())
     assert "it runs on 8 rows but not on 4 of them (the batches of this layer have 8 rows)" in line

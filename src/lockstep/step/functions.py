@@ -1,7 +1,7 @@
 """The functions that Keras's ``fit``, ``evaluate`` and ``predict`` call: ``(state, iterator) -> (logs, state)``.
 
 Keras keeps its loop, callbacks, history and progress bar, and its ``train_step``, also one that a user wrote: it is
-traced on the global batch, and only the model's forward pass inside it is taken over (:class:`_Forwarder`). Loss,
+traced on the global batch, and only the forward passes inside it, of the model and of models within it, are taken over (:class:`_Forwarder`). Loss,
 metrics, clipping, accumulation and update therefore are Keras's own code on the global batch, on every device alike.
 """
 
@@ -14,6 +14,7 @@ import jax
 import keras
 
 from lockstep import _keras
+from lockstep._keras_layers import models_within
 from lockstep.data.inputs import next_batch
 from lockstep.data.placement import Placement, Rows
 from lockstep.step.devices import Forward
@@ -147,20 +148,25 @@ class StepFunctions:
 
         return step
 
-    def _forward_pass(self, forwarder: "_Forwarder") -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _forward_pass(self, forwarder: "_Forwarder") -> Iterator[None]:
         reason = _keras.needs_global_batch(self.model)
-        if reason:
-            self.tell(f"it runs on the global batch, {self.plan.of_global_batch}: {reason}")
-            return _keras.plain_batch_normalization(self.model)
-        return _keras.replaced_call(self.model, forwarder.stateless_call)
+        with contextlib.ExitStack() as stack:
+            if reason:
+                self.tell(f"it runs on the global batch, {self.plan.of_global_batch}: {reason}")
+                stack.enter_context(_keras.plain_batch_normalization(self.model))
+            for model in [] if reason else models_within(self.model):
+                call = functools.partial(forwarder.call, model, model.stateless_call)
+                stack.enter_context(_keras.replaced_call(model, call))
+            yield
 
 
 class _Forwarder:
-    """Stands in for ``model.stateless_call`` while one step is traced: the same arguments and results, by replicas."""
+    """Stands in for ``stateless_call`` of a model, and of models within it, while one step is traced: the same results, by replicas."""
 
     def __init__(self, model: keras.Model, placement: Placement, plan: Plan, tell: Callable[[str], None]) -> None:
         self.model, self.placement, self.plan, self.tell = model, placement, plan, tell
-        self.original = model.stateless_call
+        self._is_inside = False  # a call that is being made; it may call models in its turn
         self._places: dict[int, tuple[jax.Array, Rows]] = {}
 
     def joined(self, leaf: Any) -> Any:
@@ -171,35 +177,48 @@ class _Forwarder:
         self._places[id(array)] = (array, leaf)
         return array
 
-    def stateless_call(
+    def call(
         self,
+        model: keras.Model,
+        own: Callable[..., Any],
         trainable_variables: list[Any],
         non_trainable_variables: list[Any],
         *args: Any,
         return_losses: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As ``keras.Model.stateless_call``: outputs and new non-trainable values, and losses if asked for."""
+        """As ``own``, which is the model's ``stateless_call``: outputs and new non-trainable values, and losses if asked for."""
         values = list(trainable_variables), list(non_trainable_variables)
+        original = functools.partial(self._inside, own)
+        if self._is_inside:
+            return original(*values, *args, return_losses=return_losses, **kwargs)
         try:
-            split = SplitCall(self.model, self.original, (args, kwargs), lambda leaf: id(leaf) in self._places)
+            split = SplitCall(model, original, (args, kwargs))
             layout = self.placement.layout(split.rows)
             if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.
-                return self.original(*values, *args, return_losses=return_losses, **kwargs)
+                return original(*values, *args, return_losses=return_losses, **kwargs)
             split.look(*values)
             calls = self.plan.calls_of(layout, split)
             if sum(map(len, calls)) == 1:  # One call, and nothing in it tells replicas apart.
-                return self.original(*values, *args, return_losses=return_losses, **kwargs)
+                return original(*values, *args, return_losses=return_losses, **kwargs)
             split.learn({rows for own in calls for rows in own if rows})
         except CannotSplit as reason:
-            normalized = ", BatchNormalization included" if _keras.unsynchronized_normalizations(self.model) else ""
-            self.tell(f"it runs on the global batch{normalized}, {self.plan.of_global_batch}: {reason}")
-            return self.original(*values, *args, return_losses=return_losses, **kwargs)
-        merges = tuple(merge_of(variable) for variable in self.model.non_trainable_variables)
+            normalized = ", BatchNormalization included" if _keras.unsynchronized_normalizations(model) else ""
+            who = "it" if model is self.model else f"model {model.name!r} within it"
+            self.tell(f"{who} runs on the global batch{normalized}, {self.plan.of_global_batch}: {reason}")
+            return original(*values, *args, return_losses=return_losses, **kwargs)
+        merges = tuple(merge_of(variable) for variable in model.non_trainable_variables)
         places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
         result = self.plan.forward(Forward(split, merges, *values, split.shared, layout, calls), split.inputs, places)
         outputs, losses = split.joined(result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)
+
+    def _inside(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self._is_inside = self._is_inside, True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._is_inside = before
 
 
 def _keras_step(model: keras.Model, kind: str) -> KerasStep:

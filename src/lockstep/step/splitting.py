@@ -48,30 +48,16 @@ class SplitCall:
     Args:
         model: the model.
         original: its own ``stateless_call``.
-        arguments: positional and keyword arguments after the two lists of values.
-        is_row: whether an array, by identity, is known to be cut into rows.
-
-    Raises:
-        CannotSplit: an argument may or may not be cut into rows.
+        arguments: positional and keyword arguments after the two lists of values. Arrays among them that have as many entries as
+            the first has rows are cut like it: where they are something else, the proof says so.
     """
 
-    def __init__(
-        self, model: keras.Model, original: Callable[..., Any], arguments: Any, is_row: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, model: keras.Model, original: Callable[..., Any], arguments: Any) -> None:
         self.model, self.original = model, original
         self.leaves, self.structure = jax.tree.flatten(arguments)
         inputs = len(jax.tree.leaves(arguments[0][:1]))  # of the first argument, which are rows if anything is
         self.rows = next((np.shape(leaf)[0] for leaf in self.leaves[:inputs] if np.ndim(leaf)), 0)
-        same_length = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == self.rows for leaf in self.leaves]
-        self.cut = [
-            same and (position < inputs or is_row(leaf))
-            for position, (leaf, same) in enumerate(zip(self.leaves, same_length, strict=True))
-        ]
-        if self.cut != same_length:
-            raise CannotSplit(
-                f"an argument besides the inputs has {self.rows} entries, as the batch has rows; whether they belong to "
-                "the rows cannot be seen"
-            )
+        self.cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == self.rows for leaf in self.leaves]
         self.unstated: list[str] = []  # paths of variables that change and do not say how replicas meet
         self.has_stated = False  # whether others change
         self.normalized: list[Any] = []  # layers that ask for statistics of their rows
