@@ -109,9 +109,9 @@ def main(config):
 
     secret = config.get("secret")
     sys.excepthook = excepthook
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Before there are threads that would take it.
     guard = Guard(grace_seconds=0.3)
     guard.install()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     guard.session = join(
         WorkerGroup(workers=config["workers"], index=config["index"], coordinator=config["coordinator"]),
         config.get("identity", {"jax": "1"}),

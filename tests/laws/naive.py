@@ -14,8 +14,9 @@ def naive_fit(model, x, y, *, batch_size, replicas, epochs=1):
     """Train ``model`` in place; the model is built, and compiled with a loss that averages over rows."""
     model.optimizer.build(model.trainable_variables)
     for _ in range(epochs):
-        for start in range(0, len(x), batch_size):
-            naive_step(model, x[start : start + batch_size], y[start : start + batch_size], replicas)
+        for start in range(0, len(y), batch_size):
+            rows = slice(start, start + batch_size)
+            naive_step(model, jax.tree.map(lambda leaf, rows=rows: leaf[rows], x), y[rows], replicas)
 
 
 def naive_step(model, x, y, replicas):
@@ -28,20 +29,21 @@ def naive_step(model, x, y, replicas):
 
 
 def naive_values(model, replicas, x, y, trainable, optimizer, old):
-    chunk = -(-len(x) // replicas)
+    chunk = -(-len(y) // replicas)
 
     def loss(trainable):
         predictions, added, states, sizes = [], 0.0, [], []
         for replica in range(replicas):
             rows = slice(replica * chunk, (replica + 1) * chunk)
-            if len(x[rows]) == 0:
+            own_x, size = jax.tree.map(lambda leaf, rows=rows: leaf[rows], x), len(y[rows])
+            if size == 0:
                 continue
             own = [seed(v, replica) if v.dtype == jnp.uint32 else v for v in old]
-            out, state, losses = model.stateless_call(trainable, own, x[rows], training=True, return_losses=True)
+            out, state, losses = model.stateless_call(trainable, own, own_x, training=True, return_losses=True)
             predictions.append(out)
             states.append(state)
-            sizes.append(len(x[rows]))
-            added += len(x[rows]) / len(x) * sum(losses)
+            sizes.append(size)
+            added += size / len(y) * sum(losses)
         return model.loss(y, ops.concatenate(predictions)) + added, (states, sizes)
 
     gradients, (states, sizes) = jax.grad(loss, has_aux=True)(trainable)

@@ -28,7 +28,7 @@ class _LookedAt:
     """A plan whose replicas run one after the other, each noted in ``record``."""
 
     def __init__(self, record: Record, of_global_batch: str) -> None:
-        self._record, self.of_global_batch = record, of_global_batch
+        self._record, self.of_global_batch, self.is_differentiable_twice = record, of_global_batch, True
 
     def calls_of(self, layout: Layout, split: SplitCall) -> tuple[tuple[int, ...], ...]:
         """See :class:`Plan`: each replica is one."""

@@ -193,6 +193,8 @@ class _Forwarder:
         if self._is_inside:
             return original(*values, *args, return_losses=return_losses, **kwargs)
         try:
+            if model is not self.model and not self.plan.is_differentiable_twice:
+                raise CannotSplit("with deterministic=True only the model itself is run by replicas")
             split = SplitCall(model, original, (args, kwargs))
             layout = self.placement.layout(split.rows)
             if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.

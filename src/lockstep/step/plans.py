@@ -31,9 +31,15 @@ Calls = tuple[tuple[int, ...], ...]
 
 
 class Plan(Protocol):
-    """One way to run a step; ``of_global_batch`` says what becomes of a model that cannot be split into replicas."""
+    """One way to run a step.
+
+    Attributes:
+        of_global_batch: what becomes of a model that cannot be split into replicas.
+        is_differentiable_twice: whether a forward pass may be, as gradient penalties of models within a model ask for.
+    """
 
     of_global_batch: str
+    is_differentiable_twice: bool
 
     @property
     def uncompiled_on(self) -> jax.Device:
@@ -65,6 +71,7 @@ class FastPlan:
     """
 
     of_global_batch = "and XLA divides the work"
+    is_differentiable_twice = True
 
     def __init__(self, placement: Placement, ops: CrossDeviceOps, *, shard_optimizer: bool = False) -> None:
         self.placement, self.ops, self.shard_optimizer = placement, ops, shard_optimizer
@@ -148,6 +155,7 @@ class DeterministicPlan:
     """
 
     of_global_batch = "on every device alike"
+    is_differentiable_twice = False
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -184,6 +192,7 @@ class EagerPlan:
     """
 
     of_global_batch = "on one device"
+    is_differentiable_twice = True
 
     def __init__(self, device: jax.Device) -> None:
         self.device = device

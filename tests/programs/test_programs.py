@@ -1,0 +1,127 @@
+"""Law 1 for programs after Keras's examples: the numbers of plain Keras on one device, and no fallback without a line."""
+
+import functools
+import logging
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from tests.laws.compare import assert_close
+from tests.laws.naive import naive_fit
+
+from .every import PROGRAMS
+from .kit import Noise
+from .page import PAGE, text
+
+# By area, and what is each time another kind of thing: an own step, several inputs, masks, a fallback.
+IN_THE_SUITE = {
+    *("image_classification_from_scratch", "image_classification_with_vision_transformer", "spatial_transformer"),
+    *("knowledge_distillation", "ner_transformers", "text_classification_with_switch_transformer", "ctc_asr"),
+    *("timeseries_traffic_forecasting", "wgan_gp", "gat_node_classification", "wide_deep_cross_networks"),
+    "collaborative_filtering_for_movielens",
+}
+TOPOLOGIES = [(3, 2, False), (2, 1, False), (3, 1, False), (2, 2, False), (3, 2, True)]
+
+
+def model_of(program, noise, strategy=None):
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(4)
+    if strategy is None:
+        return program.build(noise)
+    with strategy.scope():
+        return program.build(noise)
+
+
+def results_of(model, program, folder):
+    """What a training leaves: logs, variables, and unless the program makes no predictions its evaluation and predictions."""
+    data = program.data(np.random.default_rng(8))
+    options = {"batch_size": 8, "verbose": 0}
+    found = {
+        f"history {k}": np.asarray(v) for k, v in model.fit(**data, epochs=3, shuffle=False, **options).history.items()
+    }
+    found |= {
+        f"{n} {v.path}": np.asarray(v.value) for n, v in enumerate([*model.variables, *model.optimizer.variables])
+    }
+    if program.fit_only:
+        return found
+    found |= {f"evaluate {k}": np.asarray(v) for k, v in model.evaluate(**data, return_dict=True, **options).items()}
+    predictions = keras.tree.flatten(model.predict(data["x"], **options))
+    model.save_weights(folder / "kept.weights.h5")
+    for variable in model.trainable_variables:
+        variable.assign(0 * variable.value)
+    model.load_weights(folder / "kept.weights.h5")
+    again = keras.tree.flatten(model.predict(data["x"], **options))
+    for one, other in zip(predictions, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return found | {f"predictions {number}": each for number, each in enumerate(predictions)}
+
+
+@functools.cache
+def plain(program, folder):
+    return results_of(model_of(program, Noise()), program, folder)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("plain")
+
+
+def cases():
+    for program in PROGRAMS:
+        for topology in TOPOLOGIES:
+            in_suite = program.name in IN_THE_SUITE and topology == TOPOLOGIES[0]
+            name = "{}-R{}P{}{}".format(program.name, *topology[:2], "-deterministic" * topology[2])
+            marks = [pytest.mark.xdist_group(program.name), pytest.mark.slow if in_suite else pytest.mark.nightly]
+            yield pytest.param(program, *topology, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("program", "replicas", "devices", "deterministic"), list(cases()))
+def test_a_program_has_the_numbers_of_plain_keras(program, replicas, devices, deterministic, folder, tmp_path, caplog):
+    expected = plain(program, folder)
+    strategy = lockstep.MirroredStrategy(
+        [f"cpu:{number}" for number in range(devices)], replicas=replicas, deterministic=deterministic
+    )
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        found = results_of(model_of(program, Noise(), strategy), program, tmp_path)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, program.relative, name)
+    lines = [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
+    reasons = (
+        [program.global_batch, "with deterministic=True only the model itself"]
+        if deterministic
+        else [program.global_batch]
+    )
+    if program.global_batch and (devices > 1 or deterministic):
+        assert lines
+    assert all(any(reason and reason in line for reason in reasons) for line in lines), lines
+
+
+def noisy():
+    for program in PROGRAMS:
+        if program.has_noise:
+            mark = pytest.mark.slow if program.name == "wide_deep_cross_networks" else pytest.mark.nightly
+            yield pytest.param(program, marks=[mark, pytest.mark.xdist_group(program.name)])
+
+
+@pytest.mark.parametrize("program", list(noisy()), ids=str)
+def test_with_dropout_and_batch_normalization_it_does_what_the_written_out_loop_does(program):
+    noise, data = Noise(0.3, by_batch=True), program.data(np.random.default_rng(8))
+    expected = model_of(program, noise)
+    naive_fit(expected, data["x"], data["y"], batch_size=8, replicas=3, epochs=2)
+    model = model_of(program, noise, lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3))
+    model.fit(data["x"], data["y"], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    for ours, theirs in zip(model.variables, expected.variables, strict=True):
+        assert_close(np.asarray(ours.value), np.asarray(theirs.value), 1e-5, ours.path)
+
+
+def test_the_page_says_what_the_programs_say():
+    assert PAGE.read_text() == text()
+
+
+def test_programs_of_the_suite_are_there():
+    names = [program.name for program in PROGRAMS]
+    assert set(names) >= IN_THE_SUITE
+    assert len(set(names)) == len(names) >= 40
