@@ -466,7 +466,10 @@ print(os.environ["PJRT_NPROC"], "--xla_gpu_deterministic_ops=true" in os.environ
 def test_another_process_starts_with_the_fixed_pool(first, python):
     done = python(code=START.format(first=first), environ=dict.fromkeys(NOT_INHERITED), timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["32" if "32" in first else "16", "True", "True"]
+    threads = "32" if "32" in first else "16"
+    assert done.stdout.split() == [threads, "True", "True"]
+    assert f"deterministic, on a pool of {threads} CPU threads" in done.stderr
+    assert "instead of" not in done.stderr
 
 
 # --- self_check -------------------------------------------------------------------------------------------------------------

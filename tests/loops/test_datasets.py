@@ -96,6 +96,23 @@ def reading_threads():
     return [thread for thread in threading.enumerate() if thread.name == "lockstep-feed"]
 
 
+def test_values_come_in_the_order_of_the_replicas_whatever_their_shapes():
+    def rows(context):
+        return np.ones(3 - context.replica_id_in_sync_group % 2)
+
+    value = make(4, 2).experimental_distribute_values_from_function(rows)
+    assert [len(own) for own in value.values] == [3, 2, 3, 2]
+
+
+def test_fit_trains_on_a_last_round_that_not_all_replicas_have_a_batch_for():
+    strategy = make(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(strategy.distribute_datasets_from_function(lambda context: Pairs()), epochs=2, verbose=0)
+    assert int(model.optimizer.iterations.value) == 2 * 4  # Ten batches.
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 2, 5])
 @pytest.mark.parametrize("kind", ["generator", "iterator"])
