@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import layers, losses, optimizers
 
-__all__ = ["ROWS", "Noise", "OwnStep", "Program", "compiled", "logits"]
+__all__ = ["ROWS", "Noise", "OwnStep", "Program", "compiled", "logits", "own"]
 
 ROWS = 21  # in batches of 8, 8 and 5
 
@@ -65,6 +65,11 @@ def compiled(model: keras.Model, loss: Any = "mse", metrics: Any = (), optimizer
 
 def logits() -> losses.Loss:
     return losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def own(kind: Callable[[], keras.Model], loss: Any = None) -> Callable[[Noise], keras.Model]:
+    """Builds a model that has no noise and a training of its own."""
+    return lambda noise: compiled(kind(), loss)
 
 
 class OwnStep(keras.Model):

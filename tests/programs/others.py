@@ -5,7 +5,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from .kit import ROWS, OwnStep, Program, compiled, logits
+from .kit import ROWS, OwnStep, Program, compiled, logits, own
 
 # --- what generates --------------------------------------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ def behaviour(noise):
 # --- all ---------------------------------------------------------------------------------------------------------------------
 
 
-def numbers(*shapes, to=None, whole=0, relabelled=None):
+def numbers(*shapes, to=None, whole=0):
     def data(rng):
         x = [rng.random((ROWS, *shape), "float32") for shape in shapes]
         found = {"x": x[0] if len(x) == 1 else x}
@@ -398,10 +398,6 @@ def identifiers(names, most, to=()):
 
 def ratings(rng):
     return {"x": rng.integers(0, 15, (ROWS, 2)), "y": rng.random((ROWS, 1), "float32")}
-
-
-def own(kind):
-    return lambda noise: compiled(kind(), None)
 
 
 PROGRAMS = [

@@ -3,7 +3,7 @@
 import keras
 from keras import layers, ops
 
-from .kit import ROWS, OwnStep, Program, compiled, logits
+from .kit import ROWS, OwnStep, Program, compiled, logits, own
 
 
 def pictures(rng, size=12, classes=4):
@@ -200,10 +200,6 @@ class Distiller(OwnStep):
         kept = ops.softmax(theirs / 3)
         of_teacher = ops.mean(ops.sum(kept * (ops.log(kept) - ops.log_softmax(ours / 3)), -1)) * 9
         return 0.1 * of_labels + 0.9 * of_teacher, {"labels": of_labels, "teacher": of_teacher}, non_trainable
-
-
-def own(kind, loss=None):
-    return lambda noise: compiled(kind(), loss)
 
 
 PROGRAMS = [

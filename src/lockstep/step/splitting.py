@@ -95,17 +95,14 @@ class SplitCall:
             values = fixed[: count[0]], fixed[count[0] : count[1]]
             found, masks, state = self._call(*values, inputs, fixed[count[1] :])
             changed = [
-                (variable, jnp.asarray(new))
+                (variable, new)
                 for variable, new, old in zip(variables, state, values[1], strict=True)
                 if new is not old
             ]
-            unstated = {
-                variable.path: new
-                for variable, new in changed
-                if _keras.has_no_stated_aggregation(self.model, variable)
-            }
-            self.unstated, self.has_stated = list(unstated), len(unstated) < len(changed)
-            return [*found, *masks, *unstated.values()]
+            unstated = [one for one in changed if _keras.has_no_stated_aggregation(self.model, one[0])]
+            self.unstated = [variable.path for variable, _ in unstated]
+            self.has_stated = len(unstated) < len(changed)
+            return [*found, *masks, *(jnp.asarray(new) for _, new in unstated)]
 
         with without_batch_statistics(self.model) as self.normalized:
             return traced(call, [*trainable, *non_trainable, *self.shared], self.inputs, rows)
