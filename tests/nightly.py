@@ -19,6 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "nightly.json"
 TABLE = RESULTS.with_suffix(".md")
 LOGS = ROOT / "build" / "nightly"
 LIMIT = 60 * 60  # seconds of a part
+WRITTEN = ("benchmarks/results", "docs/conformity.md")  # what parts write
 
 # Tests marked "nightly", by path; the part "rest" takes those of all other paths.
 PATHS = {
@@ -38,6 +39,8 @@ def commands() -> dict[str, list[str]]:
     found["rest"] = [*pytest, *(f"--ignore={path}" for path in named)]
     found["soak"] = [sys.executable, "benchmarks/soak.py", "100"]
     found["inputs"] = ["./scripts/test-inputs"]
+    for way in ("plain", "replicas", "devices", "deterministic"):
+        found[f"conformity-{way}"] = ["./scripts/conformity", way]
     found["versions"] = ["./scripts/test-versions"]
     return found
 
@@ -68,7 +71,8 @@ def has_passed(result: dict | None) -> bool:
     """Whether a part has passed on sources that differ from the present ones in results only."""
     if result is None or result["exit code"]:
         return False
-    command = ["git", "diff", "--quiet", result["commit"], "HEAD", "--", ".", ":(exclude)benchmarks/results"]
+    written = [f":(exclude){path}" for path in WRITTEN]
+    command = ["git", "diff", "--quiet", result["commit"], "HEAD", "--", ".", *written]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
@@ -96,8 +100,8 @@ def record(part: str, results: dict, known: dict[str, list[str]]) -> None:
     """Write the results of all parts, and commit them."""
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     TABLE.write_text(f"# The nightly set\n\n`./scripts/nightly`\n\n{table(results, known)}\n")
-    git("add", str(RESULTS), str(TABLE))
-    git("commit", "-q", "-m", f"nightly: record {part} at {results[part]['commit'][:9]}", "--", RESULTS, TABLE)
+    git("add", *WRITTEN)
+    git("commit", "-q", "-m", f"nightly: record {part} at {results[part]['commit'][:9]}", "--", *WRITTEN)
 
 
 def table(results: dict, known: dict[str, list[str]]) -> str:

@@ -105,7 +105,7 @@ def test_an_example_runs(name, run):
 
 
 @pytest.mark.data
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cats_vs_dogs")
 @pytest.mark.timeout(600)
 def test_cats_and_dogs_begin_on_one_replica_as_plain_keras_does(run):

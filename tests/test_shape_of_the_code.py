@@ -42,7 +42,7 @@ def test_files_are_about_one_thing():
         (r"^\s*(os\.environ|environment)(\[.*\] = |\.(setdefault|update|pop)\()", ("cpu.py", "cli.py")),
         (r"jax\.config\.update", ("cpu.py", "processes.py")),
         (r"\bassert\b(?!_)", ()),
-        (r"\bprint\(", ("demo.py", "cli.py")),
+        (r"\bprint\(", ("demo.py", "cli.py", "migration.py")),
         (r"import (tensorflow|torch)\b", ()),
         (r"\bpickle\b", ()),
         (r"\bTODO\b|\bFIXME\b|NotImplementedError", ()),

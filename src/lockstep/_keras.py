@@ -53,7 +53,6 @@ __all__ = [
     "needs_global_batch",
     "on_its_way",
     "plain_batch_normalization",
-    "replaced_call",
     "set_keras_mask",
     "standard_batch",
     "train_validation_split",
@@ -72,10 +71,9 @@ def check_keras() -> None:
             f"Lockstep needs Keras on JAX, but Keras runs on {keras.backend.backend()}. Set "
             'os.environ["KERAS_BACKEND"] = "jax" before the first import of keras.'
         )
-    wanted = [f"make_{name}_function" for name in FUNCTIONS] + ["jax_state_sync", "stateless_call"]
-    wanted += ["_flatten_layers", "_symbolic_build"]
-    missing = [name for name in wanted if not hasattr(keras.Model, name)]
-    if missing:
+    others = ["jax_state_sync", "stateless_call", "_flatten_layers", "_symbolic_build"]
+    wanted = [f"make_{name}_function" for name in FUNCTIONS] + others
+    if missing := [name for name in wanted if not hasattr(keras.Model, name)]:
         raise BackendError(
             f"Keras {keras.__version__} has no Model.{missing[0]}; this version of Lockstep knows Keras 3.15. Install "
             "keras>=3.15,<3.16, or a newer Lockstep."
@@ -163,8 +161,13 @@ def _accepting_synchronized(original: Callable[..., None], current: Callable[[],
 # --- a model that has a strategy ---------------------------------------------------------------------------------
 
 
-def adopt(model: keras.Model, owner: Any, make: Callable[[str], Callable[..., Any]]) -> None:
-    """Have ``model`` run functions that ``make("train" | "test" | "predict")`` builds, from now on and everywhere.
+def adopt(
+    model: keras.Model,
+    owner: Any,
+    make: Callable[[str], Callable[..., Any]],
+    around_build: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> None:
+    """Have ``model`` run functions that ``make("train" | "test" | "predict")`` builds, and be built within a context, from now on and everywhere.
 
     Keras builds its functions in ``make_train_function`` and so on; these are shadowed on the instance, so that the
     class and every other model stay as they are. ``compile`` drops the functions, and the next ``fit`` builds anew.
@@ -182,12 +185,20 @@ def adopt(model: keras.Model, owner: Any, make: Callable[[str], Callable[..., An
     for name in FUNCTIONS:
         model.__dict__[f"make_{name}_function"] = functools.partial(_make_function, model, name, make)
         setattr(model, f"{name}_function", None)
+    model.__dict__["_symbolic_build"] = functools.partial(_build, model, around_build)
     model.__dict__[_OWNER] = owner
 
 
 def adopted_by(model: keras.Model) -> Any:
     """The owner that ``model`` was adopted by, or None."""
     return model.__dict__.get(_OWNER)
+
+
+def _build(
+    model: keras.Model, around: Callable[[], contextlib.AbstractContextManager[Any]], *given: Any, **named: Any
+) -> None:
+    with around():
+        type(model)._symbolic_build(model, *given, **named)
 
 
 def _make_function(
@@ -230,16 +241,6 @@ def keep_values(model: keras.Model, names: tuple[str, ...], state: Any) -> None:
     model._jax_state_synced = False
     model.jax_state_sync()
     model._jax_state = None
-
-
-@contextlib.contextmanager
-def replaced_call(model: keras.Model, call: Callable[..., Any]) -> Iterator[None]:
-    """Have ``model.stateless_call`` be ``call`` for the length of one trace."""
-    model.__dict__["stateless_call"] = call
-    try:
-        yield
-    finally:
-        del model.__dict__["stateless_call"]
 
 
 # --- inputs --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ __all__ = [
     "keep_arrays",
     "models_within",
     "operations_of",
+    "replaced_call",
     "replaced_methods",
     "with_mask_of",
     "without_batch_statistics",
@@ -107,3 +108,15 @@ def with_mask_of(original: Any, value: jax.Array) -> jax.Array:
     if mask is not None:
         set_keras_mask(value, mask)
     return value
+
+
+@contextlib.contextmanager
+def replaced_call(model: keras.Model, call: Callable[..., Any]) -> Iterator[None]:
+    """Have ``model.stateless_call`` be ``call`` for the length of one trace."""
+    before = model.__dict__.pop("stateless_call", None)
+    model.__dict__["stateless_call"] = call
+    try:
+        yield
+    finally:
+        model.__dict__.pop("stateless_call")
+        model.__dict__.update({"stateless_call": before} if before else {})

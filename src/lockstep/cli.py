@@ -81,6 +81,8 @@ def _add_lookers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     migrate = commands.add_parser("migrate", help="turn a tf.distribute or tf.keras script into a Lockstep one")
     migrate.add_argument("scripts", nargs="+", metavar="FILE", help="Python files")
     migrate.add_argument("--write", action="store_true", help="change the files (default: show the difference)")
+    text = "run the new program up to its first fit, and look at it as lockstep doctor does"
+    migrate.add_argument("--check", action="store_true", help=text)
     migrate.set_defaults(run=_migrate)
     top = commands.add_parser("top", help="what the workers of a running job do")
     top.add_argument("directory", metavar="RUN_DIR", help="folder of its BackupAndRestore, or of its TensorBoard")
@@ -243,20 +245,9 @@ def _env(options: argparse.Namespace) -> int:
 
 def _migrate(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # Names are looked up in Keras.
-    from lockstep.migrate.files import migrate
+    from lockstep.report.migration import run_migrate
 
-    try:
-        found = [migrate(path) for path in options.scripts]
-        if options.write:  # Only where all can be translated.
-            found = [migrate(path, write=True) for path in options.scripts]
-    except LockstepError as error:
-        print(f"lockstep migrate: {error}", file=sys.stderr)
-        return 2
-    for one in found:
-        print(one.difference, end="")
-    for one in found:
-        print(one.summary, file=sys.stderr)
-    return 1 if any(one.translation.marks for one in found) else 0
+    return run_migrate(options.scripts, write=options.write, check=options.check)
 
 
 def _top(options: argparse.Namespace) -> int:

@@ -183,14 +183,16 @@ def test_points_are_kept_up_to_their_limit_and_the_newest_always():
     assert points.answer_to({"kind": "ask", "point": 4})[1]["a"].size == 1000
 
 
-def test_weights_go_with_the_newest_point_that_has_them_alone():
-    points = Points(limit_bytes=2000)
+@pytest.mark.parametrize(("limit", "kept"), [(0, [2]), (20_000, [1, 2]), (2**26, [0, 1, 2])])
+def test_whoever_is_late_gets_the_weights_of_the_point_itself_while_they_are_kept(limit, kept):
+    points = Points(limit_bytes=limit)
     for number in range(3):
-        points.add({}, {}, {"w": np.full(1000, number)})
+        points.add({}, {}, {"w": np.full(1000, float(number))})
+    told = [points.answer_to({"kind": "ask", "point": number})[1] for number in range(3)]
+    assert [number for number, arrays in enumerate(told) if arrays and (arrays["w"] == number).all()] == kept
+    assert [number for number, arrays in enumerate(told) if arrays] == kept
     points.add({"value": True}, {})
-    told = [points.answer_to({"kind": "ask", "point": number})[1] for number in range(4)]
-    assert [list(arrays) for arrays in told] == [[], [], ["w"], []]
-    assert told[2]["w"][0] == 2
+    assert points.answer_to({"kind": "ask", "point": 3}) == fact({"value": True})
 
 
 def test_a_worker_gets_only_pieces_that_it_knows():

@@ -1,14 +1,22 @@
 """What every resolver must do, whatever its scheduler; then in which order they are looked for."""
 
+import json
 import re
 import subprocess
 import sys
 from types import MappingProxyType
 
 import pytest
+from jax import local_devices as jax_devices
 
 import lockstep
-from lockstep.cluster_resolver import RESOLVERS, WorkerGroup, resolve
+from lockstep.cluster_resolver import (
+    RESOLVERS,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    WorkerGroup,
+    resolve,
+)
 
 from .cases import CASES, PORT, jax, kubernetes, open_mpi, open_mpi_5, slurm, tf_config, torchrun
 
@@ -26,6 +34,10 @@ def with_names(field):
 
 def environ_of(case, index=1, **others):
     return MappingProxyType({**case.variables(index), "LOCKSTEP_PORT": str(PORT), **others})
+
+
+def of_spec(cluster, **others):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}, **others})}
 
 
 @of_cases()
@@ -197,3 +209,35 @@ def test_neither_keras_nor_jax_is_needed():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+SPEC = {"worker": ["a:1", "b:2"], "ps": ["c:3"]}
+
+
+@pytest.mark.parametrize(
+    ("resolver", "master"),
+    [
+        (SimpleClusterResolver(SPEC, "", "worker", 1, environ={}), ""),
+        (SimpleClusterResolver(SPEC, "me:9", "worker", 1, rpc_layer="grpc", environ={}), "grpc://me:9"),
+        (TFConfigClusterResolver(environ=of_spec(SPEC)), "b:2"),
+        (TFConfigClusterResolver(environ=of_spec(SPEC, rpc_layer="grpc")), "grpc://b:2"),
+        (TFConfigClusterResolver(rpc_layer="http", environ=of_spec(SPEC, rpc_layer="grpc")), "http://b:2"),
+    ],
+)
+def test_the_master_is_as_in_tensorflow(resolver, master):
+    assert resolver.master() == master
+    assert TFConfigClusterResolver("worker", 0, environ=of_spec({"worker": ["a:1"]})).master() == ""
+    protocol = f"{resolver.rpc_layer}://" if resolver.rpc_layer else ""
+    assert resolver.master("worker", 1) == f"{protocol}b:2"
+    assert resolver.master("worker", 1, "tcp") == "tcp://b:2"
+    with pytest.raises(lockstep.ClusterError, match="worker"):
+        resolver.master("worker", 7)
+
+
+def test_surroundings_and_accelerators_are_told_or_found():
+    given = SimpleClusterResolver(SPEC, "", "worker", 0, "cloud", {"GPU": 4}, environ={})
+    assert (given.environment, given.num_accelerators("worker", 1)) == ("cloud", {"GPU": 4})
+    assert TFConfigClusterResolver(environ=of_spec(SPEC, environment="cloud")).environment == "cloud"
+    found = TFConfigClusterResolver(environ=of_spec(SPEC))
+    others = sum(device.platform != "cpu" for device in jax_devices())
+    assert (found.environment, sum(found.num_accelerators().values())) == ("", others)

@@ -99,7 +99,8 @@ def of_pandas(x, y):
 
 
 KINDS = [of_tf, of_tf_endless, of_torch, of_grain_map, of_grain_iter, of_grain_loader, of_pandas]
-PROCESSES = [of_torch_processes, of_grain_processes]
+# Processes that start take seconds. These tests run in ./scripts/test-inputs, which CI calls, and in the nightly set.
+PROCESSES = [pytest.param(kind, marks=pytest.mark.nightly) for kind in (of_torch_processes, of_grain_processes)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,7 +134,7 @@ def test_processes_that_read_keep_the_order(kind):
     assert [list(epoch) for epoch in order.epochs] == [list(range(ROWS))] * 2
 
 
-@pytest.mark.parametrize("kind", [each for each in [*KINDS, *PROCESSES] if each not in (of_tf_endless, of_pandas)])
+@pytest.mark.parametrize("kind", [*(each for each in KINDS if each not in (of_tf_endless, of_pandas)), *PROCESSES])
 def test_a_loop_of_ones_own_gets_every_row_once_in_order(kind):
     x, y = data()
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3)

@@ -1,5 +1,6 @@
 """Law 5: import changes nothing, a scope restores what it changed, strategies live side by side, a model remembers."""
 
+import contextlib
 import gc
 import logging
 import subprocess
@@ -225,6 +226,27 @@ def test_a_keras_distribution_is_refused():
             pass
     finally:
         keras.distribution.set_distribution(None)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "train_on_batch"])
+def test_a_keras_distribution_that_is_set_later_is_refused(method, is_inside):
+    strategy = Topology(2, 2).strategy()
+    with strategy.scope():
+        model = compiled()
+    model.fit(X, Y, verbose=0)
+    weights = model.get_weights()
+    given = (X[:8],) if method == "predict" else (X[:8], Y[:8])
+    with strategy.scope() if is_inside else contextlib.nullcontext():
+        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
+        try:
+            with pytest.raises(lockstep.ScopeError, match=r"set_distribution\(None\)"):
+                getattr(model, method)(*given)
+        finally:
+            keras.distribution.set_distribution(None)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+    fitted(model)
 
 
 def test_clear_session_breaks_nothing():

@@ -45,8 +45,10 @@ CASES = (
 )
 
 
-@pytest.mark.slow
-def test_what_can_be_in_a_step_has_the_numbers_of_plain_keras(job):
-    chief, other = job(2).run("cases", names=CASES, replicas=3)
+@pytest.mark.parametrize(
+    "only_fit", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)]
+)
+def test_what_can_be_in_a_step_has_the_numbers_of_plain_keras(job, only_fit):
+    chief, other = job(2).run("cases", names=CASES, replicas=3, only_fit=only_fit)
     assert chief["compared"] == dict.fromkeys(CASES, "the same")
     assert chief["digests"] == other["digests"]

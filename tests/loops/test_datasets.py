@@ -245,3 +245,27 @@ def test_fit_evaluate_and_predict_take_a_distributed_data_set(own):
         ours.predict(distributed(), verbose=0), plain.predict(x, verbose=0), rtol=1e-5, atol=1e-6
     )
     assert list(ours.history.history) == ["loss", "val_loss"]
+
+
+def test_a_number_of_batches_is_told_where_the_input_tells_it():
+    strategy = make(2)
+    batches = [np.ones(4), np.ones(3), np.ones(2)]
+    assert len(strategy.experimental_distribute_dataset(batches)) == 3
+    assert len(strategy.distribute_datasets_from_function(lambda context: batches)) == 2
+    for unknown in iter(batches), (batch for batch in batches), lambda step: None:
+        with pytest.raises(TypeError, match="is not known before it has ended"):
+            len(strategy.experimental_distribute_dataset(unknown))
+
+
+@pytest.mark.parametrize("dtype", ["U1", object, "S1"])
+def test_texts_are_refused(dtype):
+    strategy, texts = make(2), np.asarray(["a", "b", "c", "d"], dtype)
+    for dataset in strategy.experimental_distribute_dataset([texts]), own(strategy, texts):
+        with pytest.raises(lockstep.InputError, match=r"hold numbers.* got an array of .*Fix: turn texts into numbers"):
+            next(iter(dataset))
+    with pytest.raises(lockstep.InputError, match="hold numbers"):
+        strategy.experimental_distribute_values_from_function(lambda context: texts)
+
+
+def own(strategy, batch):
+    return strategy.distribute_datasets_from_function(lambda context: [batch] * 2)

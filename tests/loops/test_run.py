@@ -1,12 +1,14 @@
 """Custom training loops: ``run``, meetings of replicas, reductions, contexts; on several topologies."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 from jax import lax
-from keras import layers, losses
+from keras import layers, losses, ops
 
 import lockstep
 from lockstep import PerReplica, get_replica_context
@@ -54,8 +56,18 @@ def test_what_all_replicas_share_comes_back_as_one_value(strategy):
     weight, rows = strategy.run(step, (one_batch(strategy, x),), {"weight": jnp.float32(1), "power": 2})
     assert isinstance(weight, jax.Array)
     np.testing.assert_allclose(weight, 1 - 0.1 * x.sum() ** 2, rtol=1e-6)
-    counts = strategy.experimental_local_results(rows)
-    assert sum(map(int, counts)) == (8 if len(counts) > 1 else 8 // strategy.num_replicas_in_sync)
+    assert sum(map(int, strategy.experimental_local_results(rows))) == 8
+
+
+@pytest.mark.parametrize("rows", [1, 6, 7, 12])
+def test_what_comes_from_shapes_alone_has_one_form_for_every_number_of_rows(strategy, rows):
+    def step(rows):
+        return rows.shape[0], jnp.asarray([rows.shape[0]]), jnp.ones(()) + rows.shape[0]
+
+    number, array, computed = strategy.run(step, args=(one_batch(strategy, np.ones(rows, "float32")),))
+    assert int(strategy.reduce("SUM", number, axis=None)) == rows
+    assert strategy.gather(array, axis=0).tolist() == numbers(number)
+    assert float(strategy.reduce("SUM", computed, axis=None)) == rows + strategy.num_replicas_in_sync
 
 
 def test_arguments_that_are_no_arrays_reach_the_function_as_they_are():
@@ -180,10 +192,6 @@ def bad_derivative(context, rows):
     )
 
 
-def bad_mean(context, rows):
-    return context.all_reduce("MEAN", rows.astype("int32").sum())
-
-
 @pytest.mark.parametrize(
     ("step", "error", "says"),
     [
@@ -192,7 +200,6 @@ def bad_mean(context, rows):
         (bad_shapes, lockstep.InputError, "different shapes"),
         (bad_order, lockstep.ModelError, "do not meet in the same order"),
         (bad_derivative, lockstep.ModelError, "merge_call cannot be differentiated"),
-        (bad_mean, lockstep.OptionError, "the mean of int32"),
         (lambda context, rows: context.all_reduce("MAX", rows), lockstep.OptionError, "reduce_op"),
         (lambda context, rows: context.all_gather(rows.sum(), axis=0), lockstep.InputError, "axis 0 is not one"),
         (
@@ -208,6 +215,29 @@ def test_what_replicas_cannot_do_is_an_error_that_says_so(step, error, says):
     batch = one_batch(strategy, np.ones(7, "float32"))
     with pytest.raises(error, match=says):
         strategy.run(lambda rows: step(get_replica_context(), rows), args=(batch,))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda context: context.all_reduce("SUM", np.ones(3)),
+        lambda context: context.all_gather(np.ones(3), axis=0),
+        lambda context: context.merge_call(lambda strategy, x: x, args=(np.ones(3),)),
+    ],
+)
+def test_a_replica_that_does_not_run_now_cannot_meet_others(use):
+    strategy, kept = make(2), []
+    batch = one_batch(strategy, np.ones(7, "float32"))
+    strategy.run(lambda rows: kept.append(get_replica_context()) or rows, args=(batch,))
+    with pytest.raises(lockstep.ScopeError, match="where its replica does not run"):
+        use(kept[0])
+    with pytest.raises(lockstep.ScopeError, match="where its replica does not run"):
+        strategy.run(
+            lambda rows: get_replica_context().merge_call(
+                lambda _, x, own: use(own), args=(rows, get_replica_context())
+            ),
+            args=(batch,),
+        )
 
 
 # --- reduce, gather, local results ------------------------------------------------------------------------------------------
@@ -227,6 +257,33 @@ def test_reduce_follows_tf_distribute():
         strategy.reduce("MAX", value, axis=0)
     with pytest.raises(lockstep.InputError, match=r"axis 1 is not one of a value of shape \(3,\)\. Axes count from 0"):
         strategy.reduce("SUM", value, axis=1)
+
+
+def test_a_function_of_numbers_without_rows_is_refused():
+    dataset = make(2).distribute_datasets_from_function(lambda context: [1.0, 2.0, 3.0])
+    with pytest.raises(lockstep.InputError, match=r"expected batches of arrays with rows.* got the number 1\.0"):
+        next(iter(dataset))
+
+
+def test_gather_refuses_values_that_differ_elsewhere():
+    strategy = make(2)
+    value = one_batch(strategy, np.ones((3, 4)))  # of two rows, and of one
+    assert strategy.gather(value, axis=0).shape == (3, 4)
+    with pytest.raises(
+        lockstep.InputError, match=r"may differ along axis 1 only, and have the shapes \[2, 4\], \[1, 4\]"
+    ):
+        strategy.gather(value, axis=1)
+
+
+def test_local_results_are_there_while_a_function_is_traced(strategy):
+    value = one_batch(strategy, {"x": np.arange(7.0)})
+
+    @jax.jit
+    def sums(value):
+        return [own["x"].sum() for own in strategy.experimental_local_results(value)]
+
+    expected = [own["x"].sum() for own in strategy.experimental_local_results(value)]
+    np.testing.assert_allclose(sums(value), expected)
 
 
 def test_reduce_and_gather_keep_trees(strategy):
@@ -373,10 +430,11 @@ def by_fit(strategy, build, x, y):
     ("replicas", "devices"),
     [(2, 2), *(pytest.param(*t, marks=pytest.mark.slow) for t in [(1, 1), (3, 2), (4, 3), (4, 2)])],
 )
-def test_a_loop_by_hand_gives_what_fit_gives(build, replicas, devices):
+@pytest.mark.parametrize("rows", [23, 17])  # With 17 the last batch has one row, and all replicas but one have none.
+def test_a_loop_by_hand_gives_what_fit_gives(build, replicas, devices, rows):
     """Law 1 for loops, with the noise, the statistics and the seeds of fit."""
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(23, 6)).astype("float32"), rng.integers(0, 3, 23)
+    x, y = rng.normal(size=(rows, 6)).astype("float32"), rng.integers(0, 3, rows)
     logs, values = by_hand(make(replicas, devices), build, x, y)
     expected = by_fit(make(replicas, devices), build, x, y)
     assert logs[-1] < logs[0]
@@ -405,6 +463,62 @@ def test_each_replica_draws_its_own_noise_and_one_seed_is_kept():
     assert "stateless_call" not in vars(model)
 
 
+class Adds(layers.Layer):
+    """Adds losses with the functions for loops."""
+
+    def call(self, x):
+        self.add_loss(lockstep.scale_regularization_loss(2.0))
+        self.add_loss(lockstep.compute_average_loss(ops.sum(x**2, axis=-1)))
+        return x
+
+
+def average(y, predicted):
+    return lockstep.compute_average_loss(ops.sum((y - predicted) ** 2, axis=-1))
+
+
+def average_of_twelve(y, predicted):
+    return lockstep.compute_average_loss(ops.sum((y - predicted) ** 2, axis=-1), global_batch_size=12)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("loss", [average, average_of_twelve])
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": False}])
+def test_within_fit_functions_for_losses_give_what_they_give_on_one_device(loss, is_inside, options):
+    x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
+    found = []
+    for strategy in (None, lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3)):
+        scope = strategy.scope() if strategy else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            keras.utils.set_random_seed(0)
+            with scope:
+                model = keras.Sequential([keras.Input((3,)), Adds(), layers.Dense(2)])
+                model.compile("sgd", loss, **options)
+            if is_inside and strategy:
+                stack.enter_context(strategy.scope())
+            logs = model.fit(x, x[:, :2], batch_size=12, epochs=2, shuffle=False, verbose=0).history["loss"]
+            logs += [model.evaluate(x, x[:, :2], batch_size=12, verbose=0)]
+            logs += [float(model.train_on_batch(x[:12], x[:12, :2]))]
+        found.append((logs, model.get_weights()))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, -1, 10.5, np.float32(8), np.ones(2, int), True])
+def test_average_loss_refuses_what_is_no_number_of_rows(rows):
+    with pytest.raises(lockstep.InputError, match="expected global_batch_size as a whole number of rows"):
+        lockstep.compute_average_loss(jnp.ones(2), global_batch_size=rows)
+
+
+def test_without_a_strategy_data_sets_come_to_the_only_replica():
+    strategy, batches = lockstep.get_strategy(), [np.arange(3.0), np.arange(2.0)]
+    seen = []
+    own = strategy.distribute_datasets_from_function(lambda context: seen.append(context) or batches)
+    assert seen == [lockstep.InputContext()]
+    for dataset in (strategy.experimental_distribute_dataset(batches), own):
+        sums = [strategy.reduce("SUM", strategy.run(lambda x: x.sum(), (batch,)), axis=None) for batch in dataset]
+        assert [float(value) for value in sums] == [3.0, 1.0]
+
+
 def test_average_loss_and_regularization():
     each = jnp.asarray([1.0, 3.0])
     assert float(lockstep.compute_average_loss(each)) == 2.0
@@ -413,7 +527,7 @@ def test_average_loss_and_regularization():
         assert float(lockstep.compute_average_loss(each)) == 0.5
         assert float(lockstep.scale_regularization_loss([jnp.asarray([1.0, 2.0]), 1.0])) == 1.0
     found = make(2).run(lambda: lockstep.scale_regularization_loss(3.0))
-    assert float(found) == 1.5
+    assert float(make(2).reduce("SUM", found, axis=None)) == 3.0
     with pytest.raises(lockstep.InputError, match="a loss for each row"):
         lockstep.compute_average_loss(2.0)
 
@@ -424,3 +538,63 @@ def test_values_of_replicas_are_a_tree_for_jax():
     doubled = jax.jit(lambda value: jax.tree.map(lambda x: 2 * x, value))(value)
     assert isinstance(doubled, PerReplica)
     assert numbers(doubled) == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0], [12.0]]
+
+
+def test_a_scope_can_be_entered_again_and_within_itself():
+    scope = make(2).scope()
+    for _ in range(2):
+        with scope as outer, scope as inner:
+            assert inner is outer is lockstep.get_strategy()
+        assert not lockstep.has_strategy()
+    with pytest.raises(KeyError), scope:
+        raise KeyError
+    assert not lockstep.has_strategy()
+    assert scope(lockstep.get_strategy)() is outer
+    plain = lockstep.get_strategy()
+    assert plain is not outer
+    with plain.scope() as own:
+        assert own is plain
+
+
+def test_a_keras_variable_stands_for_its_value():
+    strategy = make(2)
+    variable = keras.Variable([1.0, 2.0])
+
+    def step(rows, own):
+        return own * rows.sum(), get_replica_context().merge_call(lambda _, value: value, (own,))
+
+    found, merged = strategy.run(step, (one_batch(strategy, np.ones(3, "float32")), variable))
+    assert numbers(found) == [[2.0, 4.0], [1.0, 2.0]]
+    assert np.asarray(merged).tolist() == [1.0, 2.0]
+    variable.assign([0.0, 0.0])
+    assert not np.asarray(strategy.run(lambda own: own * 2, (variable,))).any()
+
+
+def test_texts_reach_a_function_that_merges():
+    strategy = make(3)
+
+    def merged(rows, how):
+        merge = lambda strategy, how, value: strategy.reduce(how, value, axis=None)  # noqa: E731
+        return get_replica_context().merge_call(merge, (how, rows.sum()))
+
+    batch = one_batch(strategy, np.arange(6.0))
+    assert [float(strategy.run(merged, (batch, how))) for how in ("SUM", lockstep.ReduceOp.MEAN)] == [15.0, 5.0]
+    uneven = one_batch(strategy, np.arange(5.0))
+    with pytest.raises(lockstep.ModelError, match=r"merge_call of \['1 rows'\]"):
+        strategy.run(
+            lambda x: get_replica_context().merge_call(lambda _, name, x: x, (f"{len(x)} rows", x.sum())),
+            (uneven,),
+        )
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "says"),
+    [
+        (lambda: "text", (), r"fn returned 'text', a str; expected arrays"),
+        (lambda: {"a": {1, 2}}, (), r"fn returned \{1, 2\}, a set"),
+        (lambda x: 1, ({1, 2},), "args: a set is no tree of arrays, and has no hash"),
+    ],
+)
+def test_what_no_device_can_hold_is_refused(step, args, says):
+    with pytest.raises(lockstep.OptionError, match=says):
+        make(2).run(step, args)

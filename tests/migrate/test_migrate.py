@@ -5,13 +5,17 @@ import os
 import re
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
 import lockstep
 from lockstep import OptionError, cli
+from lockstep.migrate.files import migrate
 from lockstep.migrate.imports import is_there
 from lockstep.migrate.names import ABSENT, RENAMED, STRATEGY_METHODS, translated, why_absent
 from lockstep.migrate.program import translate
+from lockstep.migrate.rules import _SIZES
 from tests.pages import names_the_backend_first
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -83,6 +87,7 @@ def test_what_has_no_counterpart_is_marked_where_it_stands_and_left_as_it_is():
         "tf.placeholder",
         "tf.variable_scope",
         "tf.train.Saver",
+        "tf.Graph",
         "tf.Session",
     }
     lines = found.after.splitlines()
@@ -126,7 +131,7 @@ def test_a_name_of_lockstep_under_tf_distribute_is_translated(name):
     assert new_lines(f"found = tf.distribute.{name}") == f"found = lockstep.{name}"
 
 
-@pytest.mark.parametrize("name", sorted(ABSENT))
+@pytest.mark.parametrize("name", sorted(name for name in ABSENT if ABSENT[name]))
 def test_a_name_that_is_absent_is_marked_with_what_to_write(name):
     found = translate(f"import tensorflow as tf\nimport keras\nfound = {name.replace('tensorflow', 'tf')}\n")
     (mark,) = found.marks
@@ -163,6 +168,10 @@ def test_a_name_that_neither_has_is_marked_and_stays():
         ("tf.config.experimental.enable_op_determinism()", "lockstep.config.set_deterministic()"),
         ("s = tf.distribute.OneDeviceStrategy('/gpu:0')", "s = lockstep.MirroredStrategy(['/gpu:0'])"),
         ("s = tf.distribute.OneDeviceStrategy(device=name)", "s = lockstep.MirroredStrategy([name])"),
+        ("m = tf.metrics.SparseCategoricalAccuracy()", "m = keras.metrics.SparseCategoricalAccuracy()"),
+        ("o = tf.optimizers.Adam(lr=0.1)", "o = keras.optimizers.Adam(learning_rate=0.1)"),
+        ("m = tf.keras.metrics.Mean()\nm.reset_states()", "m = keras.metrics.Mean()\nm.reset_state()"),
+        ("l = tf.nn.scale_regularization_loss(tf.add_n(own))", "l = lockstep.scale_regularization_loss(sum(own))"),
         ("b = tf.keras.layers.experimental.SyncBatchNormalization()", "b = keras.layers.BatchNormalization(synchronized=True)"),
         (
             "b = tf.keras.layers.experimental.SyncBatchNormalization(axis=1)",
@@ -481,6 +490,13 @@ def test_syntax_is_refused_with_its_line():
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
+# What has the same name and is not quite the same.
+SAME_NAME = (
+    *("InputOptions", "cluster_resolver.SlurmClusterResolver", "cluster_resolver.KubernetesClusterResolver"),
+    *("get_strategy", "has_strategy", "get_replica_context", "in_cross_replica_context"),
+)
+
+
 def rows_of_the_page():
     """Name of TensorFlow, and what the page says of it: same, different or absent."""
     names, _, _ = PAGE.partition("## Coming from keras.distribution")
@@ -502,10 +518,10 @@ def test_the_page_says_what_is_so(name, what):
         return
     becomes = translated(full(name))
     is_same = becomes == f"lockstep.{name}" and is_there(becomes)
-    assert is_same == (what == "same" or name == "InputOptions")
+    assert is_same == (what == "same" or name in SAME_NAME)
     if what == "different":
         rest = "\n".join(line for line in PAGE.splitlines() if f"`{name}`" in line)
-        assert becomes in rest or "set_" in name or name == "InputOptions", becomes
+        assert becomes in rest or "set_" in name or name in SAME_NAME, becomes
     if what == "absent":
         assert why_absent(full(name)) or not is_there(becomes)
 
@@ -515,3 +531,129 @@ def test_each_name_that_is_translated_or_absent_is_on_the_page():
     for name in {*RENAMED, *ABSENT}:
         if name.startswith("tensorflow.distribute."):
             assert any(name == one or one.startswith(f"{name}.") for one in told), name
+
+
+# --- what Keras 3 and several workers need ---------------------------------------------------------------------------
+
+NUMPY = "import numpy as np\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("l = tf.keras.layers.Embedding(np.max(x) + 1, 16)", "l = keras.layers.Embedding(int(np.max(x) + 1), 16)"),
+        ("l = tf.keras.layers.Dense(y.max(), name='a')", "l = keras.layers.Dense(int(y.max()), name='a')"),
+        ("n = np.prod(s)\nl = tf.keras.layers.Dense(units=n)", "n = np.prod(s)\nl = keras.layers.Dense(units=int(n))"),
+        ("n = len(x)\nl = tf.keras.layers.Dense(n)", "n = len(x)\nl = keras.layers.Dense(n)"),
+        ("n = int(x.max())\nl = tf.keras.layers.Dense(n)", "n = int(x.max())\nl = keras.layers.Dense(n)"),
+        ("l = tf.keras.layers.Dense(3, bias_initializer=np.max(x))", "l = keras.layers.Dense(3, bias_initializer=np.max(x))"),
+        ("l = tf.keras.layers.Conv2D(np.int64(3), 3)", "l = keras.layers.Conv2D(np.int64(3), 3)"),
+    ],
+)  # fmt: skip
+def test_integers_of_numpy_become_pythons_where_keras_takes_no_others(before, after):
+    assert new_lines(f"{NUMPY}{before}") == f"{NUMPY}{after}"
+
+
+def test_each_layer_of_that_table_refuses_integers_of_numpy():
+    for name, arguments in _SIZES.items():
+        usual = dict.fromkeys(arguments, 4)
+        getattr(keras.layers, name)(**usual)
+        for argument in arguments:
+            if (name, argument) != ("MultiHeadAttention", "key_dim"):
+                with pytest.raises((TypeError, ValueError)):
+                    getattr(keras.layers, name)(**usual | {argument: np.int64(4)})
+
+
+SEVERAL = "strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
+CONFIG = 'c = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}}\n'
+
+
+def test_a_task_that_is_written_in_the_program_becomes_a_default():
+    code = f'import os, json\n{CONFIG}os.environ["TF_CONFIG"] = json.dumps(c)\n'
+    found = translate(TF + code + SEVERAL)
+    assert (
+        'os.environ.setdefault("TF_CONFIG", json.dumps(c))  # lockstep run has set it for each worker.\n' in found.after
+    )
+    assert not found.marks
+    assert translate(found.after).after == found.after
+    from_outside = TF + code.replace('"index": 0', '"index": int(sys.argv[1])') + SEVERAL
+    assert 'os.environ["TF_CONFIG"] = json.dumps(c)' in translate(from_outside).after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("d = d.shuffle(60000).repeat()", "d = d.shuffle(60000, seed=1).repeat()"),
+        ("d = d.shuffle(\n    60000,\n)", "d = d.shuffle(\n    60000, seed=1)"),
+        ("d = d.shuffle(buffer_size=n)", "d = d.shuffle(buffer_size=n, seed=1)"),
+        ("d = tf.data.Dataset.range(9).map(f).shuffle(len(x))", "d = tf.data.Dataset.range(9).map(f).shuffle(len(x), seed=1)"),
+        ("d = d.shuffle(60000, seed=4)", "d = d.shuffle(60000, seed=4)"),
+        ("d = d.shuffle(60000, 4)", "d = d.shuffle(60000, 4)"),
+        ("np.random.shuffle(x)", "np.random.shuffle(x)"),
+    ],
+)  # fmt: skip
+def test_workers_shuffle_alike(before, after):
+    assert after in translate(TF + SEVERAL + before).after
+    assert not translate(TF + SEVERAL + before).marks
+    alone = translate(f"{TF}strategy = tf.distribute.MirroredStrategy()\n{before}").after
+    assert before in alone
+
+
+def test_what_may_be_a_data_set_is_marked():
+    (mark,) = translate(f"{TF}{SEVERAL}d = given.shuffle(n)\n").marks
+    assert "if this is a data set, write seed=1" in mark.sentence
+
+
+def test_a_file_that_goes_with_a_program_for_workers_is_translated_as_one(tmp_path):
+    (tmp_path / "rows.py").write_text(f"{TF}\ndef rows():\n    return tf.data.Dataset.range(9).shuffle(9)\n")
+    (tmp_path / "main.py").write_text(f"import rows\n{TF}{SEVERAL}")
+    files = [str(tmp_path / name) for name in ("rows.py", "main.py")]
+    assert "shuffle(9, seed=1)" in migrate(files)[0].translation.after
+    assert "shuffle(9)" in migrate(files[:1])[0].translation.after
+
+
+def test_what_advice_names_is_there():
+    for name, advice in ABSENT.items():
+        for found in re.findall(r"\b(?:keras|lockstep)(?:\.\w+)+", advice):
+            assert is_there(found.removesuffix(".keras")), (name, found)
+
+
+# --- lockstep migrate --check ----------------------------------------------------------------------------------------
+
+STARTS = """
+import json, os
+import numpy as np
+import tensorflow as tf
+from rows import COLUMNS
+
+config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}}
+os.environ["TF_CONFIG"] = json.dumps(config)
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(np.max([1, 2]))])
+    model.compile("sgd", "mse")
+print("printed by the script")
+model.fit(np.ones((8, COLUMNS)), np.ones((8, 2)), batch_size=4)
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        (lambda code: code, 0, "main.py comes to its first fit"),
+        (lambda code: code.replace("COLUMNS)", "MISSING)"), 2, "main.py does not come to its first fit yet"),
+        (lambda code: code.partition("model.fit")[0], 2, "it ended before any model was trained by fit"),
+    ],
+)
+def test_check_says_whether_the_new_program_starts(change, code, says, python, tmp_path):
+    (tmp_path / "main.py").write_text(change(STARTS))
+    (tmp_path / "rows.py").write_text("COLUMNS = 3\n")
+    before = (tmp_path / "main.py").read_text()
+    command = "from lockstep.cli import main; raise SystemExit(main(['migrate', '--check', 'main.py']))"
+    done = python(code=command, cwd=tmp_path, environ={"KERAS_BACKEND": None}, timeout=120)
+    assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+    assert "not reached" not in done.stderr + done.stdout
+    assert done.stdout.startswith("--- main.py\n")
+    assert "printed by the script\n" not in done.stdout.splitlines()
+    assert (tmp_path / "main.py").read_text() == before

@@ -67,6 +67,7 @@ class Soak:
         self.forks, self.folder, self.workers, self.rng = forks, folder, workers, random.Random(seed)
         self.config = {
             "net": "cnn",
+            "uneven": True,
             "epochs": EPOCHS,
             "backup": {"save_freq": save_freq},
         }

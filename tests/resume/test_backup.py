@@ -1,5 +1,6 @@
 """BackupAndRestore besides law 3: what is refused, what goes on, and what is kept when."""
 
+import contextlib
 import logging
 import shutil
 
@@ -13,7 +14,7 @@ from lockstep._version import used_versions
 from lockstep.callbacks import BackupAndRestore
 from lockstep.checkpoint.store import CheckpointStore
 
-from .runs import BrokenOffError, Run, data, whole
+from .runs import BreakOff, BrokenOffError, Run, data, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
@@ -319,3 +320,21 @@ def test_a_last_call_with_fewer_steps_counts_as_many_as_it_has(tmp_path):
         np.ones((20, 2)), np.ones((20, 1)), batch_size=4, epochs=2, verbose=0, callbacks=[BackupAndRestore(tmp_path)]
     )
     assert CheckpointStore(tmp_path).steps() == [5, 10]
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])  # within an epoch, and before and after the end of a pass
+def test_calls_of_several_steps_that_do_not_divide_an_epoch_go_on_at_the_same_rows(tmp_path, stop):
+    def left(folder, stop=None):
+        keras.utils.set_random_seed(0)
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", steps_per_execution=2)
+        x = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+        given = [BackupAndRestore(folder, save_freq=1)] if folder else []
+        given += [BreakOff(stop)] if stop else []
+        with contextlib.suppress(BrokenOffError):
+            model.fit(x, x[:, :1], batch_size=4, steps_per_epoch=5, epochs=4, verbose=0, callbacks=given)
+        return int(model.optimizer.iterations.value), np.concatenate(model.get_weights(), axis=None).tobytes()
+
+    assert left(tmp_path, stop) != left(None)
+    assert left(tmp_path) == left(None)

@@ -38,22 +38,23 @@ def go_through(run, kills):
 
 
 @pytest.mark.parametrize(
-    ("net", "workers", "kills"),
+    ("kind", "kills"),
     [
-        pytest.param("cnn", 1, QUICK, id="quick"),
+        pytest.param({"net": "cnn"}, QUICK, id="quick"),
         *(
-            pytest.param(net, workers, kills, id=f"{net} {workers}", marks=[mark, pytest.mark.timeout(900)])
-            for net, workers, kills, mark in (
-                ("mlp", 1, KILLS, pytest.mark.nightly),
-                ("cnn", 1, KILLS, pytest.mark.nightly),
-                ("mlp", 2, NOT_ONLY_ONE, pytest.mark.nightly),
-                ("cnn", 2, KILLS, pytest.mark.slow),
+            pytest.param(kind, kills, id=name, marks=[mark, pytest.mark.timeout(900)])
+            for name, kind, kills, mark in (
+                ("mlp 2", {"net": "mlp", "workers": 2}, KILLS, pytest.mark.slow),
+                ("mlp 1", {"net": "mlp", "uneven": True}, KILLS, pytest.mark.nightly),
+                ("cnn 1", {"net": "cnn", "uneven": True}, KILLS, pytest.mark.nightly),
+                ("mlp 2, uneven", {"net": "mlp", "workers": 2, "uneven": True}, NOT_ONLY_ONE, pytest.mark.nightly),
+                ("cnn 2, uneven", {"net": "cnn", "workers": 2, "uneven": True}, KILLS, pytest.mark.nightly),
             )
         ),
     ],
 )
-def test_killed_at_each_place_in_turn(net, workers, kills, training, whole):
-    run, expected = training(workers, net=net), whole(net=net, workers=workers)
+def test_killed_at_each_place_in_turn(kind, kills, training, whole):
+    run, expected = training(**kind), whole(**kind)
     go_through(run, kills)
     assert run.finished_as_a_whole() == expected
     assert run.done_again <= 3 * len(kills)  # One step runs, one checkpoint is being written, and one waits.

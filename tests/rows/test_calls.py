@@ -1,12 +1,16 @@
 """In how many calls a model is called: one for each replica where something tells them apart, else one on each device."""
 
+import contextlib
+import warnings
+
+import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.step import plans
+from lockstep.step import devices, plans
 
 ROWS = 12
 
@@ -80,3 +84,77 @@ def test_what_tells_replicas_apart_in_training_alone_is_called_once_elsewhere(ma
 )
 def test_convolutions_on_cpus_are_called_as_often_as_there_are_cores(replicas, devices, expected, monkeypatch):
     assert calls([layers.Conv1D(2, 3)], "train", replicas, devices, monkeypatch) == expected
+
+
+def trained():
+    keras.utils.set_random_seed(1)
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=5).scope():
+        inner = [layers.BatchNormalization(), layers.Dropout(0.3)]
+        model = keras.Sequential([keras.Input((6,)), *inner, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(3 * ROWS, 6)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=ROWS, epochs=2, verbose=0)
+    return model.get_weights()
+
+
+def test_of_a_large_model_equal_replicas_of_a_cpu_are_compiled_once_with_the_same_numbers(monkeypatch):
+    are_one, run_replicas = [], devices.run_replicas
+
+    def noted(*args, vectorize, **kwargs):
+        are_one.append(vectorize)
+        return run_replicas(*args, vectorize=vectorize, **kwargs)
+
+    monkeypatch.setattr(devices, "run_replicas", noted)
+    small = trained()
+    assert set(are_one) == {False}
+    are_one.clear()
+    monkeypatch.setattr(devices, "UNROLLED_OPERATIONS", 20)
+    large = trained()
+    assert set(are_one) == {True}
+    for one, other in zip(small, large, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_warning_comes_as_often_as_from_plain_keras(replicas):
+    def told(scope):
+        with scope:
+            first, second = keras.Input((3,), name="first"), keras.Input((3,), name="second")
+            model = keras.Model({"first": first, "second": second}, layers.Dense(1)(first + second))
+            model.compile("sgd", "mse")
+        x = np.ones((8, 3), "float32")
+        with warnings.catch_warnings(record=True, action="always") as found:
+            model.fit([x, x], np.ones((8, 1)), batch_size=8, verbose=0)
+        return [str(warning.message) for warning in found if "structure of `inputs`" in str(warning.message)]
+
+    expected = told(contextlib.nullcontext())
+    assert expected
+    assert told(lockstep.MirroredStrategy(["cpu:0"], replicas=replicas).scope()) == expected
+
+
+class WarnsWhereItIsTraced(layers.Layer):
+    """As JAX's functions do that make a tracer a NumPy array in another way."""
+
+    def call(self, x):
+        if isinstance(x, jax.core.Tracer):
+            warnings.warn("it is traced", stacklevel=1)
+        return x
+
+
+def test_a_look_at_a_model_that_runs_eagerly_does_not_warn():
+    """A warning that is an error, as in many test suites, must not put the model on the global batch."""
+
+    def trained(action):
+        keras.utils.set_random_seed(2)
+        with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope(), warnings.catch_warnings(action="ignore"):
+            inner = WarnsWhereItIsTraced(), layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5)
+            model = keras.Sequential([keras.Input((3,)), *inner, layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=True)
+        x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+        begun = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: warnings.simplefilter(action))
+        with warnings.catch_warnings(action="ignore"):
+            model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[begun])
+        return model.get_weights()
+
+    for found, expected in zip(trained("error"), trained("ignore"), strict=True):
+        np.testing.assert_array_equal(found, expected)

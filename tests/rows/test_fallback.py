@@ -1,5 +1,6 @@
 """What becomes of models that mix rows, or cannot be proved not to: the global batch, and a line with the reason."""
 
+import contextlib
 import logging
 
 import keras
@@ -115,6 +116,16 @@ def test_a_call_of_a_model_within_another_that_is_not_taken_apart_has_a_line(cap
     assert "add works on a sum over the rows" in line
 
 
+def test_a_model_that_is_called_directly_has_a_line(caplog):
+    def step(inner, values, x):
+        with keras.StatelessScope(zip(inner.trainable_variables, values, strict=True)):
+            return ops.mean(inner(x))
+
+    seen, (line,) = steps_of(caplog, step)
+    assert seen == {8}
+    assert line.startswith("Model 'outer': model 'inner' is called directly, and so runs on the global batch, ")
+
+
 def test_the_reason_is_what_the_model_says_and_not_where_keras_stood(caplog):
     (line,) = lines_of(caplog, Picky())
     assert "it runs on 8 rows but not on 4 of them (the batches of this layer have 8 rows)" in line
@@ -125,3 +136,54 @@ def test_the_reason_is_what_the_model_says_and_not_where_keras_stood(caplog):
 )
 def test_what_is_by_replica_by_design_or_a_mean_needs_no_line(caplog, layer):
     assert lines_of(caplog, layer) == []
+
+
+class Turned(layers.Layer):
+    """Turns some rows round. What it draws lies on the mesh of the state, and the rows do not; JAX notes that in the trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return ops.where(keras.random.uniform((x.shape[0], 1), seed=self.seeds) < 0.5, x, -x)
+
+
+@pytest.mark.parametrize("eagerly", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_where_an_array_lies_mixes_no_rows(caplog, devices, eagerly):
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        with lockstep.MirroredStrategy([f"cpu:{n}" for n in range(devices)], replicas=4).scope():
+            model = keras.Sequential([keras.Input((4,)), Turned(), layers.Dense(3)])
+            model.compile("sgd", "mse", run_eagerly=eagerly)
+        model.fit(x, x[:, :3], batch_size=8, epochs=3, verbose=0)
+    assert "global batch" not in caplog.text
+
+
+class Seeing(layers.Layer):
+    """Looks at the numbers themselves, which no trace has."""
+
+    def call(self, x):
+        self.greatest = float(np.asarray(x).max())
+        return x
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_what_cannot_be_traced_predicts_eagerly_as_on_plain_keras(caplog):
+    x = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+    found = []
+    for strategy in (None, lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([Seeing(), layers.Dense(2)])
+            model.compile("sgd", "mse", run_eagerly=True)
+        model.build((None, 4))
+        with caplog.at_level(logging.INFO, logger="lockstep"):
+            found.append([model.predict(x, batch_size=8, verbose=0), model.layers[0].greatest])
+    for ours, plain in zip(*found[::-1], strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+    (line,) = [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
+    assert "it runs on the global batch, on one device: it cannot be traced (" in line

@@ -146,6 +146,7 @@ if __name__ == "__main__":
         getattr(lockstep, name)  # It is imported with its first use.
     gc.collect()
     gc.freeze()  # What was imported is not searched for garbage in each fork, which takes most of the second that an end takes.
+    gc.set_threshold(100_000, 50, 100)
     asked = serve()
     if asked is not None and "kind" in asked:
         run_python(asked)

@@ -74,7 +74,7 @@ class Coordinating(Coordination):
         """See :class:`Coordination`."""
         if self.is_open:
             self._settle()
-            self._desk.tell_point({}, newest=weights_of(self._model))
+            self._desk.tell_point({}, weights=weights_of(self._model))
 
     def done(self) -> bool:
         """See :class:`Coordination`; waits for a moment before it says no, for a loop that only asks."""

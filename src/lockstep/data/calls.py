@@ -6,6 +6,7 @@ does the rest. No class is changed.
 
 import functools
 import inspect
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -180,7 +181,7 @@ class Inputs:
             source,
             self._placement.hand_over if is_compiled else (lambda batch: batch),
             self._depth(source, options["shuffle"]),
-            _limited(options["steps_per_epoch"]),
+            _batches_of_an_epoch(options["steps_per_epoch"], model.steps_per_execution),
             tell,
             look,
             self._together.checking(source.name, source.num_batches is not None) if source.is_shared else None,
@@ -224,10 +225,10 @@ class Inputs:
         return DeviceSource(source_of(numbers, **given | {"class_weight": None}), whole, self._placement)
 
 
-def _limited(steps: int | None) -> int | None:
-    """Number of batches of an epoch, for which Keras has a limit of its own, for trials: KERAS_MAX_STEPS_PER_EPOCH."""
+def _batches_of_an_epoch(steps: int | None, together: int) -> int | None:
+    """How many Keras takes: as many as are given, or its own limit for trials (KERAS_MAX_STEPS_PER_EPOCH), in whole calls of ``together`` steps."""
     given = [number for number in (steps, keras.config.max_steps_per_epoch()) if number]
-    return min(given) if given else steps
+    return together * math.ceil(min(given) / together) if given else steps
 
 
 def _hold_out(given: dict[str, Any]) -> None:

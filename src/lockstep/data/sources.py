@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import AsyncResult, ThreadPool
+from operator import length_hint
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -20,15 +21,7 @@ import numpy as np
 from lockstep import _keras
 from lockstep._errors import InputError
 
-__all__ = [
-    "AdapterSource",
-    "CallableSource",
-    "DatasetSource",
-    "GeneratorSource",
-    "IterableSource",
-    "Pending",
-    "Source",
-]
+__all__ = ["AdapterSource", "CallableSource", "DatasetSource", "GeneratorSource", "IterableSource", "Pending", "Source"]
 
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
 
@@ -311,6 +304,12 @@ class IterableSource(_LeavingSource):
         super().__init__(type(iterable).__name__, Pending())
         self.restarts = not isinstance(iterable, Iterator)
         self._iterable = iterable
+
+    @property
+    def num_batches(self) -> int | None:
+        """See :class:`Source`."""
+        known = length_hint(self._iterable, -1) if self.restarts else -1
+        return known if known >= 0 else None
 
     def _made(self) -> Iterator[Any]:
         return iter(self._iterable)

@@ -1,18 +1,23 @@
 """Which strategy and which replica the calling code is in, with the names of ``tf.distribute``."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lockstep._errors import member_of
 from lockstep.collectives import AutoAllReduce
 from lockstep.collectives.reduce_op import ReduceOp
+from lockstep.data.calls import Together
+from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
-from lockstep.loops.context import ReplicaContext, current_replica, current_strategy
+from lockstep.loops.checks import check_axis, check_dense
+from lockstep.loops.context import ReplicaContext, current_replica, current_strategy, inside, with_fractions
 from lockstep.loops.tools import LoopTools
 
 __all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context"]
@@ -21,7 +26,7 @@ __all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_repl
 class _NoStrategy(LoopTools):
     """What :func:`get_strategy` returns where there is none: one replica, on JAX's default device."""
 
-    _ops = AutoAllReduce()
+    _ops, _together, _input_options = AutoAllReduce(), Together(), InputOptions()
 
     @cached_property
     def _placement(self) -> Placement:  # type: ignore[override]  # made when it is used: it starts JAX
@@ -32,26 +37,31 @@ class _NoStrategy(LoopTools):
         """One."""
         return 1
 
-    @contextmanager
-    def scope(self) -> Iterator["_NoStrategy"]:
+    def scope(self) -> AbstractContextManager["_NoStrategy"]:
         """Changes nothing."""
-        yield self
+        return nullcontext(self)
 
 
 class _OnlyReplica(ReplicaContext):
     """The context of code that runs under no strategy: every value is the sum and the mean already."""
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
-        """``value``."""
-        return value
+        """``value``; the mean of whole numbers is a floating-point one."""
+        op = member_of(ReduceOp, "all_reduce: reduce_op", reduce_op)
+        check_dense("all_reduce", value)
+        return jax.tree.map(with_fractions if op is ReduceOp.MEAN else jnp.asarray, value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """``value``."""
+        check_dense("all_gather", value)
+        for leaf in jax.tree.leaves(value):
+            check_axis("all_gather", jnp.shape(leaf), axis)
         return value
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """What ``merge_fn`` returns."""
-        return merge_fn(self.strategy, *args, **(kwargs or {}))
+        with inside(self.strategy, None):
+            return merge_fn(self.strategy, *args, **(kwargs or {}))
 
 
 _none = _NoStrategy()
@@ -83,7 +93,7 @@ def has_strategy() -> bool:
         ...     lockstep.has_strategy()
         True
     """
-    return current_strategy() is not None
+    return current_strategy() not in (None, _none)
 
 
 def in_cross_replica_context() -> bool:
@@ -97,7 +107,7 @@ def in_cross_replica_context() -> bool:
         >>> lockstep.in_cross_replica_context()
         False
     """
-    return has_strategy() and current_replica() is None
+    return current_strategy() is not None and current_replica() is None
 
 
 def get_replica_context() -> ReplicaContext | None:

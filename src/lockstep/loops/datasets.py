@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, ScopeError
 from lockstep.data.advice import Meter
 from lockstep.data.epoch import Check, Epoch
 from lockstep.data.placement import Placement, count_rows
 from lockstep.data.sources import Source
+from lockstep.loops.context import current_replica
 from lockstep.loops.values import rows_of_batch
 
 __all__ = ["DistributedDataset", "DistributedIterator", "InputContext", "ValueContext"]
@@ -38,9 +39,9 @@ class InputContext:
         [InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)]
     """
 
-    num_input_pipelines: int
-    input_pipeline_id: int
-    num_replicas_in_sync: int
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Rows of one replica.
@@ -110,6 +111,11 @@ class DistributedDataset(Source):
         check = self._new_check() if self._new_check else None
         return DistributedIterator(self._source, self._values_of, self._depth, check)
 
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError(f"the number of batches of this {self.name} is not known before it has ended")
+        return self.num_batches
+
     def _values_of(self, batch: Any) -> Any:
         """A batch, cut into replicas."""
         return rows_of_batch(batch, count_rows(jax.tree.map(np.asarray, batch)), self._placement)
@@ -158,6 +164,11 @@ class DistributedIterator(Iterator[Any]):
         source.begin_epoch()
 
     def __next__(self) -> Any:
+        if current_replica() is not None:
+            raise ScopeError(
+                "A function that strategy.run runs on each replica asked for the next batch of a distributed data set, which is one for all "
+                "replicas. Fix: take it outside, and give it as an argument: strategy.run(fn, args=(next(iterator),))."
+            )
         if not self._close.alive:
             raise StopIteration
         try:

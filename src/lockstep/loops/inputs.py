@@ -100,8 +100,10 @@ class LoopInputs:
         return OwnBatches(source, self._placement, self._ahead(options), together.gathering(source.name))
 
     def _ahead(self, options: InputOptions | None) -> int:
+        if options is not None and not isinstance(options, InputOptions):
+            raise OptionError(f"options: expected a lockstep.InputOptions or None, got {options!r}.")
         if options is not None and options.cache is not None:
             raise OptionError(
                 f"InputOptions(cache={str(options.cache)!r}) is for fit. In a loop of your own, keep the batches of the first epoch."
             )
-        return (options or self._input_options).prefetch
+        return (self._input_options if options is None else options).prefetch

@@ -4,15 +4,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lockstep._errors import InputError
-from lockstep.loops.context import current_strategy
+from lockstep.loops.context import current_replica, current_strategy
+from lockstep.step.functions import is_in_step
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
     """This replica's part of the average over the global batch: ``tf.nn.compute_average_loss``.
+
+    In what ``fit`` calls, a compiled loss or ``call`` of a layer, it is what one device gives: the losses are those of all rows, or are
+    averaged over the replicas.
 
     Args:
         per_example_loss: losses of this replica's rows, ``(rows, …)``.
@@ -24,7 +29,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         Their sum over ``global_batch_size``, ``()``. The sum over the replicas is the average.
 
     Raises:
-        InputError: ``per_example_loss`` has no rows to count.
+        InputError: ``per_example_loss`` has no rows to count, or ``global_batch_size`` is no number of rows.
 
     Example:
         >>> import jax.numpy as jnp, lockstep
@@ -39,11 +44,15 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     if sample_weight is not None:
         weights = jnp.asarray(sample_weight, losses.dtype)
         losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    if global_batch_size is not None:
+        _check_rows(global_batch_size)
     return losses.sum() / (losses.shape[0] * _replicas() if global_batch_size is None else global_batch_size)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     """This replica's part of a loss that does not depend on rows: ``tf.nn.scale_regularization_loss``.
+
+    In what ``fit`` calls it is the whole loss.
 
     Args:
         regularization_loss: arrays, or a list of them, such as ``model.losses``.
@@ -60,6 +69,16 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     return total / _replicas()
 
 
+def _check_rows(number: Any) -> None:
+    is_whole = jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), jnp.integer)
+    if not is_whole or (isinstance(number, int | np.integer) and number < 1):
+        raise InputError(
+            f"compute_average_loss: expected global_batch_size as a whole number of rows, 1 or more, got {number!r}. "
+            "Fix: count the rows of all replicas."
+        )
+
+
 def _replicas() -> int:
-    strategy = current_strategy()
+    """How many parts the loss has."""
+    strategy = current_strategy() if current_replica() or not is_in_step() else None
     return int(strategy.num_replicas_in_sync) if strategy else 1

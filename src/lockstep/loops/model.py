@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from lockstep._keras_layers import with_mask_of
 from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.loops.context import ReplicaContext
 from lockstep.step.randomness import seed_of_replica
@@ -26,7 +27,8 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
 
     Returns:
         A function of the same arguments. Seeds differ from replica to replica, and the non-trainable values that it returns
-        are those that ``fit`` would keep: averages by rows, sums of changes, the seeds of replica 0.
+        are those that ``fit`` would keep: averages by rows, sums of changes, the seeds of replica 0. The outputs of a replica
+        without rows have no gradient.
     """
 
     def stateless_call(trainable: Any, non_trainable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +40,8 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
         ]
         outputs, state, *losses = original(trainable, own, *args, **kwargs)
         rows = next(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if jnp.ndim(leaf))
+        if not rows:  # A mean over no rows is NaN, and so would be its gradient.
+            outputs = jax.tree.map(lambda leaf: with_mask_of(leaf, jax.lax.stop_gradient(leaf)), outputs)
         changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
         shares = [_share(jnp.asarray(state[i]), own[i], merges[i], replica, rows) for i in changed]
         sums, total = context.all_reduce(ReduceOp.SUM, (shares, jnp.float32(rows)))

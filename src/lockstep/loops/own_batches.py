@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from lockstep._errors import InputError
 from lockstep.cluster.waiting import GivenUpError
 from lockstep.data.epoch import Gather
 from lockstep.data.placement import Placement, count_rows
 from lockstep.data.sources import Source
 from lockstep.loops.datasets import DistributedDataset
 from lockstep.loops.exchange import gathered_trees
-from lockstep.loops.values import of_own_replicas, of_replicas
+from lockstep.loops.values import of_own_replicas, of_replicas, with_numbers
 
 __all__ = ["OwnBatches"]
 
@@ -143,7 +144,17 @@ def _exchanged(drawn: list[Any], replicas: list[int], gather: Gather) -> list[An
 
 
 def _next_of(batches: Iterator[Any], count: int) -> list[Any]:
-    return [jax.tree.map(np.asarray, batch) for batch in islice(batches, count)]
+    return [jax.tree.map(_with_rows, batch) for batch in islice(batches, count)]
+
+
+def _with_rows(leaf: Any) -> Any:
+    array = with_numbers(leaf)
+    if not array.ndim:
+        raise InputError(
+            "distribute_datasets_from_function: expected batches of arrays with rows, (rows, …), as a replica may get none of them; "
+            f"got the number {array}. Fix: give it a first axis, np.asarray([{array}]) for one row."
+        )
+    return array
 
 
 def _filled(drawn: list[Any], count: int, example: Any) -> list[Any]:

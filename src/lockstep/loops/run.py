@@ -2,7 +2,8 @@
 
 The function is traced once for each kind of replica (those whose arguments have equal shapes), and the trace is cut where
 replicas meet. Between two meetings the replicas of a kind run as one batch, spread over the devices; what does not depend on
-the replica, such as an update with gradients that were added up, is computed once, and comes back as one value.
+the replica, such as an update with gradients that were added up, is computed once, and comes back as one value. What depends on no
+argument at all comes back as a value of each replica: it may be the number of rows, which differs in some batches only.
 """
 
 from collections.abc import Callable, Iterable
@@ -91,6 +92,8 @@ class _Lane:
         self, function: Function, leaves: list[Any], replicas: Replicas, placement: Placement, known: Shapes
     ) -> None:
         self.replicas, self.placement = replicas, placement
+        # XLA fails on a shard_map with arrays of no rows ("GlobalToLocalShape"); of these there is nothing to divide.
+        self.is_divided = not any(is_per_replica(leaf) and not leaf.of(replicas).size for leaf in leaves)
         self.seen: list[Any] = []
 
         def gathering(shape: Any) -> list[Any]:
@@ -121,6 +124,7 @@ class _Lane:
         self.origin |= {
             v: ("constant", id(value)) for v, value in zip(self.jaxpr.constvars, closed.consts, strict=True)
         }
+        self.constant = set(self.jaxpr.constvars)
 
     def read(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else self.values[atom]
@@ -128,6 +132,10 @@ class _Lane:
     def is_own(self, atom: Any) -> bool:
         """Whether a value stands once for each replica."""
         return not isinstance(atom, Literal) and atom in self.own
+
+    def is_constant(self, atom: Any) -> bool:
+        """Whether a value depends on no argument, and on nothing that replicas have brought together."""
+        return isinstance(atom, Literal) or atom in self.constant
 
     def per_replica(self, atom: Any) -> jax.Array:
         """A value, once for each replica."""
@@ -146,6 +154,8 @@ class _Lane:
                 shared.append(equation)
                 source = (str(equation.primitive), str(equation.params), *map(self.source, equation.invars))
                 self.origin.update({var: (*source, i) for i, var in enumerate(equation.outvars)})
+                if all(map(self.is_constant, equation.invars)):
+                    self.constant.update(equation.outvars)
         self._run(shared, lambda function, inputs: function(*(self.read(var) for var in inputs)))
         self._run(own, self._side_by_side)
 
@@ -183,6 +193,9 @@ class _Lane:
             values = [value[places] for value in values]
         if devices == 1 or not values:
             return on_one_device(values, [self.read(var) for var in shared])
+        if not self.is_divided:
+            found = on_one_device(values, [self.read(var) for var in shared])
+            return [jax.lax.with_sharding_constraint(value[:count], self.placement.replicated) for value in found]
         cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
         found = jax.shard_map(
             on_one_device, mesh=self.placement.mesh, in_specs=(cut, whole), out_specs=cut, check_vma=False
@@ -207,7 +220,7 @@ def _meet(lanes: list[_Lane], position: int, meeting: Meeting) -> None:
 
 def _brought(lanes: list[_Lane], atoms: list[Any]) -> Any:
     """What all lanes bring: one value if they share it."""
-    if not any(lane.is_own(atom) for lane, atom in zip(lanes, atoms, strict=True)):
+    if not any(lane.is_own(atom) or lane.is_constant(atom) for lane, atom in zip(lanes, atoms, strict=True)):
         sources = [lane.source(atom) for lane, atom in zip(lanes, atoms, strict=True)]
         if all(source == sources[0] for source in sources):
             return jnp.asarray(lanes[0].read(atoms[0]))

@@ -1,24 +1,33 @@
 """What a strategy offers to a training loop of one's own, with the names of ``tf.distribute.Strategy``."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import keras
 from jax.sharding import PartitionSpec
 
-from lockstep._errors import InputError, OptionError, member_of
+from lockstep._errors import ModelError, OptionError, member_of
 from lockstep.cluster.resolvers import ClusterResolver
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.data.placement import DEVICE_AXIS
-from lockstep.loops.context import ReplicaContext, inside, refuse_in_replica, refuse_mean_of_integers
+from lockstep.loops.checks import (
+    check_axis,
+    check_dense,
+    check_hash,
+    check_replicas,
+    check_shapes,
+    checked_result,
+    on_host,
+)
+from lockstep.loops.context import ReplicaContext, inside, refuse_in_replica, with_fractions
 from lockstep.loops.inputs import LoopInputs
 from lockstep.loops.run import run_on_replicas
-from lockstep.loops.values import PerReplica, is_per_replica, sum_over_replicas
+from lockstep.loops.values import PerReplica, is_per_replica, is_value, sum_over_replicas, value_of
 
 __all__ = ["LoopTools"]
 
@@ -49,15 +58,17 @@ class LoopTools(LoopInputs):
 
         Args:
             fn: what to call, of ``args`` and ``kwargs``. In it, :func:`lockstep.get_replica_context` says which replica it is.
-            args: trees; each replica gets its own value of a :class:`PerReplica`, and all share what else there is.
+            args: trees; each replica gets its own value of a :class:`PerReplica`, and all share what else there is. Of a Keras
+                variable they get the value.
             kwargs: the same by name.
 
         Returns:
             What ``fn`` returns, with a :class:`PerReplica` for each array that depends on the replica.
 
         Raises:
-            ModelError: the replicas do not meet in the same order, or inside a loop.
-            OptionError: the strategy is deterministic, or ``args`` is no tuple or list.
+            ModelError: the replicas do not meet in the same order, or inside a loop; ``fn`` assigns to a Keras variable, or needs the
+                value of an array while it is traced.
+            OptionError: the strategy is deterministic, ``args`` is no tuple or list or has no hash, or ``fn`` returns no arrays.
             ScopeError: it is called on a replica.
 
         Example:
@@ -78,24 +89,37 @@ class LoopTools(LoopInputs):
                 f"strategy.run: args: expected a tuple or a list, got {type(args).__name__}; write args=(value,)."
             )
         leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})), is_leaf=is_per_replica)
-        is_value = tuple(_is_value(leaf) for leaf in leaves)
-        fixed = tuple(leaf for leaf, value in zip(leaves, is_value, strict=True) if not value)
-        values = [leaf for leaf, value in zip(leaves, is_value, strict=True) if value]
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
-            return self._run(fn, structure, is_value, fixed, values)
-        shared = self._placement.put([None if is_per_replica(x) else x for x in values])
-        placed = [own if is_per_replica(own) else x for own, x in zip(values, shared, strict=True)]
-        return self._run_compiled(fn, structure, is_value, fixed, placed)
+        leaves = [value_of(leaf) for leaf in leaves]
+        are_values = tuple(is_value(leaf) for leaf in leaves)
+        fixed = tuple(leaf for leaf, value in zip(leaves, are_values, strict=True) if not value)
+        for leaf in leaves:
+            if is_per_replica(leaf):
+                check_replicas("run", leaf, self._placement.replicas)
+        for leaf in fixed:
+            check_hash(leaf)
+        values = [leaf for leaf, value in zip(leaves, are_values, strict=True) if value]
+        with _values_unknown():
+            return self._called(fn, structure, are_values, fixed, values)
 
-    def _run(self, fn: Any, structure: Any, is_value: Any, fixed: Any, values: list[Any]) -> Any:
+    def _called(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
+        """As a part of a step that is traced, or compiled by itself."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
+            return self._run(fn, structure, are_values, fixed, values)
+        shared = self._placement.put([None if is_per_replica(x) else on_host(x) for x in values])
+        placed = [own if is_per_replica(own) else x for own, x in zip(values, shared, strict=True)]
+        return self._run_compiled(fn, structure, are_values, fixed, placed)
+
+    def _run(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
         def on_replica(replica: jax.Array, own: list[Any], gathering: Callable[[Any], list[Any]]) -> Any:
             arrays, others = iter(own), iter(fixed)
             args, kwargs = jax.tree.unflatten(
-                structure, [next(arrays) if value else next(others) for value in is_value]
+                structure, [next(arrays) if value else next(others) for value in are_values]
             )
             context = ReplicaContext(self, replica, gathering)
-            with inside(self, context), self._models_in_replica(context):
-                return fn(*args, **kwargs)
+            with inside(self, context), self._models_in_replica(context), _Assigned() as assigned:
+                found = fn(*args, **kwargs)
+            assigned.refuse()
+            return jax.tree.map(checked_result, found, is_leaf=is_per_replica)
 
         return run_on_replicas(on_replica, values, self._placement)
 
@@ -109,11 +133,11 @@ class LoopTools(LoopInputs):
                 the true number of rows of all replicas.
 
         Returns:
-            The same tree of arrays.
+            The same tree of arrays; the mean of whole numbers is a floating-point one.
 
         Raises:
-            InputError: shapes differ, or a value has no such axis.
-            OptionError: the sum of something that is no value of replicas, or the mean of integers, is asked for.
+            InputError: shapes differ, a value has no such axis, is sparse, or is of another number of replicas.
+            OptionError: the sum over several replicas of something that is one value is asked for.
             ScopeError: it is called on a replica.
 
         Example:
@@ -125,24 +149,33 @@ class LoopTools(LoopInputs):
         """
         refuse_in_replica("reduce")
         op = member_of(ReduceOp, "reduce: reduce_op", reduce_op)
+        check_dense("reduce", value)
         return jax.tree.map(lambda leaf: self._reduce_one(op, leaf, axis), value, is_leaf=is_per_replica)
 
     def _reduce_one(self, op: ReduceOp, value: Any, axis: int | None) -> jax.Array:
         if not is_per_replica(value):
             if op is ReduceOp.MEAN:
                 return jnp.asarray(value) if axis is None else jnp.mean(jnp.asarray(value), axis=axis)
+            if self._placement.replicas == 1:
+                return jnp.asarray(value) if axis is None else jnp.sum(jnp.asarray(value), axis=axis)
             raise OptionError(
-                f"reduce(SUM): {value!r} is one value and not one of each replica, so its sum over replicas has no meaning. Multiply "
-                "by strategy.num_replicas_in_sync if that is meant."
+                f"reduce(SUM): {value!r} is one value and not one of each replica, so its sum over replicas has no meaning. "
+                "Fix: multiply by strategy.num_replicas_in_sync if that is meant; where it is a number of rows, add it up in the function that "
+                "run calls, with all_reduce."
             )
-        refuse_mean_of_integers(op, value.groups[0].dtype)
+        check_replicas("reduce", value, self._placement.replicas)
         count: int = self._placement.replicas
         if axis is not None:
-            _refuse_axis("reduce", value, axis)
+            for array in value.groups:
+                check_axis("strategy.reduce", array.shape[1:], axis)
             count = sum(array.shape[0] * array.shape[1:][axis] for array in value.groups)
             inner = axis + 1 if axis >= 0 else axis
+            if op is ReduceOp.MEAN:
+                value = jax.tree.map(with_fractions, value)
             groups = tuple(jnp.sum(array, axis=inner, dtype=array.dtype) for array in value.groups)
             value = PerReplica(groups, value.members)
+        elif op is ReduceOp.MEAN:
+            value = jax.tree.map(with_fractions, value)
         total = sum_over_replicas(value, self._placement.replicas, self._add)
         return total / count if op is ReduceOp.MEAN else total
 
@@ -168,10 +201,15 @@ class LoopTools(LoopInputs):
             [0, 1, 2]
         """
         refuse_in_replica("gather")
+        check_dense("gather", value)
 
         def one(leaf: Any) -> jax.Array:
+            if is_per_replica(leaf):
+                check_replicas("gather", leaf, self._placement.replicas)
             own = leaf if is_per_replica(leaf) else PerReplica((jnp.asarray(leaf)[None],), ((0,),))
-            _refuse_axis("gather", own, axis)
+            for array in own.groups:
+                check_axis("strategy.gather", array.shape[1:], axis)
+            check_shapes("gather", [value.shape for value in own.values], axis)
             return jnp.concatenate(own.values, axis=axis)
 
         return jax.tree.map(one, value, is_leaf=is_per_replica)
@@ -196,7 +234,7 @@ class LoopTools(LoopInputs):
         if not any(map(is_per_replica, leaves)):
             return (value,)
         own = self._placement.own_replicas
-        held = [x.held if is_per_replica(x) else dict.fromkeys(own, x) for x in leaves]
+        held = [_held(x) if is_per_replica(x) else dict.fromkeys(own, x) for x in leaves]
         columns = [[values[replica] for replica in own] for values in held]
         return tuple(jax.tree.unflatten(structure, column) for column in zip(*columns, strict=True))
 
@@ -239,14 +277,41 @@ class LoopTools(LoopInputs):
         return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
 
 
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, (PerReplica, jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+@contextmanager
+def _values_unknown() -> Iterator[None]:
+    """Make an error of JAX about values that a trace does not have one that says what to write."""
+    try:
+        yield
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+        raise ModelError(
+            "strategy.run: fn needs the value of an array while it is traced, when only its shape is known "
+            f"({str(error).partition(chr(10))[0]}). Fix: write jnp.where or jax.lax.cond for an if, jnp for np, and give "
+            "what is known before as a text or take it from the surrounding code."
+        ) from error
 
 
-def _refuse_axis(what: str, value: PerReplica, axis: int) -> None:
-    for array in value.groups:
-        shape = tuple(array.shape[1:])
-        if not -len(shape) <= axis < len(shape):
-            raise InputError(
-                f"strategy.{what}: axis {axis} is not one of a value of shape {shape}. Axes count from 0, and from -1 backwards."
+class _Assigned(keras.StatelessScope):
+    """Notes which variables are assigned to while it is open, and keeps them as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        self.paths.append(update[0].path)
+        super().add_update(update)
+
+    def refuse(self) -> None:
+        """Raise an error where there are such."""
+        if self.paths:
+            raise ModelError(
+                f"strategy.run: fn assigned to {', '.join(dict.fromkeys(self.paths))}. A replica is traced, and its values are gone when that "
+                "ends; the variables are as they were. Fix: give values to fn and return new ones, with model.stateless_call, "
+                "optimizer.stateless_apply and metric.stateless_update_state (docs/custom_loops.md)."
             )
+
+
+def _held(value: PerReplica) -> dict[int, jax.Array]:
+    """By replica the values that this process has; all of them while a function is traced."""
+    is_traced = any(isinstance(array, jax.core.Tracer) for array in value.groups)
+    return dict(enumerate(value.values)) if is_traced else value.held

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 
 from lockstep._errors import InputError
@@ -15,12 +16,16 @@ from lockstep.topology.layout import rows_of_replicas
 
 __all__ = [
     "PerReplica",
+    "is_array",
     "is_per_replica",
+    "is_value",
     "of_own_replicas",
     "of_replicas",
     "rows_of_batch",
     "stacked",
     "sum_over_replicas",
+    "value_of",
+    "with_numbers",
 ]
 
 
@@ -94,9 +99,47 @@ def is_per_replica(leaf: Any) -> bool:
     return isinstance(leaf, PerReplica)
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, of JAX or NumPy."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf of arguments can go to the devices."""
+    return isinstance(leaf, (PerReplica, jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def value_of(leaf: Any) -> Any:
+    """The array of a Keras variable; anything else as it is."""
+    return leaf.value if isinstance(leaf, keras.Variable) else leaf
+
+
+def with_numbers(leaf: Any) -> np.ndarray:
+    """A leaf of a batch or an argument as an array.
+
+    Raises:
+        InputError: it holds texts or other objects, or whole numbers that JAX would cut.
+    """
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSU":
+        raise InputError(
+            f"Values of replicas hold numbers, as they lie on devices; got an array of {array.dtype}, {array!r:.60}. Fix: turn texts "
+            "into numbers in the data set, with keras.layers.StringLookup or TextVectorization."
+        )
+    held = jax.dtypes.canonicalize_dtype(array.dtype)
+    if held != array.dtype and array.dtype.kind in "iu" and array.size:
+        least, most = np.iinfo(held).min, np.iinfo(held).max
+        if array.min() < least or array.max() > most:
+            raise InputError(
+                f"Values of replicas hold {held} numbers, {least} to {most}, unless jax_enable_x64 is set; got {array.min()} to {array.max()}. "
+                "Fix: number them anew, with keras.layers.IntegerLookup or np.unique(…, return_inverse=True)."
+            )
+    return array
+
+
 def of_replicas(values: Sequence[Any], placement: Placement) -> PerReplica:
     """One value for each replica, as they stand: equal shapes are stacked and laid over the devices."""
-    arrays = [np.asarray(value) for value in values]
+    arrays = [with_numbers(value) for value in values]
     kinds = list(dict.fromkeys((array.shape, array.dtype) for array in arrays))
     members = [tuple(r for r, array in enumerate(arrays) if (array.shape, array.dtype) == kind) for kind in kinds]
     groups = [stacked(np.stack([arrays[replica] for replica in own]), placement) for own in members]

@@ -3,12 +3,15 @@
 import difflib
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError
+from lockstep.migrate.bindings import Bindings
 from lockstep.migrate.program import Translation, translate
 from lockstep.migrate.source import Source
+from lockstep.migrate.workers import is_for_workers
 
 __all__ = ["Migration", "migrate"]
 
@@ -45,26 +48,34 @@ class Migration:
         return "\n".join([*lines, *(f"  line {mark.line}: {mark.sentence}" for mark in found.marks)])
 
 
-def migrate(path: str, *, write: bool = False) -> Migration:
-    """Translate one file.
+def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
+    """Translate the files of a program.
 
     Args:
-        path: of a Python file.
-        write: whether the file gets the new text; it is replaced as a whole or not at all.
+        paths: of Python files.
+        write: whether the files get the new text; each is replaced as a whole or not at all, and only where all can be translated.
 
     Raises:
-        OptionError: it cannot be read or written, or is not Python.
+        OptionError: one cannot be read or written, or is not Python.
     """
+    texts = [_read(path) for path in paths]
+    sources = [Source(text, path) for path, (text, _) in zip(paths, texts, strict=True)]
+    for_workers = any(is_for_workers(Bindings(source)) for source in sources)
+    found = [translate(source.text, source.path, for_workers=for_workers) for source in sources]
+    for path, (text, newline), translation in zip(paths, texts, found, strict=True):
+        if write and translation.after != text:
+            _replace(Path(path), translation.after, newline)
+    return [Migration(path, one, write and one.after != one.before) for path, one in zip(paths, found, strict=True)]
+
+
+def _read(path: str) -> tuple[str, str | None]:
+    """The text of a file, and how its lines end."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text, newline = file.read(), file.newlines
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{path} cannot be read: {error}. Give Python files in UTF-8.") from None
-    translation = translate(text, path)
-    is_written = write and translation.after != text
-    if is_written:
-        _replace(Path(path), translation.after, newline if isinstance(newline, str) else None)
-    return Migration(path, translation, is_written)
+    return text, newline if isinstance(newline, str) else None
 
 
 def _replace(path: Path, text: str, newline: str | None) -> None:

@@ -11,6 +11,7 @@ from lockstep.migrate.keras3 import not_taken
 from lockstep.migrate.names import translated, why_absent
 from lockstep.migrate.rules import calls, is_claim_of_logits
 from lockstep.migrate.source import Edit, Source
+from lockstep.migrate.workers import unlike
 
 __all__ = ["Mark", "marked", "marks"]
 
@@ -73,6 +74,7 @@ def _left(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
                 f"{bindings.name_of(call.func)} has no argument {argument!r}: leave it out, or see its documentation",
             )
     yield from not_taken(source, bindings)
+    yield from unlike(source, bindings)
     yield from _unclear(bindings)
     constants = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
     has_softmax = any(node.value == "softmax" for node in constants)

@@ -1,5 +1,9 @@
 """Which name of TensorFlow is which of Keras and Lockstep, and which is none: the tables that the translation and the page show."""
 
+import re
+
+from lockstep.migrate.tensorflow1 import TENSORFLOW_1
+
 __all__ = ["ABSENT", "RENAMED", "STRATEGY_METHODS", "translated", "why_absent"]
 
 # The longest entry that a dotted name begins with says what it becomes.
@@ -21,17 +25,19 @@ RENAMED = {
     "tensorflow.nn.compute_average_loss": "lockstep.compute_average_loss",
     "tensorflow.nn.scale_regularization_loss": "lockstep.scale_regularization_loss",
     "tensorflow.random.set_seed": "keras.utils.set_random_seed",
+    "tensorflow.set_random_seed": "keras.utils.set_random_seed",
+    "tensorflow.compat.v1.set_random_seed": "keras.utils.set_random_seed",
     "tensorflow.train.ClusterSpec": "lockstep.cluster_resolver.ClusterSpec",
 }
 
 # What stays as it is, with the reason and what to write. The longest entry counts, and the one above where both are as long.
 ABSENT = {
+    **TENSORFLOW_1,
     "keras.layers.experimental.SyncBatchNormalization": "write keras.layers.BatchNormalization(synchronized=True)",
     "keras.losses.Reduction": 'write a word, as in reduction="sum"; without one it is the mean over the batch',
     "keras.utils.multi_gpu_model": "write lockstep.MirroredStrategy(), and build and compile the model in its scope",
     "keras.utils.experimental.DatasetCreator": "give fit what the function returns, without repeat() or with steps_per_epoch (docs/parameter_servers.md)",
     "tensorflow.GradientTape": "there are no tapes on JAX; write the step with jax.value_and_grad (docs/custom_loops.md)",
-    "tensorflow.Session": "TensorFlow 1 has no counterpart; examples/cifar10_towers shows such a loop",
     "tensorflow.Variable": "the variables of a model are Keras's; make others by keras.Variable",
     "tensorflow.compat": "TensorFlow 1 has no counterpart; examples/cifar10_towers shows such a loop",
     **dict.fromkeys(
@@ -67,13 +73,14 @@ ABSENT = {
     "tensorflow.distribute.RunOptions": "there is nothing to choose: leave it out",
     "tensorflow.estimator": "estimators have no counterpart: write a Keras model",
     "tensorflow.function": "a step is compiled by itself: leave it out, or use jax.jit in a loop of your own (docs/custom_loops.md)",
-    "tensorflow.placeholder": "TensorFlow 1 has no counterpart; examples/cifar10_towers shows such a loop",
     "tensorflow.python": "TensorFlow's private modules have no counterpart",
     "tensorflow.saved_model": "write model.save('model.keras'), or model.export for a server",
     "tensorflow.summary": "lockstep.callbacks.TensorBoard writes what fit logs",
     "tensorflow.train": "lockstep.callbacks.BackupAndRestore in fit, strategy.checkpoint in a loop (docs/resume.md)",
-    "tensorflow.variable_scope": "TensorFlow 1 has no counterpart; examples/cifar10_towers shows such a loop",
 }
+
+# TensorFlow 2 has Keras's classes in these modules too; what begins with a small letter there is TensorFlow 1's.
+_ALIASES = re.compile(r"tensorflow\.(initializers|losses|metrics|optimizers)\.(?=[A-Z])")
 
 # Methods of a strategy that older scripts call by other names, or that are gone.
 STRATEGY_METHODS = {
@@ -96,6 +103,7 @@ def translated(name: str) -> str:
         >>> translated("tensorflow.keras.layers.Dense"), translated("tensorflow.distribute.MirroredStrategy")
         ('keras.layers.Dense', 'lockstep.MirroredStrategy')
     """
+    name = _ALIASES.sub(r"keras.\1.", name)
     while (prefix := _prefix(name, RENAMED)) and len(_prefix(name, ABSENT)) < len(prefix):
         name = RENAMED[prefix] + name[len(prefix) :]
     return name
@@ -109,5 +117,6 @@ def why_absent(name: str) -> str | None:
         'write lockstep.MirroredStrategy([device])'
         >>> why_absent("tensorflow.data.Dataset")
     """
-    prefix = _prefix(name, ABSENT)
-    return ABSENT[prefix] if prefix else None
+    of_version_1 = name.replace("tensorflow.compat.v1.", "tensorflow.", 1)
+    prefix = _prefix(of_version_1, ABSENT) or _prefix(name, ABSENT)
+    return (prefix and ABSENT[prefix]) or None

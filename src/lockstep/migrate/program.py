@@ -1,9 +1,10 @@
 """One program is translated: rules in their order, each on what the one before has left, then marks."""
 
+import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lockstep.migrate import devices, imports, rules
+from lockstep.migrate import devices, imports, rules, workers
 from lockstep.migrate.bindings import Bindings, imports_of_ours
 from lockstep.migrate.marks import Mark, marked, marks
 from lockstep.migrate.source import Edit, Source
@@ -19,11 +20,16 @@ RULES: tuple[Rule, ...] = (
     rules.activations,
     rules.reductions,
     rules.one_device,
+    rules.sums,
     rules.batch_normalization,
     rules.old_arguments,
     rules.methods,
+    rules.resets,
     rules.cached_last,
     rules.logits,
+    rules.whole_numbers,
+    workers.task_from_outside,
+    workers.shuffled_alike,
     imports.names,
     imports.imports,
 )
@@ -43,13 +49,23 @@ class Translation:
     after: str
     marks: tuple[Mark, ...]
 
+    @property
+    def modules(self) -> set[str]:
+        """The first words of what the new program imports."""
+        found = [node for node in ast.walk(ast.parse(self.after)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = [
+            node.module or "" if isinstance(node, ast.ImportFrom) else one.name for node in found for one in node.names
+        ]
+        return {name.partition(".")[0] for name in names}
 
-def translate(text: str, path: str = "script.py") -> Translation:
+
+def translate(text: str, path: str = "script.py", *, for_workers: bool = False) -> Translation:
     r"""Translate a program for ``tf.distribute`` and ``tf.keras`` into one for Lockstep and Keras 3.
 
     Args:
         text: of the program.
         path: of its file, for messages.
+        for_workers: whether several workers run it, though it does not say so itself.
 
     Raises:
         OptionError: it is not Python.
@@ -63,7 +79,7 @@ def translate(text: str, path: str = "script.py") -> Translation:
         import lockstep
         strategy = lockstep.MirroredStrategy()
     """
-    source = Source(text, path)
+    source = Source(text, path, for_workers)
     if not list(imports_of_ours(source)):
         return Translation(text, text, ())
     for rule in RULES:

@@ -18,11 +18,23 @@ __all__ = [
     "old_arguments",
     "one_device",
     "reductions",
+    "resets",
+    "sums",
+    "whole_numbers",
 ]
 
 _ACTIVATIONS = ("elu", "gelu", "leaky_relu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh")
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
+_SIZES = {  # Arguments of layers that Keras 3 takes as Python's integers alone, in their order.
+    "Dense": ("units",),
+    "Embedding": ("input_dim", "output_dim"),
+    "GRU": ("units",),
+    "MultiHeadAttention": ("num_heads", "key_dim"),
+    "RepeatVector": ("n",),
+    "SimpleRNN": ("units",),
+}
+_OF_ARRAYS = ("argmax", "argmin", "max", "min", "numpy", "prod", "sum")  # Methods that give NumPy's numbers.
 _SYNCHRONIZED = "keras.layers.experimental.SyncBatchNormalization"
 
 
@@ -62,6 +74,24 @@ def methods(source: Source, bindings: Bindings) -> Iterator[Edit]:
             yield Edit(end - len(node.attr), end, STRATEGY_METHODS[node.attr])
 
 
+def resets(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``reset_states`` of a metric is ``reset_state``; layers keep it."""
+    metrics = {
+        target.id
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if full_name(bindings, node.value).startswith("keras.metrics.")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Attribute) and node.attr == "reset_states"):
+            continue
+        if isinstance(node.value, ast.Name) and node.value.id in metrics:
+            end = source.span(node)[1]
+            yield Edit(end - len(node.attr), end, "reset_state")
+
+
 def one_device(source: Source, bindings: Bindings) -> Iterator[Edit]:
     """``OneDeviceStrategy(device)`` is a mirrored strategy with one device."""
     for call in calls(source):
@@ -69,6 +99,13 @@ def one_device(source: Source, bindings: Bindings) -> Iterator[Edit]:
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         if is_it and len(given) == 1:
             yield source.replaced(call, f"lockstep.MirroredStrategy([{source.segment(given[0])}])")
+
+
+def sums(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``tf.add_n(model.losses)`` becomes ``sum(model.losses)``: these are JAX's arrays."""
+    for call in calls(source):
+        if bindings.name_of(call.func) == "tensorflow.add_n" and len(call.args) == 1 and not call.keywords:
+            yield source.replaced(call.func, "sum")
 
 
 def batch_normalization(source: Source, bindings: Bindings) -> Iterator[Edit]:
@@ -95,6 +132,42 @@ def _new_argument(name: str, argument: str | None) -> str | None:
     if name.startswith("keras.optimizers.") and argument == "lr":
         return "learning_rate"
     return "directory" if name == "lockstep.callbacks.BackupAndRestore" and argument == "backup_dir" else None
+
+
+def whole_numbers(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``Embedding(np.max(x) + 1, 16)`` becomes ``Embedding(int(np.max(x) + 1), 16)``: Keras 3 takes no integers of NumPy there."""
+    for call in calls(source):
+        names = _SIZES.get(full_name(bindings, call).removeprefix("keras.layers."), ())
+        given = [*zip(names, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
+        for name, value in given:
+            if name in names and _is_of_numpy(source, bindings, value):
+                yield source.replaced(value, f"int({source.segment(value)})")
+
+
+def _is_of_numpy(source: Source, bindings: Bindings, value: ast.expr, follows: bool = True) -> bool:
+    if isinstance(value, ast.BinOp):
+        return any(_is_of_numpy(source, bindings, part, follows) for part in (value.left, value.right))
+    if isinstance(value, ast.Call):
+        is_method = isinstance(value.func, ast.Attribute) and value.func.attr in _OF_ARRAYS
+        return (is_method and not bindings.name_of(value.func)) or _is_numpy(source, value.func)
+    if not (isinstance(value, ast.Name) and follows):
+        return False
+    made = [
+        node.value
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == value.id for target in node.targets)
+    ]
+    return len(made) == 1 and _is_of_numpy(source, bindings, made[0], follows=False)
+
+
+def _is_numpy(source: Source, function: ast.expr) -> bool:
+    """Whether a function is one of the module NumPy, by the name that the program gives that."""
+    imported = [alias for node in ast.walk(source.tree) if isinstance(node, ast.Import) for alias in node.names]
+    names = {alias.asname or alias.name for alias in imported if alias.name == "numpy"}
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return isinstance(function, ast.Name) and function.id in names
 
 
 def cached_last(source: Source, bindings: Bindings) -> Iterator[Edit]:

@@ -3,7 +3,7 @@
 import ast
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lockstep._errors import OptionError
@@ -27,10 +27,12 @@ class Source:
     Args:
         text: of the whole file.
         path: of the file, for messages.
+        for_workers: whether several workers run it: a file that goes with it makes their strategy.
     """
 
     text: str
     path: str = "script.py"
+    for_workers: bool = False
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -96,4 +98,4 @@ class Source:
         for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
             parts += [self.text[at : edit.start], edit.text]
             at = edit.end
-        return Source("".join([*parts, self.text[at:]]), self.path)
+        return replace(self, text="".join([*parts, self.text[at:]]))

@@ -111,10 +111,10 @@ class Desk:
             self._facts[key] = (what, arrays or {})
             self._changed.notify_all()
 
-    def tell_point(self, what: Message, arrays: Arrays | None = None, newest: Arrays | None = None) -> None:
+    def tell_point(self, what: Message, arrays: Arrays | None = None, weights: Arrays | None = None) -> None:
         """Have this ready for whoever comes to the next point of the script, in this call or later: see :meth:`Points.add`."""
         with self._changed:
-            self._points.add(what, arrays or {}, newest)
+            self._points.add(what, arrays or {}, weights)
             self._changed.notify_all()
 
     def schedule(

@@ -1,4 +1,7 @@
-"""What the chief has told at points of the script that all processes run, for those who come there later."""
+"""What the chief has told at points of the script that all processes run, for those who come there later.
+
+Whoever comes late needs the answers, or cannot go on; weights that are no longer kept only make what it computes of them older.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +21,8 @@ class Points:
     """The points 0, 1, 2, …; the oldest ones are forgotten where all together are too large. Used under its owner's lock.
 
     Args:
-        limit_bytes: of the arrays of all of them, with some bytes for each, but not of those that go with the newest alone.
+        limit_bytes: of the arrays of all of them, with some bytes for each; and as much again of weights. The newest of both are
+            kept, whatever their size.
 
     Example:
         >>> points = Points()
@@ -32,20 +36,22 @@ class Points:
     def __init__(self, limit_bytes: int = 2**26) -> None:
         self._limit, self._bytes, self._first = limit_bytes, 0, 0
         self._kept: deque[tuple[Message, Mapping[str, np.ndarray]]] = deque()
-        self._newest: tuple[int, Mapping[str, np.ndarray]] = (-1, {})
+        self._weights: dict[int, Mapping[str, np.ndarray]] = {}  # by point, rising
 
     def add(
-        self, what: Message, arrays: Mapping[str, np.ndarray], newest: Mapping[str, np.ndarray] | None = None
+        self, what: Message, arrays: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None
     ) -> None:
         """The next point, which is kept, whatever its size.
 
         Args:
             what: is told there.
             arrays: that go with it.
-            newest: that go with it, too, until the next point that has such.
+            weights: that go with it, too, while they are kept.
         """
-        if newest is not None:
-            self._newest = self._first + len(self._kept), newest
+        if weights is not None:
+            self._weights[self._first + len(self._kept)] = weights
+            while len(self._weights) > 1 and sum(map(_bytes_of, self._weights.values())) > self._limit:
+                del self._weights[next(iter(self._weights))]
         self._kept.append((what, arrays))
         self._bytes += _bytes_of(arrays)
         while self._bytes > self._limit and len(self._kept) > 1:
@@ -62,7 +68,7 @@ class Points:
         if number < self._first:
             return {"kind": "fact", "what": {"is_forgotten": True}}, {}
         what, arrays = self._kept[number - self._first]
-        return {"kind": "fact", "what": what}, {**arrays, **(self._newest[1] if number == self._newest[0] else {})}
+        return {"kind": "fact", "what": what}, {**arrays, **self._weights.get(number, {})}
 
 
 def _bytes_of(arrays: Mapping[str, np.ndarray]) -> int:

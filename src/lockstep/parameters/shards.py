@@ -163,10 +163,11 @@ def _shards(variable: Spec, count: int, turn: Iterable[int]) -> Iterable[Shard]:
 def _count(variable: Spec, partitioner: PartitionFunction | None) -> int:
     if partitioner is None or not variable.shape:
         return 1
-    partitions = list(partitioner(variable.shape, variable.dtype))
+    given = partitioner(variable.shape, variable.dtype)
+    partitions = list(given) if isinstance(given, Iterable) else []
     if len(partitions) != len(variable.shape) or partitions[0] < 1 or any(count != 1 for count in partitions[1:]):
         raise OptionError(
             f"variable_partitioner: {variable.name} of shape {variable.shape}: expected {len(variable.shape)} numbers, the first of at "
-            f"least 1 and all others 1, as only the first axis can be cut; got {partitions}."
+            f"least 1 and all others 1, as only the first axis can be cut; got {given!r}."
         )
     return max(1, min(partitions[0], variable.shape[0]))

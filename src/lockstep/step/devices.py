@@ -22,9 +22,9 @@ from lockstep.topology.layout import Layout
 
 __all__ = ["Forward", "finished", "forward_eagerly", "forward_on_devices"]
 
-UNROLLED = (
-    4  # replicas of a CPU up to which each is a call of its own: under vmap XLA compiles convolutions worse there
-)
+# XLA for CPUs runs several calls faster than one under vmap, and compiles each. So up to as many calls of a device, and as many
+# operations in all of them, each is of its own.
+UNROLLED, UNROLLED_OPERATIONS = 4, 600
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Forward:
     calls: tuple[
         tuple[int, ...], ...
     ]  # for each device the rows of each of its calls: those of its replicas, or of several
+    operations: int  # of one call
 
 
 def forward_eagerly(forward: Forward, inputs: Any) -> Result:
@@ -74,7 +75,7 @@ def forward_on_devices(
     layout = forward.layout
     if layout.devices == 1:
         own = forward.calls[0]
-        return finished(forward, _local(forward, inputs, own, 0, _is_vectorized(own, placement)))
+        return finished(forward, _local(forward, inputs, own, 0, _is_vectorized(forward, own, placement)))
 
     def on_one_device(
         trainable: list[jax.Array], non_trainable: list[jax.Array], shared: list[jax.Array], inputs: Any
@@ -152,7 +153,8 @@ def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Resu
         ]
     )
     branches: list[Callable[[], Result]] = [
-        partial(_padded, forward, inputs, share, first_replica, _is_vectorized(share, placement)) for share in shares
+        partial(_padded, forward, inputs, share, first_replica, _is_vectorized(forward, share, placement))
+        for share in shares
     ]
     if len(set(forward.calls)) == 1:
         return branches[0]()
@@ -177,9 +179,10 @@ def _select(choice: jax.Array, branches: Sequence[Callable[[], Result]]) -> Resu
     return chosen
 
 
-def _is_vectorized(rows: tuple[int, ...], placement: Placement) -> bool:
-    """Whether equal replicas of a device, which have so many rows each, run as one call."""
-    return placement.platform != "cpu" or len(rows) > UNROLLED
+def _is_vectorized(forward: Forward, rows: tuple[int, ...], placement: Placement) -> bool:
+    """Whether equal calls of a device, which have so many rows each, run as one."""
+    is_unrolled = len(rows) <= UNROLLED and len(rows) * forward.operations <= UNROLLED_OPERATIONS
+    return placement.platform != "cpu" or not is_unrolled
 
 
 def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array, vectorize: bool) -> Result:

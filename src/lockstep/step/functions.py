@@ -7,14 +7,16 @@ metrics, clipping, accumulation and update therefore are Keras's own code on the
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import keras
 
 from lockstep import _keras
-from lockstep._keras_layers import models_within
+from lockstep._keras_layers import models_within, replaced_call, replaced_methods
 from lockstep.data.inputs import next_batch
 from lockstep.data.placement import Placement, Rows
 from lockstep.step.devices import Forward
@@ -23,7 +25,7 @@ from lockstep.step.plans import EagerPlan, Plan
 from lockstep.step.splitting import CannotSplit, SplitCall, merge_of
 from lockstep.topology.devices import device_name
 
-__all__ = ["STATE", "StepFunctions", "StepListener"]
+__all__ = ["STATE", "StepFunctions", "StepListener", "in_step", "is_in_step", "trace_for"]
 
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
@@ -32,6 +34,27 @@ STATE = {
 }
 
 KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
+
+
+# JAX keeps traces of compiled functions, and these may ask for the strategy or the replica. So it keeps those in a scope for the number of
+# replicas, those of a replica for one trace, and those of a step, wherever that stands, as without a strategy.
+trace_for = jax.make_user_context(None)
+_in_step = ContextVar("_in_step", default=False)
+
+
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """While it is open, code is part of a step of Keras, or of what Keras runs to build a model for one."""
+    token = _in_step.set(True)
+    try:
+        yield
+    finally:
+        _in_step.reset(token)
+
+
+def is_in_step() -> bool:
+    """Whether a step of Keras is being traced or run: a loss there is that of all rows, and what layers add is averaged already."""
+    return _in_step.get()
 
 
 class StepListener:
@@ -104,11 +127,12 @@ class StepFunctions:
                             break  # The input ends within the steps of one call.
                         raise
                     self.listener.begins(self.model, kind, batch)
-                    if kind == "train" and self.watch:
-                        last, state = self.watch(gated(), state, batch)
-                    else:
-                        own = self.elsewhere if kind == "train" else None
-                        last, state = (own or step)(state, batch)
+                    with trace_for(None):
+                        if kind == "train" and self.watch:
+                            last, state = self.watch(gated(), state, batch)
+                        else:
+                            own = self.elsewhere if kind == "train" else None
+                            last, state = (own or step)(state, batch)
                     self.listener.ended(self.model, kind, state, last)
                     if kind == "train":
                         self.stepped(state)
@@ -152,12 +176,15 @@ class StepFunctions:
     def _forward_pass(self, forwarder: "_Forwarder") -> Iterator[None]:
         reason = _keras.needs_global_batch(self.model)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(in_step())
             if reason:
                 self.tell(f"it runs on the global batch, {self.plan.of_global_batch}: {reason}")
                 stack.enter_context(_keras.plain_batch_normalization(self.model))
-            for model in [] if reason else models_within(self.model):
+            models = [] if reason else models_within(self.model)
+            for model in models:
                 call = functools.partial(forwarder.call, model, model.stateless_call)
-                stack.enter_context(_keras.replaced_call(model, call))
+                stack.enter_context(replaced_call(model, call))
+            stack.enter_context(replaced_methods(models, "call", forwarder.called_directly))
             yield
 
 
@@ -192,28 +219,49 @@ class _Forwarder:
         original = functools.partial(self._inside, own)
         if self._is_inside:
             return original(*values, *args, return_losses=return_losses, **kwargs)
-        try:
-            if model is not self.model and not self.plan.is_differentiable_twice:
-                raise CannotSplit("with deterministic=True only the model itself is run by replicas")
-            split = SplitCall(model, original, (args, kwargs))
-            layout = self.placement.layout(split.rows)
-            if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.
+        # Keras warns where it calls a model. A model that is compiled is called in a trace, so the first one warns.
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+        with contextlib.ExitStack() as quiet:
+            try:
+                if model is not self.model and not self.plan.is_differentiable_twice:
+                    raise CannotSplit("with deterministic=True only the model itself is run by replicas")
+                split = SplitCall(model, original, (args, kwargs))
+                layout = self.placement.layout(split.rows)
+                if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.
+                    return original(*values, *args, return_losses=return_losses, **kwargs)
+                with _warnings(is_traced):
+                    split.look(*values)
+                quiet.enter_context(_warnings(not is_traced))
+                calls = self.plan.calls_of(layout, split)
+                if sum(map(len, calls)) == 1:  # One call, and nothing in it tells replicas apart.
+                    return original(*values, *args, return_losses=return_losses, **kwargs)
+                with _warnings(False):
+                    split.learn({rows for own in calls for rows in own if rows})
+            except CannotSplit as reason:
+                normalized = ", BatchNormalization included" if _keras.unsynchronized_normalizations(model) else ""
+                who = "it" if model is self.model else f"model {model.name!r} within it"
+                self.tell(f"{who} runs on the global batch{normalized}, {self.plan.of_global_batch}: {reason}")
                 return original(*values, *args, return_losses=return_losses, **kwargs)
-            split.look(*values)
-            calls = self.plan.calls_of(layout, split)
-            if sum(map(len, calls)) == 1:  # One call, and nothing in it tells replicas apart.
-                return original(*values, *args, return_losses=return_losses, **kwargs)
-            split.learn({rows for own in calls for rows in own if rows})
-        except CannotSplit as reason:
-            normalized = ", BatchNormalization included" if _keras.unsynchronized_normalizations(model) else ""
-            who = "it" if model is self.model else f"model {model.name!r} within it"
-            self.tell(f"{who} runs on the global batch{normalized}, {self.plan.of_global_batch}: {reason}")
-            return original(*values, *args, return_losses=return_losses, **kwargs)
-        merges = tuple(merge_of(variable) for variable in model.non_trainable_variables)
-        places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
-        result = self.plan.forward(Forward(split, merges, *values, split.shared, layout, calls), split.inputs, places)
+            merges = tuple(merge_of(variable) for variable in model.non_trainable_variables)
+            places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
+            forward = Forward(split, merges, *values, split.shared, layout, calls, split.operations)
+            result = self.plan.forward(forward, split.inputs, places)
         outputs, losses = split.joined(result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)
+
+    def called_directly(self, model: keras.Model, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The method ``call`` of a model, which says so where a step calls it and not ``stateless_call``."""
+
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_inside and self.placement.replicas > 1:
+                self.tell(
+                    f"model {model.name!r} is called directly, and so runs on the global batch, {self.plan.of_global_batch}. To have it run "
+                    "by replicas, call its stateless_call"
+                )
+            return self._inside(own, *args, **kwargs)
+
+        return call
 
     def _inside(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before, self._is_inside = self._is_inside, True
@@ -221,6 +269,11 @@ class _Forwarder:
             return own(*args, **kwargs)
         finally:
             self._is_inside = before
+
+
+def _warnings(come: bool) -> contextlib.AbstractContextManager[Any]:
+    """What is within warns, or, where it is only looked at, does not."""
+    return contextlib.nullcontext() if come else warnings.catch_warnings(action="ignore")
 
 
 def _keras_step(model: keras.Model, kind: str) -> KerasStep:

@@ -81,9 +81,16 @@ class SplitCall:
         ]
 
     def look(self, trainable: list[Any], non_trainable: list[Any]) -> None:
-        """Trace the call on all rows, which says in how many calls it may be made."""
+        """Trace the call on all rows, which says in how many calls it may be made.
+
+        Raises:
+            CannotSplit: that is not possible. Where the step is compiled, the call will then say the same.
+        """
         self._values = trainable, non_trainable
-        self._whole = self._traced(self.rows)
+        try:
+            self._whole = self._traced(self.rows)
+        except Exception as error:
+            raise CannotSplit(f"it cannot be traced ({_reason(error)})") from error
 
     def _traced(self, rows: int) -> Trace:
         """The call on so many rows, with BatchNormalization that uses its moving statistics."""
@@ -110,12 +117,17 @@ class SplitCall:
     @property
     def tells_replicas_apart(self) -> bool:
         """Whether by design each replica has something of its own: statistics of its rows, random draws, or its part of a variable."""
-        return bool(self.normalized) or self.has_stated or self._whole.has(_DRAWS)
+        return bool(self.normalized) or self.has_stated or not self._whole.operations.keys().isdisjoint(_DRAWS)
 
     @property
     def has_convolution(self) -> bool:
         """Whether XLA for CPUs has work here that it does not divide well."""
-        return self._whole.has(("conv_general_dilated",))
+        return "conv_general_dilated" in self._whole.operations
+
+    @property
+    def operations(self) -> int:
+        """How many a call has, which is what compiling takes."""
+        return self._whole.operations.total()
 
     def learn(self, sizes: set[int]) -> None:
         """Prove of each result how it follows from the rows, and see that calls with ``sizes`` rows run.

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from lockstep import _keras
 from lockstep._errors import ModelError, ScopeError, whole_number
+from lockstep._keras_layers import replaced_call
 from lockstep._logging import announce
 from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.data.calls import Inputs, Together
@@ -22,13 +23,13 @@ from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
 from lockstep.doctor.at_fit import AtFit
 from lockstep.guard.around import guard_among, guarded
-from lockstep.loops.context import ReplicaContext, open_scopes
+from lockstep.loops.context import ReplicaContext, ReusableContext, open_scopes
 from lockstep.loops.model import call_on_replica
 from lockstep.monitor.around import monitored
 from lockstep.resume.around import backed_up
 from lockstep.resume.checkpoint import Checkpoint
 from lockstep.resume.frequency import SaveFrequency
-from lockstep.step.functions import StepFunctions, StepListener
+from lockstep.step.functions import StepFunctions, StepListener, in_step, trace_for
 from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
 from lockstep.strategies.arguments import options_of, refuse_with_slices, resolve_ops
 from lockstep.strategies.checkups import Checkups
@@ -82,6 +83,7 @@ class Strategy(Checkups):
         mesh = Mesh(np.asarray(found), (DEVICE_AXIS,))
         self._placement = Placement(mesh, replicas or len(found))
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self._own_calls: dict[keras.Model, Any] = {}  # of the models, while replicas run
         self._input_options = options_of(input_options)
         onlooker = AtFit(self._setting(), self._tell)
         self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit, onlooker)
@@ -102,18 +104,17 @@ class Strategy(Checkups):
         """Whether a step has the same bits on any number of devices."""
         return self._deterministic
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator["Strategy"]:
+    def scope(self) -> ReusableContext["Strategy"]:
         """Make every model that is built, loaded or compiled in this context train under the strategy.
 
         A model remembers its strategy: ``fit``, ``evaluate`` and ``predict`` work inside and outside. The same
         strategy may be entered again inside. Nothing is left behind when the context closes.
 
         Returns:
-            A context manager that gives the strategy.
+            A context manager that gives the strategy; it may be entered again.
 
         Raises:
-            ScopeError: another strategy's scope is open, or a ``keras.distribution`` is active.
+            ScopeError: when it is entered: another strategy's scope is open, or a ``keras.distribution`` is active.
 
         Example:
             >>> import keras, lockstep
@@ -121,20 +122,20 @@ class Strategy(Checkups):
             >>> with strategy.scope():
             ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         """
+        return ReusableContext(self._scope)
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator["Strategy"]:
         outer = _current()
         if outer not in (None, self):
             raise ScopeError(
                 f"Strategies cannot be mixed: the scope of {outer} is open, and {self} was entered inside. Close the "
                 "first scope before opening the second."
             )
-        if keras.distribution.distribution() is not None:
-            raise ScopeError(
-                "A keras.distribution is active, which would distribute the same model a second time. Remove it with "
-                "keras.distribution.set_distribution(None)."
-            )
+        _refuse_distribution()
         open_scopes.set((*open_scopes.get(), self))
         try:
-            with _keras.models_claimed(_current_claim):
+            with _keras.models_claimed(_current_claim), trace_for(self.num_replicas_in_sync):
                 yield self
         finally:
             scopes = list(open_scopes.get())
@@ -199,12 +200,13 @@ class Strategy(Checkups):
 
         def make(kind: str) -> Any:
             _refuse_other_scope(model, self)
+            _refuse_distribution()
             _refuse_mixed_normalization(model)
             for note in notes:
                 tell(note)
             return functions.make(kind)
 
-        _keras.adopt(model, self, make)
+        _keras.adopt(model, self, make, in_step)
         notes = self._inputs.install(model, tell)
         self._models.add(model)
 
@@ -240,10 +242,14 @@ class Strategy(Checkups):
 
     @contextlib.contextmanager
     def _models_in_replica(self, context: ReplicaContext) -> Iterator[None]:
+        # A merge call may run replicas in its turn, and these are no part of those around it.
+        is_outermost = not self._own_calls
         with contextlib.ExitStack() as stack:
-            for model in list(self._models):
-                call = call_on_replica(model, model.stateless_call, context)
-                stack.enter_context(_keras.replaced_call(model, call))
+            if is_outermost:
+                stack.callback(self._own_calls.clear)
+                self._own_calls.update((model, model.stateless_call) for model in self._models)
+            for model, own in list(self._own_calls.items()):
+                stack.enter_context(replaced_call(model, call_on_replica(model, own, context)))
             yield
 
     def __repr__(self) -> str:
@@ -274,6 +280,14 @@ def _refuse_other_scope(model: keras.Model, owner: "Strategy") -> None:
         raise ScopeError(
             f"Model {model.name!r} was made under {owner} and is used in the scope of {inside}. Use it outside that "
             "scope, or build or load it again inside."
+        )
+
+
+def _refuse_distribution() -> None:
+    if keras.distribution.distribution() is not None:
+        raise ScopeError(
+            "A keras.distribution is active, which would distribute the same model a second time. Remove it with "
+            "keras.distribution.set_distribution(None)."
         )
 
 

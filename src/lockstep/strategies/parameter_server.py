@@ -80,6 +80,10 @@ class ParameterServerStrategy(Coordinated, Strategy):
     ) -> None:
         if max_staleness is not None:
             max_staleness = whole_number("max_staleness", max_staleness, least=0)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise OptionError(
+                f"variable_partitioner: expected one of lockstep.partitioners, or a function of shape and dtype, got {variable_partitioner!r}."
+            )
         if input_options is not None and input_options.cache is not None:
             raise OptionError(
                 f"InputOptions: cache={str(input_options.cache)!r}: a worker reads its own part of an epoch, of which a cache cannot be made. Leave it out."

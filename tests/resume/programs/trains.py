@@ -18,7 +18,10 @@ from tests.resume.programs.places import Fault, Places, set_the_clock_back
 from tests.workers.program import config, make_strategy, tell
 
 BEGAN = time.monotonic()
-ROWS, HELD_OUT, BATCH = 23, 8, 8  # The last batch has 7 rows, and 3 replicas share neither 8 nor 7 evenly.
+# By default each kind of step is one program. Where batches are to be uneven, the last has 7 rows, and 3 replicas share neither 8
+# nor 7 evenly.
+ROWS, REPLICAS = (23, 3) if config.get("uneven") else (24, 2)
+HELD_OUT, BATCH = 8, 8
 CLASSES = 3
 SHAPES = {"mlp": (3,), "cnn": (4, 4, 1)}
 
@@ -77,7 +80,7 @@ def tell_how_long_it_took():
 
 
 def strategy():
-    options = {"replicas": 3, "deterministic": config.get("deterministic", False)}
+    options = {"replicas": REPLICAS, "deterministic": config.get("deterministic", False)}
     if config["workers"] > 1:
         return make_strategy(**options)
     return lockstep.MirroredStrategy([f"cpu:{number}" for number in range(config["devices"])], **options)

@@ -20,12 +20,12 @@ class Topology:
 Topology().strategy()  # JAX must not start before.
 compared, digests = {}, {}
 for case in map(case_named, config["names"]):
-    found = run(case, Topology())
+    found = run(case, Topology(), config["only_fit"])
     left = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(vars(found)))
     digests[case.name] = hashlib.sha256(left).hexdigest()
     if config["index"] == 0:
         try:
-            assert_same(found, run(case), case.relative)
+            assert_same(found, run(case, only_fit=config["only_fit"]), case.relative)
         except AssertionError as error:
             compared[case.name] = str(error)
         else:

@@ -17,8 +17,12 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: the addresses of all tasks, as a ``ClusterSpec`` or a dict.
+        master: what :meth:`master` returns without a task.
         task_type: the job of this process; may be left out where a single process trains.
         task_id: its index in the job; likewise.
+        environment: a text of the user's.
+        num_accelerators: accelerators of each process by their kind, such as ``{"GPU": 4}``; by default those that JAX finds.
+        rpc_layer: a protocol that :meth:`master` writes before addresses.
         environ: may have ``LOCKSTEP_COORDINATOR`` or ``LOCKSTEP_PORT``.
 
     Raises:
@@ -33,9 +37,20 @@ class SimpleClusterResolver(ClusterResolver):
     def __init__(
         self,
         cluster_spec: ClusterSpec | Jobs,
-        *,
+        master: str = "",
         task_type: str | None = None,
         task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+        *,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        super().__init__(membership_in("arguments", ClusterSpec(cluster_spec), task_type, task_id, environ))
+        membership = membership_in("arguments", ClusterSpec(cluster_spec), task_type, task_id, environ)
+        super().__init__(
+            membership,
+            master=master,
+            environment=environment,
+            num_accelerators=num_accelerators,
+            rpc_layer=rpc_layer,
+        )

@@ -17,12 +17,14 @@ __all__ = ["TFConfigClusterResolver"]
 class TFConfigClusterResolver(EnvironmentResolver):
     """The cluster in ``TF_CONFIG``: ``{"cluster": {job: [address, …], …}, "task": {"type": job, "index": number}}``.
 
-    Counterpart of ``tf.distribute.cluster_resolver.TFConfigClusterResolver``. It is read when the resolver is made, so a
+    It may have ``"environment"``, ``"rpc_layer"`` and ``"session_master"``, too. Counterpart of ``tf.distribute.cluster_resolver.TFConfigClusterResolver``. It is read when the resolver is made, so a
     program may set it first.
 
     Args:
         task_type: instead of the type in ``TF_CONFIG``.
         task_id: instead of the index in ``TF_CONFIG``.
+        rpc_layer: instead of that in ``TF_CONFIG``.
+        environment: likewise.
         environ: has ``TF_CONFIG``.
 
     Raises:
@@ -42,10 +44,20 @@ class TFConfigClusterResolver(EnvironmentResolver):
     )
 
     def __init__(
-        self, task_type: str | None = None, task_id: int | None = None, *, environ: Mapping[str, str] = os.environ
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._given = task_type, task_id
         super().__init__(environ)
+        config = json.loads(environ["TF_CONFIG"])
+        self._master = config.get("session_master")
+        self._rpc_layer = config.get("rpc_layer") if rpc_layer is None else rpc_layer
+        self._environment = config.get("environment", "") if environment is None else environment
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:

@@ -6,6 +6,8 @@ followed along which axis the rows lie. An operation that brings rows together, 
 for row-wise. Random bits count as row-wise: replicas draw from streams of their own.
 """
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,9 +40,10 @@ class Trace:
     closed: ClosedJaxpr
     shapes: list[jax.ShapeDtypeStruct]
 
-    def has(self, operations: Sequence[str]) -> bool:
-        """Whether one of these operations is in it, at any depth."""
-        return _has(self.closed.jaxpr, operations)
+    @functools.cached_property
+    def operations(self) -> Counter[str]:
+        """How often each operation is in it, at any depth."""
+        return _operations(self.closed.jaxpr)
 
 
 def traced(function: Callable[..., Any], fixed: Sequence[Any], batch: Sequence[Any], rows: int) -> Trace:
@@ -244,12 +247,12 @@ class _Reader:
         return carry
 
 
-def _has(jaxpr: Jaxpr, operations: Sequence[str]) -> bool:
-    return any(
-        equation.primitive.name in operations
-        or any(_has(body, operations) for body in jaxprs_in_params(equation.params))
-        for equation in jaxpr.eqns
-    )
+def _operations(jaxpr: Jaxpr) -> Counter[str]:
+    found = Counter(equation.primitive.name for equation in jaxpr.eqns)
+    for equation in jaxpr.eqns:
+        for body in jaxprs_in_params(equation.params):
+            found += _operations(body)
+    return found
 
 
 def _settled(carry: Places, once: Callable[[Places], tuple[Places, Places]]) -> tuple[Places, Places]:

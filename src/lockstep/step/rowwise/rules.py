@@ -205,7 +205,7 @@ FOLLOW_ROWS = {
 
 RULES: dict[str, Callable[[Both, Places], Places]] = {
     **dict.fromkeys(_ENTRYWISE, _entrywise),
-    **dict.fromkeys(("optimization_barrier", "device_put"), _each_by_itself),
+    **dict.fromkeys(("device_put", "layout_constraint", "optimization_barrier", "reshard"), _each_by_itself),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduction
     ),

@@ -1,0 +1,87 @@
+"""What programs for several workers need besides names: a task from outside, and one order of rows on all of them."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.migrate.bindings import Bindings
+from lockstep.migrate.names import translated
+from lockstep.migrate.rules import calls
+from lockstep.migrate.source import Edit, Source
+
+__all__ = ["is_for_workers", "shuffled_alike", "task_from_outside", "unlike"]
+
+_STRATEGY = "MultiWorkerMirroredStrategy"
+_SEED = "shuffle: all workers must read the same rows in the same order; if this is a data set, write seed=1"
+
+
+def is_for_workers(bindings: Bindings) -> bool:
+    """Whether a program makes the strategy of several workers."""
+    return any(translated(chain.name).endswith(f".{_STRATEGY}") for chain in bindings.chains)
+
+
+def task_from_outside(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``os.environ["TF_CONFIG"] = …`` with a task that is written there becomes a default: ``lockstep run`` sets that of each worker."""
+    if not any(map(_is_task, ast.walk(source.tree))):
+        return
+    for node in ast.walk(source.tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        if isinstance(node, ast.Assign) and isinstance(target, ast.Subscript) and _is_entry(target):
+            text = f'{source.segment(target.value)}.setdefault("TF_CONFIG", {source.segment(node.value)})'
+            yield source.replaced(node, f"{text}  # lockstep run has set it for each worker.")
+
+
+def _is_task(node: ast.AST) -> bool:
+    """Whether a part of a program is ``{"type": …, "index": 0}`` with a number."""
+    if not isinstance(node, ast.Dict):
+        return False
+    given = {
+        key.value: value for key, value in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)
+    }
+    return "type" in given and isinstance(given.get("index"), ast.Constant)
+
+
+def _is_entry(target: ast.Subscript) -> bool:
+    is_named = isinstance(target.slice, ast.Constant) and target.slice.value == "TF_CONFIG"
+    return is_named and ast.unparse(target.value).endswith("environ")
+
+
+def shuffled_alike(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``shuffle(1024)`` of a data set gets a seed, with which it gives the same order on all workers."""
+    if source.for_workers or is_for_workers(bindings):
+        for call in _without_seed(source):
+            if _is_of_data(source, bindings, call):
+                end = source.span(call)[1] - 1
+                before = source.text[:end].rstrip()
+                yield Edit(len(before), end, " seed=1" if before.endswith(",") else ", seed=1")
+
+
+def unlike(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
+    """Where that is not sure."""
+    if source.for_workers or is_for_workers(bindings):
+        for call in _without_seed(source):
+            of = call.func.value if isinstance(call.func, ast.Attribute) else None
+            if isinstance(of, ast.Name) and of.id not in ("np", "numpy", "random", "rng"):
+                yield call, _SEED
+
+
+def _without_seed(source: Source) -> Iterator[ast.Call]:
+    """The calls ``.shuffle(rows)``; the second argument of a data set's is the seed."""
+    for call in calls(source):
+        names = {keyword.arg for keyword in call.keywords}
+        is_shuffle = isinstance(call.func, ast.Attribute) and call.func.attr == "shuffle"
+        if is_shuffle and len(call.args) < 2 and not names & {"seed", None} and (call.args or "buffer_size" in names):
+            yield call
+
+
+def _is_of_data(source: Source, bindings: Bindings, call: ast.Call) -> bool:
+    """Whether a call belongs to a chain of ``tf.data``, or its argument is a number of rows."""
+    if call.args and isinstance(call.args[0], ast.Constant):
+        return isinstance(call.args[0].value, int)
+    if call.keywords:
+        return True
+    node: ast.expr = call
+    while isinstance(node, (ast.Call, ast.Attribute)):
+        if bindings.name_of(node).startswith("tensorflow.data."):
+            return True
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return False

@@ -1,0 +1,28 @@
+"""A pytest plugin: each test runs in the scope that ``LOCKSTEP_CONFORMITY`` names, so that Keras's tests test Lockstep."""
+
+import contextlib
+import os
+
+import jax
+import psutil
+import pytest
+
+import lockstep
+
+WAY = os.environ.get("LOCKSTEP_CONFORMITY", "plain")  # Some tests empty the environment.
+TWO = ["cpu:0", "cpu:1"]
+STRATEGIES = {
+    "replicas": lambda: lockstep.MirroredStrategy(["cpu:0"], replicas=2),
+    "devices": lambda: lockstep.MirroredStrategy(TWO),
+    "deterministic": lambda: lockstep.MirroredStrategy(TWO, replicas=2, deterministic=True),
+}
+LIMIT = 3 << 30  # bytes of a process from which on its compiled programs are let go
+
+
+@pytest.fixture(autouse=True)
+def _scope():
+    """Open a strategy's scope; none for the way "plain"."""
+    with contextlib.nullcontext() if WAY == "plain" else STRATEGIES[WAY]().scope():
+        yield
+    if psutil.Process().memory_info().rss > LIMIT:
+        jax.clear_caches()
