@@ -169,7 +169,7 @@ def test_an_output_that_nobody_reads_does_not_hold_the_end(name, monkeypatch):
     began = time.monotonic()
     Guard(grace_seconds=0, end=codes.append).on_failure(DIED)
     assert codes == [75]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     blocked.free.set()
     for thread in threading.enumerate():
         if thread.name == "lockstep-last-words":

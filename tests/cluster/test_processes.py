@@ -14,6 +14,7 @@ PROGRAM = Path(__file__).with_name("worker.py")
 HOST = socket.gethostname()
 LONG = 40  # A limit of the workers that is far away: what ends before was not noticed by it.
 SHORT = 3
+SOON = 20  # What a busy machine may need for what is noticed at once.
 NOTICED = 1.0  # seconds after a death
 
 
@@ -165,7 +166,7 @@ def test_a_worker_that_was_stopped_is_named(start, stopped):
         assert code == 75
         assert f"process {workers[stopped].pid}) does not answer: no sign of life for " in said
         assert f"worker {stopped} of 3" in said
-        assert SHORT - 1 < when_it_noticed(survivor) - began < SHORT + 3
+        assert SHORT - 1 < when_it_noticed(survivor) - began < SHORT + SOON
     workers[stopped].send(signal.SIGCONT)
     code, said = workers[stopped].end(), workers[stopped].said
     assert code == 75
@@ -173,12 +174,12 @@ def test_a_worker_that_was_stopped_is_named(start, stopped):
 
 @pytest.mark.slow
 def test_a_job_that_was_stopped_as_a_whole_goes_on(start):
-    workers = [start(index, "wait_for_a_signal", 2, timeout=1.5) for index in range(2)]
+    workers = [start(index, "wait_for_a_signal", 2, timeout=2.5) for index in range(2)]
     for worker in workers:
         worker.until("at_work")
     for worker in workers:
         worker.send(signal.SIGSTOP)
-    time.sleep(3)  # What is tested is that this is longer than the limit.
+    time.sleep(4)  # What is tested is that this is longer than the limit.
     for worker in workers:
         worker.send(signal.SIGCONT)
     for worker in workers:
@@ -196,7 +197,7 @@ def test_a_worker_whose_main_thread_is_stuck_is_named_and_shows_where(start):
         assert code == 124
         assert f"worker 1 of 3 ({HOST}, process {workers[1].pid}) is stuck: in 'data' at step 7 for " in said
         assert "waits for it in step 8." in said
-        assert when_it_noticed(worker) - began < SHORT + 3
+        assert when_it_noticed(worker) - began < SHORT + SOON
     assert "in hang_in_the_data\n" in workers[1].err.read_text()
 
 
@@ -247,4 +248,4 @@ def test_a_worker_that_dies_at_the_start_is_named_by_all(start):
         code, said = survivor.end(), survivor.said
         assert code == 75
         assert f"worker 1 of 4 ({HOST}, process {workers[1].pid}) went away before all workers had joined" in said
-    assert time.monotonic() - began < 10  # The chief stays for a while to tell worker 3.
+    assert time.monotonic() - began < SOON  # The chief stays for a while to tell worker 3.

@@ -128,7 +128,7 @@ def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come(
             match=r"in 'data' at step 7: did not come to gather 'rows' within 1.5 s. See what they print, or raise",
         ) as caught:
             job.sessions[0].gather("rows", timeout_seconds=1.5)
-        assert 1.5 < time.monotonic() - began < 5
+        assert 1.5 < time.monotonic() - began < DEADLINE / 2
         assert caught.value.exit_code == 124
         wait_until(lambda: all(job.failures), "a failure on each worker")
         for failures in job.failures:
@@ -250,10 +250,10 @@ def test_unknown_messages_are_for_a_later_version_and_harm_nothing():
 def test_saying_how_far_one_is_costs_next_to_nothing():
     with ThreadedJob(2) as job:
         report = job.sessions[1].report
-        began = time.perf_counter()
+        began = time.thread_time()
         for step in range(100_000):
             report(step, "step")
-        assert (time.perf_counter() - began) / 100_000 < 20e-6  # About 0.2 µs on a machine that does nothing else.
+        assert (time.thread_time() - began) / 100_000 < 20e-6  # About 0.2 µs on a machine that does nothing else.
 
 
 def test_connections_are_prepared_for_small_messages_and_cut_links():

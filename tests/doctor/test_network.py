@@ -1,13 +1,14 @@
 """What the network of a cluster is found to be, on real sockets of this machine."""
 
 import socket
-import time
+import threading
 
 import pytest
 
 from lockstep.cluster_resolver import SimpleClusterResolver
 from lockstep.doctor import network
 from lockstep.doctor.network import Peer, about_network, peers_of
+from tests.support.waiting import DEADLINE
 
 
 @pytest.fixture
@@ -56,19 +57,36 @@ def test_a_loopback_address_among_several_machines_is_told(listener):
     assert name == "loopback-in-cluster"
 
 
-def test_all_are_asked_at_once_and_silence_has_a_limit(monkeypatch):
-    class Silent:
-        def create_connection(self, address, timeout):
-            time.sleep(timeout)
-            raise TimeoutError
+def test_all_are_asked_at_once(monkeypatch):
+    asked = threading.Barrier(19)
 
-    monkeypatch.setattr(network.socket, "create_connection", Silent().create_connection)
-    peers = [Peer(f"worker {n}", f"10.0.0.{n}:2222", is_own=False, listens=n == 0) for n in range(20)]
-    begun = time.monotonic()
-    found = names_and_texts(*peers, limit=0.5)
-    assert time.monotonic() - begun < 5  # One after the other they would take 10.
-    assert [name for name, _ in found] == ["worker-not-reached"] * 20
-    assert "no answer within" in found[7][1]
+    def silent(address, timeout):
+        asked.wait(DEADLINE)
+        raise TimeoutError
+
+    monkeypatch.setattr(network.socket, "create_connection", silent)
+    found = names_and_texts(*peers_elsewhere(19), limit=DEADLINE)
+    assert not asked.broken
+    assert [name for name, _ in found] == ["worker-not-reached"] * 19
+
+
+def test_silence_has_a_limit(monkeypatch):
+    answered = threading.Event()
+
+    def silent(address, timeout):
+        answered.wait(DEADLINE)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(network.socket, "create_connection", silent)
+    found = names_and_texts(*peers_elsewhere(3), limit=0.5)
+    assert not answered.is_set()
+    answered.set()
+    assert [name for name, _ in found] == ["worker-not-reached"] * 3
+    assert all("no answer within" in text for _, text in found)
+
+
+def peers_elsewhere(number):
+    return [Peer(f"worker {n}", f"10.0.0.{n}:2222", is_own=False, listens=n == 0) for n in range(number)]
 
 
 def test_who_is_called_follows_from_the_jobs():

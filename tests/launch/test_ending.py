@@ -264,4 +264,4 @@ def test_the_start_costs_little(tmp_path):
 def test_time_is_not_wasted_between_the_end_of_the_workers_and_that_of_the_run(tmp_path):
     done = run("-n", 2, program(tmp_path, "print(time.monotonic())"))
     ended = max(float(line.rpartition(" ")[2]) for line in done.stdout.splitlines())
-    assert time.monotonic() - ended < 5
+    assert time.monotonic() - ended < 15  # A run gives its workers 30 s to end.

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group(__name__)
 
 HOST = socket.gethostname()
 USER_ERROR = 13  # of a worker; 1 is Python's own
-SHORT, SOON = 5, 10  # seconds: the limit of a wait, and what ends need on a busy machine
+SHORT, SOON = 5, 30  # seconds: the limit of a wait, and what ends need on a busy machine
 PAUSE = 1.5
 DAY = 24 * 3600
 AT_ONCE = {"save_freq": 1, "async_": False}

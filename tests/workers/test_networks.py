@@ -11,7 +11,7 @@ from tests.workers.outcomes import assert_same_bits, train
 
 pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.slow]  # /etc/netns is one for the machine.
 
-LONG, SHORT, SOON = 60, 3, 10  # seconds
+LONG, SHORT, SOON = 60, 3, 30  # seconds
 
 
 @pytest.fixture(scope="module")
