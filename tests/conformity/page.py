@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "conformity.md"
 RESULTS = ROOT / "benchmarks" / "results" / "conformity.json"
 BEHAVIOURS = Path(__file__).parent / "behaviours"
-WAYS = {"replicas": "2 replicas", "devices": "2 devices", "deterministic": "`deterministic=True`, 2 devices"}
+WAYS = {"replicas": "2 replicas", "devices": "2 devices", "deterministic": "2 devices with `deterministic=True`"}
 TITLES = {
     "strategies": "Strategies and values",
     "inputs": "Inputs, clusters and variables on servers",
