@@ -2,11 +2,11 @@
 
 Host time: the wall time of a step of ``fit`` less that of the bare compiled step in a loop, on a model with nearly nothing to compute
 (``steps.py``), on one CPU device. Both programs of a row take turns; a figure is the median of the turns, and so is the
-ratio of the host times. First step and memory: each in a fresh process, in turns, for four nets of ``peers/``; the first step is
+ratio of the host times. First step and memory: each in a fresh process, in turns, for the nets and batches of ``peers.py``; the first step is
 the time from building the model to the end of a ``fit`` of one batch (it traces and compiles), a step that of later calls, the memory
 the process's greatest after them. How many rows the input delivers is in ``feed.py``.
 
-All of it takes about half an hour, most of it for compiling 5,000 variables and MobileNetV2. With ``--quick`` there are fewer variables and turns, and nothing is kept.
+All of it takes about half an hour, most of it for compiling 5,000 variables and MobileNetV2; the first steps alone, half an hour more. With ``--quick`` there are fewer variables and turns, and nothing is kept.
 """
 
 import argparse
@@ -34,14 +34,20 @@ REPLICAS, VARIABLES = (1, 2, 8, 64), (10, 20, 100, 1000, 5000)
 USUAL = 2, 20  # replicas, and variables where it is the replicas that grow
 GOALS = {(2, 20): 150, (2, 5000): 3000}  # us of the host a step
 MILLISECONDS = {0.01: "0.01", 0.1: "0.1", 1.0: "1", 10.0: "10", 100.0: "100"}
-NETS = {"mnist": 64, "reuters": 32, "transformer": 64, "mobilenet": 32}  # rows of a batch
+# The rows of a batch, and steps that are timed; the first step is that of the first of them. These are the cases of peers.py.
+NETS = {
+    "mnist": {64: 400, 256: 200, 512: 100},
+    "reuters": {32: 100, 256: 20},
+    "cifar": {128: 15},
+    "transformer": {64: 15},
+    "mobilenet": {32: 15},
+}
 ONE, TWO = ["cpu:0"], ["cpu:0", "cpu:1"]
 WAYS = {"Keras": None, "1 replica": (ONE, 1), "2 replicas": (ONE, 2), "4 replicas": (ONE, 4), "2 devices": (TWO, 2)}
-STEPS_TIMED = {"mnist": 400, "reuters": 100}  # 15 of the others
 COLUMNS = ("replicas", "variables", "fit, us", "bare step, us", "host, us", "Keras: fit, us", "Keras: bare step, us")
 COLUMNS += ("Keras: host, us", "host / Keras's", "goal", "reached")
-COLUMNS_OF_FIRST = ("net", "way", "first step, s", "first step / Keras's", "step, ms", "step / Keras's")
-COLUMNS_OF_FIRST += ("memory, MB", "memory / Keras's")
+COLUMNS_OF_FIRST = ("net", "way", "first step, s", "first step / Keras's", "memory, MB", "memory / Keras's")
+COLUMNS_OF_FIRST += ("rows: step, ms", "rows: step / Keras's")
 
 
 # --- the host's side of a step --------------------------------------------------------------------------------------------
@@ -114,9 +120,9 @@ def child(net, way):
     from nets import build
     from rows import rows
 
-    batch, topology = NETS[net], WAYS[way]
-    steps = STEPS_TIMED.get(net, 15)
-    x, y = rows(net, steps * batch)
+    topology = WAYS[way]
+    first_batch, *_ = NETS[net]
+    x, y = rows(net, max(batch * steps for batch, steps in NETS[net].items()))
     strategy = topology and lockstep.MirroredStrategy(topology[0], replicas=topology[1])
     keras.random.uniform(())  # JAX has started.
     begun = time.perf_counter()
@@ -125,14 +131,16 @@ def child(net, way):
             model = build(net)
     else:
         model = build(net)
-    model.fit(x[:batch], y[:batch], batch_size=batch, verbose=0)
-    first = time.perf_counter() - begun
-    times = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        model.fit(x, y, batch_size=batch, verbose=0)
-        times.append(1000 * (time.perf_counter() - begun) / steps)
-    print(json.dumps({"first": first, "step": min(times), "memory": greatest_memory()}))
+    model.fit(x[:first_batch], y[:first_batch], batch_size=first_batch, verbose=0)
+    found = {"first": time.perf_counter() - begun}
+    for batch, steps in NETS[net].items():
+        times = []
+        for _ in range(4):  # The first of them may compile.
+            begun = time.perf_counter()
+            model.fit(x[: batch * steps], y[: batch * steps], batch_size=batch, verbose=0)
+            times.append(1000 * (time.perf_counter() - begun) / steps)
+        found[f"step of {batch}"] = min(times)
+    print(json.dumps(found | {"memory": greatest_memory()}))
 
 
 def greatest_memory():
@@ -151,13 +159,22 @@ def first_rows(turns):
                 ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
                 found[way].append(json.loads(ended.stdout.splitlines()[-1]))
         for way, each in found.items():
-            row = [net, way]
-            for name, digits in (("first", 2), ("step", 3), ("memory", 0)):
-                row.append(round(statistics.median(one[name] for one in each), digits or None))
-                pairs = zip(each, found["Keras"], strict=True)
-                row.append(round(statistics.median(one[name] / keras_one[name] for one, keras_one in pairs), 2))
-            rows.append(tuple(row))
+            figures = {
+                name: _figures([one[name] for one in each], [one[name] for one in found["Keras"]]) for name in each[0]
+            }
+            (first, first_ratio), (memory, memory_ratio) = figures["first"], figures["memory"]
+            steps = {batch: figures[f"step of {batch}"] for batch in NETS[net]}
+            times = "; ".join(f"{batch}: {step:.3g}" for batch, (step, _) in steps.items())
+            ratios = "; ".join(f"{batch}: {ratio:.2f}" for batch, (_, ratio) in steps.items())
+            rows.append(
+                (net, way, round(first, 2), round(first_ratio, 2), round(memory), round(memory_ratio, 2), times, ratios)
+            )
     return rows
+
+
+def _figures(ours, keras_ones):
+    """The median, and the median of the ratios of the turns."""
+    return statistics.median(ours), statistics.median(one / other for one, other in zip(ours, keras_ones, strict=True))
 
 
 # --- keeping --------------------------------------------------------------------------------------------------------------
@@ -191,7 +208,7 @@ def keep_host(rows):
 
 
 def keep_first(rows):
-    note = "Medians of three turns; a ratio is the median of their ratios. The first step holds building, tracing and compiling; a step is that of the fastest of three later calls of `fit`; memory is the "
+    note = "Medians of three turns; a ratio is the median of their ratios. The first step holds building, tracing and compiling; a step is that of the fastest of four later calls of `fit`; memory is the "
     note += "greatest of the process, with Python, Keras and JAX in it."
     results_file.write("overheads_first_step", "The first step, and memory", COLUMNS_OF_FIRST, rows, note)
 

@@ -58,6 +58,25 @@ def results_of(model, program, folder):
     return found | {f"predictions {number}": each for number, each in enumerate(predictions)}
 
 
+def is_of_keras_alone(model):
+    """Whether Keras can make the model again without classes of the program."""
+    parts = [model, model.loss, *model._flatten_layers()]
+    return all(type(part).__module__.startswith(("keras.", "builtins")) for part in parts)
+
+
+def assert_saved_as_a_whole(model, program, predictions, folder):
+    """A model that was trained by replicas is one for plain Keras, too: its variables to the bit, its predictions nearly."""
+    model.save(folder / "kept.keras")
+    again = keras.models.load_model(folder / "kept.keras")
+    for one, other in zip(
+        [*model.weights, *model.optimizer.variables], [*again.weights, *again.optimizer.variables], strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(other.value), np.asarray(one.value), one.path)
+    data = program.data(np.random.default_rng(8))
+    for number, found in enumerate(keras.tree.flatten(again.predict(data["x"], batch_size=8, verbose=0))):
+        assert_close(found, predictions[f"predictions {number}"], program.relative, f"predictions {number}")
+
+
 @functools.cache
 def plain(program, folder):
     return results_of(model_of(program, Noise()), program, folder)
@@ -84,7 +103,8 @@ def test_a_program_has_the_numbers_of_plain_keras(program, replicas, devices, de
         [f"cpu:{number}" for number in range(devices)], replicas=replicas, deterministic=deterministic
     )
     with caplog.at_level(logging.INFO, logger="lockstep"):
-        found = results_of(model_of(program, Noise(), strategy), program, tmp_path)
+        model = model_of(program, Noise(), strategy)
+        found = results_of(model, program, tmp_path)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert_close(found[name], value, program.relative, name)
@@ -97,6 +117,8 @@ def test_a_program_has_the_numbers_of_plain_keras(program, replicas, devices, de
     if program.global_batch and (devices > 1 or deterministic):
         assert lines
     assert all(any(reason and reason in line for reason in reasons) for line in lines), lines
+    if is_of_keras_alone(model):
+        assert_saved_as_a_whole(model, program, found, tmp_path)
 
 
 def noisy():
