@@ -29,7 +29,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items):
-    """Start the groups first: each runs in one process, so the last one to start would keep the others waiting."""
+    """Mark tests that start processes slow, and start the groups first.
+
+    A group runs in one process, so the last one to start would keep the others waiting.
+    """
+    for item in items:
+        if "forks" in item.fixturenames:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

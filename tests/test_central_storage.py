@@ -50,6 +50,7 @@ def cases_and_homes():
             yield pytest.param(name, home, marks=[pytest.mark.xdist_group(name), *marks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "home"), list(cases_and_homes()))
 def test_law_1_holds(name, home):
     case, only_fit = case_named(name), name != "adam"
@@ -78,6 +79,7 @@ def weights_elsewhere(home, others):
     return [array for array in arrays if {device.id for device in array.devices()} != {home}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", [0, 4])
 def test_all_variables_are_on_the_parameter_device_and_no_other_keeps_any(home):
     before = jax.live_arrays()
@@ -120,6 +122,7 @@ def programs(monkeypatch):
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["cpu:1", "cpu:4"])
 def test_the_optimizers_variables_are_sent_nowhere(programs, home):
     _, model = made(home)
@@ -332,6 +335,7 @@ def test_several_accelerators_have_the_cpu_hold_them_and_one_holds_them_itself(m
     assert resolve_with_home(["cpu:2"], None)[1] == jax.devices()[2]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_compiled_runs_on_the_parameter_device_and_says_so(caplog):
     with caplog.at_level("INFO", logger="lockstep"):
         _, model = made()

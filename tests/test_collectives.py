@@ -41,6 +41,7 @@ def reduced(ops, pieces, devices, reduce_op="SUM"):
     return [np.asarray(value) for value in run(stacked)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ops",
     [pytest.param(ops, marks=[] if ops in ("auto", "tree") else [pytest.mark.slow]) for ops in (*ALGORITHMS, *OPTIONS)],

@@ -70,6 +70,7 @@ def test_what_cannot_be_fetched_is_said_with_the_way_round(monkeypatch):
             read({})
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_the_real_files_have_the_numbers_of_keras(data_folder):
     (x, y), (x_test, y_test) = datasets.mnist()

@@ -10,6 +10,7 @@ from lockstep import cli
 from lockstep.report import demo
 
 
+@pytest.mark.slow
 def test_the_demo_agrees_with_one_device_and_draws_curves(tmp_path, capsys):
     assert cli.main(["demo", "--epochs", "2", "--devices", "cpu:0", "cpu:1", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -48,6 +49,7 @@ def test_a_folder_without_the_data_ends_with_one_line(tmp_path, capsys, monkeypa
     )
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_environment():
     done = subprocess.run(
         [

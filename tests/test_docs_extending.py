@@ -32,6 +32,7 @@ def law_1(topology):
     assert_same(run(case, topology, only_fit=True), run(case, only_fit=True), case.relative)
 
 
+@pytest.mark.slow
 def test_the_operation_keeps_law_1_on_three_devices(page):
     law_1(Topology(3, 3, {"cross_device_ops": page.DirectAllReduce(num_packs=2)}))
 
@@ -84,6 +85,7 @@ class One(Topology):
         return self.make("cpu:1")
 
 
+@pytest.mark.slow
 def test_the_strategy_keeps_law_1(page):
     law_1(One(1, 1, make=page.OneDeviceStrategy))
     with page.OneDeviceStrategy("cpu:1").scope():

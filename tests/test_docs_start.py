@@ -41,12 +41,14 @@ def assert_shown(printed, shown):
     assert figures(printed) == pytest.approx(figures(shown), abs=2e-3)  # Processors round differently.
 
 
+@pytest.mark.slow
 def test_the_first_script_prints_what_the_page_shows(tmp_path):
     code, printed = run(tmp_path, SCRIPT)
     assert code == 0, printed
     assert_shown(printed, WHOLE)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_goes_on_in_the_middle_of_the_epoch(tmp_path):
     code, printed = run(tmp_path, script_with_backup(), "kill")
     assert code == -signal.SIGKILL, printed

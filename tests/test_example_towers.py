@@ -204,6 +204,7 @@ def test_the_learning_rate_falls_in_stairs_that_count_steps(example):
     assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
+@pytest.mark.slow
 def test_the_averages_of_the_weights_are_what_is_evaluated(example, tmp_path, capsys):
     loop, module = example("loop"), example("model")
     strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)

@@ -28,6 +28,7 @@ def mirrored(replicas=3, devices=2, **options):
         return network(**options)
 
 
+@pytest.mark.slow
 def test_verbose_2_prints_the_steps_of_the_global_batch(capsys):
     mirrored().fit(X, Y, batch_size=8, epochs=2, validation_data=(X, Y), verbose=2)
     printed = capsys.readouterr().out
@@ -65,6 +66,7 @@ def test_callbacks_see_batches_logs_and_weights(tmp_path):
     assert saved.exists()
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_plain_keras_and_loads_without_lockstep(tmp_path):
     model = mirrored()
     model.fit(X, Y, batch_size=8, verbose=0)
@@ -84,6 +86,7 @@ model.fit(np.load(folder + "/x.npy"), np.zeros(29), verbose=0)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_load_model_in_a_scope_goes_on_where_the_saved_one_stood(tmp_path):
     model = mirrored()
     model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
@@ -98,6 +101,7 @@ def test_load_model_in_a_scope_goes_on_where_the_saved_one_stood(tmp_path):
         assert_close(value, theirs, 1e-5, name)
 
 
+@pytest.mark.slow
 def test_weights_saved_and_loaded(tmp_path):
     first, second = mirrored(), mirrored(2, 1)
     first.fit(X, Y, verbose=0)
@@ -107,6 +111,7 @@ def test_weights_saved_and_loaded(tmp_path):
     np.testing.assert_allclose(first.predict(X, verbose=0), second.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_freezing_a_layer_and_recompiling_trains_the_rest():
     model = mirrored()
     model.fit(X, Y, verbose=0)
@@ -156,6 +161,7 @@ def test_a_custom_step_may_change_its_inputs_before_the_forward_pass():
         assert_close(value, theirs, 1e-5, name)
 
 
+@pytest.mark.slow
 def test_large_outputs_stay_cut_over_the_devices():
     """Above REPLICATE_BELOW bytes outputs and targets are not copied to every device; the numbers are the same."""
 

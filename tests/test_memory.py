@@ -45,6 +45,7 @@ def test_memory_is_kept():
     assert faults("keep_memory") < pages / 10
 
 
+@pytest.mark.slow
 def test_a_strategy_on_cpus_keeps_it_unless_told_otherwise():
     assert faults("a strategy") < faults("a strategy", LOCKSTEP_KEEP_MEMORY="0") / 5
 

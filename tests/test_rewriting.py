@@ -111,6 +111,7 @@ def test_a_convolution_with_padding_of_its_own(kernel, padding):
     equals_the_original(convolution(2, 2, padding, 1, groups), x, weights)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=2),
@@ -182,6 +183,7 @@ def test_max_pooling_in_other_words_gives_the_bits_of_xla(window, lengths, has_t
     jax.tree.map(np.testing.assert_array_equal, expected, got)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
@@ -241,6 +243,7 @@ def small_net(x, kernels):
 KERNELS_OF_THE_NET = numbers(3, 3, 1, 6), numbers(1, 1, 6, 4), numbers(3, 3, 2, 6)
 
 
+@pytest.mark.slow
 def test_nan_stays_nan():
     x = numbers(2, 8, 6, 2)
     x[1, 3, 3, 0] = np.nan
@@ -333,6 +336,7 @@ def test_trees_go_in_and_come_out():
 # --- a model --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_of_slow_layers_learns_as_on_one_device():
     def build():
         keras.utils.set_random_seed(1)

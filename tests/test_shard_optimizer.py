@@ -35,6 +35,7 @@ def optimizers_and_devices():
             yield pytest.param(name, devices, marks=[pytest.mark.xdist_group(name), *marks])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "devices"), list(optimizers_and_devices()))
 def test_law_1_holds(name, devices):
     case, topology = case_named(name), Topology(3, devices, {"shard_optimizer": True})

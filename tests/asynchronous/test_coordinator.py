@@ -136,6 +136,7 @@ def near(one, other):
         np.testing.assert_allclose(first, second, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_one_worker_trains_as_plain_keras_does_and_all_processes_see_the_same(tmp_path):
     said, _ = job(tmp_path, TRAINING + DISTRIBUTED, workers=1)
     assert sorted(said) == ["chief0", "ps0", "worker0"]
@@ -183,6 +184,7 @@ def counted(tmp_path_factory):
     return folder, *job(folder, COUNTING.format(options="", inside=MEETING) + ROUNDS, code_expected=13)
 
 
+@pytest.mark.slow
 def test_two_workers_do_each_piece_once_and_all_hear_the_same(counted):
     _, said, _ = counted
     assert sorted(said) == ["chief0", "ps0", "worker0", "worker1"]
@@ -202,6 +204,7 @@ def test_what_a_function_raises_is_named_at_the_chief(counted):
     assert "raise ValueError('two is too much')" in done.stdout  # The traceback is where it was raised.
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_and_nothing_counts_twice_when_a_worker_is_killed(tmp_path):
     """Worker 1 dies right after a push, so that its piece is done again; started again, it goes through the script and works on."""
     rounds = """
@@ -229,6 +232,7 @@ say(first=[one["number"] for one in first], who=[one["who"] for one in coordinat
     assert "has gone: others do piece" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_error_of_the_chief_between_joins_ends_all_in_order(tmp_path):
     rounds = """
 round_of(4, "")

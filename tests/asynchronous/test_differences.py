@@ -162,6 +162,7 @@ def test_what_several_have_counted_at_the_same_time_is_all_counted_whoever_was_f
         assert_close(end, ends[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [3, 5])
 def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
     strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=parts)

@@ -79,6 +79,7 @@ def assert_close(found, expected, **options):
         )  # float32, compiled two ways.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "devices"), [(1, 1), (3, 2)])
 def test_gradients_are_those_of_the_plain_loss(replicas, devices):
     model, step = step_of(replicas=replicas, devices=devices, normalized=False)
@@ -95,6 +96,7 @@ def test_gradients_are_those_of_the_plain_loss(replicas, devices):
     np.testing.assert_allclose(found.logs["loss"], loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [keras.Sequential, OwnStep])
 def test_all_that_a_step_gives_is_what_the_step_of_keras_gives_and_nothing_changes(kind):
     model, step = step_of(kind)
@@ -162,6 +164,7 @@ def test_variables_of_one_path_have_names_of_their_own():
 # --- with servers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "partitioner"), [(keras.Sequential, FixedShardsPartitioner(2)), (OwnStep, None)])
 def test_one_worker_trains_as_one_device_does(kind, partitioner):
     plain = made(kind)
@@ -180,6 +183,7 @@ def test_one_worker_trains_as_one_device_does(kind, partitioner):
         assert_close(others, state_of(plain)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [3])
 def test_parts_of_a_batch_on_several_workers_train_as_the_batch_on_one_device(parts):
     plain = made(normalized=False)

@@ -15,6 +15,7 @@ from .cases import is_filled, silent
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("step", "keep"),
@@ -29,6 +30,7 @@ def test_killed_before_any_line_of_its_code_a_writer_leaves_the_old_or_the_new_o
     assert 10 < new < lines - 100
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kills", "keep"), [(10, 1), (10, 3), pytest.param(60, 2, marks=pytest.mark.nightly)])
 def test_killed_at_any_time_a_writer_leaves_complete_ones_only(kills, keep, tmp_path):

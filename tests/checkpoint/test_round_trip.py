@@ -61,6 +61,7 @@ ARRAYS = st.sampled_from(PLAIN).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(arrays=st.dictionaries(TEXT, ARRAYS, max_size=4), facts=st.dictionaries(st.text(), FACTS, max_size=3))
 def test_any_names_arrays_and_facts_come_back(tmp_path_factory, arrays, facts):

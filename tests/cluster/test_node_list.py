@@ -33,6 +33,7 @@ def nodes(draw):
     return "".join(text for text, _ in others) + last, [begin + end for begin in begins for end in ends]
 
 
+@pytest.mark.slow
 @given(st.lists(nodes(), min_size=1, max_size=4))
 def test_a_node_list_names_the_hosts_that_it_was_made_of(made):
     expected = [host for _, hosts in made for host in hosts]

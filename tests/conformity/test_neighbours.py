@@ -12,6 +12,7 @@ from keras import layers
 
 import lockstep
 from tests.laws.compare import assert_close, state_of
+from tests.support.marks import quick_first
 
 ROWS = 22
 RNG = np.random.default_rng(0)
@@ -71,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("place", ["outside", pytest.param("inside", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(("compiled", "given"), CASES)
+@pytest.mark.parametrize(("compiled", "given"), quick_first(CASES))
 def test_fit_gives_the_numbers_of_plain_keras_inside_and_outside_of_the_scope(compiled, given, place):
     expected, variables = trained(contextlib.nullcontext, contextlib.nullcontext, compiled, given)
     scope = lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope

@@ -13,6 +13,7 @@ from keras import layers
 
 import lockstep
 from lockstep import get_replica_context
+from tests.support.marks import quick_first
 
 
 def make(replicas=2, devices=None):
@@ -901,7 +902,7 @@ def trained(name, nested=False):
     return model, losses, values
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick_first(MODELS))
 def test_models_and_layers_train_in_a_loop(name):
     model, losses, (trainable, others, variables) = trained(name)
     assert np.isfinite(losses).all()
@@ -917,6 +918,7 @@ def test_a_loss_that_is_compiled_by_itself_leads_to_the_same_weights():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_losses_of_rows_have_the_mean_over_all_of_them():
     strategy = make(3, 2)
     with strategy.scope():

@@ -143,6 +143,7 @@ def test_a_loss_of_a_weight_alone_counts_once():
     assert_same(lambda: stacked((3,), Heavy()), use)
 
 
+@pytest.mark.slow
 def test_losses_of_a_model_that_is_called_three_times_add_up():
     class Compared(keras.Model):
         def __init__(self):
@@ -234,6 +235,7 @@ THRESHOLDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_metrics_of_thresholds_count_all_rows(name):
     labels, scores, kinds, expected = THRESHOLDS[name]
@@ -324,6 +326,7 @@ def test_weights_without_a_gradient_stay_and_the_others_train():
     ]
 
 
+@pytest.mark.slow
 def test_validation_within_fit_is_evaluate_after_each_epoch():
     def build():
         return dense(measure=["mae", metrics.CategoricalAccuracy()])
@@ -442,6 +445,7 @@ def test_dropout_is_of_training_alone():
     np.testing.assert_array_equal(model.predict(ones, verbose=0), ones)
 
 
+@pytest.mark.slow
 def test_a_model_without_an_input_shape_is_built_by_fit():
     def build():
         model = keras.Sequential([layers.Dense(5, "tanh"), layers.Dense(4)])
@@ -510,6 +514,7 @@ def test_an_optimizer_sees_the_gradient_of_the_whole_batch(optimizer, expected, 
     assert model.get_weights() == expected
 
 
+@pytest.mark.slow
 def test_two_optimizers_train_two_parts_of_a_model():
     def build():
         wide, deep = optimizers.SGD(0.05), optimizers.Adagrad(0.1)
@@ -623,6 +628,7 @@ def test_a_moving_mean_takes_the_average_over_the_replicas(replicas):
         np.testing.assert_allclose(others[0], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_synchronized_normalizations_stand_side_by_side():
     def build(**options):
         x = keras.Input((4, 4, 2))
@@ -639,6 +645,7 @@ def test_two_synchronized_normalizations_stand_side_by_side():
     np.testing.assert_allclose(*found, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_texts_share_a_table_of_words():
     def build():
         table, ends = layers.Embedding(20, 6), []
@@ -696,6 +703,7 @@ def test_each_weight_of_a_layer_in_half_precision_has_a_gradient():
 # --- loops of one's own -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_replica_has_the_gradient_of_its_rows():
     strategy = make()
     with strategy.scope():
@@ -776,6 +784,7 @@ def test_a_compiled_function_within_a_step_changes_nothing():
         np.testing.assert_allclose(inner, outer, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_each_weight_of_a_recurrent_layer_has_a_gradient_in_a_loop():
     strategy = make()
     with strategy.scope():
@@ -807,6 +816,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["none", "mirrored"])
 def test_what_was_saved_loads_under_every_strategy(where, tmp_path):
     scope = STRATEGIES[where]()

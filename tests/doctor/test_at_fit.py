@@ -237,6 +237,7 @@ def logits(model):
     return np.log(outputs) if model.layers[-1].activation is keras.activations.softmax else outputs
 
 
+@pytest.mark.slow
 def test_the_cures_of_the_loss_help(strategy):
     optimizer = keras.optimizers.SGD
     with strategy.scope():

@@ -44,6 +44,7 @@ def doctor(python, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_doctor_gives_code_1_for_a_finding_and_names_the_backend_itself(tmp_path):
     """In an interpreter of its own, where Keras is imported after the command has named the backend."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("WITH", PLAIN))

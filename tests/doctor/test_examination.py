@@ -59,6 +59,7 @@ class Batches(keras.utils.PyDataset):
         return cut()[number]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "options"),
     [
@@ -86,6 +87,7 @@ def test_nothing_is_changed_and_what_follows_has_the_same_bits(given, options):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_no_row_of_a_generator_is_lost():
     asked, trained = [], []
 
@@ -240,6 +242,7 @@ def test_more_memory_than_an_accelerator_has_is_told(of_a_step, names):
     assert names_of(found) == names
 
 
+@pytest.mark.slow
 def test_a_memory_of_a_step_is_what_jax_says_of_its_program():
     strategy = strategy_of()
     with strategy.scope():

@@ -12,6 +12,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.callbacks import BackupAndRestore, NanGuard
 from lockstep.checkpoint.store import CheckpointStore
+from tests.support.marks import quick_first
 
 from .runs import BAD_REPLICA, BAD_STEP, BATCH, CAUSES, SAID, STEPS, Run, data, left_by, without
 
@@ -32,7 +33,7 @@ def left_before_the_bad_step(deterministic, devices, steps_at_once):
     return run.fit(x[: BATCH * BAD_STEP], y[: BATCH * BAD_STEP])[1]
 
 
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("cause", quick_first(CAUSES))
 @pytest.mark.parametrize(
     ("deterministic", "devices", "steps_at_once"),
     [
@@ -66,6 +67,7 @@ def test_the_last_step_of_an_epoch_is_answered_before_the_validation():
     assert seen == []
 
 
+@pytest.mark.slow
 def test_each_skipped_step_is_one_line(caplog):
     caplog.set_level(logging.INFO, "lockstep")
     x, y = data("input", steps=10, bad_steps=[1, 3, 4, 6, 7, 8])
@@ -117,6 +119,7 @@ def test_no_checkpoint_counts_the_step_that_stops_the_training(tmp_path):
     assert again == Run().fit(good, y)[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_numbers_its_batches_as_ever_and_has_its_own_settings(tmp_path):
     x, y = data("input")
     stopped(Run(), x, y, NanGuard(), BackupAndRestore(tmp_path, save_freq=2))
@@ -128,6 +131,7 @@ def test_a_resumed_run_numbers_its_batches_as_ever_and_has_its_own_settings(tmp_
     assert left == Run().fit(*without([BAD_STEP], x, y))[1]
 
 
+@pytest.mark.slow
 def test_what_a_loss_scale_sees_to_is_not_its_business():
     def scaled():
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**127)
@@ -142,6 +146,7 @@ def test_what_a_loss_scale_sees_to_is_not_its_business():
     assert "the input has NaN" in str(error)
 
 
+@pytest.mark.slow
 def test_mixed_precision():
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -208,6 +213,7 @@ def test_a_model_on_the_global_batch_names_layer_and_rows():
     assert (caught.value.batch, caught.value.rows, caught.value.replicas) == (BAD_STEP, (4,), ())
 
 
+@pytest.mark.slow
 def test_operations_masks_and_layers_within_layers():
     class Outer(layers.Layer):
         def __init__(self, **options):

@@ -35,6 +35,7 @@ def once(x, y, asked):
         yield batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["memory", "device", "file"])
 def test_a_cache_reads_a_generator_once(cache, tmp_path):
     where = tmp_path / "cache" if cache == "file" else cache

@@ -333,6 +333,7 @@ def test_a_model_with_its_own_methods_gets_what_it_was_given(caplog):
     assert "Evaluating has its own evaluate, to which input_options do not apply" in caplog.text
 
 
+@pytest.mark.slow
 def test_run_eagerly():
     for kind in ("generator", "arrays", "PyDataset, workers"):
         model, order = counting(Topology(3, 2), run_eagerly=True)

@@ -105,6 +105,7 @@ def test_the_job_goes_on_without_a_node_that_was_killed(job, tmp_path):
     assert all(has_ended(process) for process in processes)
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_later_takes_part_from_the_next_start_on(job, tmp_path):
     nodes = job(
         RUNNING + "if generation == 0: wait_for(lambda: is_there('go')); sys.exit(9)\nprint('done by', workers)"

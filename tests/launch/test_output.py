@@ -21,6 +21,7 @@ def test_bytes_of_any_kind_arrive_as_they_are(tmp_path):
     assert (tmp_path / "logs" / "worker-0.log").read_bytes() == b"\xff\x00\x1b[1m \xc3\xa4\n\ntail"
 
 
+@pytest.mark.slow
 def test_lines_of_several_workers_never_mix(tmp_path):
     done = run("-n", 3, program(tmp_path, "for _ in range(300): print(str(rank) * 3000)"))
     lines = done.stdout.splitlines()

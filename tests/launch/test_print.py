@@ -97,6 +97,7 @@ def test_a_slurm_job_whose_workers_ask_for_it_is_queued_again(slurm, tmp_path, c
     assert (tmp_path / "queued").exists() == is_queued
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 9])
 def test_a_slurm_job_that_may_go_on_with_fewer_nodes_ends_with_the_code_of_node_0(slurm, tmp_path, code):
     command(tmp_path / "bin", "scontrol", f"printf '%s\\n' {own_host()} {own_host()}")

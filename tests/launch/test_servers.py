@@ -158,6 +158,7 @@ def test_what_starting_again_cannot_change_in_a_worker_ends_the_job(tmp_path, en
     assert said(done)[0].startswith(f"worker 1 ended with exit code {code} (")
 
 
+@pytest.mark.slow
 def test_all_start_again_when_a_server_fails_and_restarts_are_counted_once(tmp_path):
     died = f"generation = int(os.environ['LOCKSTEP_GENERATION'])\nif {part('worker', 0)} and not is_there('died'):\n    write('died'); os._exit(9)"
     failed = f"if {part('ps')} and generation == 0:\n    wait_for(lambda: is_there('again')); sys.exit(8)"

@@ -31,7 +31,7 @@ ON_EVERY_COUNT = (
 def pairs():
     """Every case with every number of replicas, each on one number of devices that changes from case to case.
 
-    One pair of a case also evaluates, predicts and uses single batches; of these a sixth are the quick subset.
+    One pair of a case also evaluates, predicts and uses single batches; of these one in 24 is in the quick subset.
     """
     for number, case in enumerate(CASES):
         for turn, replicas in enumerate(REPLICAS):
@@ -40,7 +40,7 @@ def pairs():
             marks = [pytest.mark.xdist_group(case.name)]
             if not whole and case.name not in ON_EVERY_COUNT:
                 marks.append(pytest.mark.nightly)
-            elif not whole or number % 6:
+            elif not whole or number % 24:
                 marks.append(pytest.mark.slow)
             yield pytest.param(case, topology, not whole, id=f"{case}-{topology}", marks=marks)
 
@@ -66,6 +66,7 @@ def test_the_whole_product_of_replicas_and_devices(name, topology):
     assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
 
 
+@pytest.mark.slow
 def test_devices_with_three_different_shares_of_a_batch():
     """XLA could not compile this for CPUs where each device looked up its share within the sums of the loss."""
     case = case_named("hidden_too")

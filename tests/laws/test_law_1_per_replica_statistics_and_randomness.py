@@ -85,6 +85,7 @@ def builds_and_replicas():
             yield pytest.param(build, replicas, marks=pytest.mark.nightly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "replicas"), list(builds_and_replicas()))
 def test_replicas_do_what_the_written_out_loop_does(build, replicas, caplog):
     caplog.set_level("INFO", logger="lockstep")
@@ -147,6 +148,7 @@ def dropout_mask(replicas, devices, step, batch=8):
     return np.asarray(kept.seen.value) > 0
 
 
+@pytest.mark.slow
 def test_replicas_and_steps_draw_different_masks_and_devices_do_not_matter():
     first = dropout_mask(4, 1, step=1)
     pieces = [first[start : start + 2].tobytes() for start in range(0, 8, 2)]

@@ -123,6 +123,7 @@ def runs():
                 yield pytest.param(name, optimizer, devices, 20, marks=[group, pytest.mark.nightly])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "optimizer", "devices", "epochs"), list(runs()))
 def test_deterministic_fit_leaves_the_same_bits_on_any_number_of_devices(name, optimizer, devices, epochs):
     assert outcome(name, optimizer, Topology(REPLICAS, devices), epochs) == on_one_device(name, optimizer, epochs)
@@ -224,6 +225,7 @@ def others():
         yield pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [mark])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(others()))
 def test_law_1_holds_too_and_the_bits_are_those_of_one_device(name):
     """Equal to plain Keras up to rounding, and to one device to the bit."""

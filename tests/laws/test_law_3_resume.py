@@ -52,6 +52,7 @@ def whole():
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stop"), list(cases()))
 def test_the_same_bits_and_no_step_twice(kind, stop, whole, tmp_path):
     expected, steps = whole(kind)
@@ -63,12 +64,14 @@ def test_the_same_bits_and_no_step_twice(kind, stop, whole, tmp_path):
     assert len(first.heard) + len(second.heard) - len(steps) <= 2  # save_freq: so much is done again, and no more
 
 
+@pytest.mark.slow
 def test_broken_off_again_and_again(whole, tmp_path):
     for stop in (3, 2, 4, 1, 3):
         assert Run(tmp_path, "PyDataset").fit(stop) is None
     assert Run(tmp_path, "PyDataset").fit() == whole("PyDataset")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 3])
 def test_on_other_devices_with_deterministic(devices, tmp_path):
     expected = Run(None, devices=2, deterministic=True, replicas=3).fit(backup=False)
@@ -76,6 +79,7 @@ def test_on_other_devices_with_deterministic(devices, tmp_path):
     assert Run(tmp_path, devices=devices, deterministic=True, replicas=3).fit() == expected
 
 
+@pytest.mark.slow
 def test_backing_up_changes_no_bit(whole, tmp_path):
     assert run_of(RAGGED, tmp_path, options={"save_freq": 1}).fit() == whole(RAGGED)[0]
 

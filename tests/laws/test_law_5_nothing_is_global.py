@@ -47,6 +47,7 @@ def devices_of(model):
     return len(model.trainable_variables[0].value.sharding.device_set)
 
 
+@pytest.mark.slow
 def test_import_changes_nothing_and_starts_nothing():
     program = """
 import logging, os, signal, sys, threading
@@ -135,6 +136,7 @@ def test_outside_of_every_scope_keras_is_as_it_was():
     assert devices_of(model) == 1
 
 
+@pytest.mark.slow
 def test_four_strategies_in_one_process():
     topologies = [Topology(1, 1), Topology(2, 2), Topology(4, 3), Central(3, 3, home="cpu:4")]
     strategies = [topology.strategy() for topology in topologies]

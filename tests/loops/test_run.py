@@ -12,6 +12,7 @@ from keras import layers, losses, ops
 
 import lockstep
 from lockstep import PerReplica, get_replica_context
+from tests.support.marks import quick_first
 
 TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (2, 3)]  # replicas, devices
 
@@ -425,6 +426,7 @@ def by_fit(strategy, build, x, y):
     return [np.asarray(variable.value) for variable in (*model.trainable_variables, *model.non_trainable_variables)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [net, pytest.param(net_with_state, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("replicas", "devices"),
@@ -442,6 +444,7 @@ def test_a_loop_by_hand_gives_what_fit_gives(build, replicas, devices, rows):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_replica_draws_its_own_noise_and_one_seed_is_kept():
     strategy = make(3, 2)
     with strategy.scope():
@@ -482,7 +485,7 @@ def average_of_twelve(y, predicted):
 
 @pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize("loss", [average, average_of_twelve])
-@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": False}])
+@pytest.mark.parametrize("options", quick_first([{}, {"run_eagerly": True}, {"jit_compile": False}]))
 def test_within_fit_functions_for_losses_give_what_they_give_on_one_device(loss, is_inside, options):
     x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
     found = []

@@ -78,6 +78,7 @@ def test_numbers_are_none_where_nothing_was_measured():
     assert numbers_of(Reading(10, 80, 4.0, 1.0), 2) == dict(zip(NAMES, (20, 10, 0.4, 0.1), strict=False))
 
 
+@pytest.mark.slow
 def test_the_monitor_counts_each_step_and_row_but_those_that_are_compiled():
     seen = []
 
@@ -120,6 +121,7 @@ def test_a_slow_input_is_what_steps_wait_for():
     assert fit(built(), ThroughputMonitor())["time/data_wait"] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_operations_of_a_step_are_those_of_its_matrices():
     class Seen(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from lockstep.callbacks import RichProgress
 from lockstep.monitor.clock import Course, Reading
@@ -58,6 +59,7 @@ def in_a_terminal(command):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.decode()).replace("\r", "\n")
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_one_display_and_not_the_bar_of_keras():
     text = in_a_terminal([sys.executable, "-c", CODE.format(root=str(ROOT))])
     losses = re.search(r"LOSSES (\S+) (\S+)", text).groups()

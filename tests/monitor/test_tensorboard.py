@@ -257,6 +257,7 @@ def test_a_profile_lies_where_tensorboard_looks(tmp_path, caplog):
     assert f"profile of steps 3 to 4: {folder.parent}" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_profile_of_more_steps_than_there_are_ends_with_the_training(tmp_path, caplog):
     caplog.set_level("INFO", "lockstep")
     fit(built(), TensorBoard(tmp_path, profile_batch=(9, 90)))

@@ -26,6 +26,7 @@ def test_no_two_have_one_name_or_one_place():
     assert len({mutant.place() for mutant in every()}) == len(every())
 
 
+@pytest.mark.slow
 def test_each_changes_one_line_of_the_sources():
     for mutant in every():
         path, source = mutant.source()

@@ -12,6 +12,7 @@ from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.shards import Spec, plan
 from lockstep.parameters.store import Push, Store, as_variable
 from tests.parameters.threaded_servers import Servers, values_of
+from tests.support.marks import quick_first
 
 # The first two have one name where "/" counts as "_"; one name stands in many places; paths begin with others.
 SPECS = (
@@ -134,7 +135,7 @@ def assert_same_bits(found, expected):
         assert (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, np.asarray(other).tobytes())
 
 
-@pytest.mark.parametrize(("name", "place"), CASES)
+@pytest.mark.parametrize(("name", "place"), quick_first(CASES))
 def test_servers_remember_what_one_device_does_and_others_go_on_from_it(name, place):
     made = OPTIMIZERS[name]
     one = OnOneDevice(made)

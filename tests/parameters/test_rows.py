@@ -14,6 +14,7 @@ from lockstep.parameters.looked_up import LookedUp, tables_of
 from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.rows import TouchedRows, as_rows
 from tests.parameters.threaded_servers import Servers
+from tests.support.marks import quick_first
 
 HEIGHT, WIDTH, BATCH, LENGTH = 2000, 8, 6, 5
 LAYERS = keras.layers
@@ -169,7 +170,7 @@ def assert_same_bits(found, expected):
         assert all(one[name].tobytes() == value.tobytes() for name, value in other.items())
 
 
-@pytest.mark.parametrize("name", BY_ROWS)
+@pytest.mark.parametrize("name", quick_first(BY_ROWS))
 @pytest.mark.parametrize(("count", "partitioner"), [(1, None), (2, FixedShardsPartitioner(2))])
 def test_training_by_rows_gives_the_bits_of_training_with_whole_tables(name, count, partitioner):
     model = made(BY_ROWS[name])
@@ -222,6 +223,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_table_of_which_other_rows_are_used_is_pulled_whole_and_a_line_says_so(name):
     build, sentence = WHOLE[name]
@@ -246,6 +248,7 @@ def test_of_two_tables_only_the_one_that_is_used_elsewhere_is_pulled_whole():
     assert [line.partition(" ")[0] for line in said] == ["others/embeddings"]
 
 
+@pytest.mark.slow
 def test_a_table_of_which_the_first_batch_needs_all_rows_is_decided_by_a_later_one():
     model = made(several)
     every = np.arange(HEIGHT, dtype="int32").reshape(-1, LENGTH)
@@ -296,6 +299,7 @@ def test_ids_outside_of_a_table_are_rows_as_the_layer_takes_them():
     assert np.flatnonzero(np.asarray(gradient).any(axis=1)).tolist() == rows.tolist()
 
 
+@pytest.mark.slow
 def test_batches_of_other_lengths_and_batches_that_need_most_of_a_table():
     model = made(several)
     many = ids_of(9, (HEIGHT, LENGTH))

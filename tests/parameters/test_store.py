@@ -10,6 +10,7 @@ from lockstep.parameters.partitioners import FixedShardsPartitioner
 from lockstep.parameters.shards import Spec, plan
 from lockstep.parameters.store import Push, Store
 from tests.parameters.threaded_servers import SPECS, values_of
+from tests.support.marks import quick_first
 
 OPTIMIZERS = {
     "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
@@ -37,7 +38,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-7, err_msg=name)  # float32, a few updates
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick_first(OPTIMIZERS))
 @pytest.mark.parametrize(("servers", "partitioner"), [(1, None), (2, None), (2, FixedShardsPartitioner(3))])
 def test_updates_are_those_of_keras_wherever_the_shards_are(name, servers, partitioner):
     made = plan(SPECS, servers, partitioner)

@@ -19,6 +19,7 @@ from .runs import BreakOff, BrokenOffError, Run, data, whole
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_trained_again_unless_asked(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lockstep")
     expected = Run(tmp_path).fit()
@@ -67,6 +68,7 @@ def test_what_a_callback_has_ended_is_not_trained_again(is_broken_off, tmp_path,
     assert more.heard == [(2, step) for step in range(5)]
 
 
+@pytest.mark.slow
 def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):
     Run(tmp_path, epochs=2).fit()
     further = Run(tmp_path, epochs=3)
@@ -82,6 +84,7 @@ def three_steps():
     keras.config.set_max_steps_per_epoch(None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("three_steps")
 @pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch")
 @pytest.mark.parametrize("stop", [2, 3, 4, 5])
@@ -112,6 +115,7 @@ def test_another_run_is_refused_with_both_sides(changed, message, tmp_path):
     assert CheckpointStore(tmp_path).steps() == before
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_goes_on_if_asked(tmp_path):
     Run(tmp_path).fit(4)
     other = Run(tmp_path, replicas=3, options={"save_freq": 2, "allow_changes": True})
@@ -160,6 +164,7 @@ class Halves(keras.metrics.Metric):
         return {"one": self.total / 2, "two": {"other": self.total / 2}}
 
 
+@pytest.mark.slow
 def test_a_metric_of_several_results_is_kept(tmp_path):
     expected = Run(None, metrics=("accuracy", Halves())).fit(backup=False)
     assert Run(tmp_path, metrics=("accuracy", Halves())).fit(6) is None

@@ -97,6 +97,7 @@ def trained():
     return model.get_weights()
 
 
+@pytest.mark.slow
 def test_of_a_large_model_equal_replicas_of_a_cpu_are_compiled_once_with_the_same_numbers(monkeypatch):
     are_one, run_replicas = [], devices.run_replicas
 

@@ -9,6 +9,7 @@ import pytest
 from keras import layers
 
 from lockstep.step.rowwise import Mixed
+from tests.support.marks import quick_first
 
 from .following import is_by_rows, places_of_function, places_of_model
 
@@ -215,7 +216,7 @@ APPLICATIONS = [
 ]
 
 
-@pytest.mark.parametrize("name", APPLICATIONS)
+@pytest.mark.parametrize("name", quick_first(APPLICATIONS))
 def test_a_model_of_keras_treats_each_row_by_itself(name):
     model = getattr(keras.applications, name)(weights=None, classes=5)
     shape = model.input_shape[1:] if None not in model.input_shape[1:] else (224, 224, 3)

@@ -173,6 +173,7 @@ def test_rows_come_first_and_back(place):
     assert sorted(np.ravel(first[1])) == sorted(np.ravel(taken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(start, marks=pytest.mark.nightly) for start in range(200, 2000, 200))]
 )

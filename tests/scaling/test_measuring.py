@@ -65,6 +65,7 @@ def found(model, *args, **kwargs):
     return FirstFit(model, model.fit, args, kwargs, "train.py:1")
 
 
+@pytest.mark.slow
 def test_measuring_trains_exactly_what_fit_trains():
     x, y = data()
     keras.utils.set_random_seed(3)
@@ -294,6 +295,7 @@ def test_a_module_that_asks_for_a_report_on_import_is_told(tmp_path, monkeypatch
         run_program(program, print)
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_script_without_a_strategy(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kept = tmp_path / "kept.weights.h5"
@@ -310,6 +312,7 @@ def test_the_command_measures_a_script_without_a_strategy(tmp_path, capsys, monk
     assert not kept.exists()
 
 
+@pytest.mark.slow
 def test_an_input_with_batches_of_its_own_is_measured_once(tmp_path):
     program, told = Program("script", path=script(tmp_path, OWN_BATCHES)), []
     settings = [Setting(2, 64), Setting(2, 128)]
@@ -322,6 +325,7 @@ def test_an_input_with_batches_of_its_own_is_measured_once(tmp_path):
     assert len(told) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "limit", "reason"),
     [

@@ -147,6 +147,7 @@ def framed(browser, page, tmp_path, width):
     return [int(number) for number in re.search(r"PROBE\|(.*?)</title>", dom)[1].split("|")[:3]]
 
 
+@pytest.mark.slow
 def test_charts_are_drawn_on_light_and_on_dark_paper(browser, page, tmp_path):
     *_, high, _, _, boxes = probed(browser, page, tmp_path, 1400)
     assert len(boxes) >= 7

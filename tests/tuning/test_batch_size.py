@@ -58,6 +58,7 @@ def left_by(model):
 SLOW = ("deterministic", "central storage")  # to compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in STRATEGIES])
 def test_the_bits_of_everything_stay(kind):
     strategy = STRATEGIES[kind]()
@@ -82,6 +83,7 @@ def naive(model, strategy, rows):
     return (size - found.alias_size_in_bytes) * (len(strategy.devices) if strategy else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["one device", *(pytest.param(k, marks=pytest.mark.slow) for k in ("plain Keras", "two devices"))]
 )

@@ -187,6 +187,7 @@ def test_broken_off_and_taken_up_the_bits_are_the_same(stop, whole, tmp_path):
     assert resumed(None, tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_the_devices_decide_no_bit():
     trained = []
     for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
