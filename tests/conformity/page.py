@@ -25,8 +25,8 @@ Written by `python -m tests.conformity.page`; a test holds it to its sources.
 
 ## Keras's own tests in a scope
 
-`./scripts/conformity` runs the tests of Keras {keras} as they are, and then in the scope of a strategy: {ways}. Of those
-that pass without a scope, so many pass in it:
+`./scripts/conformity` runs the tests of Keras {keras} as they are, and then in the scope of a strategy: {ways}. So many
+pass / fail / are skipped:
 
 """
 _FAILED = """
@@ -83,18 +83,22 @@ def page() -> str:
 
 
 def _table_of_keras(results: dict) -> str:
-    heads = ["tests of Keras", "tests", "pass without a scope", *(WAYS[way] for way in _known(results))]
+    ways = ["plain", *_known(results)]
+    heads = ["tests of Keras", "tests", "without a scope", *(WAYS[way] for way in ways[1:])]
+    folders = {f"`{folder}`": f"{folder}/" for folder in results["plain"]["tests"]} | {"all": ""}
     lines = [heads, ["---"] * len(heads)]
-    plain = results["plain"]
-    for folder, count in plain["tests"].items():
-        failed = {name for name in plain["not passed"] if name.startswith(f"{folder}/")}
-        cells = [f"`{folder}`", count, count - len(failed)]
-        for way in _known(results):
-            new = [name for name in results[way]["not passed"] if name.startswith(f"{folder}/") and name not in failed]
-            cells.append(count - len(failed) - len(new))
-        lines.append(cells)
-    total = ["all", *map(sum, zip(*(line[1:] for line in lines[2:]), strict=True))]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in [*lines, total])
+    for shown, folder in folders.items():
+        counts = [_counts(results[way], folder) for way in ways]
+        lines.append([shown, str(sum(counts[0])), *(" / ".join(map(str, each)) for each in counts)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _counts(result: dict, folder: str) -> tuple[int, int, int]:
+    """Return how many tests of a folder, or of all, have passed, failed and been skipped."""
+    tests = sum(count for name, count in result["tests"].items() if f"{name}/".startswith(folder))
+    others = [outcome for name, outcome in result["not passed"].items() if name.startswith(folder)]
+    skipped = others.count("skipped")
+    return tests - len(others), len(others) - skipped, skipped
 
 
 def _causes(results: dict) -> str:

@@ -494,6 +494,8 @@ def test_syntax_is_refused_with_its_line():
 SAME_NAME = (
     *("InputOptions", "cluster_resolver.SlurmClusterResolver", "cluster_resolver.KubernetesClusterResolver"),
     *("get_strategy", "has_strategy", "get_replica_context", "in_cross_replica_context"),
+    *("DistributedDataset", "InputContext", "ReplicaContext", "cluster_resolver.ClusterResolver"),
+    *("cluster_resolver.SimpleClusterResolver", "cluster_resolver.TFConfigClusterResolver"),
 )
 
 
@@ -602,6 +604,55 @@ def test_workers_shuffle_alike(before, after):
 def test_what_may_be_a_data_set_is_marked():
     (mark,) = translate(f"{TF}{SEVERAL}d = given.shuffle(n)\n").marks
     assert "if this is a data set, write seed=1" in mark.sentence
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ('d = tf.data.Dataset.list_files("*.x")', "write seed=1"),
+        ("d = d.apply(tf.data.experimental.shuffle_and_repeat(100))", "write seed=1"),
+        ("d = d.interleave(f, deterministic=False)", "deterministic=False: all workers must read the same rows"),
+        ("d = d.map(lambda x: x + tf.random.uniform(()))", "write tf.random.set_seed(1)"),
+        ("os.environ.update(TF_CONFIG=json.dumps({'task': {'type': 'worker', 'index': 0}}))", "os.environ.setdefault('TF_CONFIG'"),
+    ],
+)  # fmt: skip
+def test_what_workers_would_do_each_in_their_own_way_is_marked(line, advice):
+    (mark,) = translate(f"{TF}{SEVERAL}{line}\n").marks
+    assert advice in mark.sentence
+    assert not translate(f"{TF}strategy = tf.distribute.MirroredStrategy()\n{line}\n").marks
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'd = tf.data.Dataset.list_files("*.x", shuffle=False)',
+        'd = tf.data.Dataset.list_files("*.x", seed=4)',
+        "d = d.map(lambda x: x + tf.random.stateless_uniform((), (1, 2)))",
+        "tf.random.set_seed(4)\nd = d.map(lambda x: x + tf.random.uniform(()))",
+        "os.environ.update(OMP_NUM_THREADS='1')",
+    ],
+)
+def test_what_all_workers_do_alike_is_not_marked(line):
+    assert not translate(f"{TF}{SEVERAL}{line}\n").marks
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("train.summary_iterator", "files of events"),
+        ("losses.get_regularization_loss", "model.losses"),
+        ("losses.mean_squared_error", "the loss of keras.losses"),
+        ("count_up_to", "count in Python"),
+        ("py_func", "jax.pure_callback"),
+        ("nn.dynamic_rnn", "keras.layers.RNN"),
+        ("data.make_one_shot_iterator", "for batch in dataset"),
+        ("make_template", "a keras.layers.Layer"),
+    ],
+)
+def test_each_name_of_tensorflow_1_has_advice_of_its_own(name, advice):
+    for prefix in ("tf.compat.v1.", "tf."):
+        (mark,) = translate(f"{TF}x = {prefix}{name}(y)\n").marks
+        assert advice in mark.sentence
 
 
 def test_a_file_that_goes_with_a_program_for_workers_is_translated_as_one(tmp_path):

@@ -1,35 +1,40 @@
 """What values of replicas may be, and the errors where they are something else."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
-from lockstep._errors import InputError, OptionError
-from lockstep.loops.values import PerReplica, is_per_replica, is_value, value_of, with_numbers
+from lockstep._errors import InputError, ModelError, OptionError
+from lockstep.loops.values import NO_NUMBERS, PerReplica, is_per_replica, is_value, value_of, with_numbers
 
 __all__ = [
+    "check_arrays",
     "check_axis",
-    "check_dense",
     "check_hash",
     "check_replicas",
     "check_shapes",
+    "check_structures",
     "checked_result",
     "on_host",
+    "values_unknown",
 ]
 
 
 def check_axis(what: str, shape: Sequence[int], axis: int) -> None:
     """Refuse an axis that a value does not have."""
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise InputError(f"{what}: expected the number of an axis, got {axis!r}.")
     if not -len(shape) <= axis < len(shape):
         raise InputError(
             f"{what}: axis {axis} is not one of a value of shape {tuple(shape)}. Axes count from 0, and from -1 backwards."
         )
 
 
-def check_dense(what: str, tree: Any) -> None:
-    """Refuse sparse arrays, whose indices are no numbers to add.
+def check_arrays(what: str, tree: Any) -> None:
+    """Refuse texts and other objects, and sparse arrays, whose indices are no numbers to add.
 
     Raises:
         InputError: there is one.
@@ -38,6 +43,26 @@ def check_dense(what: str, tree: Any) -> None:
         if _is_sparse(node):
             raise InputError(
                 f"{what}: a sparse array, {type(node).__name__}, cannot be brought together. Fix: node.todense()."
+            )
+        value = value_of(node)
+        is_text = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NO_NUMBERS
+        if is_text or not is_value(value):
+            raise InputError(f"{what}: expected arrays and numbers, got {node!r:.60}, a {type(node).__name__}.")
+
+
+def check_structures(what: str, trees: Sequence[Any]) -> None:
+    """Refuse values of replicas that are not the same tree of arrays.
+
+    Raises:
+        InputError: two of them differ.
+    """
+    structures: list[Any] = [jax.tree.structure(tree) for tree in trees]
+    first, *others = structures
+    for number, other in enumerate(others, 1):
+        if other != first:
+            raise InputError(
+                f"{what}: expected the same tree of arrays for each replica, got {first} and, {number} later, {other}. Fix: give each the same "
+                "names and lengths."
             )
 
 
@@ -107,3 +132,24 @@ def on_host(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic, int)):
         with_numbers(leaf)
     return leaf
+
+
+_UNKNOWN = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+@contextmanager
+def values_unknown() -> Iterator[None]:
+    """Make an error of JAX about values that a trace does not have one that says what to write."""
+    try:
+        yield
+    except _UNKNOWN as error:
+        raise ModelError(
+            "strategy.run: fn needs the value of an array while it is traced, when only its shape is known "
+            f"({str(error).partition(chr(10))[0]}). Fix: write jnp.where or jax.lax.cond for an if, jnp for np, and give "
+            "what is known before as a text or take it from the surrounding code."
+        ) from error

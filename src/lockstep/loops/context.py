@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from lockstep._errors import ScopeError, member_of
 from lockstep.collectives.reduce_op import ReduceOp
-from lockstep.loops.checks import check_axis, check_dense, check_shapes
+from lockstep.loops.checks import check_arrays, check_axis, check_shapes
 from lockstep.loops.meeting import Meeting, meet
-from lockstep.loops.values import is_array, is_per_replica, sum_over_replicas, value_of
+from lockstep.loops.values import countable, is_array, is_per_replica, sum_over_replicas, value_of
 from lockstep.step.functions import is_in_step, trace_for
 
 __all__ = [
@@ -76,19 +76,19 @@ class ReplicaContext:
             value: tree of arrays, of the same shapes on every replica.
 
         Returns:
-            The same tree, the same on every replica; the mean of whole numbers is a floating-point one.
+            The same tree, the same on every replica; the mean of whole numbers is a floating-point one, and the sum of
+            bools counts.
 
         Raises:
-            InputError: it holds a sparse array.
+            InputError: it holds a text or a sparse array.
             OptionError: ``reduce_op`` is something else.
             ScopeError: this replica does not run now.
         """
         self._refuse_elsewhere("all_reduce")
         op = member_of(ReduceOp, "all_reduce: reduce_op", reduce_op)
-        check_dense("all_reduce", value)
-        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, value))
-        if op is ReduceOp.MEAN:
-            leaves = [with_fractions(leaf) for leaf in leaves]
+        check_arrays("all_reduce", value)
+        leaves, structure = jax.tree.flatten(value)
+        leaves = [with_fractions(leaf) if op is ReduceOp.MEAN else countable(leaf) for leaf in leaves]
         return jax.tree.unflatten(structure, self._reduced(op, leaves))
 
     def _reduced(self, op: ReduceOp, leaves: list[Any], joined_along: int | None = None) -> list[Any]:
@@ -128,7 +128,7 @@ class ReplicaContext:
             [0, 1, 2]
         """
         self._refuse_elsewhere("all_gather")
-        check_dense("all_gather", value)
+        check_arrays("all_gather", value)
         return jax.tree.map(lambda leaf: self._gather_one(jnp.asarray(leaf), axis), value)
 
     def _gather_one(self, value: jax.Array, axis: int) -> jax.Array:

@@ -16,9 +16,10 @@ from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.data.calls import Together
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import DEVICE_AXIS, Placement
-from lockstep.loops.checks import check_axis, check_dense
+from lockstep.loops.checks import check_arrays, check_axis
 from lockstep.loops.context import ReplicaContext, current_replica, current_strategy, inside, with_fractions
 from lockstep.loops.tools import LoopTools
+from lockstep.loops.values import countable
 
 __all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context"]
 
@@ -48,12 +49,12 @@ class _OnlyReplica(ReplicaContext):
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """``value``; the mean of whole numbers is a floating-point one."""
         op = member_of(ReduceOp, "all_reduce: reduce_op", reduce_op)
-        check_dense("all_reduce", value)
-        return jax.tree.map(with_fractions if op is ReduceOp.MEAN else jnp.asarray, value)
+        check_arrays("all_reduce", value)
+        return jax.tree.map(with_fractions if op is ReduceOp.MEAN else countable, value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """``value``."""
-        check_dense("all_gather", value)
+        check_arrays("all_gather", value)
         for leaf in jax.tree.leaves(value):
             check_axis("all_gather", jnp.shape(leaf), axis)
         return value

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from lockstep._errors import OptionError, ScopeError
+from lockstep._errors import OptionError, ScopeError, whole_number
 from lockstep.data.advice import Meter
 from lockstep.data.epoch import Check, Epoch
 from lockstep.data.placement import Placement, count_rows
@@ -53,14 +54,15 @@ class InputContext:
             Rows of each.
 
         Raises:
-            OptionError: the replicas do not divide ``global_batch_size``.
+            OptionError: the replicas do not divide ``global_batch_size``, or one of the two is no whole number.
 
         Example:
             >>> from lockstep import InputContext
             >>> InputContext(1, 0, 4).get_per_replica_batch_size(512)
             128
         """
-        if global_batch_size % self.num_replicas_in_sync:
+        replicas = whole_number("InputContext: num_replicas_in_sync", self.num_replicas_in_sync)
+        if whole_number("get_per_replica_batch_size: global_batch_size", global_batch_size) % replicas:
             raise OptionError(
                 f"get_per_replica_batch_size: {self.num_replicas_in_sync} replicas do not divide a global batch of "
                 f"{global_batch_size} rows. Take a multiple of {self.num_replicas_in_sync}."
@@ -84,8 +86,8 @@ class ValueContext:
         [0.5, 0.5]
     """
 
-    replica_id_in_sync_group: int
-    num_replicas_in_sync: int
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
 
 
 class DistributedDataset(Source):
@@ -110,6 +112,9 @@ class DistributedDataset(Source):
     def __iter__(self) -> "DistributedIterator":
         check = self._new_check() if self._new_check else None
         return DistributedIterator(self._source, self._values_of, self._depth, check)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         if self.num_batches is None:
@@ -168,6 +173,11 @@ class DistributedIterator(Iterator[Any]):
             raise ScopeError(
                 "A function that strategy.run runs on each replica asked for the next batch of a distributed data set, which is one for all "
                 "replicas. Fix: take it outside, and give it as an argument: strategy.run(fn, args=(next(iterator),))."
+            )
+        if isinstance(jnp.add(0, 0), jax.core.Tracer):
+            raise ScopeError(
+                "A function that jax.jit compiles asked for the next batch of a distributed data set. It would be traced once, and have the batch "
+                "of that time in each call. Fix: take it outside, and give it as an argument: step(next(iterator))."
             )
         if not self._close.alive:
             raise StopIteration

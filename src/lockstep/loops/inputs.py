@@ -10,6 +10,7 @@ from lockstep.data.calls import Together
 from lockstep.data.kinds import source_of_trees
 from lockstep.data.options import InputOptions
 from lockstep.data.placement import Placement
+from lockstep.loops.checks import check_structures
 from lockstep.loops.context import refuse_in_replica
 from lockstep.loops.datasets import DistributedDataset, InputContext, ValueContext
 from lockstep.loops.own_batches import OwnBatches
@@ -33,10 +34,14 @@ class LoopInputs:
 
         Returns:
             The tree, with a :class:`PerReplica` for each array.
+
+        Raises:
+            InputError: the trees differ from replica to replica, or hold something that is no number.
         """
         refuse_in_replica("experimental_distribute_values_from_function")
         count = self._placement.replicas
         trees = [value_fn(ValueContext(replica, count)) for replica in range(count)]
+        check_structures("experimental_distribute_values_from_function", trees)
         return jax.tree.map(lambda *values: of_replicas(values, self._placement), *trees)
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:

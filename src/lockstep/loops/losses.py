@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep._errors import InputError
-from lockstep.loops.context import current_replica, current_strategy
+from lockstep.loops.checks import check_arrays
+from lockstep.loops.context import current_replica, current_strategy, with_fractions
 from lockstep.step.functions import is_in_step
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
@@ -21,15 +22,17 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
     Args:
         per_example_loss: losses of this replica's rows, ``(rows, …)``.
-        sample_weight: their weights; a value for each row, or of a shape that can be multiplied.
+        sample_weight: their weights: one number, one for each row, or one for each loss; an axis of length 1 at the end is
+            left out.
         global_batch_size: rows of all replicas. By default the rows of this replica times the number of replicas, which is
             right only where all have the same number.
 
     Returns:
-        Their sum over ``global_batch_size``, ``()``. The sum over the replicas is the average.
+        Their sum over ``global_batch_size``, ``()``, and 0 where there are no rows. The sum over the replicas is the average.
 
     Raises:
-        InputError: ``per_example_loss`` has no rows to count, or ``global_batch_size`` is no number of rows.
+        InputError: ``per_example_loss`` has no rows to count, ``sample_weight`` has other rows, or ``global_batch_size`` is no number
+            of rows.
 
     Example:
         >>> import jax.numpy as jnp, lockstep
@@ -42,11 +45,11 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             "compute_average_loss: expected a loss for each row, got one number. Give the loss reduction=None."
         )
     if sample_weight is not None:
-        weights = jnp.asarray(sample_weight, losses.dtype)
-        losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+        losses = with_fractions(losses)
+        losses = losses * _weights_of(losses.shape, jnp.asarray(sample_weight, losses.dtype))
     if global_batch_size is not None:
         _check_rows(global_batch_size)
-    return losses.sum() / (losses.shape[0] * _replicas() if global_batch_size is None else global_batch_size)
+    return losses.sum() / (max(1, losses.shape[0]) * _replicas() if global_batch_size is None else global_batch_size)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -60,18 +63,35 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     Returns:
         Their sum over the number of replicas, ``()``.
 
+    Raises:
+        InputError: there is something else among them.
+
     Example:
         >>> import lockstep
         >>> float(lockstep.scale_regularization_loss([1.0, 2.0]))
         3.0
     """
+    check_arrays("scale_regularization_loss", regularization_loss)
     total = sum((jnp.sum(jnp.asarray(loss)) for loss in jax.tree.leaves(regularization_loss)), start=jnp.zeros(()))
     return total / _replicas()
 
 
+def _weights_of(shape: tuple[int, ...], weights: jax.Array) -> jax.Array:
+    """Weights with as many axes as the losses, or none."""
+    if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    if weights.shape != shape[: weights.ndim]:
+        raise InputError(
+            f"compute_average_loss: sample_weight has the shape {weights.shape}, and the losses have {shape}. Fix: give one weight for each "
+            "row, or for each loss."
+        )
+    return weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
+
+
 def _check_rows(number: Any) -> None:
-    is_whole = jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), jnp.integer)
-    if not is_whole or (isinstance(number, int | np.integer) and number < 1):
+    is_number = isinstance(number, int | np.integer | np.ndarray | jax.Array) and not isinstance(number, bool)
+    is_whole = is_number and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), jnp.integer)
+    if not is_whole or (not isinstance(number, jax.core.Tracer) and int(number) < 1):
         raise InputError(
             f"compute_average_loss: expected global_batch_size as a whole number of rows, 1 or more, got {number!r}. "
             "Fix: count the rows of all replicas."

@@ -28,7 +28,7 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
     Returns:
         A function of the same arguments. Seeds differ from replica to replica, and the non-trainable values that it returns
         are those that ``fit`` would keep: averages by rows, sums of changes, the seeds of replica 0. The outputs of a replica
-        without rows have no gradient.
+        without rows have no gradient, and its losses of rows are 0; those of weights are what they are on each replica.
     """
 
     def stateless_call(trainable: Any, non_trainable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +42,7 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
         rows = next(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if jnp.ndim(leaf))
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.
             outputs = jax.tree.map(lambda leaf: with_mask_of(leaf, jax.lax.stop_gradient(leaf)), outputs)
+            losses = [_without_rows(model, every) for every in losses]
         changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
         shares = [_share(jnp.asarray(state[i]), own[i], merges[i], replica, rows) for i in changed]
         sums, total = context.all_reduce(ReduceOp.SUM, (shares, jnp.float32(rows)))
@@ -51,6 +52,13 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
         return outputs, merged, *losses
 
     return stateless_call
+
+
+def _without_rows(model: keras.Model, losses: list[Any]) -> list[Any]:
+    """Losses of a call without rows; Keras puts those of weights at the end."""
+    of_weights = sum(variable.regularizer is not None for variable in model.trainable_weights)
+    of_rows = len(losses) - of_weights
+    return [jnp.zeros_like(loss) if i < of_rows else loss for i, loss in enumerate(losses)]
 
 
 def _share(new: jax.Array, old: Any, merge: Merge, replica: jax.Array, rows: int) -> jax.Array:
@@ -68,4 +76,4 @@ def _share(new: jax.Array, old: Any, merge: Merge, replica: jax.Array, rows: int
 def _merged(total: jax.Array, old: Any, merge: Merge, rows: jax.Array) -> jax.Array:
     if merge is Merge.MEAN:
         return (total / rows).astype(old.dtype)
-    return old + total if merge is Merge.SUM else total
+    return old + total if merge is Merge.SUM else total.astype(old.dtype)

@@ -18,6 +18,7 @@ from lockstep.cluster.waiting import GivenUpError
 from lockstep.data.epoch import Gather
 from lockstep.data.placement import Placement, count_rows
 from lockstep.data.sources import Source
+from lockstep.loops.checks import check_structures
 from lockstep.loops.datasets import DistributedDataset
 from lockstep.loops.exchange import gathered_trees
 from lockstep.loops.values import of_own_replicas, of_replicas, with_numbers
@@ -85,6 +86,7 @@ class _Drawn(Source):
         """See :class:`Source`."""
         batches = self._source.batches()
         while drawn := _next_of(batches, self._replicas):
+            check_structures("distribute_datasets_from_function", drawn)
             yield _filled(drawn, self._replicas, drawn[0])
 
     def give_back(self, batches: list[Any]) -> None:
@@ -118,6 +120,7 @@ class _DrawnTogether(_Drawn):
         batches, gather = self._source.batches(), self._new_gather()
         try:
             while drawn := self._together(_next_of(batches, self._replicas), gather):
+                check_structures("distribute_datasets_from_function", drawn)
                 yield drawn
         finally:
             gather.close()

@@ -1,7 +1,7 @@
 """What a strategy offers to a training loop of one's own, with the names of ``tf.distribute.Strategy``."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -16,18 +16,19 @@ from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.data.placement import DEVICE_AXIS
 from lockstep.loops.checks import (
+    check_arrays,
     check_axis,
-    check_dense,
     check_hash,
     check_replicas,
     check_shapes,
     checked_result,
     on_host,
+    values_unknown,
 )
 from lockstep.loops.context import ReplicaContext, inside, refuse_in_replica, with_fractions
 from lockstep.loops.inputs import LoopInputs
 from lockstep.loops.run import run_on_replicas
-from lockstep.loops.values import PerReplica, is_per_replica, is_value, sum_over_replicas, value_of
+from lockstep.loops.values import PerReplica, countable, is_per_replica, is_value, sum_over_replicas, value_of
 
 __all__ = ["LoopTools"]
 
@@ -98,7 +99,7 @@ class LoopTools(LoopInputs):
         for leaf in fixed:
             check_hash(leaf)
         values = [leaf for leaf, value in zip(leaves, are_values, strict=True) if value]
-        with _values_unknown():
+        with values_unknown():
             return self._called(fn, structure, are_values, fixed, values)
 
     def _called(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
@@ -133,10 +134,10 @@ class LoopTools(LoopInputs):
                 the true number of rows of all replicas.
 
         Returns:
-            The same tree of arrays; the mean of whole numbers is a floating-point one.
+            The same tree of arrays; the mean of whole numbers is a floating-point one, and the sum of bools counts.
 
         Raises:
-            InputError: shapes differ, a value has no such axis, is sparse, or is of another number of replicas.
+            InputError: shapes differ, a value has no such axis, is a text or sparse, or is of another number of replicas.
             OptionError: the sum over several replicas of something that is one value is asked for.
             ScopeError: it is called on a replica.
 
@@ -149,15 +150,17 @@ class LoopTools(LoopInputs):
         """
         refuse_in_replica("reduce")
         op = member_of(ReduceOp, "reduce: reduce_op", reduce_op)
-        check_dense("reduce", value)
+        check_arrays("reduce", value)
         return jax.tree.map(lambda leaf: self._reduce_one(op, leaf, axis), value, is_leaf=is_per_replica)
 
     def _reduce_one(self, op: ReduceOp, value: Any, axis: int | None) -> jax.Array:
         if not is_per_replica(value):
+            if axis is not None:
+                check_axis("strategy.reduce", jnp.shape(value), axis)
             if op is ReduceOp.MEAN:
                 return jnp.asarray(value) if axis is None else jnp.mean(jnp.asarray(value), axis=axis)
             if self._placement.replicas == 1:
-                return jnp.asarray(value) if axis is None else jnp.sum(jnp.asarray(value), axis=axis)
+                return countable(value) if axis is None else jnp.sum(countable(value), axis=axis)
             raise OptionError(
                 f"reduce(SUM): {value!r} is one value and not one of each replica, so its sum over replicas has no meaning. "
                 "Fix: multiply by strategy.num_replicas_in_sync if that is meant; where it is a number of rows, add it up in the function that "
@@ -165,17 +168,14 @@ class LoopTools(LoopInputs):
             )
         check_replicas("reduce", value, self._placement.replicas)
         count: int = self._placement.replicas
+        value = jax.tree.map(with_fractions if op is ReduceOp.MEAN else countable, value)
         if axis is not None:
             for array in value.groups:
                 check_axis("strategy.reduce", array.shape[1:], axis)
             count = sum(array.shape[0] * array.shape[1:][axis] for array in value.groups)
             inner = axis + 1 if axis >= 0 else axis
-            if op is ReduceOp.MEAN:
-                value = jax.tree.map(with_fractions, value)
             groups = tuple(jnp.sum(array, axis=inner, dtype=array.dtype) for array in value.groups)
             value = PerReplica(groups, value.members)
-        elif op is ReduceOp.MEAN:
-            value = jax.tree.map(with_fractions, value)
         total = sum_over_replicas(value, self._placement.replicas, self._add)
         return total / count if op is ReduceOp.MEAN else total
 
@@ -201,7 +201,7 @@ class LoopTools(LoopInputs):
             [0, 1, 2]
         """
         refuse_in_replica("gather")
-        check_dense("gather", value)
+        check_arrays("gather", value)
 
         def one(leaf: Any) -> jax.Array:
             if is_per_replica(leaf):
@@ -275,19 +275,6 @@ class LoopTools(LoopInputs):
             return result
         (stack,) = result.groups
         return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
-
-
-@contextmanager
-def _values_unknown() -> Iterator[None]:
-    """Make an error of JAX about values that a trace does not have one that says what to write."""
-    try:
-        yield
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-        raise ModelError(
-            "strategy.run: fn needs the value of an array while it is traced, when only its shape is known "
-            f"({str(error).partition(chr(10))[0]}). Fix: write jnp.where or jax.lax.cond for an if, jnp for np, and give "
-            "what is known before as a text or take it from the surrounding code."
-        ) from error
 
 
 class _Assigned(keras.StatelessScope):

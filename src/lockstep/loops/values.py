@@ -15,7 +15,9 @@ from lockstep.data.placement import Placement
 from lockstep.topology.layout import rows_of_replicas
 
 __all__ = [
+    "NO_NUMBERS",
     "PerReplica",
+    "countable",
     "is_array",
     "is_per_replica",
     "is_value",
@@ -27,6 +29,8 @@ __all__ = [
     "value_of",
     "with_numbers",
 ]
+
+NO_NUMBERS = "OSUTMm"  # kinds of NumPy arrays that no device holds: objects, texts and times
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["members"])
@@ -121,7 +125,7 @@ def with_numbers(leaf: Any) -> np.ndarray:
         InputError: it holds texts or other objects, or whole numbers that JAX would cut.
     """
     array = np.asarray(leaf)
-    if array.dtype.kind in "OSU":
+    if array.dtype.kind in NO_NUMBERS:
         raise InputError(
             f"Values of replicas hold numbers, as they lie on devices; got an array of {array.dtype}, {array!r:.60}. Fix: turn texts "
             "into numbers in the data set, with keras.layers.StringLookup or TextVectorization."
@@ -166,6 +170,12 @@ def stacked(values: np.ndarray, placement: Placement) -> jax.Array:
     """Put ``(replicas, …)`` on the devices: cut over them if they divide the replicas, else whole on each."""
     divides = len(values) % len(placement.devices) == 0
     return placement.put(values, placement.cut if divides else placement.replicated)
+
+
+def countable(leaf: Any) -> jax.Array:
+    """A value to add up: of true and false the number of those that are true, as in NumPy."""
+    array = jnp.asarray(leaf)
+    return array.astype("int32") if array.dtype == bool else array
 
 
 def sum_over_replicas(value: Any, replicas: int, add: Callable[[jax.Array], jax.Array]) -> jax.Array:

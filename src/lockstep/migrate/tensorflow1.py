@@ -64,11 +64,13 @@ _VARIABLE = "write self.add_weight in a keras.layers.Layer, or keras.Variable ou
 _VARIABLES = "write model.trainable_variables, model.non_trainable_variables or model.variables"
 _COLLECTION = "there are no collections: model.losses, model.metrics and model.variables have what layers add"
 _INITIALIZED = "variables have their values when they are made: leave it out"
-_ASSIGNED = "write variable.assign, in a layer's call"
+_ASSIGNED = "write variable.assign in a layer's call, with keras.ops.scatter_update for some rows"
 _SCOPE = "give the layer a name, or use keras.name_scope"
 _GRAPH = "there is no graph to build: write a keras.Model"
 _PLACEHOLDER = "write keras.Input, or give the arrays to fit"
 _GRADIENTS = "write jax.value_and_grad in a loop of your own (docs/custom_loops.md); fit computes them by itself"
+_ADDED = "layers add losses by self.add_loss, and model.losses has them; fit adds them up"
+_CALLED_BACK = "write keras.ops, or jax.pure_callback for what only Python can do"
 _PLACED = "a strategy places its models: lockstep.ParameterServerStrategy where variables belong on servers (docs/parameter_servers.md)"
 _LAYER = "write the layer of keras.layers, and call it"
 
@@ -150,6 +152,9 @@ _TRAINING = {
         ("export_meta_graph", "write_graph"), "write model.save('model.keras'), or model.export for a server"
     ),
     "replica_device_setter": _PLACED,
+    "summary_iterator": "TensorBoard reads files of events: leave it out, or read them in a program of its own",
+    "sdca_optimizer": _OPTIMIZER.format("SGD"),
+    "do_quantize_training_on_graphdef": "write model.quantize('int8')",
     "Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",
     # What describes rows of TFRecord files, which tf.data goes on to read.
     **dict.fromkeys(
@@ -218,8 +223,27 @@ _OTHERS = {
         ),
         _INITIALIZED,
     ),
+    **dict.fromkeys(("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update"), _ASSIGNED),
+    "count_up_to": "count in Python, or by model.optimizer.iterations",
+    **dict.fromkeys(("py_func", "py_function", "numpy_function"), _CALLED_BACK),
     **dict.fromkeys(
-        ("assign", "assign_add", "assign_sub", "count_up_to", "scatter_add", "scatter_sub", "scatter_update"), _ASSIGNED
+        ("nn.dynamic_rnn", "nn.static_rnn", "nn.bidirectional_dynamic_rnn", "nn.rnn_cell"),
+        "write keras.layers.RNN, LSTM or GRU",
+    ),
+    **dict.fromkeys(
+        ("data.make_one_shot_iterator", "data.make_initializable_iterator"),
+        "write for batch in dataset, or give it to fit",
+    ),
+    "make_template": "write a keras.layers.Layer, which keeps its variables",
+    **dict.fromkeys(
+        (
+            "losses.add_loss",
+            "losses.get_losses",
+            "losses.get_regularization_loss",
+            "losses.get_regularization_losses",
+            "losses.get_total_loss",
+        ),
+        _ADDED,
     ),
     **dict.fromkeys(("VariableAggregation", "VariableSynchronization"), "write the word, as in aggregation='mean'"),
     "create_partitioned_variables": "write a partitioner of lockstep.partitioners (docs/parameter_servers.md)",

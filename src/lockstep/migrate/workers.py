@@ -11,7 +11,12 @@ from lockstep.migrate.source import Edit, Source
 __all__ = ["is_for_workers", "shuffled_alike", "task_from_outside", "unlike"]
 
 _STRATEGY = "MultiWorkerMirroredStrategy"
-_SEED = "shuffle: all workers must read the same rows in the same order; if this is a data set, write seed=1"
+_ALIKE = "all workers must read the same rows in the same order"
+_SEED = f"shuffle: {_ALIKE}; if this is a data set, write seed=1"
+_TASK = "TF_CONFIG: lockstep run sets that of each worker; write os.environ.setdefault('TF_CONFIG', …)"
+_SEEDED = ("list_files", "shuffle_and_repeat")  # functions of tf.data that shuffle
+_DRAWS = "tensorflow.random."
+_DRAWN_ALIKE = ("Generator", "set_seed", "get_global_generator", "experimental")
 
 
 def is_for_workers(bindings: Bindings) -> bool:
@@ -56,12 +61,35 @@ def shuffled_alike(source: Source, bindings: Bindings) -> Iterator[Edit]:
 
 
 def unlike(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
-    """Where that is not sure."""
-    if source.for_workers or is_for_workers(bindings):
-        for call in _without_seed(source):
-            of = call.func.value if isinstance(call.func, ast.Attribute) else None
-            if isinstance(of, ast.Name) and of.id not in ("np", "numpy", "random", "rng"):
-                yield call, _SEED
+    """Where that is not sure, and what else workers would do each in their own way."""
+    if not (source.for_workers or is_for_workers(bindings)):
+        return
+    for call in _without_seed(source):
+        of = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if isinstance(of, ast.Name) and of.id not in ("np", "numpy", "random", "rng"):
+            yield call, _SEED
+    is_seeded = any(bindings.name_of(call.func).endswith((".set_seed", ".set_random_seed")) for call in calls(source))
+    has_task = any(map(_is_task, ast.walk(source.tree)))
+    for call in calls(source):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        if name in _SEEDED and "seed" not in given and not any(map(_is_false, (*call.args, given.get("shuffle")))):
+            yield call, f"{name}: {_ALIKE}; write seed=1"
+        elif _is_false(given.get("deterministic")):
+            yield call, f"deterministic=False: {_ALIKE}; leave it out"
+        elif has_task and name in ("update", "putenv") and "TF_CONFIG" in ast.unparse(call):
+            yield call, _TASK
+        elif _draws(bindings.name_of(call.func)) and "seed" not in given and not is_seeded:
+            yield call, f"tf.random: {_ALIKE}; write tf.random.set_seed(1) at the top of the script"
+
+
+def _draws(name: str) -> bool:
+    own = name.removeprefix(_DRAWS)
+    return own != name and not own.startswith(("stateless", *_DRAWN_ALIKE))
+
+
+def _is_false(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
 
 
 def _without_seed(source: Source) -> Iterator[ast.Call]:
