@@ -2,11 +2,11 @@
 
 Host time: the wall time of a step of ``fit`` less that of the bare compiled step in a loop, on a model with nearly nothing to compute
 (``steps.py``), on one CPU device. Both programs of a row take turns; a figure is the median of the turns, and so is the
-ratio of the host times. First step and memory: each in a fresh process, in turns, for the nets and batches of ``peers.py``; the first step is
+ratio of the host times. First step and memory: each in a fresh process, in turns, for the nets and batches of ``peers.py``, each kept as soon as it is measured; the first step is
 the time from building the model to the end of a ``fit`` of one batch (it traces and compiles), a step that of later calls, the memory
 the process's greatest after them. How many rows the input delivers is in ``feed.py``.
 
-All of it takes about half an hour, most of it for compiling 5,000 variables and MobileNetV2; the first steps alone, half an hour more. With ``--quick`` there are fewer variables and turns, and nothing is kept.
+The host takes half an hour, most of it for compiling 5,000 variables, and the first steps an hour, half of it for MobileNetV2. With ``--quick`` there are fewer variables and turns, and nothing is kept.
 """
 
 import argparse
@@ -149,26 +149,26 @@ def greatest_memory():
     return int(line.split()[1]) / 1024
 
 
-def first_rows(turns):
+def first_rows(net, turns):
+    """The rows of one net."""
+    found = {way: [] for way in WAYS}
+    for _ in range(turns):
+        for way in WAYS:
+            command = [sys.executable, __file__, "--child", net, way]
+            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+            found[way].append(json.loads(ended.stdout.splitlines()[-1]))
     rows = []
-    for net in NETS:
-        found = {way: [] for way in WAYS}
-        for _ in range(turns):
-            for way in WAYS:
-                command = [sys.executable, __file__, "--child", net, way]
-                ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-                found[way].append(json.loads(ended.stdout.splitlines()[-1]))
-        for way, each in found.items():
-            figures = {
-                name: _figures([one[name] for one in each], [one[name] for one in found["Keras"]]) for name in each[0]
-            }
-            (first, first_ratio), (memory, memory_ratio) = figures["first"], figures["memory"]
-            steps = {batch: figures[f"step of {batch}"] for batch in NETS[net]}
-            times = "; ".join(f"{batch}: {step:.3g}" for batch, (step, _) in steps.items())
-            ratios = "; ".join(f"{batch}: {ratio:.2f}" for batch, (_, ratio) in steps.items())
-            rows.append(
-                (net, way, round(first, 2), round(first_ratio, 2), round(memory), round(memory_ratio, 2), times, ratios)
-            )
+    for way, each in found.items():
+        figures = {
+            name: _figures([one[name] for one in each], [one[name] for one in found["Keras"]]) for name in each[0]
+        }
+        (first, first_ratio), (memory, memory_ratio) = figures["first"], figures["memory"]
+        steps = {batch: figures[f"step of {batch}"] for batch in NETS[net]}
+        times = "; ".join(f"{batch}: {step:.3g}" for batch, (step, _) in steps.items())
+        ratios = "; ".join(f"{batch}: {ratio:.2f}" for batch, (_, ratio) in steps.items())
+        rows.append(
+            (net, way, round(first, 2), round(first_ratio, 2), round(memory), round(memory_ratio, 2), times, ratios)
+        )
     return rows
 
 
@@ -207,35 +207,46 @@ def keep_host(rows):
     picture(rows)
 
 
-def keep_first(rows):
+def keep_first(net, rows):
+    """Keep the rows of a net beside those of the others."""
     note = "Medians of three turns; a ratio is the median of their ratios. The first step holds building, tracing and compiling; a step is that of the fastest of four later calls of `fit`; memory is the "
     note += "greatest of the process, with Python, Keras and JAX in it."
-    results_file.write("overheads_first_step", "The first step, and memory", COLUMNS_OF_FIRST, rows, note)
+    path = Path(__file__).parent / "results" / "overheads_first_step.json"
+    known = [tuple(row.values()) for row in json.loads(path.read_text())["rows"] if tuple(row) == COLUMNS_OF_FIRST]
+    order = {(net, way): number for number, (net, way) in enumerate((net, way) for net in NETS for way in WAYS)}
+    lines = sorted([*(row for row in known if row[0] != net), *rows], key=lambda row: order[row[:2]])
+    arguments = ["--only", "first_step"]
+    results_file.write("overheads_first_step", "The first step, and memory", COLUMNS_OF_FIRST, lines, note, arguments)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer variables and turns; nothing is kept")
     parser.add_argument("--only", choices=("host", "first_step"), help="the other result stays as it is")
+    parser.add_argument(
+        "--nets", nargs="+", choices=NETS, default=list(NETS), help="of the first step; the rows of others stay"
+    )
     parser.add_argument("--child", nargs=2, metavar=("NET", "WAY"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
         child(*chosen.child)
     else:
-        measure(chosen.only, is_quick=chosen.quick)
+        measure(chosen.only, chosen.nets, is_quick=chosen.quick)
 
 
-def measure(only, *, is_quick):
+def measure(only, nets, *, is_quick):
     rows = [] if only == "first_step" else host_rows(VARIABLES[:3] if is_quick else VARIABLES, 2 if is_quick else 7)
-    first = [] if only == "host" else first_rows(1 if is_quick else 3)
-    if not is_quick:
-        if rows:
-            keep_host(rows)
-        if first:
-            keep_first(first)
-        return
-    for line in (*rows, *(dict(zip(COLUMNS_OF_FIRST, line, strict=True)) for line in first)):
-        print(json.dumps(line))
+    if rows and not is_quick:
+        keep_host(rows)
+    shown = list(rows)
+    for net in [] if only == "host" else nets:
+        first = first_rows(net, 1 if is_quick else 3)
+        shown += [dict(zip(COLUMNS_OF_FIRST, line, strict=True)) for line in first]
+        if not is_quick:
+            keep_first(net, first)
+    if is_quick:
+        for line in shown:
+            print(json.dumps(line))
 
 
 if __name__ == "__main__":

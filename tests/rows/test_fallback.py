@@ -186,4 +186,7 @@ def test_what_cannot_be_traced_predicts_eagerly_as_on_plain_keras(caplog):
     for ours, plain in zip(*found[::-1], strict=True):
         np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
     (line,) = [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
-    assert "it runs on the global batch, on one device: it cannot be traced (" in line
+    assert (
+        "on one device: it cannot be traced (The numpy.ndarray conversion method __array__() was called on traced array)"
+        in line
+    )

@@ -253,9 +253,14 @@ def _shape(whole: jax.ShapeDtypeStruct, place: Along | None, rows: int) -> tuple
 
 def _reason(error: Exception) -> str:
     """The line of an exception that says what is wrong; Keras puts where it was before it, and what was given behind it."""
+    if "_error_repr" in str(error) and isinstance(error.__context__, Exception):
+        error = (
+            error.__context__
+        )  # Keras (3.15) makes JAX's exceptions anew with a text, which some of them do not take.
     lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not line.startswith("Exception encountered when calling")]
-    return said[0] if said else type(error).__name__
+    # One line for all batches: their shapes are left out.
+    return re.sub(r" with shape \S+$", "", said[0]) if said else type(error).__name__
 
 
 def merge_of(variable: keras.Variable) -> Merge:
