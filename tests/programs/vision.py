@@ -204,7 +204,7 @@ class Distiller(OwnStep):
 
 PROGRAMS = [
     Program("mnist_convnet", "vision", convolutional_net, pictures, has_noise=True),
-    Program("image_classification_from_scratch", "vision", small_xception, pictures, has_noise=True),
+    Program("image_classification_from_scratch", "vision", small_xception, pictures, has_noise=True, relative=2e-4),
     Program("image_classification_with_vision_transformer", "vision", vision_transformer, pictures, has_noise=True),
     Program("mlp_image_classification", "vision", mlp_mixer, pictures, has_noise=True),
     Program("convmixer", "vision", convolution_mixer, pictures, has_noise=True, relative=2e-4),
