@@ -150,6 +150,8 @@ def _is_of_numpy(source: Source, bindings: Bindings, value: ast.expr, follows: b
     if isinstance(value, ast.Call):
         is_method = isinstance(value.func, ast.Attribute) and value.func.attr in _OF_ARRAYS
         return (is_method and not bindings.name_of(value.func)) or _is_numpy(source, value.func)
+    if isinstance(value, ast.Subscript):
+        return _is_of_numpy(source, bindings, value.value, follows)
     if not (isinstance(value, ast.Name) and follows):
         return False
     made = [
