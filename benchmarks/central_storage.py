@@ -19,7 +19,7 @@ from keras import layers
 from results_file import write
 
 import lockstep
-from lockstep import _keras
+from lockstep._keras import trainer
 
 ROUNDS = 15
 COMPUTE = ["cpu:0", "cpu:1"]
@@ -34,7 +34,7 @@ class Steps:
         with strategy.scope():
             self.model = keras.Sequential([keras.Input((1024,)), *hidden, layers.Dense(10)])
             self.model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        self.batch, self.state = batch, _keras.training_state(self.model, batch)
+        self.batch, self.state = batch, trainer.training_state(self.model, batch)
         self.train = self.model.make_train_function()
         self.time()
 

@@ -17,7 +17,7 @@ from results_file import write
 
 import lockstep
 from lockstep.collectives import ALGORITHMS, resolve_cross_device_ops
-from lockstep.collectives.cost import FORMULAS, Link, Measurement, Network, fit, predict
+from lockstep.collectives.cost_model import FORMULAS, Link, Measurement, Network, fit, predict
 
 DEVICES, ROUNDS, SECONDS = 4, 25, 0.02  # Each measurement repeats a call for at least so many seconds.
 SIZES = {1_000: "1 KB", 10_000: "10 KB", 100_000: "100 KB", 1_000_000: "1 MB", 10_000_000: "10 MB"}

@@ -143,12 +143,12 @@ def timed_parts():
 
     import jax
 
-    from lockstep.step import adding
-    from lockstep.step.adding import TreeAdder
-    from lockstep.step.alone import AloneProgram
-    from lockstep.step.deterministic import ReplicasForward
-    from lockstep.step.local import Local
-    from lockstep.step.programs import Piece
+    from lockstep.execution import tree_accumulate
+    from lockstep.execution.deterministic_executor import ReplicasForward
+    from lockstep.execution.per_device import Local
+    from lockstep.execution.program_partition import Piece
+    from lockstep.execution.replica_program import AloneProgram
+    from lockstep.execution.tree_accumulate import TreeAdder
 
     seconds = {}
 
@@ -169,7 +169,7 @@ def timed_parts():
         ReplicasForward: {"collect": "join rows, add means"},
         TreeAdder: {"_over_devices": "add over devices"},
     }
-    timed(adding, "_pair", "add on a device")
+    timed(tree_accumulate, "_pair", "add on a device")
     for owner in gc.get_objects():
         for attribute, part in parts.get(type(owner), {}).items():
             timed(owner, attribute, part)

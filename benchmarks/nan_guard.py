@@ -17,10 +17,10 @@ from keras import layers
 from results_file import write
 
 import lockstep
-from lockstep.guard.callback import NanGuard
-from lockstep.guard.watch import Watch
-from lockstep.step.functions import StepFunctions, StepListener
-from lockstep.step.plans import DeterministicPlan, FastPlan
+from lockstep.execution.executors import DeterministicPlan, FastPlan
+from lockstep.execution.train_functions import StepFunctions, StepListener
+from lockstep.fit.nan_guard.nan_guard import NanGuard
+from lockstep.fit.nan_guard.step_guard import Watch
 
 ROUNDS, CALLS = 15, 8
 

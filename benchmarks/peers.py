@@ -42,9 +42,9 @@ from pathlib import Path
 import results_file
 from bars import draw
 
-from lockstep.launch.allocator import CHOICES, choose_allocator, glibc_version, library_folders
-from lockstep.launch.places import reserved_addresses
-from lockstep.report.machine import describe_machine
+from lockstep.launch.malloc_selection import CHOICES, choose_allocator, glibc_version, library_folders
+from lockstep.launch.rank_assignment import reserved_addresses
+from lockstep.tools.commands.machine import describe_machine
 
 FOLDER, RESULTS = Path(__file__).parent / "peers", Path(__file__).parent / "results"
 sys.path.insert(0, str(FOLDER))

@@ -20,7 +20,7 @@ from jax import lax
 from keras import layers
 from results_file import write
 
-from lockstep.step.rewriting import rewritten
+from lockstep.execution.cpu_rewrites import rewritten
 
 TURNS, SECONDS = 9, 0.05  # of a turn, for each of the two
 SPECS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}

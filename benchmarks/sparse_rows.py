@@ -29,8 +29,8 @@ def model_of(height, width, length):
 
 
 def serve_all(found, specs, optimizer):
-    from lockstep.parameters.serving import serve
-    from lockstep.parameters.shards import plan
+    from lockstep.parameter_server.variables.serve import serve
+    from lockstep.parameter_server.variables.sharding import plan
 
     listener = socket.create_server(("127.0.0.1", 0))
     serve(0, plan(specs, 1), keras.optimizers.get(optimizer), listener)
@@ -42,10 +42,10 @@ def measure(model, batches, address, specs, by_rows):
     """Updates a second, bytes of a step, and rows that were pulled in a step."""
     import jax
 
-    from lockstep.cluster.peer import Peer
-    from lockstep.parameters.client import VariableClient
-    from lockstep.parameters.rows import TouchedRows, as_rows
-    from lockstep.parameters.shards import plan
+    from lockstep.distributed.control.peer import Peer
+    from lockstep.parameter_server.variables.sharding import plan
+    from lockstep.parameter_server.variables.sparse_rows import TouchedRows, as_rows
+    from lockstep.parameter_server.variables.variable_client import VariableClient
 
     client = VariableClient(plan(specs, 1), [address], Peer(0, 1, "here", 0))
     client.fill({variable.path: variable.numpy() for variable in model.trainable_variables}, overwrite=True)
@@ -82,7 +82,7 @@ def measure(model, batches, address, specs, by_rows):
 
 
 def main():
-    from lockstep.asynchronous.step import specs_of
+    from lockstep.parameter_server.gradient_step import specs_of
 
     processes = multiprocessing.get_context("spawn")
     lines = []

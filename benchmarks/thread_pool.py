@@ -13,7 +13,7 @@ from results_file import write
 DEADLINE = 60  # seconds; a run takes about ten
 PROGRAM = """
 import os, sys
-import lockstep.topology.devices as devices
+import lockstep.devices.names as devices
 devices.check_thread_pool = lambda *_: None  # the check that this experiment is about
 import keras, lockstep, numpy as np
 from keras import layers

@@ -32,7 +32,7 @@ BOUNDS = {"the same, bound 4": 4}
 
 
 def plan_of():
-    from lockstep.parameters.shards import Spec, plan
+    from lockstep.parameter_server.variables.sharding import Spec, plan
 
     return plan([Spec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
 
@@ -40,11 +40,11 @@ def plan_of():
 def serve_all(found, bound):
     import keras
 
-    from lockstep.cluster.peer import Peer
-    from lockstep.parameters.client import VariableClient
-    from lockstep.parameters.desk import Desk
-    from lockstep.parameters.server import ArrayServer
-    from lockstep.parameters.serving import serve
+    from lockstep.distributed.control.peer import Peer
+    from lockstep.parameter_server.tasks.task_dispatcher import Desk
+    from lockstep.parameter_server.variables.serve import serve
+    from lockstep.parameter_server.variables.tcp_server import ArrayServer
+    from lockstep.parameter_server.variables.variable_client import VariableClient
 
     variables, work = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     ports = [each.getsockname()[1] for each in (variables, work)]
@@ -64,10 +64,10 @@ def gradient():
 
 
 def drive(index, workers, ports, seconds, start, results):
-    from lockstep.cluster.peer import Peer
-    from lockstep.parameters.client import VariableClient
-    from lockstep.parameters.courier import connect
-    from lockstep.parameters.working import DeskClient
+    from lockstep.distributed.control.peer import Peer
+    from lockstep.parameter_server.tasks.task_client import DeskClient
+    from lockstep.parameter_server.variables.rpc_client import connect
+    from lockstep.parameter_server.variables.variable_client import VariableClient
 
     me = Peer(index, workers, "here", index)
     client = VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me)

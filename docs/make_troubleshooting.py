@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.cluster.failure import Failure, Kind
+from lockstep.distributed.control.failures import Failure, Kind
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "lockstep"

@@ -8,9 +8,9 @@ from jax import lax
 from keras import layers
 
 import lockstep
-from lockstep.data.placement import Placement
-from lockstep.step.gradients import GradientProgram
-from lockstep.topology.devices import resolve_with_home
+from lockstep.data.device_placement import Placement
+from lockstep.devices.names import resolve_with_home
+from lockstep.execution.gradient_extraction import GradientProgram
 
 from .laws.cases import case_named
 from .laws.compare import Central, assert_same, reference, run
@@ -330,7 +330,7 @@ def test_by_default_the_first_device_holds_the_variables_and_the_line_says_so(ca
 
 
 def test_several_accelerators_have_the_cpu_hold_them_and_one_holds_them_itself(monkeypatch):
-    monkeypatch.setattr("lockstep.topology.devices.platform_of", lambda device: "gpu")
+    monkeypatch.setattr("lockstep.devices.names.platform_of", lambda device: "gpu")
     assert resolve_with_home(["cpu:2", "cpu:1"], None)[1] == jax.devices()[0]
     assert resolve_with_home(["cpu:2"], None)[1] == jax.devices()[2]
 

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lockstep
 from lockstep.collectives import ALGORITHMS, all_reduce, resolve_cross_device_ops
-from lockstep.collectives.auto import platform_sum_in_few
-from lockstep.collectives.packing import pack, plan_packs, unpack
+from lockstep.collectives.bucketing import pack, plan_packs, unpack
+from lockstep.collectives.platform import platform_sum_in_few
 from lockstep.testing import check_cross_device_ops, count_traffic
 
 OPTIONS = {  # Beside the defaults.

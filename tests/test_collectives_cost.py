@@ -7,7 +7,7 @@ from jax import lax
 
 import lockstep
 from lockstep.collectives import ALGORITHMS
-from lockstep.collectives.cost import FORMULAS, Link, Measurement, Network, fit, predict, seconds_on_the_way
+from lockstep.collectives.cost_model import FORMULAS, Link, Measurement, Network, fit, predict, seconds_on_the_way
 from lockstep.testing import count_traffic
 
 ELEMENTS = 5040 * 16  # Divisible by 1 … 10 and by powers of two: nothing is padded.

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import lockstep
-from lockstep.topology.devices import parse_device_name
+from lockstep.devices.names import parse_device_name
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import lockstep
-from lockstep.step.rewriting import rewritten
+from lockstep.execution.cpu_rewrites import rewritten
 
 SLOW = {"conv_general_dilated", "reduce_window_max"}
 LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}

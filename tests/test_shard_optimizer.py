@@ -86,7 +86,7 @@ def test_gradients_are_scattered_and_not_summed_everywhere(monkeypatch):
         scattered.append(value.shape)
         return original(value, *args, **kwargs)
 
-    monkeypatch.setattr("lockstep.step.devices.lax.psum_scatter", noted)
+    monkeypatch.setattr("lockstep.execution.spmd.lax.psum_scatter", noted)
     train(shard_optimizer=True)
     assert sorted(set(scattered)) == [(32,), (32, 3), (64, 32)]
 

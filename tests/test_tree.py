@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.collectives.tree import branches, tree_sum
-from lockstep.data.placement import DEVICE_AXIS, Placement
-from lockstep.step.adding import TreeAdder
-from lockstep.step.local import Local
-from lockstep.step.rounds import merges_of, rounds_of
-from lockstep.topology.layout import Layout
+from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.devices.layout import Layout
+from lockstep.execution.per_device import Local
+from lockstep.execution.replica_schedule import merges_of, rounds_of
+from lockstep.execution.tree_accumulate import TreeAdder
 
 layouts = st.builds(Layout, st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))
 

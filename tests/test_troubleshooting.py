@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import lockstep
-from lockstep.cluster import exit_codes
-from lockstep.cluster.failure import Kind
-from lockstep.cluster.peer import Peer
-from lockstep.cluster.watch import failure
+from lockstep.distributed.cluster import exit_codes
+from lockstep.distributed.control.failure_detector import failure
+from lockstep.distributed.control.failures import Kind
+from lockstep.distributed.control.peer import Peer
 
 ROOT = Path(__file__).parents[1]
 

@@ -25,8 +25,6 @@ from lockstep._version import __version__
 
 if TYPE_CHECKING:
     from lockstep import callbacks, cluster_resolver, config, datasets, experimental, testing
-    from lockstep.asynchronous.coordinator import ClusterCoordinator, RemoteValue
-    from lockstep.asynchronous.per_worker import PerWorkerDataset, PerWorkerValues
     from lockstep.collectives import (
         AutoAllReduce,
         CommunicationImplementation,
@@ -41,17 +39,19 @@ if TYPE_CHECKING:
         RingAllReduce,
         TreeAllReduce,
     )
-    from lockstep.data.options import InputOptions
-    from lockstep.loops.context import ReplicaContext
-    from lockstep.loops.current import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
-    from lockstep.loops.datasets import DistributedDataset, InputContext, ValueContext
-    from lockstep.loops.losses import compute_average_loss, scale_regularization_loss
-    from lockstep.loops.values import PerReplica
-    from lockstep.scaling.asking import scaling_report
-    from lockstep.strategies.central import CentralStorageStrategy
+    from lockstep.custom_loops.ambient import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
+    from lockstep.custom_loops.distributed_dataset import DistributedDataset, InputContext, ValueContext
+    from lockstep.custom_loops.loss_scaling import compute_average_loss, scale_regularization_loss
+    from lockstep.custom_loops.per_replica import PerReplica
+    from lockstep.custom_loops.replica_context import ReplicaContext
+    from lockstep.data.input_options import InputOptions
+    from lockstep.parameter_server.cluster_coordinator import ClusterCoordinator, RemoteValue
+    from lockstep.parameter_server.per_worker import PerWorkerDataset, PerWorkerValues
+    from lockstep.strategies.central_storage import CentralStorageStrategy
     from lockstep.strategies.mirrored import MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
-    from lockstep.tuning.finder import batch_size_finder
+    from lockstep.tools.scaling.api import scaling_report
+    from lockstep.tuning.batch_size_finder import batch_size_finder
 
 __all__ = [
     "AutoAllReduce",
@@ -112,39 +112,39 @@ __all__ = [
 
 _LATER = {
     "AutoAllReduce": "lockstep.collectives",
-    "CentralStorageStrategy": "lockstep.strategies.central",
-    "ClusterCoordinator": "lockstep.asynchronous.coordinator",
+    "CentralStorageStrategy": "lockstep.strategies.central_storage",
+    "ClusterCoordinator": "lockstep.parameter_server.cluster_coordinator",
     "CommunicationImplementation": "lockstep.collectives",
     "CommunicationOptions": "lockstep.collectives",
     "CrossDeviceOps": "lockstep.collectives",
-    "DistributedDataset": "lockstep.loops.datasets",
+    "DistributedDataset": "lockstep.custom_loops.distributed_dataset",
     "HalfPrecisionAllReduce": "lockstep.collectives",
     "HalvingDoublingAllReduce": "lockstep.collectives",
     "HierarchicalCopyAllReduce": "lockstep.collectives",
-    "InputContext": "lockstep.loops.datasets",
-    "InputOptions": "lockstep.data.options",
+    "InputContext": "lockstep.custom_loops.distributed_dataset",
+    "InputOptions": "lockstep.data.input_options",
     "MirroredStrategy": "lockstep.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "lockstep.strategies.multi_worker",
     "NcclAllReduce": "lockstep.collectives",
     "ParameterServerStrategy": "lockstep.strategies.parameter_server",
-    "PerReplica": "lockstep.loops.values",
-    "PerWorkerDataset": "lockstep.asynchronous.per_worker",
-    "PerWorkerValues": "lockstep.asynchronous.per_worker",
+    "PerReplica": "lockstep.custom_loops.per_replica",
+    "PerWorkerDataset": "lockstep.parameter_server.per_worker",
+    "PerWorkerValues": "lockstep.parameter_server.per_worker",
     "ReduceOp": "lockstep.collectives",
     "ReductionToOneDevice": "lockstep.collectives",
-    "RemoteValue": "lockstep.asynchronous.coordinator",
-    "ReplicaContext": "lockstep.loops.context",
+    "RemoteValue": "lockstep.parameter_server.cluster_coordinator",
+    "ReplicaContext": "lockstep.custom_loops.replica_context",
     "RingAllReduce": "lockstep.collectives",
     "TreeAllReduce": "lockstep.collectives",
-    "ValueContext": "lockstep.loops.datasets",
-    "batch_size_finder": "lockstep.tuning.finder",
-    "compute_average_loss": "lockstep.loops.losses",
-    "get_replica_context": "lockstep.loops.current",
-    "get_strategy": "lockstep.loops.current",
-    "has_strategy": "lockstep.loops.current",
-    "in_cross_replica_context": "lockstep.loops.current",
-    "scale_regularization_loss": "lockstep.loops.losses",
-    "scaling_report": "lockstep.scaling.asking",
+    "ValueContext": "lockstep.custom_loops.distributed_dataset",
+    "batch_size_finder": "lockstep.tuning.batch_size_finder",
+    "compute_average_loss": "lockstep.custom_loops.loss_scaling",
+    "get_replica_context": "lockstep.custom_loops.ambient",
+    "get_strategy": "lockstep.custom_loops.ambient",
+    "has_strategy": "lockstep.custom_loops.ambient",
+    "in_cross_replica_context": "lockstep.custom_loops.ambient",
+    "scale_regularization_loss": "lockstep.custom_loops.loss_scaling",
+    "scaling_report": "lockstep.tools.scaling.api",
 }
 
 
@@ -153,7 +153,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"lockstep.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    import_module("lockstep._keras")  # First, because it says what to do where Keras cannot be imported.
+    import_module("lockstep._keras.trainer")  # First, because it says what to do where Keras cannot be imported.
     return getattr(import_module(_LATER[name]), name)
 
 

@@ -1,10 +1,10 @@
 """Callbacks for ``fit``."""
 
-from lockstep.guard.callback import NanGuard
-from lockstep.monitor.progress import RichProgress
-from lockstep.monitor.tensorboard import TensorBoard
-from lockstep.monitor.throughput import ThroughputMonitor
-from lockstep.resume.backup import BackupAndRestore
+from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
+from lockstep.fit.monitoring.rich_progress import RichProgress
+from lockstep.fit.monitoring.tensorboard import TensorBoard
+from lockstep.fit.monitoring.throughput import ThroughputMonitor
+from lockstep.fit.nan_guard.nan_guard import NanGuard
 from lockstep.tuning.learning_rate import LearningRateScaling
 
 __all__ = [

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from lockstep._errors import LockstepError
-from lockstep.launch.arguments import add_arguments, job_of
+from lockstep.launch.cli_args import add_arguments, job_of
 
 __all__ = ["main"]
 
@@ -146,7 +146,7 @@ def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def _demo(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: nothing imported Keras yet.
-    from lockstep.report.demo import run_demo
+    from lockstep.tools.commands.demo import run_demo
 
     default = 10 if options.data == "digits" else 2
     epochs = default if options.epochs is None else options.epochs
@@ -164,8 +164,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from lockstep.launch.print import PRINTERS
     from lockstep.launch.supervisor import supervise
+    from lockstep.launch.templates import PRINTERS
 
     try:
         job = job_of(options)
@@ -181,8 +181,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _test(options: argparse.Namespace) -> int:
     if options.n is not None:
-        return main(["run", "-n", str(options.n), "-m", "lockstep.report.cluster_test"])
-    from lockstep.report import cluster_test
+        return main(["run", "-n", str(options.n), "-m", "lockstep.tools.commands.cluster_test"])
+    from lockstep.tools.commands import cluster_test
 
     try:
         return cluster_test.main()
@@ -193,7 +193,7 @@ def _test(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    from lockstep.report.doctor import examine_script, look_at_cluster, to_standard_error
+    from lockstep.tools.commands.doctor_command import examine_script, look_at_cluster, to_standard_error
 
     try:
         with to_standard_error(options.json):
@@ -214,10 +214,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _scale(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: nothing imported Keras yet.
-    from lockstep.scaling.asking import scale_script
-    from lockstep.scaling.measured import Budget
-    from lockstep.scaling.report import Question
-    from lockstep.scaling.terminal import render
+    from lockstep.tools.scaling.api import scale_script
+    from lockstep.tools.scaling.report import Question
+    from lockstep.tools.scaling.results import Budget
+    from lockstep.tools.scaling.terminal import render
 
     command = " ".join(["lockstep", *sys.argv[1:]])
     try:
@@ -237,7 +237,7 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _env(options: argparse.Namespace) -> int:
-    from lockstep.report.environment import describe_environment
+    from lockstep.tools.commands.env import describe_environment
 
     print(describe_environment(os.environ))
     return 0
@@ -245,7 +245,7 @@ def _env(options: argparse.Namespace) -> int:
 
 def _migrate(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # Names are looked up in Keras.
-    from lockstep.report.migration import run_migrate
+    from lockstep.tools.commands.migrate_command import run_migrate
 
     return run_migrate(options.scripts, write=options.write, check=options.check)
 
@@ -253,7 +253,7 @@ def _migrate(options: argparse.Namespace) -> int:
 def _top(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lockstep.report.top import picture, watch
+    from lockstep.tools.commands.top import picture, watch
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
@@ -279,7 +279,7 @@ def _catching(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 
 
 def _show(options: argparse.Namespace) -> int:
-    from lockstep.report.checkpoints import chosen, table
+    from lockstep.tools.commands.checkpoints import chosen, table
 
     for line in table(chosen(options.directory), options.verbose):
         print(line)
@@ -287,8 +287,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from lockstep.checkpoint.reading import verify
-    from lockstep.report.checkpoints import chosen
+    from lockstep.checkpoint.reader import verify
+    from lockstep.tools.commands.checkpoints import chosen
 
     code = 0
     for path in chosen(options.directory):
@@ -299,7 +299,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from lockstep.report.checkpoints import export, loaded_from
+    from lockstep.tools.commands.checkpoints import export, loaded_from
 
     loaded = loaded_from(options.directory, options.step)
     count = export(loaded, options.output, options.only)

@@ -3,8 +3,9 @@
 The counterpart of ``tf.distribute.cluster_resolver``, with ``tf.train.ClusterSpec``.
 """
 
-from lockstep.cluster.group import WorkerGroup
-from lockstep.cluster.resolvers import (
+from lockstep.distributed.cluster.cluster_spec import ClusterSpec
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.resolvers import (
     RESOLVERS,
     ClusterResolver,
     JaxClusterResolver,
@@ -17,7 +18,6 @@ from lockstep.cluster.resolvers import (
     TorchrunClusterResolver,
     resolve,
 )
-from lockstep.cluster.spec import ClusterSpec
 
 __all__ = [
     "RESOLVERS",

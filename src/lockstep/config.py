@@ -1,7 +1,7 @@
 """Settings of the process, to be made before anything else: ``lockstep.config``."""
 
-from lockstep.doctor.switch import set_doctor
-from lockstep.topology.cpu import set_logical_cpu_devices
-from lockstep.topology.determinism import set_deterministic
+from lockstep.devices.cpu_devices import set_logical_cpu_devices
+from lockstep.devices.determinism import set_deterministic
+from lockstep.doctor.settings import set_doctor
 
 __all__ = ["set_deterministic", "set_doctor", "set_logical_cpu_devices"]

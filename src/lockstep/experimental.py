@@ -1,12 +1,12 @@
 """Names that older tutorials use, as ``tf.distribute.experimental`` had them."""
 
 from lockstep import partitioners
-from lockstep.asynchronous.coordinator import ClusterCoordinator
-from lockstep.cluster.resolvers import ClusterResolver
 from lockstep.collectives import CommunicationImplementation, CommunicationOptions
-from lockstep.loops.datasets import ValueContext
+from lockstep.custom_loops.distributed_dataset import ValueContext
+from lockstep.distributed.resolvers import ClusterResolver
+from lockstep.parameter_server.cluster_coordinator import ClusterCoordinator
 from lockstep.strategies import multi_worker
-from lockstep.strategies.central import CentralStorageStrategy
+from lockstep.strategies.central_storage import CentralStorageStrategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Into how many shards a variable is cut for several servers, as ``tf.distribute.experimental.partitioners``."""
 
-from lockstep.parameters.partitioners import (
+from lockstep.parameter_server.variables.size_partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

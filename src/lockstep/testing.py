@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import ContractError, OptionError
 from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, resolve_cross_device_ops
-from lockstep.collectives.traffic import Traffic, traffic_of
-from lockstep.topology.devices import resolve_devices
+from lockstep.collectives.message_trace import Traffic, traffic_of
+from lockstep.devices.names import resolve_devices
 
 __all__ = ["DTYPES", "SHAPES", "check_cross_device_ops", "count_traffic"]
 

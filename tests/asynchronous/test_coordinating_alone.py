@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.asynchronous.draws import Draws
-from lockstep.asynchronous.results import decoded, encoded
-from lockstep.cluster.peer import Peer
-from lockstep.parameters.desk import Desk
-from lockstep.parameters.numbers import Done
-from lockstep.parameters.points import Points
-from lockstep.parameters.visits import Visit
-from lockstep.parameters.work import WorkQueue
-from lockstep.step.replica import Merge
+from lockstep.distributed.control.peer import Peer
+from lockstep.execution.replica import Merge
+from lockstep.parameter_server.result_codec import decoded, encoded
+from lockstep.parameter_server.seed_offsets import Draws
+from lockstep.parameter_server.tasks.completed_ids import Done
+from lockstep.parameter_server.tasks.sync_point_log import Points
+from lockstep.parameter_server.tasks.task_dispatcher import Desk
+from lockstep.parameter_server.tasks.task_queue import WorkQueue
+from lockstep.parameter_server.variables.client_session import Visit
 from tests.support.processes import own_host
 
 

@@ -9,11 +9,11 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep import _keras
-from lockstep.asynchronous.differences import Totals, difference, differences, is_sum
-from lockstep.asynchronous.parts import busy_parts, part_of
-from lockstep.resume.variables import variables_of
-from lockstep.step.randomness import seed_of_replica
+from lockstep._keras import trainer
+from lockstep.execution.replica_rng import seed_of_replica
+from lockstep.fit.checkpointing.model_state import variables_of
+from lockstep.parameter_server.batch_shards import busy_parts, part_of
+from lockstep.parameter_server.state_deltas import Totals, difference, differences, is_sum
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(28, 4)).astype("float32")
@@ -76,7 +76,7 @@ def made(*more, metrics=(), rate=0.0):
     inner = [layers.Dense(3), layers.BatchNormalization(momentum=0.8), *more, layers.Dense(1, activation="sigmoid")]
     model = keras.Sequential([keras.Input((4,)), *inner])
     model.compile(keras.optimizers.SGD(rate), "binary_crossentropy", metrics=list(metrics))
-    _keras.training_state(model, BATCHES[0])
+    trainer.training_state(model, BATCHES[0])
     return model
 
 
@@ -179,7 +179,7 @@ def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
     for number, piece in enumerate(pieces):
         pairs = zip(state[1], model.non_trainable_variables, strict=True)
         others = [
-            np.asarray(seed_of_replica(jax.numpy.asarray(value), number)) if _keras.is_seed(variable) else value
+            np.asarray(seed_of_replica(jax.numpy.asarray(value), number)) if trainer.is_seed(variable) else value
             for value, variable in pairs
         ]
         found.append(changed_by(step, state, others, piece))
@@ -192,7 +192,7 @@ def test_seeds_go_on_and_are_not_sent_with_each_piece():
     step, state = compiled(model), state_of(model)
     totals = Totals(model)
     totals.set(state[1], state[3])
-    (seed,) = [n for n, variable in enumerate(model.non_trainable_variables) if _keras.is_seed(variable)]
+    (seed,) = [n for n, variable in enumerate(model.non_trainable_variables) if trainer.is_seed(variable)]
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
     assert (totals.others[seed] != state[1][seed]).any()
     assert seed not in totals.changing

@@ -7,9 +7,9 @@ import pytest
 from keras import layers, ops
 
 from lockstep import ModelError
-from lockstep.asynchronous.parts import busy_parts, count_batch_rows, part_of, refuse_all_but_means
-from lockstep.data.placement import Rows
-from lockstep.topology.layout import Layout
+from lockstep.data.device_placement import Rows
+from lockstep.devices.layout import Layout
+from lockstep.parameter_server.batch_shards import busy_parts, count_batch_rows, part_of, refuse_all_but_means
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(7, 3)).astype("float32")

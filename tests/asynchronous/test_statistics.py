@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from lockstep.asynchronous.statistics import Count, Statistics
+from lockstep.parameter_server.staleness_metrics import Count, Statistics
 
 
 def counted(batches, traffic, staleness):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep import ModelError, _keras
-from lockstep.asynchronous.step import GradientStep, names_of, specs_of
-from lockstep.parameters.client import Part
-from lockstep.parameters.partitioners import FixedShardsPartitioner
-from lockstep.resume.variables import variables_of
+from lockstep import ModelError
+from lockstep._keras import trainer
+from lockstep.fit.checkpointing.model_state import variables_of
+from lockstep.parameter_server.gradient_step import GradientStep, names_of, specs_of
+from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.variable_client import Part
 from tests.parameters.threaded_servers import Servers
 
 X = np.random.default_rng(0).normal(size=(70, 6)).astype("float32")
@@ -51,7 +52,7 @@ def made(kind=keras.Sequential, optimizer=lambda: keras.optimizers.Adam(0.01), n
     layers += [keras.layers.BatchNormalization(name="two")] if normalized else []
     model = kind([keras.Input((6,)), *layers, keras.layers.Dense(1, name="three")], name="net")
     model.compile(optimizer(), "mse", metrics=["mae"])
-    _keras.training_state(model, BATCHES[0])  # Makes all variables.
+    trainer.training_state(model, BATCHES[0])  # Makes all variables.
     return model
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from lockstep import CheckpointError
-from lockstep.checkpoint.background import BackgroundWriter
+from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, silent, small
@@ -141,7 +141,7 @@ def test_after_the_end_nothing_is_taken(tmp_path):
 
 PROGRAM = """
 import os, sys, time
-from lockstep.checkpoint.background import BackgroundWriter
+from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 writer = BackgroundWriter(CheckpointStore(sys.argv[1]))

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.cluster.resolvers.ray_train import RayTrain
 from lockstep.cluster_resolver import (
     ClusterResolver,
     JaxClusterResolver,
@@ -16,6 +15,7 @@ from lockstep.cluster_resolver import (
     TFConfigClusterResolver,
     TorchrunClusterResolver,
 )
+from lockstep.distributed.resolvers.ray_train import RayTrain
 
 PORT = 12421
 HOSTS = ("n1", "n2", "n3")

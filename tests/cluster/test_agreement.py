@@ -2,10 +2,10 @@
 
 import pytest
 
-from lockstep.cluster.agreement import digest, first_difference, split
-from lockstep.cluster.group import WorkerGroup
-from lockstep.cluster.peer import Peer
-from lockstep.cluster.roster import Roster
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.control.admission import Roster
+from lockstep.distributed.control.consistency import digest, first_difference, split
+from lockstep.distributed.control.peer import Peer
 
 NAMES = ["worker 0", "worker 1", "worker 2", "worker 3"]
 NAN = float("nan")

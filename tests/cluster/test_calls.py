@@ -1,6 +1,6 @@
 """Calls in which all workers meet, as the chief keeps them."""
 
-from lockstep.cluster.calls import BARRIER, BROADCAST, GATHER, Calls, Reply
+from lockstep.distributed.control.pending_collectives import BARRIER, BROADCAST, GATHER, Calls, Reply
 
 
 def test_each_operation_has_its_answer_when_the_last_has_come():

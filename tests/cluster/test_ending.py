@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep import ClusterError
-from lockstep.cluster.ending import Guard
-from lockstep.cluster.failure import Failure, Kind
+from lockstep.distributed.control.failures import Failure, Kind
+from lockstep.distributed.control.termination import Guard
 
 DIED = Failure(Kind.DIED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) died.")
 STUCK = Failure(Kind.STUCK, 1, "node1", 71, "worker 1 of 2 (node1, process 71) is stuck.")

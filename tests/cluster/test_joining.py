@@ -8,13 +8,13 @@ import time
 import pytest
 
 from lockstep import ClusterError, OptionError
-from lockstep.cluster.connection import Connection
-from lockstep.cluster.door import hello, introduction
-from lockstep.cluster.group import WorkerGroup
-from lockstep.cluster.joining import join
-from lockstep.cluster.listening import open_listener
-from lockstep.cluster.peer import Peer
-from lockstep.cluster.wire import encode
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.control.framed_socket import Connection
+from lockstep.distributed.control.handshake_server import hello, introduction
+from lockstep.distributed.control.join import join
+from lockstep.distributed.control.listener import open_listener
+from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.control.protocol import encode
 from tests.cluster.threaded_job import ThreadedJob, listening
 from tests.support.waiting import DEADLINE, wait_until
 

@@ -6,8 +6,8 @@ import re
 import pytest
 
 import lockstep
-from lockstep.cluster.roles import Part, part_of
 from lockstep.cluster_resolver import SimpleClusterResolver, resolve
+from lockstep.distributed.cluster.process_role import Part, part_of
 
 from .cases import CASES, tf, tf_config, torchrun
 

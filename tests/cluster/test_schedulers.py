@@ -3,8 +3,6 @@
 import pytest
 
 import lockstep
-from lockstep.cluster.ports import JOB_PORTS, port_of_job
-from lockstep.cluster.resolvers.ray_train import RayTrain
 from lockstep.cluster_resolver import (
     JaxClusterResolver,
     KubernetesClusterResolver,
@@ -15,6 +13,8 @@ from lockstep.cluster_resolver import (
     TorchrunClusterResolver,
     resolve,
 )
+from lockstep.distributed.cluster.ports import JOB_PORTS, port_of_job
+from lockstep.distributed.resolvers.ray_train import RayTrain
 
 from .cases import (
     Context,

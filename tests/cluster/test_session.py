@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError, OptionError
-from lockstep.cluster.failure import Kind
-from lockstep.cluster.joining import join
-from lockstep.cluster.waiting import GivenUpError, is_given_up
+from lockstep.distributed.control.failures import Kind
+from lockstep.distributed.control.join import join
+from lockstep.distributed.control.wait_logger import GivenUpError, is_given_up
 from tests.cluster.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from lockstep import OptionError
-from lockstep.cluster.failure import Kind
-from lockstep.cluster.peer import Peer
-from lockstep.cluster.watch import WAITING, Awake, Beat, Limits, cause, failure, look, overdue
+from lockstep.distributed.control.failure_detector import WAITING, Awake, Beat, Limits, cause, failure, look, overdue
+from lockstep.distributed.control.failures import Kind
+from lockstep.distributed.control.peer import Peer
 
 LIMITS = Limits(timeout=60, long=1800)
 NOW = 10_000.0

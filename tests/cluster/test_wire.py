@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from lockstep import OptionError
-from lockstep.cluster.wire import Frames, MalformedError, encode, plain, proof, proves
+from lockstep.distributed.control.protocol import Frames, MalformedError, encode, plain, proof, proves
 
 
 def framed(text):

@@ -3,8 +3,8 @@
 import socket
 import threading
 
-from lockstep.cluster.group import WorkerGroup
-from lockstep.cluster.joining import join
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.control.join import join
 from tests.support.waiting import DEADLINE
 
 

@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 
-from lockstep.cluster.ending import Guard
-from lockstep.cluster.group import WorkerGroup
-from lockstep.cluster.joining import join
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.control.join import join
+from lockstep.distributed.control.termination import Guard
 
 
 def tell(**values):

@@ -17,7 +17,7 @@ from lockstep.cluster_resolver import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from lockstep.parameters.shards import Spec, plan
+from lockstep.parameter_server.variables.sharding import Spec, plan
 from lockstep.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
 
 

@@ -13,8 +13,8 @@ from keras import layers, losses, metrics, ops, optimizers
 
 import lockstep
 from lockstep import get_replica_context
-from lockstep.asynchronous.per_worker import PerWorkerDataset, own_values
-from lockstep.asynchronous.step import GradientStep
+from lockstep.parameter_server.gradient_step import GradientStep
+from lockstep.parameter_server.per_worker import PerWorkerDataset, own_values
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 3)).astype("float32")

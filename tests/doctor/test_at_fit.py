@@ -10,7 +10,7 @@ import pytest
 
 import lockstep
 from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL
-from lockstep.doctor.program import spread
+from lockstep.doctor.fit_call import spread
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, SPARSE, X, Y, dense, net
 
@@ -148,7 +148,9 @@ def fitted_twice(first, second, rate=None, **options):
     ],
 )
 def test_a_batch_that_changes_without_the_rate_is_told(batches, options, names, told, monkeypatch):
-    monkeypatch.setattr("lockstep.doctor.rate._is_known", lambda kind: True)  # Stop is a class of our own.
+    monkeypatch.setattr(
+        "lockstep.doctor.learning_rate_check._is_known", lambda kind: True
+    )  # Stop is a class of our own.
     fitted_twice(*batches, **options)
     assert told() == names
 
@@ -166,7 +168,7 @@ def test_what_cannot_be_looked_at_is_told_and_training_goes_on(strategy, caplog,
         raise ZeroDivisionError("in a check")
 
     caplog.set_level(logging.INFO, "lockstep")
-    monkeypatch.setattr("lockstep.doctor.at_fit.ABOUT_BATCHES", (broken,))
+    monkeypatch.setattr("lockstep.doctor.fit_checks.ABOUT_BATCHES", (broken,))
     with strategy.scope():
         model = net(dense(), loss=FROM_LOGITS)
     assert model.fit(X, Y, verbose=0).history["loss"]
@@ -221,7 +223,7 @@ def test_a_large_array_is_sampled_evenly_and_that_is_said():
 
 def test_what_is_looked_at_at_fit_is_bounded(strategy, monkeypatch):
     looked = []
-    monkeypatch.setattr("lockstep.doctor.labels.spread", lambda array, n: looked.append(n) or spread(array, n))
+    monkeypatch.setattr("lockstep.doctor.labels_check.spread", lambda array, n: looked.append(n) or spread(array, n))
     fit(strategy, PROGRAMS["labels-out-of-range"][1][0])
     assert 1 <= len(looked) <= len(ABOUT_BATCHES + ABOUT_THE_CALL)
     assert set(looked) == {1_000_000}

@@ -13,12 +13,12 @@ from keras import layers
 
 import lockstep
 from lockstep.data.random_state import captured_random_state
-from lockstep.doctor.measured import Read, Steps, about_input
-from lockstep.doctor.memory import about_memory
-from lockstep.doctor.order import about_order
-from lockstep.doctor.process import BadVersion, about_allocator, about_devices_and_cores, about_thread_pool
-from lockstep.doctor.program import Program, Setting
-from lockstep.topology.host_memory import HostMemory
+from lockstep.devices.host_memory import HostMemory
+from lockstep.doctor.fit_call import Program, Setting
+from lockstep.doctor.memory_check import about_memory
+from lockstep.doctor.pipeline_order import about_order
+from lockstep.doctor.probe import Read, Steps, about_input
+from lockstep.doctor.runtime_env import BadVersion, about_allocator, about_devices_and_cores, about_thread_pool
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, X, Y, dense, net
 

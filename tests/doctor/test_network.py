@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from lockstep.cluster_resolver import SimpleClusterResolver
-from lockstep.doctor import network
-from lockstep.doctor.network import Peer, about_network, peers_of
+from lockstep.doctor import connectivity
+from lockstep.doctor.connectivity import Peer, about_network, peers_of
 from tests.support.waiting import DEADLINE
 
 
@@ -64,7 +64,7 @@ def test_all_are_asked_at_once(monkeypatch):
         asked.wait(DEADLINE)
         raise TimeoutError
 
-    monkeypatch.setattr(network.socket, "create_connection", silent)
+    monkeypatch.setattr(connectivity.socket, "create_connection", silent)
     found = names_and_texts(*peers_elsewhere(19), limit=DEADLINE)
     assert not asked.broken
     assert [name for name, _ in found] == ["worker-not-reached"] * 19
@@ -77,7 +77,7 @@ def test_silence_has_a_limit(monkeypatch):
         answered.wait(DEADLINE)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(network.socket, "create_connection", silent)
+    monkeypatch.setattr(connectivity.socket, "create_connection", silent)
     found = names_and_texts(*peers_elsewhere(3), limit=0.5)
     assert not answered.is_set()
     answered.set()

@@ -8,7 +8,7 @@ import traceback
 
 import pytest
 
-from lockstep.data.feed import Direct, Feed
+from lockstep.data.prefetch import Direct, Feed
 
 
 def reading(items):

@@ -11,9 +11,9 @@ import pytest
 from keras.src.backend.jax.trainer import JAXEpochIterator
 
 import lockstep
-from lockstep import _keras
-from lockstep.data.inputs import Input, next_batch
-from lockstep.data.kinds import source_of
+from lockstep._keras import trainer
+from lockstep.data.keras_adapter import Input, next_batch
+from lockstep.data.source_factory import source_of
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, STEPS, TOPOLOGIES, counting, cut, data, weights
@@ -397,5 +397,5 @@ def test_the_copy_ahead_that_keras_makes_on_accelerators_takes_no_batch(kind, mo
 def test_keras_s_copy_to_the_default_device_is_passed_by():
     own = iter([1, 2])
     on_accelerators = JAXEpochIterator(*data())._one_batch_ahead_iterator(own)
-    assert _keras.on_its_way(on_accelerators) is own
-    assert _keras.on_its_way(own) is own
+    assert trainer.on_its_way(on_accelerators) is own
+    assert trainer.on_its_way(own) is own

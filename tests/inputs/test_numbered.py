@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lockstep import InputError
-from lockstep.data.inputs import Input, next_batch
-from lockstep.data.kinds import source_of
+from lockstep.data.keras_adapter import Input, next_batch
+from lockstep.data.source_factory import source_of
 from lockstep.data.sources import IterableSource
 
 from .programs import BATCH, ROWS, STEPS, cut, data

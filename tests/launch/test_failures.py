@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from lockstep.launch.failures import ErrorRecord, Failure, first_of, job_code
-from lockstep.launch.tasks import Task
+from lockstep.launch.failure_report import ErrorRecord, Failure, first_of, job_code
+from lockstep.launch.process_names import Task
 from tests.launch.launching import program, run
 
 

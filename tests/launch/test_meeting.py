@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.cluster.peer import Peer
-from lockstep.launch.job import Job
-from lockstep.launch.meeting.assembly import Assembly
-from lockstep.launch.meeting.nodes import Node, Outcome, Terms
+from lockstep.distributed.control.peer import Peer
+from lockstep.launch.launch_config import Job
+from lockstep.launch.rendezvous.node_messages import Node, Outcome, Terms
+from lockstep.launch.rendezvous.rendezvous_state import Assembly
 
 DONE, FAILED = Outcome(0, ""), Outcome(9, "worker 0 ended with exit code 9")
 LOST = Outcome(75, "worker 1 ended with exit code 75", is_consequence=True)

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from lockstep.launch.output import Lines, Pump, Terminal
-from lockstep.launch.tasks import Task
+from lockstep.launch.log_multiplexer import Lines, Pump, Terminal
+from lockstep.launch.process_names import Task
 from tests.launch.launching import program, run, started
 
 

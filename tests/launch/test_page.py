@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
-from lockstep.cluster import exit_codes
-from lockstep.cluster.ports import DEFAULT_PORT
-from lockstep.launch.job import Job
-from lockstep.launch.print import PRINTERS
+from lockstep.distributed.cluster import exit_codes
+from lockstep.distributed.cluster.ports import DEFAULT_PORT
+from lockstep.launch.launch_config import Job
+from lockstep.launch.templates import PRINTERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 

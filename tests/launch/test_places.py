@@ -7,8 +7,8 @@ import pytest
 
 from lockstep._errors import ClusterError, OptionError
 from lockstep.launch.gpus import gpus_of, share
-from lockstep.launch.job import Job
-from lockstep.launch.places import Place, find_node, reserved_addresses
+from lockstep.launch.launch_config import Job
+from lockstep.launch.rank_assignment import Place, find_node, reserved_addresses
 from tests.launch.launching import program, started
 
 

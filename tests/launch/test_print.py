@@ -14,8 +14,8 @@ import pytest
 
 from lockstep import cli
 from lockstep._errors import OptionError
-from lockstep.launch.job import Job
-from lockstep.launch.print import PRINTERS
+from lockstep.launch.launch_config import Job
+from lockstep.launch.templates import PRINTERS
 from tests.launch.block_yaml import documents
 from tests.launch.launching import environment, program, run
 from tests.support.processes import own_host

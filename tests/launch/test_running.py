@@ -167,7 +167,7 @@ def test_wrong_usage_ends_with_one_line(words, message):
 
 
 def test_the_supervisor_loads_nothing_that_is_slow():
-    code = "import sys, lockstep.launch.supervisor, lockstep.launch.child, lockstep.cli\n"
+    code = "import sys, lockstep.launch.supervisor, lockstep.launch.worker_main, lockstep.cli\n"
     code += "print({name.split('.')[0] for name in sys.modules} & {'jax', 'keras', 'numpy'})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "set()\n", done.stderr

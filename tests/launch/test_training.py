@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from lockstep.launch.places import Place
-from lockstep.workers.job import GENERATION, SECRET
+from lockstep.distributed.process_job import GENERATION, SECRET
+from lockstep.launch.rank_assignment import Place
 from tests.launch.launching import program, run
 
 TRAINING = """

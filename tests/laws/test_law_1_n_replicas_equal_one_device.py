@@ -4,7 +4,7 @@ import pytest
 from jax import lax
 
 from lockstep.collectives import ALGORITHMS
-from lockstep.step import devices
+from lockstep.execution import spmd
 
 from .cases import CASES, case_named
 from .compare import DEVICES, REPLICAS, TOPOLOGIES, Topology, assert_same, reference, run
@@ -93,7 +93,7 @@ def test_the_conditional_of_accelerators_gives_what_selecting_gives(name, topolo
         used.append(len(branches))
         return lax.switch(choice, branches)
 
-    monkeypatch.setattr(devices, "_select", switch)
+    monkeypatch.setattr(spmd, "_select", switch)
     case = case_named(name)
     assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
     assert max(used) >= 2

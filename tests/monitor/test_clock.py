@@ -10,10 +10,10 @@ import pytest
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, ThroughputMonitor
-from lockstep.monitor.clock import Course, Reading, StepClock
-from lockstep.monitor.flops import PEAKS, flops_of_step, peak_of
-from lockstep.monitor.throughput import NAMES, numbers_of
-from lockstep.step.functions import StepListener
+from lockstep.execution.train_functions import StepListener
+from lockstep.fit.monitoring.flops import PEAKS, flops_of_step, peak_of
+from lockstep.fit.monitoring.step_timer import Course, Reading, StepClock
+from lockstep.fit.monitoring.throughput import NAMES, numbers_of
 
 from .runs import BATCH, STEPS, built, data, fit
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from lockstep.callbacks import RichProgress
-from lockstep.monitor.clock import Course, Reading
-from lockstep.monitor.progress import _line, _time_left
+from lockstep.fit.monitoring.rich_progress import _line, _time_left
+from lockstep.fit.monitoring.step_timer import Course, Reading
 
 from .runs import built, fit
 

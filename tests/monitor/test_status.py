@@ -15,8 +15,8 @@ from rich.console import Console
 import lockstep
 from lockstep import cli
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
-from lockstep.checkpoint.naming import STATUS
-from lockstep.report import top
+from lockstep.checkpoint.paths import STATUS
+from lockstep.tools.commands import top
 
 from .runs import STEPS, built, fit
 

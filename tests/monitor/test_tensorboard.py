@@ -16,10 +16,10 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
-from lockstep.monitor.events import EventFile, crc32c, histogram, newest_steps, scalar
-from lockstep.monitor.profiling import Profile
-from lockstep.monitor.throughput import NAMES
-from lockstep.report.top import picture
+from lockstep.fit.monitoring.profiler import Profile
+from lockstep.fit.monitoring.tfevents import EventFile, crc32c, histogram, newest_steps, scalar
+from lockstep.fit.monitoring.throughput import NAMES
+from lockstep.tools.commands.top import picture
 
 from .runs import STEPS, built, data, fit
 

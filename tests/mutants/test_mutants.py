@@ -38,13 +38,13 @@ def test_each_changes_one_line_of_the_sources():
 
 
 def test_a_line_that_has_moved_to_another_file_is_found():
-    moved = Mutant("moved", "topology/no_longer_here.py", "chunk = -(-rows // replicas)", "chunk = 1", "")
+    moved = Mutant("moved", "devices/no_longer_here.py", "chunk = -(-rows // replicas)", "chunk = 1", "")
     assert moved.place()[0].name == "layout.py"
 
 
 def test_a_line_that_is_gone_is_told():
     with pytest.raises(GoneError, match=r"nobody no longer applies: topology/layout\.py has no line 'chunk = 7'"):
-        Mutant("nobody", "topology/layout.py", "chunk = 7", "chunk = 8", "").place()
+        Mutant("nobody", "devices/layout.py", "chunk = 7", "chunk = 8", "").place()
 
 
 SOURCE = '''

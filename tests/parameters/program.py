@@ -7,9 +7,9 @@ import sys
 
 import keras
 
-from lockstep.parameters.client import VariableClient
-from lockstep.parameters.serving import serve
-from lockstep.parameters.shards import plan
+from lockstep.parameter_server.variables.serve import serve
+from lockstep.parameter_server.variables.sharding import plan
+from lockstep.parameter_server.variables.variable_client import VariableClient
 from tests.parameters.threaded_servers import DEADLINE, SPECS, peer
 
 

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
-from lockstep.parameters.clocks import Clocks
-from lockstep.parameters.numbers import Done
-from lockstep.parameters.rounds import Rounds
-from lockstep.parameters.store import Push
+from lockstep.parameter_server.tasks.completed_ids import Done
+from lockstep.parameter_server.variables.staleness_bound import Clocks
+from lockstep.parameter_server.variables.sync_aggregator import Rounds
+from lockstep.parameter_server.variables.variable_store import Push
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["step", "rest", "leave"]), st.integers(0, 3)), max_size=120)
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError
-from lockstep.cluster import exit_codes
-from lockstep.parameters.courier import connect
-from lockstep.parameters.desk import Desk
-from lockstep.parameters.server import ArrayServer
-from lockstep.parameters.shards import Spec
-from lockstep.parameters.visits import Visit
-from lockstep.parameters.wire import MalformedError
-from lockstep.parameters.working import CallOver, DeskClient, work
+from lockstep.distributed.cluster import exit_codes
+from lockstep.parameter_server.tasks.task_client import CallOver, DeskClient, work
+from lockstep.parameter_server.tasks.task_dispatcher import Desk
+from lockstep.parameter_server.variables.array_transport import MalformedError
+from lockstep.parameter_server.variables.client_session import Visit
+from lockstep.parameter_server.variables.rpc_client import connect
+from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.parameter_server.variables.tcp_server import ArrayServer
 from tests.parameters.threaded_servers import DEADLINE, Servers, peer
 from tests.support.waiting import wait_until
 

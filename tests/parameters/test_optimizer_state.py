@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameters.optimizer_state import OptimizerState
-from lockstep.parameters.optimizers import check_optimizer
-from lockstep.parameters.partitioners import FixedShardsPartitioner
-from lockstep.parameters.shards import Spec, plan
-from lockstep.parameters.store import Push, Store, as_variable
+from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
+from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
+from lockstep.parameter_server.variables.sharding import Spec, plan
+from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.variable_store import Push, Store, as_variable
 from tests.parameters.threaded_servers import Servers, values_of
 from tests.support.marks import quick_first
 

@@ -4,9 +4,9 @@ import keras
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameters.optimizers import check_optimizer
-from lockstep.parameters.partitioners import FixedShardsPartitioner
-from lockstep.parameters.shards import plan
+from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
+from lockstep.parameter_server.variables.sharding import plan
+from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
 from tests.parameters.threaded_servers import SPECS
 
 CUT = {"servers": 2, "partitioner": FixedShardsPartitioner(2)}

@@ -8,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
-from lockstep.parameters.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
-from lockstep.parameters.shards import Spec, cut, plan
+from lockstep.parameter_server.variables.sharding import Spec, cut, plan
+from lockstep.parameter_server.variables.size_partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+)
 
 SHAPES = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float32", "float16", "int8"])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import ClusterError
-from lockstep.cluster import exit_codes
-from lockstep.parameters.client import VariableClient
-from lockstep.parameters.shards import plan
+from lockstep.distributed.cluster import exit_codes
+from lockstep.parameter_server.variables.sharding import plan
+from lockstep.parameter_server.variables.variable_client import VariableClient
 from tests.parameters.threaded_servers import DEADLINE, SPECS, peer, values_of
 
 PROGRAM = Path(__file__).with_name("program.py")

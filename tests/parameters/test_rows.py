@@ -8,11 +8,11 @@ import keras
 import numpy as np
 import pytest
 
-from lockstep.asynchronous.step import specs_of
-from lockstep.parameters.gradients import Rows
-from lockstep.parameters.looked_up import LookedUp, tables_of
-from lockstep.parameters.partitioners import FixedShardsPartitioner
-from lockstep.parameters.rows import TouchedRows, as_rows
+from lockstep.parameter_server.gradient_step import specs_of
+from lockstep.parameter_server.variables.embedding_rows import LookedUp, tables_of
+from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.sparse_gradients import Rows
+from lockstep.parameter_server.variables.sparse_rows import TouchedRows, as_rows
 from tests.parameters.threaded_servers import Servers
 from tests.support.marks import quick_first
 

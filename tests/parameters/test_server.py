@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError
-from lockstep.cluster import exit_codes
-from lockstep.parameters.client import Part
-from lockstep.parameters.gradients import Rows
-from lockstep.parameters.partitioners import FixedShardsPartitioner
-from lockstep.parameters.shards import Spec, plan
-from lockstep.parameters.store import OPTIMIZER, Push, Store
+from lockstep.distributed.cluster import exit_codes
+from lockstep.parameter_server.variables.sharding import Spec, plan
+from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.sparse_gradients import Rows
+from lockstep.parameter_server.variables.variable_client import Part
+from lockstep.parameter_server.variables.variable_store import OPTIMIZER, Push, Store
 from tests.parameters.threaded_servers import DEADLINE, SPECS, Servers, values_of
 from tests.support.waiting import wait_until
 

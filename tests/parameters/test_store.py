@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameters.gradients import Rows, share, summed
-from lockstep.parameters.partitioners import FixedShardsPartitioner
-from lockstep.parameters.shards import Spec, plan
-from lockstep.parameters.store import Push, Store
+from lockstep.parameter_server.variables.sharding import Spec, plan
+from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.sparse_gradients import Rows, share, summed
+from lockstep.parameter_server.variables.variable_store import Push, Store
 from tests.parameters.threaded_servers import SPECS, values_of
 from tests.support.marks import quick_first
 

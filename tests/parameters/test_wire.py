@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.parameters.wire import Link, LostError, MalformedError
+from lockstep.parameter_server.variables.array_transport import Link, LostError, MalformedError
 from tests.parameters.threaded_servers import DEADLINE
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lockstep.parameters.work import WorkQueue
+from lockstep.parameter_server.tasks.task_queue import WorkQueue
 
 WORKERS = st.integers(0, 3)
 PATIENCE = 10.0

@@ -6,10 +6,10 @@ import socket
 import keras
 import numpy as np
 
-from lockstep.cluster.peer import Peer
-from lockstep.parameters.client import VariableClient
-from lockstep.parameters.serving import serve
-from lockstep.parameters.shards import Spec, plan
+from lockstep.distributed.control.peer import Peer
+from lockstep.parameter_server.variables.serve import serve
+from lockstep.parameter_server.variables.sharding import Spec, plan
+from lockstep.parameter_server.variables.variable_client import VariableClient
 
 DEADLINE = 30.0  # seconds, of each wait of a test
 

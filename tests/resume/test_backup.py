@@ -274,7 +274,9 @@ def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lockstep")
     Run(tmp_path).fit(4)
     assert CheckpointStore(tmp_path).newest().snapshot.facts["versions"] == used_versions()
-    monkeypatch.setattr("lockstep.resume.run.used_versions", lambda: used_versions() | {"jax": "99.1"})
+    monkeypatch.setattr(
+        "lockstep.fit.checkpointing.fit_checkpoint.used_versions", lambda: used_versions() | {"jax": "99.1"}
+    )
     assert Run(tmp_path).fit() == whole()
     assert f"jax {used_versions()['jax']} then, 99.1 now" in caplog.text
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lockstep.checkpoint.reading import describe
+from lockstep.checkpoint.reader import describe
 from lockstep.checkpoint.store import CheckpointStore
 from tests.resume.attempts import KILLED, LOST, until_stopped
 

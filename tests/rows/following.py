@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from lockstep._keras_layers import without_batch_statistics
-from lockstep.step.rowwise import Along, places_of, traced
+from lockstep._keras.layers import without_batch_statistics
+from lockstep.execution.rowwise import Along, places_of, traced
 
 ROWS = (6, 4)
 

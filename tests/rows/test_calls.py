@@ -10,7 +10,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.step import devices, plans
+from lockstep.execution import executors, spmd
 
 ROWS = 12
 
@@ -40,14 +40,14 @@ class Mean(layers.Layer):
 def calls(inner, method, replicas, devices, monkeypatch):
     """The rows of each call that a step is made in, on all devices."""
     seen = []
-    calls_of = plans.FastPlan.calls_of
+    calls_of = executors.FastPlan.calls_of
 
     def noted(plan, layout, split):
         seen.append(calls_of(plan, layout, split))
         return seen[-1]
 
-    monkeypatch.setattr(plans.FastPlan, "calls_of", noted)
-    monkeypatch.setattr(plans, "usable_cores", lambda: 4)
+    monkeypatch.setattr(executors.FastPlan, "calls_of", noted)
+    monkeypatch.setattr(executors, "usable_cores", lambda: 4)
     with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], replicas=replicas).scope():
         model = keras.Sequential([keras.Input((6, 2)), *inner, layers.Flatten(), layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -99,17 +99,17 @@ def trained():
 
 @pytest.mark.slow
 def test_of_a_large_model_equal_replicas_of_a_cpu_are_compiled_once_with_the_same_numbers(monkeypatch):
-    are_one, run_replicas = [], devices.run_replicas
+    are_one, run_replicas = [], spmd.run_replicas
 
     def noted(*args, vectorize, **kwargs):
         are_one.append(vectorize)
         return run_replicas(*args, vectorize=vectorize, **kwargs)
 
-    monkeypatch.setattr(devices, "run_replicas", noted)
+    monkeypatch.setattr(spmd, "run_replicas", noted)
     small = trained()
     assert set(are_one) == {False}
     are_one.clear()
-    monkeypatch.setattr(devices, "UNROLLED_OPERATIONS", 20)
+    monkeypatch.setattr(spmd, "UNROLLED_OPERATIONS", 20)
     large = trained()
     assert set(are_one) == {True}
     for one, other in zip(small, large, strict=True):

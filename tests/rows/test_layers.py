@@ -8,7 +8,7 @@ import keras
 import pytest
 from keras import layers
 
-from lockstep.step.rowwise import Mixed
+from lockstep.execution.rowwise import Mixed
 from tests.support.marks import quick_first
 
 from .following import is_by_rows, places_of_function, places_of_model

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from lockstep.step.rowwise import Along, Average, Mixed, with_rows_back, with_rows_first
+from lockstep.execution.rowwise import Along, Average, Mixed, with_rows_back, with_rows_first
 
 from .following import is_by_rows, places_of_function
 from .generator import mixes, program

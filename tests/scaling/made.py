@@ -1,7 +1,7 @@
 """Measurements made by hand, and by the very formula that predicts."""
 
-from lockstep.collectives.cost import Link, Network, predict
-from lockstep.scaling.measured import AllReduce, Measured, Point, Setting
+from lockstep.collectives.cost_model import Link, Network, predict
+from lockstep.tools.scaling.results import AllReduce, Measured, Point, Setting
 
 BYTES = 4_000_000
 WITHIN = Network(Link(5e-5, 2e-10), Link(5e-5, 2e-10), 8)

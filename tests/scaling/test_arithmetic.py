@@ -7,15 +7,23 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.collectives.cost import Link, Network, not_negative, predict
-from lockstep.scaling import words
-from lockstep.scaling.measured import Budget, Failed, Point, Setting, from_json, settings_of, to_json
-from lockstep.scaling.prediction import errors_of, link_between, model_of, network_for, predict_step, series_of, total
-from lockstep.scaling.recommendation import choose, recommend
-from lockstep.scaling.report import Question, report_of
-from lockstep.scaling.table import shares_of, table_of, value_at
-from lockstep.scaling.terminal import line_of, render
-from lockstep.scaling.timing import WARM, Clock, block_ends
+from lockstep.collectives.cost_model import Link, Network, not_negative, predict
+from lockstep.tools.scaling import formatting
+from lockstep.tools.scaling.block_timer import WARM, Clock, block_ends
+from lockstep.tools.scaling.prediction import (
+    errors_of,
+    link_between,
+    model_of,
+    network_for,
+    predict_step,
+    series_of,
+    total,
+)
+from lockstep.tools.scaling.recommendation import choose, recommend
+from lockstep.tools.scaling.report import Question, report_of
+from lockstep.tools.scaling.results import Budget, Failed, Point, Setting, from_json, settings_of, to_json
+from lockstep.tools.scaling.table import shares_of, table_of, value_at
+from lockstep.tools.scaling.terminal import line_of, render
 
 from .made import BYTES, WITHIN, by_formula, measured
 
@@ -119,7 +127,7 @@ def test_the_last_call_of_an_epoch_counts_the_steps_that_it_has():
 
 def test_numbers_change_their_unit_where_they_are_rounded():
     shown = {0.99951: "1 s", 0.9994: "999 ms", 0.00099951: "1 ms", 0.0009994: "999 µs", 599.9: "600 s", 600.0: "10 min"}
-    assert {value: words.seconds(value) for value in shown} == shown
+    assert {value: formatting.seconds(value) for value in shown} == shown
 
 
 def test_a_prediction_is_exact_where_the_formula_is_the_truth():

@@ -17,18 +17,18 @@ import pytest
 import lockstep
 from lockstep import DeviceError, OptionError, cli
 from lockstep.collectives import resolve_cross_device_ops
-from lockstep.data.advice import Meter, meters_observed
-from lockstep.report.script import FirstFit
-from lockstep.scaling import asking
-from lockstep.scaling.child import measure_program, reason_of
-from lockstep.scaling.measured import Budget, Failed, Measured, Setting
-from lockstep.scaling.measuring import is_higher_better, measure
-from lockstep.scaling.parts import formula_of
-from lockstep.scaling.processes import measure_all, measure_in_child
-from lockstep.scaling.programs import Given, Program, program_of, run_program
-from lockstep.scaling.terminal import line_of, telling
-from lockstep.strategies import imposed
-from lockstep.strategies.imposed import as_imposed, devices_imposed
+from lockstep.data.wait_meter import Meter, meters_observed
+from lockstep.strategies import device_override
+from lockstep.strategies.device_override import as_imposed, devices_imposed
+from lockstep.tools.run_until_fit import FirstFit
+from lockstep.tools.scaling import api
+from lockstep.tools.scaling.benchmark import is_higher_better, measure
+from lockstep.tools.scaling.component_timing import formula_of
+from lockstep.tools.scaling.measure_main import measure_program, reason_of
+from lockstep.tools.scaling.results import Budget, Failed, Measured, Setting
+from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child
+from lockstep.tools.scaling.terminal import line_of, telling
+from lockstep.tools.scaling.workload import Given, Program, program_of, run_program
 
 from .data_of_tests import build, data
 
@@ -175,7 +175,7 @@ def test_devices_are_imposed_whatever_the_script_names():
 
 def test_more_accelerators_than_there_are_cannot_be_imposed(monkeypatch):
     found = len(jax.local_devices())
-    monkeypatch.setattr(imposed, "platform_of", lambda device: "gpu")  # Of CPU devices, more can be made.
+    monkeypatch.setattr(device_override, "platform_of", lambda device: "gpu")  # Of CPU devices, more can be made.
     with (
         devices_imposed(found + 1),
         pytest.raises(DeviceError, match=f"There are {found} gpu devices here; {found + 1} were"),
@@ -280,8 +280,8 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
 
 def test_what_builds_a_model_may_have_no_name_of_its_own(monkeypatch):
     titles = []
-    monkeypatch.setattr(asking, "program_of", lambda given, folder: Program("script"))
-    monkeypatch.setattr(asking, "_measured", lambda *asked: titles.append(asked[5]))
+    monkeypatch.setattr(api, "program_of", lambda given, folder: Program("script"))
+    monkeypatch.setattr(api, "_measured", lambda *asked: titles.append(asked[5]))
     for one in (build, functools.partial(build, 3), types.SimpleNamespace, operator.itemgetter(1)):
         lockstep.scaling_report(one, data)
     assert titles == ["build", "build", "SimpleNamespace", "itemgetter"]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.scaling.measured import Failed, Setting
-from lockstep.scaling.measured import Point as Measured
-from lockstep.scaling.page import page_of
-from lockstep.scaling.report import Question, report_of
-from lockstep.scaling.svg import Axis, Bar, Point, Series, bar_chart, line_chart, standalone, ticks_of
+from lockstep.tools.scaling.html_report import page_of
+from lockstep.tools.scaling.report import Question, report_of
+from lockstep.tools.scaling.results import Failed, Setting
+from lockstep.tools.scaling.results import Point as Measured
+from lockstep.tools.scaling.svg import Axis, Bar, Point, Series, bar_chart, line_chart, standalone, ticks_of
 
 from .made import by_formula, measured
 

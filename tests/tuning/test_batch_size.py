@@ -10,9 +10,9 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.topology.host_memory import host_memory
-from lockstep.tuning.result import BatchSizes, Measurement
-from lockstep.tuning.search import find_largest, powers_of_two
+from lockstep.devices.host_memory import host_memory
+from lockstep.tuning.batch_sizes import BatchSizes, Measurement
+from lockstep.tuning.size_search import find_largest, powers_of_two
 
 ROWS = 44
 X = np.random.default_rng(0).normal(size=(ROWS, 6))
@@ -238,7 +238,7 @@ def test_other_distributions_are_refused():
 def test_servers_are_refused():
     model = model_of()
     strategy = object.__new__(lockstep.ParameterServerStrategy)  # One that has met its cluster needs processes.
-    lockstep._keras.adopt(model, strategy, lambda kind: None)
+    lockstep._keras.trainer.adopt(model, strategy, lambda kind: None)
     with pytest.raises(lockstep.ScopeError, match="under ParameterServerStrategy each worker has batches of its own"):
         lockstep.batch_size_finder(model, X, Y)
 

@@ -5,9 +5,9 @@ import socket
 import pytest
 
 import lockstep
-from lockstep.cluster.group import WorkerGroup
-from lockstep.cluster.peer import Peer
-from lockstep.workers.jax_service import address_of_jax
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.jax_coordinator import address_of_jax
 
 pytestmark = pytest.mark.xdist_group(__name__)
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.cluster.group import WorkerGroup
-from lockstep.report.cluster_test import SIZES, report, run_cluster_test
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.tools.commands.cluster_test import SIZES, report, run_cluster_test
 
 
 @dataclass

@@ -5,9 +5,9 @@ import socket
 import pytest
 
 from lockstep import ClusterError
-from lockstep.cluster.group import WorkerGroup
-from lockstep.cluster.peer import Peer
-from lockstep.workers.own_address import refuse_unreachable_names
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.hostname_check import refuse_unreachable_names
 
 
 class Said:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lockstep.workers.scheduling import wake_without_preempting
+from lockstep.distributed.thread_policy import wake_without_preempting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has these policies.")
 

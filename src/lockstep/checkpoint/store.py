@@ -10,11 +10,11 @@ from typing import Any
 
 from lockstep._errors import CheckpointError, OptionError, whole_number
 from lockstep._logging import announce as announce_line
-from lockstep.checkpoint import reading, writing
+from lockstep.checkpoint import atomic_write, reader
 from lockstep.checkpoint.lock import WriterLock
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.naming import checkpoints_in, free_name, step_of
-from lockstep.checkpoint.reading import Loaded
+from lockstep.checkpoint.paths import checkpoints_in, free_name, step_of
+from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.snapshot import Snapshot
 
 __all__ = ["CheckpointStore"]
@@ -113,10 +113,10 @@ class CheckpointStore:
         step = whole_number("step", step, least=0)
         with self._writing(f"the checkpoint of step {step} cannot be written", snapshot.nbytes):
             if self._lock.is_exclusive:
-                self._quietly(lambda: writing.sweep(self.directory))
+                self._quietly(lambda: atomic_write.sweep(self.directory))
             name = free_name(step, checkpoints_in(self.directory))
-            path = writing.publish(self.directory, name, step, snapshot)
-            self._quietly(lambda: writing.remove(self.directory, self._outdated(path)))
+            path = atomic_write.publish(self.directory, name, step, snapshot)
+            self._quietly(lambda: atomic_write.remove(self.directory, self._outdated(path)))
             self._tell_of_newer(step)
         return path
 
@@ -134,7 +134,7 @@ class CheckpointStore:
         """
         with self._writing("newer checkpoints cannot be removed"):
             newer = [path for path in checkpoints_in(self.directory) if _step(path) > step]
-            writing.remove(self.directory, newer)
+            atomic_write.remove(self.directory, newer)
         return newer
 
     def steps(self) -> list[int]:
@@ -184,11 +184,11 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is torn, truncated, damaged, foreign or of a newer version.
         """
-        return reading.read(Path(path))
+        return reader.read(Path(path))
 
     def describe(self, path: str | os.PathLike[str]) -> Manifest:
         """What one checkpoint says of itself, without reading its arrays. Args and errors are those of :meth:`read`."""
-        return reading.describe(Path(path))
+        return reader.describe(Path(path))
 
     def verify(self, path: str | os.PathLike[str]) -> list[str]:
         """A sentence for each thing in a checkpoint that is not as it was written; none where all is right.
@@ -196,19 +196,19 @@ class CheckpointStore:
         Args:
             path: its directory, also outside this store.
         """
-        return reading.verify(Path(path))
+        return reader.verify(Path(path))
 
     @contextmanager
     def _writing(self, what: str, needed: int | None = None) -> Iterator[None]:
         with self._alone(what):
             try:
-                writing.make_directory(self.directory)
+                atomic_write.make_directory(self.directory)
                 self._lock.take()
                 yield
             except CheckpointError:
                 raise
             except OSError as error:
-                raise writing.failed(what, self.directory, error, needed) from error
+                raise atomic_write.failed(what, self.directory, error, needed) from error
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:

@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from lockstep._errors import OptionError
-from lockstep.collectives.auto import platform_sum
-from lockstep.collectives.packed import PackedAllReduce
+from lockstep.collectives.bucketed import PackedAllReduce
+from lockstep.collectives.platform import platform_sum
 
 __all__ = ["HalfPrecisionAllReduce"]
 

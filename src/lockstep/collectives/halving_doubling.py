@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lockstep.collectives.packed import PackedAllReduce
+from lockstep.collectives.bucketed import PackedAllReduce
 
 __all__ = ["HalvingDoublingAllReduce"]
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import jax
 
-from lockstep.collectives.auto import platform_sum
-from lockstep.collectives.packed import PackedAllReduce
-from lockstep.topology.devices import platform_of
+from lockstep.collectives.bucketed import PackedAllReduce
+from lockstep.collectives.platform import platform_sum
+from lockstep.devices.names import platform_of
 
 __all__ = ["NcclAllReduce"]
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from lockstep._errors import DeviceError
 from lockstep.collectives.base import CrossDeviceOps
-from lockstep.topology.devices import device_name, parse_device_name
+from lockstep.devices.names import device_name, parse_device_name
 
 __all__ = ["ReductionToOneDevice"]
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.data.placement import Placement
+from lockstep.data.device_placement import Placement
 from lockstep.data.sources import Source
 
 __all__ = ["CachedSource", "DeviceSource", "FileStore", "MemoryStore", "Store"]

@@ -18,8 +18,8 @@ import jax
 import keras
 import numpy as np
 
-from lockstep import _keras
 from lockstep._errors import InputError
+from lockstep._keras import trainer
 
 __all__ = ["AdapterSource", "CallableSource", "DatasetSource", "GeneratorSource", "IterableSource", "Pending", "Source"]
 
@@ -91,7 +91,7 @@ class AdapterSource(Source):
     @property
     def is_arrays(self) -> bool:
         """Whether it is arrays, which lie in memory as a whole."""
-        return _keras.is_arrays(self._adapter)
+        return trainer.is_arrays(self._adapter)
 
     @property
     def can_seek(self) -> bool:  # type: ignore[override]
@@ -134,7 +134,7 @@ class _MadeSource(Source):
 
     def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
         # Copied, because such code may write the next batch into the same memory while a step still reads this one.
-        for batch in _keras.get_jax_iterator(batches):
+        for batch in trainer.get_jax_iterator(batches):
             yield jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
@@ -227,7 +227,7 @@ class DatasetSource(_MadeSource):
         return self._picking(lambda number: self._standard(self._dataset[order[number] if order else number]))
 
     def _standard(self, batch: Any) -> Any:
-        return batch if self._adapter is None else _keras.standard_batch(self._adapter, batch)
+        return batch if self._adapter is None else trainer.standard_batch(self._adapter, batch)
 
     def _order(self) -> Iterator[int]:
         if self.num_batches is None:

@@ -5,24 +5,24 @@ A check is a function of a :class:`Program` that yields findings, costs little, 
 
 from collections.abc import Callable, Iterable, Mapping
 
-from lockstep.doctor.batch import about_few_rows, about_normalization
+from lockstep.doctor.batch_size_check import about_few_rows, about_normalization
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.labels import (
+from lockstep.doctor.fit_call import Program
+from lockstep.doctor.labels_check import (
     about_finite_inputs,
     about_finite_labels,
     about_form_of_labels,
     about_range_of_labels,
 )
-from lockstep.doctor.loss import about_logits
-from lockstep.doctor.order import about_kept_order, about_order
-from lockstep.doctor.precision import about_loss_scale
-from lockstep.doctor.process import (
+from lockstep.doctor.loss_check import about_logits
+from lockstep.doctor.mixed_precision import about_loss_scale
+from lockstep.doctor.pipeline_order import about_kept_order, about_order
+from lockstep.doctor.runtime_env import (
     about_allocator,
     about_devices_and_cores,
     about_thread_pool,
     about_versions,
 )
-from lockstep.doctor.program import Program
 
 __all__ = ["ABOUT_BATCHES", "ABOUT_THE_CALL", "ABOUT_THE_PROCESS", "Check", "findings_of"]
 

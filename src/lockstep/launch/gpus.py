@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.launch.tasks import Task, Tasks
+from lockstep.launch.process_names import Task, Tasks
 
 __all__ = ["gpu_variables", "gpus_of", "share"]
 

@@ -12,23 +12,23 @@ from functools import partial
 from pathlib import Path
 
 from lockstep._errors import OptionError
-from lockstep.cluster.ports import COORDINATOR, PORT
-from lockstep.cluster.resolvers.torchrun import TorchrunClusterResolver
-from lockstep.launch.allocator import Allocator, choose_allocator, glibc_version, library_folders
-from lockstep.launch.course import Course, OwnCourse
-from lockstep.launch.generation import Generation, News
+from lockstep.distributed.cluster.ports import COORDINATOR, PORT
+from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.gpus import gpu_variables, gpus_of
-from lockstep.launch.job import Job
-from lockstep.launch.keeper import FORWARDED
-from lockstep.launch.meeting.arriving import arrive
-from lockstep.launch.meeting.guest import End
-from lockstep.launch.output import Terminal
-from lockstep.launch.places import AnyPlace, find_node
-from lockstep.launch.processes import adopt_orphans, children
-from lockstep.launch.restarts import Restarts
-from lockstep.launch.signals import Signals
-from lockstep.launch.tasks import Task, counted
-from lockstep.launch.worker import Worker
+from lockstep.launch.launch_config import Job
+from lockstep.launch.local_workers import Generation, News
+from lockstep.launch.log_multiplexer import Terminal
+from lockstep.launch.malloc_selection import Allocator, choose_allocator, glibc_version, library_folders
+from lockstep.launch.process_names import Task, counted
+from lockstep.launch.process_tree import adopt_orphans, children
+from lockstep.launch.rank_assignment import AnyPlace, find_node
+from lockstep.launch.reaper import FORWARDED
+from lockstep.launch.rendezvous.rendezvous_client import End
+from lockstep.launch.rendezvous.rendezvous_join import arrive
+from lockstep.launch.restart_budget import Restarts
+from lockstep.launch.restart_loop import Course, OwnCourse
+from lockstep.launch.signal_pipe import Signals
+from lockstep.launch.worker_process import Worker
 
 __all__ = ["SECRET", "supervise"]
 

@@ -12,32 +12,32 @@ import keras
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep import _keras
 from lockstep._errors import ModelError, ScopeError, whole_number
-from lockstep._keras_layers import replaced_call
+from lockstep._keras import trainer
+from lockstep._keras.layers import replaced_call
 from lockstep._logging import announce
 from lockstep.collectives import CrossDeviceOps, Ops
-from lockstep.data.calls import Inputs, Together
-from lockstep.data.listening import listening
-from lockstep.data.options import InputOptions
-from lockstep.data.placement import DEVICE_AXIS, Placement
-from lockstep.doctor.at_fit import AtFit
-from lockstep.guard.around import guard_among, guarded
-from lockstep.loops.context import ReplicaContext, ReusableContext, open_scopes
-from lockstep.loops.model import call_on_replica
-from lockstep.monitor.around import monitored
-from lockstep.resume.around import backed_up
-from lockstep.resume.checkpoint import Checkpoint
-from lockstep.resume.frequency import SaveFrequency
-from lockstep.step.functions import StepFunctions, StepListener, in_step, trace_for
-from lockstep.step.plans import DeterministicPlan, FastPlan, Plan
-from lockstep.strategies.arguments import options_of, refuse_with_slices, resolve_ops
-from lockstep.strategies.checkups import Checkups
-from lockstep.strategies.imposed import as_imposed, is_out_of_use
-from lockstep.topology.cpu import has_started
-from lockstep.topology.determinism import describe_determinism, is_deterministic, prepare_determinism
-from lockstep.topology.devices import device_name
-from lockstep.topology.memory import keep_memory
+from lockstep.custom_loops.model_in_replica import call_on_replica
+from lockstep.custom_loops.replica_context import ReplicaContext, ReusableContext, open_scopes
+from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.fit_entry import Inputs, Together
+from lockstep.data.input_callback import listening
+from lockstep.data.input_options import InputOptions
+from lockstep.devices.cpu_devices import has_started
+from lockstep.devices.determinism import describe_determinism, is_deterministic, prepare_determinism
+from lockstep.devices.malloc_tuning import keep_memory
+from lockstep.devices.names import device_name
+from lockstep.doctor.fit_checks import AtFit
+from lockstep.execution.executors import DeterministicPlan, FastPlan, Plan
+from lockstep.execution.train_functions import StepFunctions, StepListener, in_step, trace_for
+from lockstep.fit.checkpointing.checkpoint_hook import backed_up
+from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
+from lockstep.fit.checkpointing.save_schedule import SaveFrequency
+from lockstep.fit.monitoring.monitor_hook import monitored
+from lockstep.fit.nan_guard.guard_hook import guard_among, guarded
+from lockstep.strategies.device_override import as_imposed, is_out_of_use
+from lockstep.strategies.diagnostics import Checkups
+from lockstep.strategies.validation import options_of, refuse_with_slices, resolve_ops
 
 __all__ = ["Strategy"]
 
@@ -49,7 +49,7 @@ def _current() -> "Strategy | None":
     return scopes[-1] if scopes else None
 
 
-def _current_claim() -> _keras.Claim | None:
+def _current_claim() -> trainer.Claim | None:
     strategy = _current()
     return strategy._claim if strategy and not is_out_of_use() else None
 
@@ -66,7 +66,7 @@ class Strategy(Checkups):
         shard_optimizer: bool,
         input_options: InputOptions | None,
     ) -> None:
-        _keras.check_keras()
+        trainer.check_keras()
         self._deterministic = is_deterministic() if deterministic is None else bool(deterministic)
         self._ops = resolve_ops(cross_device_ops, self._deterministic)
         self._shard_optimizer = bool(shard_optimizer)
@@ -135,7 +135,7 @@ class Strategy(Checkups):
         _refuse_distribution()
         open_scopes.set((*open_scopes.get(), self))
         try:
-            with _keras.models_claimed(_current_claim), trace_for(self.num_replicas_in_sync):
+            with trainer.models_claimed(_current_claim), trace_for(self.num_replicas_in_sync):
                 yield self
         finally:
             scopes = list(open_scopes.get())
@@ -184,8 +184,8 @@ class Strategy(Checkups):
 
     def _claim(self, model: keras.Model) -> None:
         """Make a model that belongs to nobody yet this strategy's, for good."""
-        if _keras.adopted_by(model) is not None:
-            _refuse_other_scope(model, _keras.adopted_by(model))
+        if trainer.adopted_by(model) is not None:
+            _refuse_other_scope(model, trainer.adopted_by(model))
             return
         told: set[str] = set()
 
@@ -206,7 +206,7 @@ class Strategy(Checkups):
                 tell(note)
             return functions.make(kind)
 
-        _keras.adopt(model, self, make, in_step)
+        trainer.adopt(model, self, make, in_step)
         notes = self._inputs.install(model, tell)
         self._models.add(model)
 
@@ -292,8 +292,8 @@ def _refuse_distribution() -> None:
 
 
 def _refuse_mixed_normalization(model: keras.Model) -> None:
-    reason = _keras.needs_global_batch(model)
-    alone = _keras.unsynchronized_normalizations(model)
+    reason = trainer.needs_global_batch(model)
+    alone = trainer.unsynchronized_normalizations(model)
     if reason and alone:
         raise ModelError(
             f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "

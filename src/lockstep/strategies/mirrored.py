@@ -6,9 +6,9 @@ from functools import partial
 import jax
 
 from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
-from lockstep.data.options import InputOptions
+from lockstep.data.input_options import InputOptions
+from lockstep.devices.names import resolve_devices
 from lockstep.strategies.base import Strategy
-from lockstep.topology.devices import resolve_devices
 
 __all__ = ["MirroredStrategy"]
 

@@ -10,20 +10,20 @@ import jax
 import keras
 
 from lockstep._errors import OptionError, whole_number
-from lockstep.cluster.group import WorkerGroup
-from lockstep.cluster.resolvers import ClusterResolver, resolve
-from lockstep.cluster.session import Session
 from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
-from lockstep.data import calls
-from lockstep.data.options import InputOptions
-from lockstep.step.functions import StepListener
+from lockstep.data import fit_entry
+from lockstep.data.input_options import InputOptions
+from lockstep.devices.names import count_cpu_devices, resolve_devices
+from lockstep.distributed.chief_only_io import leave_files_to_the_chief
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.consistency_checks import agree_on_random_numbers
+from lockstep.distributed.control.control_client import Session
+from lockstep.distributed.process_group import Together
+from lockstep.distributed.process_job import Job, job_of_this_process
+from lockstep.distributed.progress_reporter import Progress
+from lockstep.distributed.resolvers import ClusterResolver, resolve
+from lockstep.execution.train_functions import StepListener
 from lockstep.strategies.base import Strategy
-from lockstep.topology.devices import count_cpu_devices, resolve_devices
-from lockstep.workers.alike import agree_on_random_numbers
-from lockstep.workers.calls import Together
-from lockstep.workers.chief import leave_files_to_the_chief
-from lockstep.workers.job import Job, job_of_this_process
-from lockstep.workers.progress import Progress
 
 __all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy"]
 
@@ -125,8 +125,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         }
 
     @cached_property
-    def _together(self) -> calls.Together:  # type: ignore[override]
-        return Together(self._job.session, self._placement) if self._job else calls.Together()
+    def _together(self) -> fit_entry.Together:  # type: ignore[override]
+        return Together(self._job.session, self._placement) if self._job else fit_entry.Together()
 
     @cached_property
     def _listener(self) -> StepListener:

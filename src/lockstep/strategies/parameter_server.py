@@ -9,29 +9,29 @@ from typing import Any
 
 import keras
 
-from lockstep import _keras
 from lockstep._errors import ClusterError, ModelError, OptionError, whole_number
-from lockstep.asynchronous.calls import AtTheChief, Elsewhere
-from lockstep.asynchronous.coordination import Coordination
-from lockstep.asynchronous.coordinator import Coordinated
-from lockstep.asynchronous.member import Member
-from lockstep.asynchronous.step import GradientStep
-from lockstep.cluster.ending import Guard
-from lockstep.cluster.resolvers import ClusterResolver, resolve
-from lockstep.cluster.roles import Part, part_of
-from lockstep.cluster.variables import Variables
-from lockstep.data.options import InputOptions
+from lockstep._keras import trainer
+from lockstep.data.input_options import InputOptions
 from lockstep.data.random_state import captured_random_state, restore_random_state
-from lockstep.guard.around import guard_among
-from lockstep.parameters.desk import Desk
-from lockstep.parameters.shards import PartitionFunction
-from lockstep.parameters.working import CallOver
+from lockstep.devices.determinism import is_deterministic
+from lockstep.devices.names import resolve_devices
+from lockstep.distributed.chief_only_io import leave_files_to_the_chief
+from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.process_role import Part, part_of
+from lockstep.distributed.consistency_checks import identity
+from lockstep.distributed.control.termination import Guard
+from lockstep.distributed.process_job import GENERATION, SECRET
+from lockstep.distributed.resolvers import ClusterResolver, resolve
+from lockstep.fit.nan_guard.guard_hook import guard_among
+from lockstep.parameter_server.cluster_coordinator import Coordinated
+from lockstep.parameter_server.fit_dispatch import AtTheChief, Elsewhere
+from lockstep.parameter_server.gradient_step import GradientStep
+from lockstep.parameter_server.process_context import Member
+from lockstep.parameter_server.scheduler_base import Coordination
+from lockstep.parameter_server.tasks.task_client import CallOver
+from lockstep.parameter_server.tasks.task_dispatcher import Desk
+from lockstep.parameter_server.variables.sharding import PartitionFunction
 from lockstep.strategies.base import Strategy
-from lockstep.topology.determinism import is_deterministic
-from lockstep.topology.devices import resolve_devices
-from lockstep.workers.alike import identity
-from lockstep.workers.chief import leave_files_to_the_chief
-from lockstep.workers.job import GENERATION, SECRET
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -153,7 +153,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
             self._guard.before_end = lambda summary, code: desk.abort(f"the chief has failed: {summary}", code)
             self._closing.callback(self._member.serve_desk(desk).stop)
             desk.open(0)
-            desk.close({"seed": _keras.get_random_seed(), "random": captured_random_state()})
+            desk.close({"seed": trainer.get_random_seed(), "random": captured_random_state()})
             return AtTheChief(self._member, desk, self)
         client = self._member.go_to_desk()
         self._closing.callback(client.close)
@@ -163,7 +163,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
             _take_over_random_numbers(self._part, begun.result)
         return Elsewhere(self._member, client, self)
 
-    # What the calls know of a model: lockstep.asynchronous.calls.Training.
+    # What the calls know of a model: lockstep.parameter_server.fit_dispatch.Training.
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
         """Computes gradients on the devices of this process."""
@@ -261,7 +261,7 @@ def _take_over_random_numbers(part: Part, told: dict[str, Any]) -> None:
     Raises:
         ClusterError: this process has set another seed.
     """
-    own = _keras.get_random_seed()
+    own = trainer.get_random_seed()
     if own != told["seed"]:
         raise ClusterError(
             f"{part.name}: keras.utils.set_random_seed({own}) was called here, and at the chief "

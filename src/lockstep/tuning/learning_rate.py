@@ -9,12 +9,12 @@ from typing import Any
 
 import keras
 
-from lockstep import _keras
 from lockstep._errors import OptionError, ScopeError, whole_number
+from lockstep._keras import trainer
 from lockstep._logging import announce
-from lockstep.data.listening import InputListener
+from lockstep.data.input_callback import InputListener
 from lockstep.strategies.parameter_server import ParameterServerStrategy
-from lockstep.tuning.warm_up import RULES, WarmUp
+from lockstep.tuning.lr_warmup import RULES, WarmUp
 
 __all__ = ["LearningRateScaling"]
 
@@ -93,7 +93,7 @@ class LearningRateScaling(InputListener):
             ScopeError: see the class.
         """
         model = self.model
-        self._refuse_where_it_cannot_work(_keras.adopted_by(model), model.optimizer)
+        self._refuse_where_it_cannot_work(trainer.adopted_by(model), model.optimizer)
         if model.optimizer is not self._optimizer:
             self._optimizer, self.progress = model.optimizer, {}
         self._each, self._warm_up = model.steps_per_execution, None
@@ -170,7 +170,7 @@ class LearningRateScaling(InputListener):
         return self._rate != float(keras.ops.cast(self.progress["set"], self._optimizer.learning_rate.dtype))
 
     def _tell_of_another(self) -> None:
-        owner = _keras.adopted_by(self.model)
+        owner = trainer.adopted_by(self.model)
         (owner._announce if owner else announce)(
             f"LearningRateScaling: the warm-up ends after {self.progress['steps']} steps, as something else has set the learning rate to "
             f"{self._rate:.6g}. To have both, let that leave the rate alone in the first {self._epochs} epochs."

@@ -7,8 +7,8 @@ from collections import Counter
 
 import keras
 
-import lockstep.checkpoint.writing as writing
-from lockstep.resume.run import BackedUpFit
+import lockstep.checkpoint.atomic_write as writing
+from lockstep.fit.checkpointing.fit_checkpoint import BackedUpFit
 from tests.workers.program import tell
 
 DAY = 24 * 3600.0

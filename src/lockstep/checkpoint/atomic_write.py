@@ -1,0 +1,115 @@
+"""How a checkpoint appears and goes: whole, and for good.
+
+It is written under another name, brought to the disk and renamed; the name comes to the disk last. It goes the other way round:
+renamed first, deleted then. So whatever bears the name of a checkpoint is complete, whenever a process or machine ends.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from lockstep._errors import CheckpointError
+from lockstep.checkpoint.manifest import Manifest, encode
+from lockstep.checkpoint.npz import write_arrays
+from lockstep.checkpoint.paths import REMOVED, WRITTEN, is_leftover
+from lockstep.checkpoint.reader import ARRAYS, MANIFEST
+from lockstep.checkpoint.snapshot import Snapshot
+
+__all__ = ["failed", "make_directory", "publish", "remove", "sweep"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def publish(directory: Path, name: str, step: int, snapshot: Snapshot) -> Path:
+    """Write a checkpoint; either it is there as a whole in the end, or nothing is.
+
+    Args:
+        directory: of the store.
+        name: of the checkpoint, free.
+        step: what it is the checkpoint of.
+        snapshot: what it holds.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary, final = directory / f"{WRITTEN}{name}", directory / name
+    if temporary.exists():
+        _delete(temporary)
+    temporary.mkdir()
+    try:
+        with open(temporary / ARRAYS, "xb") as file:
+            entries = write_arrays(file, snapshot.arrays)
+            size = file.tell()
+            file.flush()
+            os.fsync(file.fileno())
+        with open(temporary / MANIFEST, "xb") as file:
+            file.write(encode(Manifest(step, size, entries, snapshot.facts)))
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(temporary)
+        os.rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(directory)
+    return final
+
+
+def remove(directory: Path, paths: Iterable[Path]) -> None:
+    """Remove checkpoints. One that is half deleted no longer bears the name of one."""
+    renamed = []
+    for path in paths:
+        renamed.append(directory / f"{REMOVED}{path.name}")
+        os.rename(path, renamed[-1])
+    if renamed:
+        _sync(directory)
+    for path in renamed:
+        _delete(path)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what writers that were killed have left; call it only where no other writer lives."""
+    for path in directory.iterdir():
+        if is_leftover(path.name):
+            _delete(path)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory where there is none, for good."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+
+
+def failed(what: str, directory: Path, error: OSError, needed: int | None = None) -> CheckpointError:
+    """The error that says where what could not be done, and why.
+
+    Args:
+        what: was to be done.
+        directory: of the store.
+        error: what the operating system said.
+        needed: what is to be written, in bytes, where that is known.
+    """
+    sentence = f"{directory}: {what}: {error.strerror or error}"
+    if needed is not None and error.errno in _FULL:
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        sentence += f"; it needs {needed:,} bytes, and {shutil.disk_usage(there).free:,} are free"
+    return CheckpointError(f"{sentence}.", error.errno)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

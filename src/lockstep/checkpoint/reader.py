@@ -1,0 +1,91 @@
+"""Reading a checkpoint: all of it is checked against its manifest, and nothing in it is run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep._errors import CheckpointError
+from lockstep.checkpoint.manifest import Manifest, decode
+from lockstep.checkpoint.npz import check_bounds, read_array
+from lockstep.checkpoint.paths import step_of
+from lockstep.checkpoint.snapshot import Snapshot
+
+__all__ = ["ARRAYS", "MANIFEST", "Loaded", "describe", "read", "verify"]
+
+MANIFEST, ARRAYS = "manifest.json", "arrays.npz"
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A checkpoint that was read.
+
+    Args:
+        step: how many steps had been trained.
+        snapshot: what was saved; numbers in the byte order of this machine.
+        path: where it lies.
+    """
+
+    step: int
+    snapshot: Snapshot
+    path: Path
+
+
+def describe(path: Path) -> Manifest:
+    """What a checkpoint says of itself. Its arrays are not looked at.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is not what was written.
+    """
+    where = path / MANIFEST
+    with _telling(where):
+        manifest = decode(where.read_bytes(), where)
+    if step_of(path.name) not in (None, manifest.step):
+        raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
+    return manifest
+
+
+def read(path: Path) -> Loaded:
+    """Read a checkpoint, and see that it is what was written. Args and errors are those of :func:`describe`."""
+    manifest, where = describe(path), path / ARRAYS
+    with _telling(where), open(where, "rb") as file:
+        check_bounds(file, manifest, where)
+        arrays = {name: read_array(file, name, entry, where) for name, entry in manifest.arrays.items()}
+    return Loaded(manifest.step, Snapshot(arrays, manifest.facts), path)
+
+
+def verify(path: Path) -> list[str]:
+    """A sentence for each thing in a checkpoint that is not as it was written; none where all is right.
+
+    Args:
+        path: the checkpoint's directory.
+    """
+    problems = []
+    try:
+        manifest, where = describe(path), path / ARRAYS
+        with _telling(where), open(where, "rb") as file:
+            check_bounds(file, manifest, where)
+            for name, entry in manifest.arrays.items():
+                try:
+                    read_array(file, name, entry, where)
+                except CheckpointError as error:
+                    problems.append(str(error))
+    except CheckpointError as error:
+        problems.append(str(error))
+    return problems
+
+
+@contextmanager
+def _telling(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        there = "is missing" if where.parent.is_dir() else "is missing, as there is no such directory"
+        raise CheckpointError(f"{where}: {there}.", error.errno) from error
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror or error}.", error.errno) from error

@@ -1,0 +1,257 @@
+"""What an all-reduce costs: latency and bandwidth, within a machine and between machines.
+
+The model of R. Hockney, The communication challenge for MPP, 1994: a message of m bytes takes α + mβ seconds. As in
+R. Thakur, R. Rabenseifner, W. Gropp, 2005, adding takes γ seconds a byte, and a device sends one message and receives one
+at a time. Here the devices of a machine share its way out: k messages that leave at once take α + kmβ.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from lockstep._errors import OptionError, whole_number
+from lockstep.collectives.hierarchical_copy import group_size
+from lockstep.collectives.message_trace import Traffic, crossing
+
+__all__ = [
+    "FORMULAS",
+    "Link",
+    "Measurement",
+    "Network",
+    "Stage",
+    "fit",
+    "not_negative",
+    "predict",
+    "seconds_on_the_way",
+]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way for messages.
+
+    Args:
+        latency: α, seconds a message.
+        seconds_per_byte: β, one over the bandwidth.
+    """
+
+    latency: float
+    seconds_per_byte: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Devices in machines, numbered machine by machine.
+
+    Args:
+        within: the way between two devices of a machine.
+        between: the way out of a machine, shared by its devices.
+        devices_per_machine: at least 1.
+        seconds_per_added_byte: γ, for adding one array to another.
+    """
+
+    within: Link
+    between: Link
+    devices_per_machine: int
+    seconds_per_added_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        whole_number("Network: devices_per_machine", self.devices_per_machine)
+
+    def seconds(self, pairs: np.ndarray, nbytes: float) -> float:
+        """Time of one round: the slowest of the messages ``pairs``, ``(messages, 2)``, of ``nbytes`` each."""
+        shared = crossing(pairs, self.devices_per_machine)
+        near = self.within.latency + nbytes * self.within.seconds_per_byte
+        far = self.between.latency + shared * nbytes * self.between.seconds_per_byte
+        return max(near, far) if shared else near
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Rounds that are alike.
+
+    Args:
+        rounds: how many.
+        sent: length of a message, as a share of the bytes to be added up.
+        added: bytes that a device adds in each round, as such a share.
+        pairs: who sends to whom in one of them, ``(messages, 2)``.
+    """
+
+    rounds: int
+    sent: float
+    added: float
+    pairs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What an all-reduce took.
+
+    Args:
+        algorithm: a name in ``FORMULAS``.
+        nbytes: bytes that each device holds.
+        devices: number of devices, all in one machine.
+        seconds: what it took.
+    """
+
+    algorithm: str
+    nbytes: float
+    devices: int
+    seconds: float
+
+
+def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> float:
+    """Seconds that an all-reduce takes by the model.
+
+    Args:
+        algorithm: a name in ``FORMULAS``.
+        nbytes: bytes that each device holds.
+        devices: number of devices.
+        network: what messages cost.
+
+    Raises:
+        OptionError: there is no formula of that name.
+
+    Example:
+        >>> from lockstep.collectives.cost_model import Link, Network, predict
+        >>> network = Network(Link(5e-6, 1 / 200e9), Link(20e-6, 1 / 25e9), devices_per_machine=8)
+        >>> predict("ring", 1e8, 64, network) < predict("reduce_to_one", 1e8, 64, network)
+        True
+    """
+    return sum(
+        stage.rounds
+        * (network.seconds(stage.pairs, stage.sent * nbytes) + stage.added * nbytes * network.seconds_per_added_byte)
+        for stage in _stages(algorithm, devices)
+    )
+
+
+def seconds_on_the_way(traffic: Traffic, network: Network) -> float:
+    """What the messages of a counted program take, without the adding."""
+    return sum(network.seconds(np.asarray(turn.pairs), turn.nbytes) for turn in traffic.rounds)
+
+
+def fit(measurements: Sequence[Measurement]) -> tuple[Network, float]:
+    """Latency, bandwidth and cost of adding within a machine, from measured times.
+
+    Least squares of the relative errors; what would come out negative is zero.
+
+    Args:
+        measurements: at least three, of several sizes.
+
+    Returns:
+        A network of one machine, and the median of the relative errors of its predictions.
+    """
+    counts = np.array([_counts(one) for one in measurements])
+    seconds = np.array([one.seconds for one in measurements])
+    alpha, beta, gamma = map(float, not_negative(counts / seconds[:, None], np.ones(len(counts))))
+    errors = np.abs(counts @ [alpha, beta, gamma] / seconds - 1)
+    link = Link(alpha, beta)
+    most = max(one.devices for one in measurements)
+    return Network(link, link, most, gamma), float(np.median(errors))
+
+
+def _counts(one: Measurement) -> tuple[float, float, float]:
+    stages = _stages(one.algorithm, one.devices)
+    rounds = sum(stage.rounds for stage in stages)
+    sent = sum(stage.rounds * stage.sent for stage in stages)
+    added = sum(stage.rounds * stage.added for stage in stages)
+    return rounds, sent * one.nbytes, added * one.nbytes
+
+
+def not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The coefficients, none negative, with which ``rows`` give ``values`` best by least squares.
+
+    Args:
+        rows: ``(measurements, coefficients)``; a few coefficients, as all their subsets are tried.
+        values: ``(measurements,)``.
+
+    Returns:
+        ``(coefficients,)``.
+    """
+    count = rows.shape[1]
+    best, least = np.zeros(count), np.inf
+    for size in range(1, count + 1):
+        for chosen in map(list, combinations(range(count), size)):
+            found = np.zeros(count)
+            found[chosen] = np.linalg.lstsq(rows[:, chosen], values, rcond=None)[0]
+            error = float(np.square(rows @ found - values).sum())
+            if (found >= 0).all() and error < least:
+                best, least = found, error
+    return best
+
+
+def _stages(algorithm: str, devices: int) -> list[Stage]:
+    if algorithm not in FORMULAS:
+        raise OptionError(f"cost: no formula for {algorithm!r}; there are: {', '.join(FORMULAS)}.")
+    devices = whole_number("devices", devices)
+    return FORMULAS[algorithm](devices) if devices > 1 else []
+
+
+def _ring(n: int) -> list[Stage]:
+    pairs = _shift(1, n)
+    return [Stage(n - 1, 1 / n, 1 / n, pairs), Stage(n - 1, 1 / n, 0, pairs)]
+
+
+def _halving_doubling(n: int) -> list[Stage]:
+    power = 1 << (n.bit_length() - 1)
+    own, extra = np.arange(power), np.arange(power, n)
+    stages = []
+    for distance in (1 << bit for bit in range(power.bit_length() - 1)):
+        pairs = np.stack([own, own ^ distance], axis=1)
+        stages += [Stage(1, 1 / (2 * distance), added, pairs) for added in (1 / (2 * distance), 0)]
+    if len(extra):
+        pairs = np.stack([extra, extra - power], axis=1)
+        stages += [Stage(1, 1, 1, pairs), Stage(1, 1, 0, pairs)]
+    return stages
+
+
+def _reduce_to_one(n: int) -> list[Stage]:
+    stages = [Stage(1, 1, 1, np.array([[source, 0]])) for source in range(1, n)]
+    for have in (1 << bit for bit in range((n - 1).bit_length())):
+        sender = np.arange(min(have, n - have))
+        stages.append(Stage(1, 1, 0, np.stack([sender, sender + have], axis=1)))
+    return stages
+
+
+def _hierarchical_copy(n: int) -> list[Stage]:
+    leaders = np.arange(0, n, group_size(n))
+    stages = []
+    for step in range(1, group_size(n)):
+        members = leaders[leaders + step < n] + step
+        stages += [Stage(1, 1, added, np.stack([members, members - step], axis=1)) for added in (1, 0)]
+    for leader in leaders[1:]:
+        stages += [Stage(1, 1, added, np.array([[leader, 0]])) for added in (1, 0)]
+    return stages
+
+
+def _tree(n: int) -> list[Stage]:
+    return _slices(n, 1 / n)
+
+
+def _half_precision(n: int) -> list[Stage]:
+    return _slices(n, 0.5 / n)  # Of float32 numbers.
+
+
+def _slices(n: int, sent: float) -> list[Stage]:
+    scatter = [Stage(1, sent, 1 / n, _shift(step, n)) for step in range(1, n)]
+    return [*scatter, Stage(n - 1, sent, 0, _shift(1, n))]
+
+
+def _shift(step: int, n: int) -> np.ndarray:
+    own = np.arange(n)
+    return np.stack([own, (own + step) % n], axis=1)
+
+
+# The platform's collective is counted as a ring, which is what NCCL takes for long vectors.
+FORMULAS: dict[str, Callable[[int], list[Stage]]] = {
+    "auto": _ring,
+    "half_precision": _half_precision,
+    "halving_doubling": _halving_doubling,
+    "hierarchical_copy": _hierarchical_copy,
+    "nccl": _ring,
+    "reduce_to_one": _reduce_to_one,
+    "ring": _ring,
+    "tree": _tree,
+}

@@ -1,0 +1,64 @@
+"""The platform's own all-reduce: NCCL between GPUs, XLA's in-process collective between CPU devices."""
+
+from collections.abc import Sequence
+
+import jax
+
+from lockstep.collectives.bucketed import PackedAllReduce
+from lockstep.collectives.bucketing import pack, plan_packs, unpack
+from lockstep.devices.names import platform_of
+
+__all__ = ["AutoAllReduce", "platform_sum", "platform_sum_in_few"]
+
+_SMALL = 1 << 20  # bytes; larger arrays are not worth a copy
+
+
+class AutoAllReduce(PackedAllReduce):
+    """All-reduce by the platform's own collective: the default.
+
+    Source: ``jax.lax.psum``, which XLA turns into NCCL's all-reduce on GPUs.
+
+    Args:
+        bytes_per_pack: the arrays are added in packs of at most so many bytes. 0: XLA decides what it joins, and
+            between processes on CPUs, where it joins nothing, arrays of at most a megabyte travel together.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(cross_device_ops=lockstep.AutoAllReduce())
+    """
+
+    def __init__(self, *, bytes_per_pack: int = 0) -> None:
+        super().__init__(bytes_per_pack=bytes_per_pack)
+
+    def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
+        """Sum of each array over the devices; see :class:`CrossDeviceOps`."""
+        if self.bytes_per_pack:
+            return super().all_reduce(values, axis, devices)
+        return platform_sum_in_few(values, axis, devices)
+
+    def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
+        """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        return platform_sum([vector], axis)[0]
+
+    def describe(self, devices: Sequence[jax.Device]) -> str:
+        """What the strategy's log line says."""
+        return f"all-reduce by {'NCCL' if platform_of(devices[0]) == 'gpu' else 'XLA'}"
+
+
+def platform_sum(values: Sequence[jax.Array], axis: str) -> list[jax.Array]:
+    """``jax.lax.psum`` in the arrays' own dtypes: by itself it counts bools as int32."""
+    sums = jax.lax.psum(tuple(values), axis)
+    return [total.astype(value.dtype) for total, value in zip(sums, values, strict=True)]
+
+
+def platform_sum_in_few(values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """As :func:`platform_sum`, in few collectives: between processes on CPUs each array is one of its own, which waits for the others."""
+    between_processes = len({device.process_index for device in devices}) > 1
+    if not between_processes or platform_of(devices[0]) != "cpu":
+        return platform_sum(values, axis)
+    small = [value for value in values if value.nbytes <= _SMALL]
+    large = [value for value in values if value.nbytes > _SMALL]
+    plan = plan_packs(small)
+    sums = platform_sum([*large, *pack(small, plan)], axis)
+    of_large, of_small = iter(sums[: len(large)]), iter(unpack(sums[len(large) :], plan, small))
+    return [next(of_small if value.nbytes <= _SMALL else of_large) for value in values]

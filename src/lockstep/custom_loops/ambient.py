@@ -1,0 +1,133 @@
+"""Which strategy and which replica the calling code is in, with the names of ``tf.distribute``."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep._errors import member_of
+from lockstep.collectives import AutoAllReduce
+from lockstep.collectives.reduce_op import ReduceOp
+from lockstep.custom_loops.per_replica import countable
+from lockstep.custom_loops.replica_context import (
+    ReplicaContext,
+    current_replica,
+    current_strategy,
+    inside,
+    with_fractions,
+)
+from lockstep.custom_loops.strategy_api import LoopTools
+from lockstep.custom_loops.value_checks import check_arrays, check_axis
+from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.fit_entry import Together
+from lockstep.data.input_options import InputOptions
+
+__all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context"]
+
+
+class _NoStrategy(LoopTools):
+    """What :func:`get_strategy` returns where there is none: one replica, on JAX's default device."""
+
+    _ops, _together, _input_options = AutoAllReduce(), Together(), InputOptions()
+
+    @cached_property
+    def _placement(self) -> Placement:  # type: ignore[override]  # made when it is used: it starts JAX
+        return Placement(Mesh(np.asarray(jax.local_devices()[:1]), (DEVICE_AXIS,)), 1)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """One."""
+        return 1
+
+    def scope(self) -> AbstractContextManager["_NoStrategy"]:
+        """Changes nothing."""
+        return nullcontext(self)
+
+
+class _OnlyReplica(ReplicaContext):
+    """The context of code that runs under no strategy: every value is the sum and the mean already."""
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+        """``value``; the mean of whole numbers is a floating-point one."""
+        op = member_of(ReduceOp, "all_reduce: reduce_op", reduce_op)
+        check_arrays("all_reduce", value)
+        return jax.tree.map(with_fractions if op is ReduceOp.MEAN else countable, value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """``value``."""
+        check_arrays("all_gather", value)
+        for leaf in jax.tree.leaves(value):
+            check_axis("all_gather", jnp.shape(leaf), axis)
+        return value
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """What ``merge_fn`` returns."""
+        with inside(self.strategy, None):
+            return merge_fn(self.strategy, *args, **(kwargs or {}))
+
+
+_none = _NoStrategy()
+
+
+def get_strategy() -> Any:
+    """The strategy that is at work here, as in ``tf.distribute``.
+
+    Returns:
+        That whose scope is open or whose replica runs; else one of a single replica.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.get_strategy().num_replicas_in_sync
+        1
+    """
+    return current_strategy() or _none
+
+
+def has_strategy() -> bool:
+    """Whether a strategy is at work here.
+
+    Returns:
+        True where a scope is open or a replica runs.
+
+    Example:
+        >>> import lockstep
+        >>> with lockstep.MirroredStrategy(["cpu:0"]).scope():
+        ...     lockstep.has_strategy()
+        True
+    """
+    return current_strategy() not in (None, _none)
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the code works for all replicas at once.
+
+    Returns:
+        True in a scope or a merge call, and not in a replica.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.in_cross_replica_context()
+        False
+    """
+    return current_strategy() is not None and current_replica() is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica that runs.
+
+    Returns:
+        What it knows of itself; None in a scope or a merge call; that of the only replica where there is no strategy.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.get_replica_context().num_replicas_in_sync
+        1
+    """
+    if in_cross_replica_context():
+        return None
+    return current_replica() or _OnlyReplica(_none, 0, lambda shape: [shape])

@@ -1,0 +1,230 @@
+"""Batches for replicas, out of any input."""
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lockstep._errors import OptionError, ScopeError, whole_number
+from lockstep.custom_loops.per_replica import rows_of_batch
+from lockstep.custom_loops.replica_context import current_replica
+from lockstep.data.device_placement import Placement, count_rows
+from lockstep.data.pass_iterator import Check, Epoch
+from lockstep.data.sources import Source
+from lockstep.data.wait_meter import Meter
+
+__all__ = ["DistributedDataset", "DistributedIterator", "InputContext", "ValueContext"]
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a function that makes a data set knows: ``tf.distribute.InputContext``.
+
+    Args:
+        num_input_pipelines: number of processes that read.
+        input_pipeline_id: number of this one.
+        num_replicas_in_sync: number of replicas of all.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+        >>> seen = []
+        >>> data = strategy.distribute_datasets_from_function(lambda context: seen.append(context) or [])
+        >>> seen
+        [InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)]
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Rows of one replica.
+
+        Args:
+            global_batch_size: rows of all replicas together.
+
+        Returns:
+            Rows of each.
+
+        Raises:
+            OptionError: the replicas do not divide ``global_batch_size``, or one of the two is no whole number.
+
+        Example:
+            >>> from lockstep import InputContext
+            >>> InputContext(1, 0, 4).get_per_replica_batch_size(512)
+            128
+        """
+        replicas = whole_number("InputContext: num_replicas_in_sync", self.num_replicas_in_sync)
+        if whole_number("get_per_replica_batch_size: global_batch_size", global_batch_size) % replicas:
+            raise OptionError(
+                f"get_per_replica_batch_size: {self.num_replicas_in_sync} replicas do not divide a global batch of "
+                f"{global_batch_size} rows. Take a multiple of {self.num_replicas_in_sync}."
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What a function that makes a value for a replica knows: ``tf.distribute.experimental.ValueContext``.
+
+    Args:
+        replica_id_in_sync_group: number of the replica.
+        num_replicas_in_sync: number of replicas.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+        >>> values = strategy.experimental_distribute_values_from_function(lambda context: 1 / context.num_replicas_in_sync)
+        >>> [float(value) for value in values.values]
+        [0.5, 0.5]
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+class DistributedDataset(Source):
+    """Batches of :class:`PerReplica`, one pass for each ``iter``: ``tf.distribute.DistributedDataset``.
+
+    ``fit``, ``evaluate`` and ``predict`` take it, too.
+
+    Args:
+        source: batches of the global size.
+        placement: devices and number of replicas.
+        depth: number of batches to place ahead.
+        new_check: gives, for each pass, what looks at the batches, where several processes should read the same.
+    """
+
+    def __init__(
+        self, source: Source, placement: Placement, depth: int, new_check: Callable[[], Check] | None = None
+    ) -> None:
+        super().__init__(source.name)
+        self._source, self._placement, self._depth, self._new_check = source, placement, depth, new_check
+        self.restarts = source.restarts
+
+    def __iter__(self) -> "DistributedIterator":
+        check = self._new_check() if self._new_check else None
+        return DistributedIterator(self._source, self._values_of, self._depth, check)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError(f"the number of batches of this {self.name} is not known before it has ended")
+        return self.num_batches
+
+    def _values_of(self, batch: Any) -> Any:
+        """A batch, cut into replicas."""
+        return rows_of_batch(batch, count_rows(jax.tree.map(np.asarray, batch)), self._placement)
+
+    @property
+    def num_batches(self) -> int | None:
+        """See :class:`Source`."""
+        return self._source.num_batches
+
+    def batches(self) -> Iterator[Any]:
+        """See :class:`Source`."""
+        return self._source.batches()
+
+    def give_back(self, batches: list[Any]) -> None:
+        """See :class:`Source`."""
+        self._source.give_back(batches)
+
+    def begin_epoch(self) -> None:
+        """See :class:`Source`."""
+        self._source.begin_epoch()
+
+    def end_epoch(self) -> None:
+        """See :class:`Source`."""
+        self._source.end_epoch()
+
+
+class DistributedIterator(Iterator[Any]):
+    """Iterator over a distributed data set: ``tf.distribute.DistributedIterator``.
+
+    A thread reads and places ahead of it. When it is dropped the thread ends, and what was read and not taken goes back to an
+    input that cannot yield it again.
+
+    Args:
+        source: where batches come from.
+        place: makes of one a tree of :class:`PerReplica`.
+        depth: number of batches to place ahead.
+        check: looks at each batch before.
+    """
+
+    def __init__(self, source: Source, place: Callable[[Any], Any], depth: int, check: Check | None = None) -> None:
+        self._source = source
+        self._epoch = Epoch(source, place, depth, Meter(), check)
+        self._epoch.allow(math.inf)
+        self._close = weakref.finalize(self, _close, self._epoch)
+        self._close.atexit = False
+        source.begin_epoch()
+
+    def __next__(self) -> Any:
+        if current_replica() is not None:
+            raise ScopeError(
+                "A function that strategy.run runs on each replica asked for the next batch of a distributed data set, which is one for all "
+                "replicas. Fix: take it outside, and give it as an argument: strategy.run(fn, args=(next(iterator),))."
+            )
+        if isinstance(jnp.add(0, 0), jax.core.Tracer):
+            raise ScopeError(
+                "A function that jax.jit compiles asked for the next batch of a distributed data set. It would be traced once, and have the batch "
+                "of that time in each call. Fix: take it outside, and give it as an argument: step(next(iterator))."
+            )
+        if not self._close.alive:
+            raise StopIteration
+        try:
+            return self._epoch.take(None)
+        except BaseException as error:
+            self._close()
+            if isinstance(error, StopIteration):
+                self._source.end_epoch()
+            raise
+
+    def get_next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        return next(self)
+
+    def get_next_as_optional(self) -> "Optional":
+        """The next batch, or the news that there is none."""
+        for batch in self:
+            return Optional(batch, True)
+        return Optional(None, False)
+
+
+@dataclass(frozen=True)
+class Optional:
+    """A batch or none: ``tf.experimental.Optional``."""
+
+    _value: Any
+    _has_value: bool
+
+    def has_value(self) -> bool:
+        """Whether there is a batch."""
+        return self._has_value
+
+    def get_value(self) -> Any:
+        """The batch.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        if not self._has_value:
+            raise StopIteration("the data set has ended: ask has_value() first")
+        return self._value
+
+
+def _close(epoch: Epoch) -> None:
+    epoch.close(failed=sys.exception() is not None)

@@ -1,0 +1,104 @@
+"""Losses of a replica, so that their sum over the replicas is the loss of the global batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lockstep._errors import InputError
+from lockstep.custom_loops.replica_context import current_replica, current_strategy, with_fractions
+from lockstep.custom_loops.value_checks import check_arrays
+from lockstep.execution.train_functions import is_in_step
+
+__all__ = ["compute_average_loss", "scale_regularization_loss"]
+
+
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
+    """This replica's part of the average over the global batch: ``tf.nn.compute_average_loss``.
+
+    In what ``fit`` calls, a compiled loss or ``call`` of a layer, it is what one device gives: the losses are those of all rows, or are
+    averaged over the replicas.
+
+    Args:
+        per_example_loss: losses of this replica's rows, ``(rows, …)``.
+        sample_weight: their weights: one number, one for each row, or one for each loss; an axis of length 1 at the end is
+            left out.
+        global_batch_size: rows of all replicas. By default the rows of this replica times the number of replicas, which is
+            right only where all have the same number.
+
+    Returns:
+        Their sum over ``global_batch_size``, ``()``, and 0 where there are no rows. The sum over the replicas is the average.
+
+    Raises:
+        InputError: ``per_example_loss`` has no rows to count, ``sample_weight`` has other rows, or ``global_batch_size`` is no number
+            of rows.
+
+    Example:
+        >>> import jax.numpy as jnp, lockstep
+        >>> float(lockstep.compute_average_loss(jnp.asarray([1.0, 3.0]), global_batch_size=8))
+        0.5
+    """
+    losses = jnp.asarray(per_example_loss)
+    if losses.ndim == 0:
+        raise InputError(
+            "compute_average_loss: expected a loss for each row, got one number. Give the loss reduction=None."
+        )
+    if sample_weight is not None:
+        losses = with_fractions(losses)
+        losses = losses * _weights_of(losses.shape, jnp.asarray(sample_weight, losses.dtype))
+    if global_batch_size is not None:
+        _check_rows(global_batch_size)
+    return losses.sum() / (max(1, losses.shape[0]) * _replicas() if global_batch_size is None else global_batch_size)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+    """This replica's part of a loss that does not depend on rows: ``tf.nn.scale_regularization_loss``.
+
+    In what ``fit`` calls it is the whole loss.
+
+    Args:
+        regularization_loss: arrays, or a list of them, such as ``model.losses``.
+
+    Returns:
+        Their sum over the number of replicas, ``()``.
+
+    Raises:
+        InputError: there is something else among them.
+
+    Example:
+        >>> import lockstep
+        >>> float(lockstep.scale_regularization_loss([1.0, 2.0]))
+        3.0
+    """
+    check_arrays("scale_regularization_loss", regularization_loss)
+    total = sum((jnp.sum(jnp.asarray(loss)) for loss in jax.tree.leaves(regularization_loss)), start=jnp.zeros(()))
+    return total / _replicas()
+
+
+def _weights_of(shape: tuple[int, ...], weights: jax.Array) -> jax.Array:
+    """Weights with as many axes as the losses, or none."""
+    if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    if weights.shape != shape[: weights.ndim]:
+        raise InputError(
+            f"compute_average_loss: sample_weight has the shape {weights.shape}, and the losses have {shape}. Fix: give one weight for each "
+            "row, or for each loss."
+        )
+    return weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
+
+
+def _check_rows(number: Any) -> None:
+    is_number = isinstance(number, int | np.integer | np.ndarray | jax.Array) and not isinstance(number, bool)
+    is_whole = is_number and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), jnp.integer)
+    if not is_whole or (not isinstance(number, jax.core.Tracer) and int(number) < 1):
+        raise InputError(
+            f"compute_average_loss: expected global_batch_size as a whole number of rows, 1 or more, got {number!r}. "
+            "Fix: count the rows of all replicas."
+        )
+
+
+def _replicas() -> int:
+    """How many parts the loss has."""
+    strategy = current_strategy() if current_replica() or not is_in_step() else None
+    return int(strategy.num_replicas_in_sync) if strategy else 1

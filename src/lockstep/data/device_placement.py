@@ -1,0 +1,292 @@
+"""A batch on the host becomes arrays on the devices: each row where its replica runs, padded to equal pieces.
+
+Model inputs are always cut over the devices. Targets and weights are small as a rule, and the loss is computed on the
+whole batch; up to ``REPLICATE_BELOW`` bytes every device gets its own copy, which saves a collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lockstep._errors import InputError
+from lockstep.devices.layout import Layout
+
+__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "Placement", "Rows", "count_rows", "gather_rows", "joined"]
+
+DEVICE_AXIS = "device"
+REPLICATE_BELOW = 1 << 20  # bytes; larger arrays stay cut over the devices
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a global batch laid over the devices: ``array`` is ``(devices * capacity, …)``, cut on its first axis."""
+
+    array: jax.Array
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the global batch, ``(rows, …)``."""
+        return (self.layout.rows, *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Type of its numbers."""
+        return self.array.dtype
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the arrays of one strategy go: ``replicas`` replicas over the devices of ``mesh``."""
+
+    mesh: Mesh
+    replicas: int
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices, in the order of the mesh axis."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", "gpu" or "tpu"."""
+        return self.devices[0].platform
+
+    @property
+    def own_places(self) -> tuple[int, ...]:
+        """Numbers of the devices that belong to this process."""
+        return tuple(place for place, device in enumerate(self.devices) if device.process_index == jax.process_index())
+
+    @property
+    def first_own_device(self) -> jax.Device:
+        """The first device of this process."""
+        return self.devices[self.own_places[0]]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all devices belong to this process."""
+        return len(self.own_places) == len(self.devices)
+
+    @property
+    def own_replicas(self) -> range:
+        """Numbers of the replicas that run on the devices of this process."""
+        one_row_each = self.layout(self.replicas)
+        counts = [len(one_row_each.per_device[place]) for place in self.own_places]
+        first = one_row_each.first_replica[self.own_places[0]]
+        return range(first, first + sum(counts))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Every device holds the whole array."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def cut(self) -> NamedSharding:
+        """Each device holds an equal piece of the first axis."""
+        return NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
+
+    def sliced(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Each device holds an equal slice of an array, along its longest axis that the devices divide; else all of it."""
+        axis = self.sliced_axis(shape)
+        if axis is None:
+            return self.replicated
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
+
+    def sliced_axis(self, shape: tuple[int, ...]) -> int | None:
+        """The longest axis that the devices divide, the first of several; None where there is none."""
+        fitting = [axis for axis, length in enumerate(shape) if length and length % len(self.devices) == 0]
+        return max(fitting, key=lambda axis: shape[axis], default=None)
+
+    def on_first_device(self) -> "Placement":
+        """The same replicas, all of them on the first device of this process."""
+        return Placement(Mesh(self.mesh.devices[list(self.own_places[:1])], (DEVICE_AXIS,)), self.replicas)
+
+    def put(self, tree: Any, places: Any = None) -> Any:
+        """Arrays on the devices. Every process has all of them, and puts on its devices what these hold.
+
+        Args:
+            tree: arrays or numbers.
+            places: a sharding for all, or a tree of them; by default every device gets everything.
+        """
+        places = self.replicated if places is None else places
+        if self.is_local:
+            return jax.device_put(tree, places)
+        return jax.tree.map(_put_own_part, tree, jax.tree.broadcast(places, tree))
+
+    def put_own(self, array: np.ndarray, length: int) -> jax.Array:
+        """An array that is cut over the devices, of which each process has its own part.
+
+        Args:
+            array: the part of this process, ``(its replicas * k, …)``; all processes have the same k.
+            length: of the whole array along the first axis, ``replicas * k``.
+        """
+        first = self.own_replicas.start * length // self.replicas
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(length)
+            return array[start - first : stop - first]
+
+        return jax.make_array_from_callback((length, *array.shape[1:]), self.cut, part)
+
+    def place_own(self, batch: Any) -> Any:
+        """As :meth:`place`, where this process has the rows of its own replicas, and all replicas equally many.
+
+        Args:
+            batch: a tree of arrays ``(rows of this process, …)``. The devices must divide the replicas.
+        """
+        rows = count_rows(batch) // len(self.own_replicas) * self.replicas
+        layout = self.layout(rows)
+        return jax.tree.map(lambda leaf: Rows(self.put_own(np.asarray(leaf), rows), layout), batch)
+
+    def layout(self, rows: int) -> Layout:
+        """Layout of a global batch of ``rows`` rows."""
+        return Layout(rows, self.replicas, len(self.devices))
+
+    def place(self, batch: Any) -> Any:
+        """Put a batch, as Keras's iterators yield it, on the devices.
+
+        Args:
+            batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, or x alone; each a tree of arrays of one length. One
+                that was placed already is returned as it is.
+
+        Returns:
+            The same tree; what is cut over the devices is wrapped in :class:`Rows`.
+
+        Raises:
+            InputError: the arrays have different lengths, or none.
+        """
+        if _is_placed(batch):
+            return batch
+        laid = self._laid_out(batch)
+        return self.put(laid, self._places(laid))
+
+    def described(self, batch: Any) -> Any:
+        """What :meth:`place` would put on the devices, by shapes, types and places: nothing is put there."""
+        laid = self._laid_out(batch)
+        kinds = jax.tree.map(jax.typeof, laid)
+        return jax.tree.map(
+            lambda kind, place: jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place),
+            kinds,
+            jax.tree.broadcast(self._places(laid), kinds),
+        )
+
+    def _places(self, laid: Any) -> Any:
+        return jax.tree.map(lambda leaf: self.cut if _is_rows(leaf) else self.replicated, laid, is_leaf=_is_rows)
+
+    def hand_over(self, batch: Any) -> Any:
+        """As :meth:`place`, for a compiled step: to one CPU alone its program takes the arrays of the host itself, in less time."""
+        if len(self.devices) == 1 and self.platform == "cpu" and not _is_placed(batch):
+            return self._laid_out(batch)
+        return self.place(batch)
+
+    def select(self, data: Any, numbers: np.ndarray) -> Any:
+        """A placed batch out of a data set that lies on every device as a whole; each device takes its own rows.
+
+        Args:
+            data: the data set, as ``batch`` in :meth:`place`, replicated over the devices.
+            numbers: numbers of the rows, shape ``(rows,)``.
+        """
+        layout = self.layout(len(numbers))
+        wanted = self.put(numbers if layout.is_full else numbers[layout.row_index()], self.cut)
+
+        def rows(tree: Any) -> Any:
+            return jax.tree.map(
+                lambda leaf: Rows(_take(leaf, wanted, self.mesh, PartitionSpec(DEVICE_AXIS)), layout), tree
+            )
+
+        def targets(leaf: jax.Array) -> Any:
+            if leaf.nbytes // len(leaf) * layout.rows > REPLICATE_BELOW:
+                return rows(leaf)
+            return _take(leaf, self.put(numbers), self.mesh, PartitionSpec())
+
+        if not isinstance(data, tuple):
+            return rows(data)
+        return (rows(data[0]), *(jax.tree.map(targets, tree) for tree in data[1:]))
+
+    def _laid_out(self, batch: Any) -> Any:
+        """A batch on the host as it will lie on the devices; what will be cut over them is wrapped in :class:`Rows`."""
+        layout = self.layout(count_rows(batch))
+
+        def rows(leaf: Any) -> Any:
+            array: Any = _host(leaf)
+            return Rows(array if layout.is_full else array[layout.row_index()], layout)
+
+        def targets(leaf: Any) -> Any:
+            array = _host(leaf)
+            return array if array.nbytes <= REPLICATE_BELOW else rows(array)
+
+        if not isinstance(batch, (tuple, list)):
+            return jax.tree.map(rows, batch)
+        return (jax.tree.map(rows, batch[0]), *(jax.tree.map(targets, tree) for tree in batch[1:]))
+
+
+def _put_own_part(leaf: Any, place: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return leaf if leaf.sharding == place else jax.jit(lambda array: array, out_shardings=place)(leaf)
+    host = np.asarray(leaf, dtype=jax.typeof(leaf).dtype)
+    return jax.make_array_from_callback(host.shape, place, lambda index: host[index])
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _take(array: jax.Array, numbers: jax.Array, mesh: Mesh, place: PartitionSpec) -> jax.Array:
+    return jax.shard_map(lambda a, n: a[n], mesh=mesh, in_specs=(PartitionSpec(), place), out_specs=place)(
+        array, numbers
+    )
+
+
+def count_rows(batch: Any) -> int:
+    """Length of the first axis, which all arrays of a batch share."""
+    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
+    if any(isinstance(leaf, JAXSparse) for leaf in leaves):
+        raise InputError(
+            "A sparse array cannot be split into replicas yet. Make it dense first: .toarray() for SciPy, .todense() for JAX."
+        )
+    shapes = [np.shape(leaf) for leaf in leaves]
+    lengths = {shape[0] if shape else None for shape in shapes}
+    if len(lengths) != 1 or None in lengths or 0 in lengths:
+        raise InputError(
+            "A batch cannot be split into replicas: its arrays need one common length of at least 1 along the first "
+            f"axis, but their shapes are {_listed(shapes)}."
+        )
+    return int(lengths.pop())  # type: ignore[arg-type]  # None was refused above
+
+
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Rows)
+
+
+def _is_placed(batch: Any) -> bool:
+    return any(map(_is_rows, jax.tree.leaves(batch, is_leaf=_is_rows)))
+
+
+def _host(leaf: Any) -> np.ndarray | jax.Array:
+    """As NumPy, but for what lies on an accelerator already."""
+    if isinstance(leaf, jax.Array) and next(iter(leaf.devices())).platform != "cpu":
+        return leaf
+    return np.asarray(leaf)
+
+
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes)) or "missing (there is no array at all)"
+
+
+def joined(rows: Rows) -> jax.Array:
+    """The global batch, ``(rows, …)``, out of its places on the devices. Used while a step is traced."""
+    return gather_rows(rows.array, rows.layout)
+
+
+def gather_rows(array: jax.Array, layout: Layout) -> jax.Array:
+    """Drop the free places of ``(devices * capacity, …)``: gives ``(rows, …)``."""
+    if layout.is_full:
+        return array
+    first = [device * layout.capacity for device in range(layout.devices)]
+    kept = (array[start : start + rows] for start, rows in zip(first, layout.device_rows, strict=True) if rows)
+    return jnp.concatenate(list(kept))

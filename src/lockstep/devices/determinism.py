@@ -1,0 +1,91 @@
+"""What the process must settle before JAX starts so that runs can be repeated bit for bit.
+
+On CPU the bits of a convolution depend on the size of XLA's thread pool, which follows the cores and devices of a machine
+unless it is fixed. On GPUs XLA chooses among kernels some of which add in the order in which threads finish.
+"""
+
+import os
+from dataclasses import dataclass
+
+import jax
+
+from lockstep._errors import DeviceError, whole_number
+from lockstep.devices.cpu_devices import pool_threads, start_with_threads
+from lockstep.devices.names import platform_of
+
+__all__ = ["CPU_THREADS", "describe_determinism", "is_deterministic", "prepare_determinism", "set_deterministic"]
+
+CPU_THREADS = 16  # Enough for 4 logical CPU devices; it says nothing of the number of cores.
+GPU_FLAG = "--xla_gpu_deterministic_ops=true"
+
+
+@dataclass
+class _Setting:
+    enabled: bool = False
+    cpu_threads: int = CPU_THREADS
+
+
+_setting = _Setting()  # of the process; only set_deterministic changes it
+
+
+def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -> None:
+    """Make every strategy from now on deterministic, as if it were given ``deterministic=True``.
+
+    Call it at the top of the script. Counterpart of ``tf.config.experimental.enable_op_determinism``.
+
+    Args:
+        enabled: False goes back to the default.
+        cpu_threads: size of XLA's thread pool on CPU. Runs have the same bits on pools of the same size; the cores may
+            differ. 16 threads serve 4 logical CPU devices, 32 serve 8.
+
+    Raises:
+        DeviceError: JAX has started on a thread pool of another size.
+        OptionError: ``cpu_threads`` is not a positive whole number.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.config.set_deterministic(cpu_threads=32)
+        >>> lockstep.MirroredStrategy(replicas=2).deterministic
+        True
+        >>> lockstep.config.set_deterministic(False)
+    """
+    cpu_threads = whole_number("cpu_threads", cpu_threads)
+    if enabled:
+        start_with_threads(cpu_threads, GPU_FLAG)
+        found = pool_threads(os.environ)
+        if found != cpu_threads and platform_of(jax.local_devices()[0]) == "cpu":
+            raise DeviceError(
+                f"set_deterministic: JAX runs on a pool of {found} CPU threads, not {cpu_threads}. Call it before the first "
+                f"JAX operation, with PJRT_NPROC and NPROC not set in the environment, or accept the pool that is there: "
+                f"set_deterministic(cpu_threads={found})."
+            )
+    _setting.enabled, _setting.cpu_threads = bool(enabled), cpu_threads
+
+
+def is_deterministic() -> bool:
+    """Whether strategies are deterministic unless they say otherwise."""
+    return _setting.enabled
+
+
+def prepare_determinism() -> None:
+    """Settle what a deterministic strategy needs, where JAX has not started yet."""
+    start_with_threads(_setting.cpu_threads, GPU_FLAG)
+
+
+def describe_determinism(device: jax.Device) -> str:
+    """What the bits depend on besides the replicas, and what to do where it is not the usual."""
+    if platform_of(device) == "cpu":
+        threads = pool_threads(os.environ)
+        text = f"deterministic, on a pool of {threads} CPU threads"
+        if threads != _setting.cpu_threads:
+            text += (
+                f" instead of {_setting.cpu_threads}: the bits equal those of runs on {threads} threads; for the usual "
+                "number make the strategy, or call lockstep.config.set_deterministic(), before the first JAX operation"
+            )
+        return text
+    if platform_of(device) == "gpu" and GPU_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        return (
+            f"deterministic but for kernels of XLA's own choice, because JAX started without XLA_FLAGS={GPU_FLAG}: call "
+            "lockstep.config.set_deterministic() before the first JAX operation"
+        )
+    return "deterministic"

@@ -1,0 +1,135 @@
+"""Device names as ``tf.distribute`` spells them, and the JAX devices that they mean."""
+
+import os
+import re
+from collections.abc import Collection, Sequence
+
+import jax
+
+from lockstep._errors import DeviceError
+from lockstep.devices.cpu_devices import check_thread_pool, ensure_cpu_devices
+
+__all__ = [
+    "count_cpu_devices",
+    "device_name",
+    "parse_device_name",
+    "platform_of",
+    "resolve_devices",
+    "resolve_with_home",
+]
+
+# "/job:localhost/replica:0/task:0/device:GPU:0" is what TensorFlow prints, so people paste it.
+_NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d+)", re.IGNORECASE)
+
+
+def parse_device_name(name: str) -> tuple[str, int]:
+    """Platform and index of a device name: ``"/device:GPU:0"``, ``"gpu:0"`` and ``"/gpu:0"`` are ``("gpu", 0)``."""
+    match = _NAME.fullmatch(name.strip())
+    if match is None:
+        raise DeviceError(f"Unknown device name {name!r}: expected something like 'gpu:0', '/gpu:0', 'cpu:1'.")
+    return match.group(1).lower(), int(match.group(2))
+
+
+def device_name(device: jax.Device) -> str:
+    """The short name of a device, as it may be given to a strategy: ``gpu:0``; ``worker:1/gpu:0`` in another process."""
+    platform, process = platform_of(device), device.process_index
+    number = jax.local_devices(process, platform).index(device)
+    return f"{platform}:{number}" if process == jax.process_index() else f"worker:{process}/{platform}:{number}"
+
+
+def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Device, ...]:
+    """The JAX devices that ``devices`` names; None means every local device of JAX's default platform.
+
+    Raises:
+        DeviceError: a name is unknown, absent or used twice; the platforms are mixed; it is too late to make the CPU
+            devices that are asked for. Nothing was changed then.
+    """
+    if devices is None:
+        found = tuple(jax.local_devices())
+    elif isinstance(devices, (str, set, frozenset)) or not isinstance(devices, Collection):
+        raise DeviceError(f"devices: expected a list of names such as ['gpu:0'], got {devices!r}.")
+    elif not len(devices):
+        raise DeviceError("devices: the list is empty; leave it out to use every device.")
+    else:
+        found = _named(list(devices))
+    platforms = sorted({platform_of(device) for device in found})
+    if len(platforms) > 1:
+        raise DeviceError(f"devices: {', '.join(platforms)} cannot be mixed in one strategy; choose one platform.")
+    if platforms == ["cpu"]:
+        check_thread_pool(len(found), os.environ)
+    return found
+
+
+def resolve_with_home(
+    devices: Sequence[str | jax.Device] | None, home: str | jax.Device | None
+) -> tuple[tuple[jax.Device, ...], jax.Device]:
+    """The devices that compute, as :func:`resolve_devices`, and the one that the variables are on.
+
+    Args:
+        devices: that compute.
+        home: by default the CPU if ``devices`` are several accelerators, else the first of them.
+
+    Raises:
+        DeviceError: see :func:`resolve_devices`.
+    """
+    if home is not None and not isinstance(home, (str, jax.Device)):
+        raise DeviceError(f"parameter_device: {home!r} is neither a name such as 'cpu:0' nor a JAX device.")
+    named = [home] if isinstance(home, str) else []
+    if any(parse_device_name(name)[0] == "cpu" for name in named):  # JAX makes all CPU devices at once, when it starts.
+        ensure_cpu_devices(max(count_cpu_devices(devices), count_cpu_devices(named)))
+    found = resolve_devices(devices)
+    if home is None:
+        several = len(found) > 1 and platform_of(found[0]) != "cpu"
+        return found, _lookup("cpu:0") if several else found[0]
+    return found, _named([home])[0]
+
+
+def count_cpu_devices(devices: Sequence[str | jax.Device] | None) -> int:
+    """How many logical CPU devices there must be for those that are named; at least 1."""
+    names = [] if devices is None or isinstance(devices, str) else [x for x in devices if isinstance(x, str)]
+    parsed = [parse_device_name(name) for name in names]
+    return max((index + 1 for platform, index in parsed if platform == "cpu"), default=1)
+
+
+def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
+    for device in devices:
+        if not isinstance(device, (str, jax.Device)):
+            raise DeviceError(f"devices: {device!r} is neither a name such as 'gpu:0' nor a JAX device.")
+    parsed = [parse_device_name(device) for device in devices if isinstance(device, str)]
+    cpu_indices = [index for platform, index in parsed if platform == "cpu"]
+    if cpu_indices and len(set(cpu_indices)) == len(cpu_indices):
+        ensure_cpu_devices(max(cpu_indices) + 1)
+    found = [device if isinstance(device, jax.Device) else _lookup(device) for device in devices]
+    for position, device in enumerate(found):
+        if device in found[:position]:
+            raise DeviceError(
+                f"devices: {devices[position]!r} and {devices[found.index(device)]!r} are the same device. For "
+                "several replicas on one device write MirroredStrategy(devices=[…], replicas=…)."
+            )
+    return tuple(found)
+
+
+def _lookup(name: str) -> jax.Device:
+    platform, index = parse_device_name(name)
+    local = _local(platform)
+    if index >= len(local):
+        raise DeviceError(f"There is no device {name!r} here; there are: {', '.join(_all_names())}.")
+    return local[index]
+
+
+def _local(platform: str) -> list[jax.Device]:
+    try:
+        return list(jax.local_devices(backend=platform))
+    except RuntimeError:  # JAX has no such platform here.
+        return []
+
+
+def _all_names() -> list[str]:
+    default = jax.local_devices()
+    others = [] if platform_of(default[0]) == "cpu" else _local("cpu")
+    return [device_name(device) for device in [*default, *others]]
+
+
+def platform_of(device: jax.Device) -> str:
+    """``gpu`` for every make of GPU, else JAX's own word."""
+    return "gpu" if device.platform in ("cuda", "rocm") else device.platform

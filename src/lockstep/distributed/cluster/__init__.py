@@ -1,0 +1,1 @@
+"""The cluster as its scheduler describes it: tasks, addresses, ports and roles."""

@@ -1,0 +1,169 @@
+"""The tasks of a cluster, by job: the counterpart of ``tf.train.ClusterSpec``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep._errors import ClusterError
+from lockstep.distributed.cluster.addresses import split_address
+
+__all__ = ["ALONE", "JOBS", "ClusterSpec", "Jobs"]
+
+Jobs = Mapping[str, Sequence[str] | Mapping[int, str]]
+JOBS = ("chief", "worker", "ps", "evaluator")
+ALONE = ("chief", "evaluator")  # There is one of each at most.
+
+
+class ClusterSpec:
+    """Which task of which job is reached where.
+
+    Args:
+        cluster: for each job, of ``chief``, ``worker``, ``ps`` and ``evaluator``, the addresses ``host:port`` of its tasks: a
+            list, or a mapping from index to address where not all are known. Or another ``ClusterSpec``.
+
+    Raises:
+        ClusterError: there are no tasks, a job is unknown, an address is none or is given twice, an index is none, or
+            there are two chiefs or evaluators.
+
+    Example:
+        >>> from lockstep.cluster_resolver import ClusterSpec
+        >>> spec = ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
+        >>> spec.num_tasks("worker"), spec.task_address("worker", 1)
+        (2, 'c:2222')
+        >>> spec.as_dict()
+        {'chief': ['a:2222'], 'worker': ['b:2222', 'c:2222']}
+        >>> partly = ClusterSpec({"worker": {1: "c:2222"}})
+        >>> partly.task_indices("worker"), partly.job_tasks("worker")
+        ([1], [None, 'c:2222'])
+    """
+
+    def __init__(self, cluster: "Jobs | ClusterSpec") -> None:
+        jobs = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
+        if not isinstance(jobs, Mapping):
+            raise ClusterError(f"cluster: expected a dict of jobs such as {{'worker': ['a:2222']}}, got {jobs!r}.")
+        self._tasks = {job: _tasks(job, tasks) for job, tasks in jobs.items()}
+        if not any(self._tasks.values()):
+            raise ClusterError(f"cluster: expected at least one task, got {dict(jobs)!r}.")
+        _refuse_twins(self._tasks)
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs."""
+        return list(self._tasks)
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """The addresses of all tasks.
+
+        Returns:
+            For each job the list of its addresses, or a dict from index to address where some are not known.
+        """
+        dense = {job: list(tasks) == list(range(len(tasks))) for job, tasks in self._tasks.items()}
+        return {job: list(tasks.values()) if dense[job] else dict(tasks) for job, tasks in self._tasks.items()}
+
+    def num_tasks(self, job_name: str) -> int:
+        """The number of tasks of a job whose address is known.
+
+        Args:
+            job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+
+        Returns:
+            The number.
+
+        Raises:
+            ClusterError: there is no such job.
+        """
+        return len(self._of(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """The indices of the tasks of a job whose address is known, rising.
+
+        Args:
+            job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+
+        Returns:
+            Whole numbers, from 0 where all are known.
+
+        Raises:
+            ClusterError: there is no such job.
+        """
+        return list(self._of(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """The address of one task.
+
+        Args:
+            job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+            task_index: number of the task in its job.
+
+        Returns:
+            ``host:port``.
+
+        Raises:
+            ClusterError: there is no such job, or the address of this task is not known.
+        """
+        tasks = self._of(job_name)
+        if task_index not in tasks:
+            raise ClusterError(f"cluster: {job_name} has the indices {list(tasks)}, not {task_index!r}.")
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """The addresses of a job by index, None where one is not known.
+
+        Args:
+            job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+
+        Returns:
+            One entry for each index up to the last one that is known.
+
+        Raises:
+            ClusterError: there is no such job.
+        """
+        tasks = self._of(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def _of(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._tasks:
+            raise ClusterError(f"cluster: there is no job {job_name!r}; there are: {', '.join(self._tasks)}.")
+        return self._tasks[job_name]
+
+    def __eq__(self, other: object) -> bool:
+        return self.as_dict() == (other.as_dict() if isinstance(other, ClusterSpec) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # It equals dicts, which have no hash.
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+
+def _tasks(job: str, tasks: Any) -> dict[int, str]:
+    """Index to address, indices rising."""
+    if job not in JOBS:
+        raise ClusterError(f"cluster: unknown job {job!r}; expected one of {', '.join(JOBS)}.")
+    if isinstance(tasks, Mapping):
+        found = dict(sorted((_index(job, index), address) for index, address in tasks.items()))
+    elif isinstance(tasks, Sequence) and not isinstance(tasks, str):
+        found = dict(enumerate(tasks))
+    else:
+        raise ClusterError(f"cluster: {job}: expected a list of addresses such as ['a:2222'], got {tasks!r}.")
+    for index, address in found.items():
+        split_address(f"cluster: {job} {index}", address)
+    if job in ALONE and len(found) > 1:
+        raise ClusterError(f"cluster: expected one {job} at most, got {len(found)}: {', '.join(found.values())}.")
+    return found
+
+
+def _index(job: str, index: Any) -> int:
+    """JSON has texts for keys."""
+    if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
+        raise ClusterError(f"cluster: {job}: expected whole numbers as indices, got {index!r}.")
+    return int(index)
+
+
+def _refuse_twins(jobs: Mapping[str, Mapping[int, str]]) -> None:
+    seen: dict[str, str] = {}
+    for job, tasks in jobs.items():
+        for index, address in tasks.items():
+            if address in seen:
+                raise ClusterError(
+                    f"cluster: {seen[address]} and {job} {index} have one address, {address}. Give each its own."
+                )
+            seen[address] = f"{job} {index}"

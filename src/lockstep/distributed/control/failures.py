@@ -1,0 +1,89 @@
+"""Why a job cannot go on, as every worker is told."""
+
+import enum
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.distributed.cluster import exit_codes
+
+__all__ = ["Failure", "Kind", "summary_of"]
+
+
+class Kind(enum.StrEnum):
+    """What became of the worker that a failure names."""
+
+    DIED = "died"  # Its connection closed without a goodbye.
+    SILENT = "silent"  # No sign of life: stopped, or cut off.
+    STUCK = "stuck"  # Its heartbeats come, its program goes no further, and others wait for it.
+    LEFT = "left"  # It came to its end in order, and others wait for it.
+    FAILED = "failed"  # It said that its program raised an exception.
+
+
+_CODES = {
+    Kind.DIED: exit_codes.PEER_LOST,
+    Kind.SILENT: exit_codes.PEER_LOST,
+    Kind.STUCK: exit_codes.NO_PROGRESS,
+    Kind.LEFT: exit_codes.USER_ERROR,
+    Kind.FAILED: exit_codes.USER_ERROR,
+}
+_AGAIN = "Start the job again: with lockstep.callbacks.BackupAndRestore it goes on from its last checkpoint."
+_CURES = {
+    Kind.DIED: f"What it printed last says why; one that was killed for lack of memory says nothing. {_AGAIN}",
+    Kind.SILENT: f"See whether that process, its machine and the network are well. {_AGAIN}",
+    Kind.STUCK: "The stacks in its output say where; if it was only slow, raise CommunicationOptions(timeout_seconds=…).",
+    Kind.LEFT: "Give all workers the same number of epochs and of batches.",
+    Kind.FAILED: "",  # What it raised says it.
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job cannot go on.
+
+    Args:
+        kind: what became of the worker.
+        worker: its number.
+        host: its machine.
+        pid: its process there.
+        sentence: all of this for the user.
+
+    Example:
+        >>> Failure(Kind.DIED, 1, "node1", 77, "worker 1 of 2 (node1, process 77) died.").exit_code
+        75
+    """
+
+    kind: Kind
+    worker: int
+    host: str
+    pid: int
+    sentence: str
+
+    @property
+    def exit_code(self) -> int:
+        """What every process of the job ends with."""
+        return _CODES[self.kind]
+
+    @property
+    def cure(self) -> str:
+        """What to do, in a sentence; empty where the failure is an error of the program."""
+        return _CURES[self.kind]
+
+    def as_message(self) -> dict[str, Any]:
+        """This, as it travels."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> "Failure":
+        """What :meth:`as_message` gave."""
+        return cls(**{**message, "kind": Kind(message["kind"])})
+
+
+def summary_of(error: BaseException) -> str:
+    """An exception as the last line of its traceback has it.
+
+    Example:
+        >>> summary_of(ValueError("no labels"))
+        'ValueError: no labels'
+    """
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}" if text else name

@@ -1,0 +1,183 @@
+"""What every resolver answers, and what those that read the environment have in common."""
+
+import os
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from copy import copy
+from typing import ClassVar, Self
+
+from lockstep.distributed.cluster.cluster_spec import ClusterSpec
+from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.membership import Membership
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+
+__all__ = ["ClusterResolver", "EnvironmentResolver"]
+
+
+class ClusterResolver:
+    """Says which processes train together and which of them this one is.
+
+    Counterpart of ``tf.distribute.cluster_resolver.ClusterResolver``. What a resolver says was read when it was made; no
+    network was asked.
+
+    Example:
+        >>> from lockstep.cluster_resolver import SimpleClusterResolver
+        >>> resolver = SimpleClusterResolver({"worker": ["a:2222", "b:2222"]}, task_type="worker", task_id=1)
+        >>> resolver.cluster_spec()
+        ClusterSpec({'worker': ['a:2222', 'b:2222']})
+        >>> resolver.group().name
+        'worker 1 of 2 (b:2222)'
+        >>> resolver.master("worker", 0)
+        'a:2222'
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        master: str | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        self._membership, self._master, self._accelerators = membership, master, num_accelerators
+        self._environment, self._rpc_layer = environment, rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of the cluster whose addresses are known.
+
+        Returns:
+            All of them, or that of worker 0 only, where the scheduler tells no others.
+        """
+        return self._membership.spec
+
+    @property
+    def task_type(self) -> str:
+        """The job of this process: ``chief``, ``worker``, ``ps`` or ``evaluator``."""
+        return self._membership.task_type
+
+    @property
+    def task_id(self) -> int:
+        """The index of this process in its job."""
+        return self._membership.task_id
+
+    @property
+    def environment(self) -> str:
+        """What somebody has written down of the surroundings, such as ``"cloud"``; read by nobody."""
+        return self._environment
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol that :meth:`master` writes before an address; Lockstep's processes speak their own."""
+        return self._rpc_layer
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task.
+
+        Args:
+            task_type: its job, by default this process's.
+            task_id: its index in the job, by default this process's.
+            rpc_layer: a protocol to write before it, by default :attr:`rpc_layer`.
+
+        Returns:
+            ``host:port`` or ``protocol://host:port``. Without a task, what was given as ``master``, and an empty text
+            where the cluster has one task.
+
+        Raises:
+            ClusterError: the cluster has no such task.
+        """
+        spec, layer = self.cluster_spec(), rpc_layer or self._rpc_layer
+        if task_type is None and task_id is None:
+            if self._master is not None:
+                return _address(self._master, layer)
+            if sum(map(spec.num_tasks, spec.jobs)) < 2:
+                return ""
+        job, index = task_type or self.task_type, self.task_id if task_id is None else task_id
+        return _address(spec.task_address(job, index), layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+    ) -> dict[str, int]:
+        """The accelerators of a process by their kind, such as ``{"GPU": 4}``; CPUs are none.
+
+        Counting starts JAX, which processes that train together may do only after their strategy is made.
+
+        Args:
+            task_type: not used: a process counts its own, and takes those that were given to be equal everywhere.
+            task_id: likewise.
+            config_proto: of TensorFlow 1; not used.
+
+        Returns:
+            What was given as ``num_accelerators``, or what JAX finds here.
+
+        Example:
+            >>> from lockstep.cluster_resolver import SimpleClusterResolver
+            >>> SimpleClusterResolver({"worker": ["a:2222"]}, num_accelerators={"GPU": 4}).num_accelerators()
+            {'GPU': 4}
+        """
+        if self._accelerators is not None:
+            return dict(self._accelerators)
+        import jax  # Launchers read resolvers, too, and have no use for it.
+
+        return dict(Counter(device.platform.upper() for device in jax.local_devices() if device.platform != "cpu"))
+
+    def group(self) -> WorkerGroup:
+        """The processes that train in step with this one.
+
+        Returns:
+            Their number, that of this one, and where worker 0 is.
+
+        Raises:
+            ClusterError: this process is a ``ps``, which trains in step with nobody.
+        """
+        return self._membership.training_group()
+
+    @property
+    def membership(self) -> Membership:
+        """What this process is, for the strategies."""
+        return self._membership
+
+    def noting(self, *notes: str) -> Self:
+        """This resolver with further sentences in the notes of its group."""
+        noted = copy(self)
+        noted._membership = self._membership.noting(*notes)
+        return noted
+
+    def __repr__(self) -> str:
+        group = self._membership.group
+        if group is None:
+            part = f"{self.task_type} {self.task_id} ({self.cluster_spec().task_address(self.task_type, self.task_id)})"
+            return f"<{type(self).__name__}: {part}, from {self._membership.source}>"
+        return f"<{type(self).__name__}: {group.name}, worker 0 at {group.coordinator}, from {group.source}>"
+
+
+class EnvironmentResolver(ClusterResolver, ABC):
+    """A resolver that reads variables which a scheduler or launcher has set.
+
+    Args:
+        environ: names and values. Nothing else is read, and nothing is written.
+
+    Raises:
+        ClusterError: a variable is missing, has a value that it cannot have, or contradicts another.
+    """
+
+    source: ClassVar[str]  # The scheduler, as messages name it.
+    variables: ClassVar[tuple[str, ...]]  # The names of those that are read.
+    cure: ClassVar[str]  # A sentence for the user who lacks one.
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__(self._read(Variables(self.source, environ, self.cure)))
+
+    @classmethod
+    @abstractmethod
+    def is_present(cls, environ: Mapping[str, str]) -> bool:
+        """True where the variables say that this scheduler started the process, rightly or wrongly."""
+
+    @abstractmethod
+    def _read(self, variables: Variables) -> Membership:
+        """What this process is, according to the variables."""
+
+
+def _address(address: str, rpc_layer: str | None) -> str:
+    return f"{rpc_layer}://{address}" if rpc_layer and address else address

@@ -1,0 +1,79 @@
+"""The pods of an Indexed Job, or of one replicated job of a JobSet."""
+
+from collections.abc import Mapping
+from itertools import product
+
+from lockstep.distributed.cluster.addresses import join_address
+from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.membership import Membership, membership_of
+from lockstep.distributed.cluster.ports import DEFAULT_PORT, coordinator_at
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.resolvers.base import EnvironmentResolver
+
+__all__ = ["KubernetesClusterResolver"]
+
+
+class KubernetesClusterResolver(EnvironmentResolver):
+    """The pods of an Indexed Job or of a JobSet, one process each.
+
+    Kubernetes sets ``JOB_COMPLETION_INDEX``; the manifest must set the rest (``docs/clusters.md`` has it in full).
+    ``JOB_COMPLETIONS`` is the number in ``completions``. For a Job, ``JOB_NAME`` is its name and ``SERVICE_NAME`` its headless
+    service, the ``subdomain`` of the pods. For a JobSet, ``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``REPLICATED_JOB_REPLICAS``
+    and ``JOB_INDEX`` are labels of the pod, and ``SERVICE_NAME`` is needed where its ``network`` names a subdomain.
+
+    Counterpart of ``tf.distribute.cluster_resolver.KubernetesClusterResolver``, which asks the API server instead.
+
+    Args:
+        environ: has these variables.
+
+    Raises:
+        ClusterError: one is missing, has a value that it cannot have, or contradicts another.
+
+    Example:
+        >>> from lockstep.cluster_resolver import KubernetesClusterResolver
+        >>> environ = {"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": "2", "JOB_NAME": "train", "SERVICE_NAME": "pods"}
+        >>> KubernetesClusterResolver(environ)
+        <KubernetesClusterResolver: worker 1 of 2 (train-1.pods:12421), worker 0 at train-0.pods:12421, from Kubernetes>
+    """
+
+    source = "Kubernetes"
+    variables = (
+        *("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS", "JOB_NAME", "SERVICE_NAME"),
+        *("JOBSET_NAME", "REPLICATED_JOB_NAME", "REPLICATED_JOB_REPLICAS", "JOB_INDEX"),
+    )
+    cure = "Set it under env: in the manifest of the Job or JobSet; docs/clusters.md shows how."
+
+    @classmethod
+    def is_present(cls, environ: Mapping[str, str]) -> bool:
+        """True in a pod of an Indexed Job."""
+        return "JOB_COMPLETION_INDEX" in environ
+
+    def _read(self, variables: Variables) -> Membership:
+        pod, pods = variables.index_and_count("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS", "pods")
+        job, jobs = (0, 1)
+        if "JOBSET_NAME" in variables.environ:
+            job, jobs = variables.index_and_count("JOB_INDEX", "REPLICATED_JOB_REPLICAS", "jobs")
+        names = _job_names(variables, jobs)
+        service = _service(variables)
+        others = [
+            join_address(f"{name}-{number}.{service}", DEFAULT_PORT) for name, number in product(names, range(pods))
+        ]
+        coordinator = coordinator_at(variables.environ, lambda: (f"{names[0]}-0.{service}", DEFAULT_PORT))
+        index = job * pods + pod
+        addresses = (coordinator, *others[1:])
+        return membership_of(WorkerGroup(pods * jobs, index, coordinator, addresses, source=self.source))
+
+
+def _job_names(variables: Variables, jobs: int) -> list[str]:
+    """Of all jobs whose pods train; their pods are called after them."""
+    if "JOBSET_NAME" not in variables.environ:
+        return [variables.text("JOB_NAME", "the name of the Job")]
+    jobset = variables.text("JOBSET_NAME", "the name of the JobSet")
+    name = variables.text("REPLICATED_JOB_NAME", "the name of the replicated job")
+    return [f"{jobset}-{name}-{number}" for number in range(jobs)]
+
+
+def _service(variables: Variables) -> str:
+    """The headless service that gives pods their names; a JobSet makes one of its own name."""
+    given = "SERVICE_NAME" in variables.environ or "JOBSET_NAME" not in variables.environ
+    return variables.text("SERVICE_NAME", "the headless service") if given else variables.environ["JOBSET_NAME"]

@@ -1,0 +1,120 @@
+"""The workers of Ray Train, which tells by functions what others tell by variables."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Protocol
+
+from lockstep._errors import ClusterError
+from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.membership import Membership, membership_of
+from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, coordinator_at, port_of_job
+from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
+from lockstep.distributed.resolvers.base import EnvironmentResolver
+
+__all__ = ["RayClusterResolver", "RayTrain"]
+
+_JOB = "RAY_JOB_ID"
+
+
+class RayContext(Protocol):
+    """What is asked of ``ray.train.get_context()``."""
+
+    def get_world_rank(self) -> int:
+        """The number of this worker."""
+
+    def get_world_size(self) -> int:
+        """The number of all."""
+
+    def get_local_rank(self) -> int:
+        """The number of this worker on its node."""
+
+    def get_local_world_size(self) -> int:
+        """The number of workers on this node."""
+
+
+class RayTrain:
+    """Asks Ray; loads nothing of it where the program has not.
+
+    Args:
+        modules: those that are loaded.
+        load: loads one more of Ray's.
+    """
+
+    def __init__(self, modules: Mapping[str, Any] = sys.modules, load: Callable[[str], Any] = import_module) -> None:
+        self._modules = modules
+        self._load = load
+
+    def context(self) -> RayContext | None:
+        """The context of this worker; None outside of a training function."""
+        train = self._modules.get("ray.train")
+        try:
+            context = train.get_context() if train is not None else None
+        except (RuntimeError, DeprecationWarning):  # In the driver and in Ray Tune, respectively.
+            return None
+        return context if context is not None and context.get_world_size() else None
+
+    def host_of_chief(self) -> str:
+        """The address of worker 0's node, which it tells the others: all of them must ask.
+
+        Raises:
+            ClusterError: this version of Ray cannot tell.
+        """
+        try:
+            own = self._modules["ray"].util.get_node_ip_address()
+            return self._load("ray.train.collective").broadcast_from_rank_zero(own)
+        except (ImportError, RuntimeError) as error:
+            raise ClusterError(
+                f"Ray Train: worker 0 cannot tell the others its address: {error}. Ray Train V2 can; with another, set "
+                f"{COORDINATOR}=HOST:PORT in the environment of all workers."
+            ) from error
+
+
+class RayClusterResolver(EnvironmentResolver):
+    """The workers of a Ray Train ``DataParallelTrainer``.
+
+    Numbers come from ``ray.train.get_context()``, as Ray has no variables for them. The address of worker 0 comes from
+    ``ray.train.collective``, where each worker waits for the others; Ray tells every minute whom it waits for, and
+    ``RAY_TRAIN_COLLECTIVE_TIMEOUT_S`` limits the wait. The port is computed from ``RAY_JOB_ID`` (``lockstep.distributed.cluster.ports``).
+
+    Args:
+        environ: has ``RAY_JOB_ID``.
+        ray: answers for Ray.
+
+    Raises:
+        ClusterError: this is no worker of Ray Train, or Ray cannot tell where worker 0 is.
+
+    Example:
+        >>> from lockstep.cluster_resolver import RayClusterResolver
+        >>> RayClusterResolver.is_present({"RAY_JOB_ID": "01000000"})  # No training function of Ray Train runs here.
+        False
+    """
+
+    source = "Ray Train"
+    variables = (_JOB,)
+    cure = "Make the strategy in the function that the trainer runs."
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, *, ray: RayTrain | None = None) -> None:
+        self._ray = ray or RayTrain()
+        super().__init__(environ)
+
+    @classmethod
+    def is_present(cls, environ: Mapping[str, str], ray: RayTrain | None = None) -> bool:
+        """True in a training function of Ray Train."""
+        return _JOB in environ and (ray or RayTrain()).context() is not None
+
+    def _read(self, variables: Variables) -> Membership:
+        job, context = variables.text(_JOB, "the job of Ray"), self._ray.context()
+        if context is None:
+            raise ClusterError(f"{self.source}: this is no worker of Ray Train. {self.cure}")
+        workers, here = context.get_world_size(), context.get_local_world_size()
+
+        def find() -> tuple[str, int]:
+            return ("127.0.0.1", DEFAULT_PORT) if workers == 1 else (self._ray.host_of_chief(), port_of_job(job))
+
+        index, coordinator = context.get_world_rank(), coordinator_at(variables.environ, find)
+        group = WorkerGroup(workers, index, coordinator, None, context.get_local_rank(), here, self.source)
+        if here < workers:
+            check_reachable(group)
+        return membership_of(group)

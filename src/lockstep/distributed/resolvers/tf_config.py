@@ -1,0 +1,115 @@
+"""``TF_CONFIG``, as TensorFlow's tutorials write it and ``lockstep run`` sets it."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep._errors import ClusterError
+from lockstep.distributed.cluster.cluster_spec import ClusterSpec
+from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.membership import Membership, membership_in
+from lockstep.distributed.resolvers.base import EnvironmentResolver
+
+__all__ = ["TFConfigClusterResolver"]
+
+
+class TFConfigClusterResolver(EnvironmentResolver):
+    """The cluster in ``TF_CONFIG``: ``{"cluster": {job: [address, …], …}, "task": {"type": job, "index": number}}``.
+
+    It may have ``"environment"``, ``"rpc_layer"`` and ``"session_master"``, too. Counterpart of ``tf.distribute.cluster_resolver.TFConfigClusterResolver``. It is read when the resolver is made, so a
+    program may set it first.
+
+    Args:
+        task_type: instead of the type in ``TF_CONFIG``.
+        task_id: instead of the index in ``TF_CONFIG``.
+        rpc_layer: instead of that in ``TF_CONFIG``.
+        environment: likewise.
+        environ: has ``TF_CONFIG``.
+
+    Raises:
+        ClusterError: it is no JSON, lacks something, or contradicts itself.
+
+    Example:
+        >>> from lockstep.cluster_resolver import TFConfigClusterResolver
+        >>> config = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'
+        >>> TFConfigClusterResolver(environ={"TF_CONFIG": config})
+        <TFConfigClusterResolver: worker 1 of 2 (b:2222), worker 0 at a:2222, from TF_CONFIG>
+    """
+
+    source = "TF_CONFIG"
+    variables = ("TF_CONFIG",)
+    cure = "Set it to JSON such as " + json.dumps(
+        {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}
+    )
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._given = task_type, task_id
+        super().__init__(environ)
+        config = json.loads(environ["TF_CONFIG"])
+        self._master = config.get("session_master")
+        self._rpc_layer = config.get("rpc_layer") if rpc_layer is None else rpc_layer
+        self._environment = config.get("environment", "") if environment is None else environment
+
+    @classmethod
+    def is_present(cls, environ: Mapping[str, str]) -> bool:
+        """True unless ``TF_CONFIG`` is missing, blank, or says that there is no cluster."""
+        text = environ.get("TF_CONFIG", "")
+        try:
+            config = json.loads(text) if text.strip() else {}
+        except json.JSONDecodeError:
+            return True
+        return not (isinstance(config, dict) and (not config or config.get("cluster") == {}))
+
+    def _read(self, variables: Variables) -> Membership:
+        config = _parsed(variables.text("TF_CONFIG", "the cluster and this process's task"))
+        if "cluster" not in config:
+            raise ClusterError(f"TF_CONFIG: 'cluster' is missing; it has {list(config)}. {self.cure}")
+        try:
+            spec = ClusterSpec(config["cluster"])
+        except ClusterError as error:
+            raise ClusterError(f"TF_CONFIG: {error}") from None
+        task = _object(config.get("task", {}), "task")
+        job, index = self._given
+        job = _text(task) if job is None and "type" in task else job
+        index = _whole(task["index"]) if index is None and "index" in task else index
+        return membership_in("TF_CONFIG", spec, job, index, variables.environ)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        around = text[max(0, error.pos - 20) : error.pos + 20]
+        raise ClusterError(
+            f"TF_CONFIG is no JSON: {error.msg} at character {error.pos}, near {around!r}. JSON wants double quotes and no "
+            "comma after the last item; json.dumps of a dict writes it rightly."
+        ) from None
+    return _object(config, "TF_CONFIG")
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ClusterError(f"TF_CONFIG: {name}: expected a JSON object {{…}}, got {json.dumps(value)}.")
+    return value
+
+
+def _text(task: dict[str, Any]) -> str:
+    if not isinstance(task["type"], str):
+        raise ClusterError(f'TF_CONFIG: task type: expected a text such as "worker", got {json.dumps(task["type"])}.')
+    return task["type"]
+
+
+def _whole(index: Any) -> int:
+    """TensorFlow takes ``"0"`` as well as ``0``."""
+    if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
+        raise ClusterError(f"TF_CONFIG: task index: expected a whole number from 0, got {json.dumps(index)}.")
+    return int(index)

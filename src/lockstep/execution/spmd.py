@@ -1,0 +1,231 @@
+"""The same forward pass on every device: cut the rows, run the replicas, bring the results together.
+
+Everything after the forward pass (loss, metrics, optimizer) is Keras's own code on the global batch. Backwards, the
+gradient of each device's replicas is added up by the strategy's cross-device operation: see :func:`_own_copies`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from lockstep.collectives import CrossDeviceOps
+from lockstep.collectives.platform import platform_sum_in_few
+from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, gather_rows
+from lockstep.devices.layout import Layout
+from lockstep.execution.replica import Merge, ReplicaCall, Result, run_replicas
+
+__all__ = ["Forward", "finished", "forward_eagerly", "forward_on_devices"]
+
+# XLA for CPUs runs several calls faster than one under vmap, and compiles each. So up to as many calls of a device, and as many
+# operations in all of them, each is of its own.
+UNROLLED, UNROLLED_OPERATIONS = 4, 600
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward pass to be distributed: what to call, on which values, over which layout."""
+
+    call: ReplicaCall
+    merges: tuple[Merge, ...]
+    trainable: list[jax.Array]
+    non_trainable: list[jax.Array]
+    shared: list[jax.Array]  # other arguments that every replica gets whole
+    layout: Layout
+    calls: tuple[
+        tuple[int, ...], ...
+    ]  # for each device the rows of each of its calls: those of its replicas, or of several
+    operations: int  # of one call
+
+
+def forward_eagerly(forward: Forward, inputs: Any) -> Result:
+    """One replica after the other, without compiling: for debugging, and the plain form that the fast one must equal.
+
+    Args:
+        forward: what to call.
+        inputs: tree of arrays, ``(rows, …)``.
+
+    Returns:
+        Rows joined, means and state merged over all replicas.
+    """
+    rows = tuple(size for device in forward.calls for size in device)
+    return finished(forward, _local(forward, inputs, rows, first_replica=0, vectorize=False))
+
+
+def forward_on_devices(
+    forward: Forward, inputs: Any, placement: Placement, ops: CrossDeviceOps, sliced: bool = False
+) -> Result:
+    """The devices of ``placement`` at the same time; called while a step is traced.
+
+    Args:
+        forward: what to call.
+        inputs: tree of arrays laid over the devices, ``(devices * capacity, …)``.
+        placement: mesh and number of replicas.
+        ops: adds up the gradients of the devices.
+        sliced: each device keeps its slice of a gradient's sum instead of all of it (a reduce-scatter).
+
+    Returns:
+        Rows joined, means and state merged over all replicas; the same on every device.
+    """
+    layout = forward.layout
+    if layout.devices == 1:
+        own = forward.calls[0]
+        return finished(forward, _local(forward, inputs, own, 0, _is_vectorized(forward, own, placement)))
+
+    def on_one_device(
+        trainable: list[jax.Array], non_trainable: list[jax.Array], shared: list[jax.Array], inputs: Any
+    ) -> Result:
+        own = replace(forward, trainable=[value[0] for value in trainable], non_trainable=non_trainable, shared=shared)
+        result = _on_this_device(own, inputs, placement)
+        changed, form = jax.tree.flatten(result.state)
+        state = jax.tree.unflatten(form, platform_sum_in_few(changed, DEVICE_AXIS, placement.devices))
+        return Result(rows=result.rows, means=[share[None] for share in result.means], state=state)
+
+    cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
+    result = jax.shard_map(
+        on_one_device,
+        mesh=placement.mesh,
+        in_specs=(cut, whole, whole, cut),
+        out_specs=Result(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
+        check_vma=False,
+    )(_own_copies(forward.trainable, placement, ops, sliced), forward.non_trainable, forward.shared, inputs)
+    rows = [_global_rows(leaf, layout, placement) for leaf in result.rows]
+    return finished(forward, Result(rows, [share.sum(axis=0) for share in result.means], result.state))
+
+
+def _own_copies(trainable: list[jax.Array], placement: Placement, ops: CrossDeviceOps, sliced: bool) -> list[jax.Array]:
+    """Give each device its own copy of the variables, ``(devices, …)``: no bytes move, the values are there already.
+
+    What this is for is the way back: the gradient of a copy is that of one device's replicas, and ``ops`` adds them.
+    """
+    count = len(placement.devices)
+
+    @jax.custom_vjp
+    def copies(values: list[jax.Array]) -> list[jax.Array]:
+        return [
+            lax.with_sharding_constraint(jnp.broadcast_to(value, (count, *value.shape)), placement.cut)
+            for value in values
+        ]
+
+    def backward(_: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
+        shapes = [gradient.shape[1:] for gradient in gradients]
+        axes = [placement.sliced_axis(shape) if sliced else None for shape in shapes]
+        specs = [placement.sliced(shape).spec if sliced else PartitionSpec() for shape in shapes]
+        meet = jax.shard_map(
+            lambda pieces: _sum([piece[0] for piece in pieces], axes, placement, ops),
+            mesh=placement.mesh,
+            in_specs=PartitionSpec(DEVICE_AXIS),
+            out_specs=specs,
+            check_vma=False,
+        )
+        return (meet(gradients),)
+
+    copies.defvjp(lambda values: (copies(values), None), backward)
+    return copies(trainable)
+
+
+def _sum(pieces: list[jax.Array], axes: list[int | None], placement: Placement, ops: CrossDeviceOps) -> list[jax.Array]:
+    """Sum of each piece over the devices, or, where an axis is given, this device's slice of it along that axis."""
+    whole = [position for position, axis in enumerate(axes) if axis is None]
+    sums = dict(zip(whole, ops.all_reduce([pieces[i] for i in whole], DEVICE_AXIS, placement.devices), strict=True))
+    for position, axis in enumerate(axes):
+        if axis is not None:
+            sums[position] = lax.psum_scatter(pieces[position], DEVICE_AXIS, scatter_dimension=axis, tiled=True)
+    return [sums[position] for position in range(len(pieces))]
+
+
+def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Result:
+    """Run this device's replicas; the devices run one program, which holds each distinct share of the rows once."""
+    layout = forward.layout
+    shares = sorted({share for share in forward.calls if sum(share)}, reverse=True)
+    device = lax.axis_index(DEVICE_AXIS)
+    place = {share: position for position, share in enumerate(shares)}
+    # Values of their own: XLA for CPUs confuses the functions of a fusion that holds two such looks into tables (jaxlib 0.10.2).
+    first_replica, choice = lax.optimization_barrier(
+        [
+            jnp.asarray(layout.first_replica)[device],
+            jnp.asarray([place.get(share, len(shares)) for share in forward.calls])[device],
+        ]
+    )
+    branches: list[Callable[[], Result]] = [
+        partial(_padded, forward, inputs, share, first_replica, _is_vectorized(forward, share, placement))
+        for share in shares
+    ]
+    if len(set(forward.calls)) == 1:
+        return branches[0]()
+    if len(shares) < len(set(forward.calls)):  # Some devices have no row at all.
+        branches.append(lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(branches[0])))
+    if placement.platform == "cpu":
+        return _select(choice, branches)
+    return lax.switch(choice, branches)
+
+
+def _select(choice: jax.Array, branches: Sequence[Callable[[], Result]]) -> Result:
+    """``lax.switch`` that runs every branch and keeps one.
+
+    XLA compiles a convolution inside a conditional to a naive loop on CPU, tens of times slower
+    (``benchmarks/replicas_on_one_device.py``); here a device does the sum of the distinct shares, two or three times its
+    work, and only where the devices do not share a batch evenly.
+    """
+    chosen = branches[0]()
+    for position, branch in enumerate(branches[1:], start=1):
+        keep = partial(jnp.where, choice == position)
+        chosen = jax.tree.map(keep, branch(), chosen)
+    return chosen
+
+
+def _is_vectorized(forward: Forward, rows: tuple[int, ...], placement: Placement) -> bool:
+    """Whether equal calls of a device, which have so many rows each, run as one."""
+    is_unrolled = len(rows) <= UNROLLED and len(rows) * forward.operations <= UNROLLED_OPERATIONS
+    return placement.platform != "cpu" or not is_unrolled
+
+
+def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array, vectorize: bool) -> Result:
+    """Run one share of the rows and fill its results up to the room that every device has."""
+    result = _local(forward, inputs, share, first_replica, vectorize)
+
+    free = forward.layout.capacity - sum(share)
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        return jnp.pad(leaf, [(0, free)] + [(0, 0)] * (leaf.ndim - 1))
+
+    return Result(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)
+
+
+def _local(
+    forward: Forward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool
+) -> Result:
+    return run_replicas(
+        partial(forward.call, shared=forward.shared),
+        forward.merges,
+        forward.trainable,
+        forward.non_trainable,
+        inputs,
+        rows=rows,
+        first_replica=first_replica,
+        global_rows=forward.layout.rows,
+        vectorize=vectorize,
+    )
+
+
+def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.Array:
+    """The global batch of an output; small ones are brought together on every device, once, for loss and metrics."""
+    if leaf.nbytes <= REPLICATE_BELOW:
+        leaf = lax.with_sharding_constraint(leaf, placement.replicated)
+    return gather_rows(leaf, layout)
+
+
+def finished(forward: Forward, result: Result) -> Result:
+    """The result of all replicas: unchanged variables get their old value back, sums of changes are added to it, and dtypes are as before."""
+    state = []
+    for new, old, merge in zip(result.state, forward.non_trainable, forward.merges, strict=True):
+        if new is None:
+            state.append(old)
+        else:
+            state.append(old + new if merge is Merge.SUM else new.astype(old.dtype))
+    return Result(rows=result.rows, means=result.means, state=list(state))

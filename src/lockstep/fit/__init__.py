@@ -1,0 +1,1 @@
+"""What surrounds a call of ``fit``: checkpointing, the guard against non-finite steps, monitoring."""

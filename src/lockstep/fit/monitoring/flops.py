@@ -1,0 +1,110 @@
+"""How much a training step computes, and how much a device could: for the share of it that is used.
+
+A step is counted once, from shapes alone: Keras's own step for one device on the whole batch is traced and lowered, not compiled, and XLA adds up its
+operations (``jax.stages.Lowered.cost_analysis``). What is computed twice to save memory, or on several devices, thus counts once, as in
+https://arxiv.org/abs/2204.02311, appendix B. Programs that XLA does not look into (kernels of libraries and of one's own) count as nothing.
+"""
+
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep.data.device_placement import DEVICE_AXIS, Placement, Rows
+from lockstep.execution.executors import EagerPlan
+from lockstep.execution.train_functions import StepFunctions, StepListener
+
+__all__ = ["PEAKS", "Counting", "flops_of_step", "peak_of"]
+
+# Floating-point operations a second of one device of JAX, dense, in the fastest format that training uses with 16 bits. The first that is part of
+# ``device_kind`` counts. NVIDIA: data sheets of the boards (https://www.nvidia.com/en-us/data-center/), without sparsity. TPU:
+# https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, halved for v2 and v3, of which JAX sees each core.
+PEAKS = {
+    "B200": 2.25e15,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "TPU v2": 22.5e12,
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6": 918e12,
+}
+
+
+def peak_of(device_kind: str) -> float | None:
+    """Floating-point operations a second that a device can do at most; None where that is not known.
+
+    Example:
+        >>> peak_of("NVIDIA A100-SXM4-80GB"), peak_of("cpu")
+        (312000000000000.0, None)
+    """
+    words = f" {device_kind.replace('-', ' ')} "
+    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
+    """Floating-point operations of a training step; None where XLA cannot say.
+
+    Args:
+        model: a compiled model.
+        state: of its training, or the shapes of one.
+        batch: as placed on the devices, or its shapes.
+    """
+    device = jax.local_devices()[0]
+    alone = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
+    plan = EagerPlan(device)
+    step = StepFunctions(model, alone, plan, lambda sentence: None, StepListener()).step_by(plan, "train")
+    shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
+    found = jax.jit(step).lower(shapes, _shapes(batch)).cost_analysis()
+    flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
+    return float(flops) if flops > 0 else None
+
+
+class Counting(StepListener):
+    """Counts the operations of the first training step, if anybody wants to know.
+
+    Attributes:
+        is_wanted: whether it is to be counted.
+        per_row: operations of a step for each row of its batch; None where they are not known.
+    """
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self.per_row: float | None = None
+        self._batch: Any = None
+
+    def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
+        """See :class:`StepListener`."""
+        if self.is_wanted:
+            self._batch = _shapes(batch)
+
+    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+        """See :class:`StepListener`."""
+        leaves = jax.tree.leaves(self._batch)
+        if self.is_wanted and leaves:
+            self.is_wanted, flops = False, flops_of_step(model, state, self._batch)
+            self.per_row = flops / leaves[0].shape[0] if flops else None
+
+
+def _shapes(batch: Any) -> Any:
+    return jax.tree.map(_shape, batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(value), value.dtype)

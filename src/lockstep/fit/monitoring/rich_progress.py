@@ -1,0 +1,149 @@
+"""A display of training in a terminal: where it is, how fast, what it waits for, and the newest logs."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.execution.train_functions import StepListener
+from lockstep.fit.monitoring.base_callback import Attachment, Watching
+from lockstep.fit.monitoring.step_timer import Course, Reading, StepClock
+from lockstep.fit.monitoring.throughput import NAMES
+
+__all__ = ["RichProgress"]
+
+_PER_SECOND = 4  # looks at the logs, each of which fetches some numbers from a device
+_WIDTH = 30  # of the bar, in characters
+
+
+class RichProgress(Watching):
+    """Shows epoch, step, rows a second, the share of the time spent waiting for data, the time left and the logs, in place of Keras's bar.
+
+    One display stands for all workers: the chief shows it, and its rows are those of the global batch. The logs are fetched a few times a second, by a
+    thread, so no step waits for them. Where the output is no terminal, or a notebook, Keras's own bar stays as it is.
+
+    Example:
+        >>> import keras, lockstep, numpy as np
+        >>> with lockstep.MirroredStrategy(replicas=2).scope():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> progress = lockstep.callbacks.RichProgress()
+        >>> history = model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=[progress])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._display: _Display | None = None
+
+    def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
+        """See the base class."""
+        super().attach(attachment, arguments)
+        console = Console()
+        is_shown = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+        if attachment.is_chief and is_shown:
+            arguments["verbose"] = 0
+            self._display = _Display(attachment.clock, console)
+
+    def detach(self) -> None:
+        """See the base class."""
+        display, self._display = self._display, None
+        if display:
+            display.stop()
+        super().detach()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Keras says that an epoch begins."""
+        if self._display:
+            self._display.begin_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Keras says that an epoch has ended."""
+        if self._display:
+            self._display.end_epoch(logs or {})
+
+
+class _Display(StepListener):
+    """The line of the running epoch, which a thread draws, and those of the epochs that are over.
+
+    Args:
+        clock: of the call of ``fit``.
+        console: where it is shown.
+    """
+
+    def __init__(self, clock: StepClock, console: Console) -> None:
+        self._clock, self._console = clock, console
+        self._before: Any = None  # logs of the step before the newest, which has most likely been done
+        self._newest: Any = None
+        self._began = time.monotonic()
+        self._live: Live | None = None
+        clock.followers.append(self)
+
+    def ended(self, model: Any, kind: str, state: Any, logs: Any) -> None:
+        """See :class:`StepListener`."""
+        self._before, self._newest = self._newest, logs
+
+    def begin_epoch(self) -> None:
+        """Show the line of a new epoch."""
+        self.stop()
+        self._before, self._began = None, time.monotonic()
+        self._live = Live(
+            console=self._console, get_renderable=self._drawn, refresh_per_second=_PER_SECOND, transient=True
+        )
+        self._live.start()
+
+    def end_epoch(self, logs: Mapping[str, Any]) -> None:
+        """Leave the epoch's line with its last logs."""
+        self.stop()
+        seconds = time.monotonic() - self._began
+        shown = {name: value for name, value in logs.items() if name not in NAMES}
+        self._console.out(_line(self._clock.course, self._clock.of_epoch, _clock_time(seconds), shown).plain)
+
+    def stop(self) -> None:
+        """Show nothing."""
+        live, self._live = self._live, None
+        if live:
+            live.stop()
+
+    def _drawn(self) -> RenderableType:
+        course, recent, before, phase = self._clock.course, self._clock.recent, self._before, self._clock.phase[0]
+        logs = jax.device_get(before) if isinstance(before, dict) else {}
+        timing = phase if phase in ("compiling", "validation", "prediction") else f"ETA {_time_left(course, recent)}"
+        table = Table.grid(padding=(0, 1))
+        table.add_row(
+            ProgressBar(total=course.steps, completed=course.done, width=_WIDTH, pulse=course.steps is None),
+            _line(course, recent, timing, logs),
+        )
+        return Group(table)
+
+
+def _line(course: Course, reading: Reading, timing: str, logs: Mapping[str, Any]) -> Text:
+    parts = [f"epoch {course.epoch + 1}/{course.epochs}", f"step {course.done}/{course.steps or '?'}"]
+    if reading.steps and reading.seconds > 0:
+        parts += [f"{reading.rows / reading.seconds:,.0f} rows/s", f"waits {reading.waited / reading.seconds:.0%}"]
+    values = ((name, value) for name, value in logs.items() if not isinstance(value, dict) and np.size(value) == 1)
+    return Text(" · ".join([*parts, timing, *(f"{name} {np.asarray(value).item():.4g}" for name, value in values)]))
+
+
+def _time_left(course: Course, reading: Reading) -> str:
+    if course.steps is None or not reading.steps:
+        return "-"
+    return _clock_time(math.ceil((course.steps - course.done) * reading.seconds / reading.steps))
+
+
+def _clock_time(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    Example:
+        >>> _clock_time(3725.2)
+        '1:02:05'
+    """
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

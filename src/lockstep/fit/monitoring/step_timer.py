@@ -1,0 +1,184 @@
+"""Measures the training steps of one call of ``fit``: their time, their rows, and how long no step could run for lack of data.
+
+Steps run on the devices while the host starts the next ones, so a single step has no time of its own here. What is measured are spans: from the
+first read after a pause to the next pause, where the devices have done all that was started. Validation, callbacks at the end of an epoch and
+steps that are compiled are pauses. Within a span nothing waits for the devices.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import keras
+import numpy as np
+
+from lockstep.data.device_placement import Rows
+from lockstep.execution.train_functions import StepListener
+
+__all__ = ["Course", "Reading", "StepClock"]
+
+_COMPILED = 2  # so many steps of a shape are compiled: the second gets its state from the first, in another form
+_OTHERS = {"test": "validation", "predict": "prediction"}
+
+
+class Reading(NamedTuple):
+    """What was measured, all together or from one moment to another."""
+
+    steps: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds for which no step could run for lack of data
+
+    def since(self, earlier: "Reading") -> "Reading":
+        """What came after ``earlier``."""
+        steps, rows, seconds, waited = earlier
+        return Reading(self.steps - steps, self.rows - rows, self.seconds - seconds, self.waited - waited)
+
+
+class Course(NamedTuple):
+    """Where a call of ``fit`` stands, for those who show it."""
+
+    epoch: int = 0  # from 0
+    epochs: int = 1
+    done: int = 0  # steps of this epoch
+    steps: int | None = None  # of each epoch, where that is known
+    total: int = 0  # steps since the optimizer was made
+
+
+class StepClock(StepListener):
+    """The clock of one call of ``fit``; hears of each step, tells others, and is asked from any thread.
+
+    Args:
+        inner: who is told of each step besides.
+        waited: gives the seconds in all for which no step could run for lack of data.
+        window: number of steps that :attr:`recent` looks back.
+        clock: gives seconds.
+
+    Attributes:
+        course: where training stands.
+        has_begun: whether an epoch has begun.
+        phase: what the thread that trains does, and since when.
+        logs: of the newest step, on the devices.
+        followers: are told of training steps after the clock.
+    """
+
+    def __init__(
+        self,
+        inner: StepListener,
+        waited: Callable[[], float],
+        window: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._inner, self._waited, self._clock = inner, waited, clock
+        self.course, self.phase, self.has_begun = Course(), ("start", clock()), False
+        self.logs: Any = None
+        self.followers: list[StepListener] = []
+        self._counts: dict[Any, int] = {}
+        self._rows, self._is_compiling = 0, False
+        self._done = Reading()  # in spans that are over
+        self._opened: tuple[float, float, int] | None = None  # time, waits and steps at the begin of the span
+        self._steps = self._rows_done = 0
+        self._recent: deque[Reading] = deque(maxlen=window + 1)
+        self._epoch_began = Reading()
+
+    # What the strategy and Keras's loop tell.
+
+    def reads(self) -> None:
+        """See :class:`StepListener`."""
+        self._inner.reads()
+        self.enter("data")
+        if self._opened is None:
+            self._open()
+
+    def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
+        """See :class:`StepListener`."""
+        self._inner.begins(model, kind, batch)
+        if kind != "train":
+            self.pause()
+            self.enter(_OTHERS[kind])
+            return
+        shapes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_rows))
+        count = self._counts.get(shapes, 0)
+        self._rows, self._is_compiling = shapes[0][0] if shapes and shapes[0] else 0, count < _COMPILED
+        if self._is_compiling:
+            self._counts[shapes] = count + 1
+            self.pause()
+        self.enter("compiling" if count == 0 else "step")
+        for follower in self.followers:
+            follower.begins(model, kind, batch)
+
+    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+        """See :class:`StepListener`."""
+        self._inner.ended(model, kind, state, logs)
+        if kind != "train":
+            return
+        self.logs = logs
+        self.course = self.course._replace(done=self.course.done + 1, total=self.course.total + 1)
+        self.enter("step")
+        if self._is_compiling:
+            jax.block_until_ready(logs)  # What follows is measured without it.
+        else:
+            self._steps += 1
+            self._rows_done += self._rows
+            self._recent.append(self.reading)
+        for follower in self.followers:
+            follower.ended(model, kind, state, logs)
+
+    def pauses(self) -> None:
+        """See :class:`StepListener`."""
+        self._inner.pauses()
+
+    def begin_epoch(self, course: Course) -> None:
+        """An epoch begins."""
+        self.course, self.has_begun = course, True
+        self._epoch_began = self.reading
+
+    def pause(self) -> None:
+        """Something else than training comes, or the end."""
+        if self._opened is not None and self._steps > self._opened[2]:
+            jax.block_until_ready(self.logs)
+            self._done = self.reading
+            self._recent.append(self._done)
+        self._opened = None
+
+    def enter(self, phase: str) -> None:
+        """The thread that trains does something else from now on."""
+        self.phase = (phase, self._clock())
+
+    # What others ask.
+
+    @property
+    def reading(self) -> Reading:
+        """All that was measured so far."""
+        opened, seconds, waited = self._opened, self._done.seconds, self._done.waited
+        if opened is not None:
+            seconds, waited = seconds + self._clock() - opened[0], waited + self._waited() - opened[1]
+        return Reading(self._steps, self._rows_done, seconds, waited)
+
+    @property
+    def recent(self) -> Reading:
+        """The last steps, no more than the window."""
+        try:
+            return self._recent[-1].since(self._recent[0])
+        except IndexError:
+            return Reading()
+
+    @property
+    def of_epoch(self) -> Reading:
+        """The epoch so far."""
+        return self.reading.since(self._epoch_began)
+
+    def seconds_in_phase(self) -> float:
+        """For how long the phase has lasted."""
+        return self._clock() - self.phase[1]
+
+    def _open(self) -> None:
+        self._opened = (self._clock(), self._waited(), self._steps)
+        if not self._recent:
+            self._recent.append(self._done)
+
+
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Rows)

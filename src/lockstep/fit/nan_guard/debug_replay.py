@@ -1,0 +1,122 @@
+"""A training step once more, from the same state and batch, one replica after the other and without compiling, to be looked at.
+
+It runs on the first device of each process. Every process runs all replicas, so all see the same, and none waits for another but for the
+rows of the batch, which are brought together first.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from lockstep.data.device_placement import Placement, Rows, count_rows, joined
+from lockstep.data.random_state import captured_random_state, restore_random_state
+from lockstep.devices.layout import Layout
+from lockstep.execution.call_splitter import SplitCall
+from lockstep.execution.nonfinite_gate import losses_of
+from lockstep.execution.replica import Result
+from lockstep.execution.spmd import Forward, forward_eagerly
+from lockstep.execution.train_functions import StepFunctions
+from lockstep.fit.nan_guard.layer_trace import Record
+from lockstep.fit.nan_guard.nonfinite import kind_of
+
+__all__ = ["count_of", "rerun", "whole_batch"]
+
+
+class _LookedAt:
+    """A plan whose replicas run one after the other, each noted in ``record``."""
+
+    def __init__(self, record: Record, of_global_batch: str) -> None:
+        self._record, self.of_global_batch, self.is_differentiable_twice = record, of_global_batch, True
+
+    def calls_of(self, layout: Layout, split: SplitCall) -> tuple[tuple[int, ...], ...]:
+        """See :class:`Plan`: each replica is one."""
+        return layout.per_device
+
+    def joined(self, rows: Rows) -> jax.Array:
+        """See :class:`Plan`; the rows were brought together before."""
+        return rows.array
+
+    def forward(self, forward: Forward, inputs: list[Any], places: list[Rows | None]) -> Result:
+        """See :class:`Plan`."""
+        busy = iter(_busy(forward.layout))
+
+        def call(*values: Any, **options: Any) -> Result:
+            self._record.replica = next(busy)
+            try:
+                return forward.call(*values, **options)
+            finally:
+                self._record.replica = None
+
+        return forward_eagerly(replace(forward, call=call), inputs)
+
+
+def rerun(functions: StepFunctions, state: Any, batch: Any) -> Record:
+    """Run a training step and give what was seen; the model, its variables and random numbers stay as they are.
+
+    Args:
+        functions: of the model.
+        state: before the step, on the devices.
+        batch: on the first device, as :func:`whole_batch` gives it.
+    """
+    placement, model = functions.placement, functions.model
+    layout = placement.layout(count_of(batch))
+    record = Record(model, lambda replica: _own_rows(layout, replica), _busy(layout))
+    plan: Any = _LookedAt(record, functions.plan.of_global_batch)
+    device = placement.first_own_device
+    random = captured_random_state()
+    try:
+        with jax.default_device(device), record.watching():
+            logs, _ = functions.step_by(plan, "train")(_on_one_device(state, placement), batch)
+    finally:
+        restore_random_state(random)
+    record.loss = record.loss or next(filter(None, map(kind_of, losses_of(logs).values())), None)
+    return record
+
+
+def whole_batch(batch: Any, placement: Placement) -> Any:
+    """A placed batch on the first device of this process; every process calls it."""
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, Rows):
+            return _on_one_device(leaf, placement)
+        array = jax.jit(joined, out_shardings=placement.replicated)(leaf)
+        return Rows(_on_one_device(array, placement), leaf.layout)
+
+    return jax.tree.map(whole, batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
+
+
+def _on_one_device(tree: Any, placement: Placement) -> Any:
+    device = placement.first_own_device
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, device)
+        if isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_replicated:
+            leaf = jax.jit(lambda array: array, out_shardings=placement.replicated)(leaf)
+        return jax.device_put(leaf.addressable_shards[0].data, device)
+
+    return jax.tree.map(own, tree)
+
+
+def count_of(batch: Any) -> int:
+    """Number of rows of a batch."""
+    arrays = [
+        x.array if isinstance(x, Rows) else x for x in jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Rows))
+    ]
+    return count_rows(arrays)
+
+
+def _busy(layout: Layout) -> list[int]:
+    """Numbers of the replicas that have rows."""
+    every = [rows for device in layout.per_device for rows in device]
+    return [replica for replica, rows in enumerate(every) if rows]
+
+
+def _own_rows(layout: Layout, replica: int | None) -> range:
+    if replica is None:
+        return range(layout.rows)
+    every = [rows for device in layout.per_device for rows in device]
+    start = sum(every[:replica])
+    return range(start, start + every[replica])

@@ -1,0 +1,206 @@
+"""Why a step is not finite, in words: the batch, a layer on the way forwards, the loss, a gradient on the way back, or the update."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+
+from lockstep.data.device_placement import Placement, Rows
+from lockstep.devices.names import device_name
+from lockstep.execution.train_functions import StepFunctions
+from lockstep.fit.nan_guard.debug_replay import count_of, rerun, whole_batch
+from lockstep.fit.nan_guard.layer_trace import Record, Seen
+from lockstep.fit.nan_guard.nonfinite import counted, kind_of, listed, rows_of
+
+__all__ = ["Diagnosis", "described_facts", "diagnose"]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What made a step bad.
+
+    Attributes:
+        sentence: for the user.
+        replicas: whose numbers were bad; empty where that cannot be told.
+        layer: path of the first bad layer, where there is one.
+        variable: path of the variable whose gradient was bad first, where the way forwards was finite.
+        rows: of the batch, where they can be told.
+    """
+
+    sentence: str
+    replicas: tuple[int, ...] = ()
+    layer: str | None = None
+    variable: str | None = None
+    rows: tuple[int, ...] = ()
+
+
+def described_facts(model: keras.Model, bad: Sequence[tuple[int, int] | str]) -> str:
+    """What a step has left that is not finite.
+
+    Args:
+        model: which was trained.
+        bad: names of losses, and variables as part of the state and position in it.
+    """
+    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
+    losses = [name if name == "loss" else repr(name) for name in bad if isinstance(name, str)]
+    paths = [kinds[part][number].path for part, number in (name for name in bad if not isinstance(name, str))]
+    parts = [f"the {name}" for name in losses]
+    if paths:
+        others = f" and {counted(len(paths) - 1, 'other variable')}" if len(paths) > 1 else ""
+        parts.append(f"variable {paths[0]!r}{others}")
+    return f"Not finite after it: {'; '.join(parts)}."
+
+
+def diagnose(functions: StepFunctions, state: Any, batch: Any) -> Diagnosis:
+    """Run a bad step again and find its cause; every process calls it.
+
+    Args:
+        functions: of the model.
+        state: before the step.
+        batch: as it was placed.
+    """
+    placement = functions.placement
+    here = whole_batch(batch, placement)
+    layout = placement.layout(count_of(here))
+    words = _Words(functions.model, placement)
+    given = _about_batch(here, layout, words)
+    try:
+        record = rerun(functions, state, here)
+    except Exception as error:  # Whatever it is, the step was bad, and that is what must be said.
+        kind = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return given or Diagnosis(f"It could not be run again to see where that comes from ({kind}).")
+    seen = _about_forward(record, words) or _about_loss(record, words) or _about_backward(record, words)
+    if given and (seen is None or not _starts(record)):
+        return given
+    if given and seen:
+        return Diagnosis(f"{given.sentence} {seen.sentence}", seen.replicas, seen.layer, seen.variable, seen.rows)
+    return seen or Diagnosis(
+        "Run again, its outputs, its loss and its gradients are finite: it is the update of the variables that is not (is the learning "
+        "rate too large?), or a number so near to the limit that it depends on how the step is compiled."
+    )
+
+
+def _starts(record: Record) -> bool:
+    """Whether the first bad layer was given finite numbers."""
+    return bool(record.forward) and record.forward[0].is_first
+
+
+class _Words:
+    """Names of replicas and variables."""
+
+    def __init__(self, model: keras.Model, placement: Placement) -> None:
+        self.model = model
+        self._placement = placement
+
+    def replicas(self, numbers: Sequence[int | None]) -> tuple[int, ...]:
+        """Which replicas, each once; none where it is the global batch."""
+        return tuple(sorted({number for number in numbers if number is not None}))
+
+    def on(self, replicas: Sequence[int]) -> str:
+        """Where: "On replica 1 of 2 (cpu:1), "; empty where that says nothing."""
+        count = self._placement.replicas
+        if count == 1 or not replicas:
+            return ""
+        if len(replicas) > 1:
+            return f"On {listed('replica', replicas)} of {count}, "
+        layout = self._placement.layout(count)
+        place = max(d for d, first in enumerate(layout.first_replica) if first <= replicas[0] and layout.per_device[d])
+        return f"On replica {replicas[0]} of {count} ({device_name(self._placement.devices[place])}), "
+
+    def layer(self, path: str) -> str:
+        """What: "layer 'encoder/log'", or the model."""
+        return f"layer {path!r}" if path else f"the model {self.model.name!r} in its own call"
+
+
+def _about_batch(batch: Any, layout: Any, words: _Words) -> Diagnosis | None:
+    found, rows = [], set()
+    for name, value in _named_leaves(batch):
+        kind = kind_of(value)
+        if kind:
+            own = rows_of(value, layout.rows)
+            rows.update(own)
+            found.append(f"{name} {kind} in {listed('row', own)}" if own else f"{name} {kind}")
+    if not found:
+        return None
+    ends = [sum(layout.busy_replicas[: n + 1]) for n in range(len(layout.busy_replicas))]
+    replicas = words.replicas([next(n for n, end in enumerate(ends) if row < end) for row in rows])
+    text = f"{words.on(replicas)}{' and '.join(found)} of the batch, counted from 0."
+    return Diagnosis(_sentence(text), replicas, rows=tuple(sorted(rows)))
+
+
+def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
+    names = "the input has", "the targets have", "the sample weights have"
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    for name, part in zip(names, parts, strict=False):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda leaf: isinstance(leaf, Rows))
+        for path, leaf in leaves:
+            key = f" at {jax.tree_util.keystr(path)}" if path else ""
+            noun, verb = name.rsplit(" ", 1)
+            yield f"{noun}{key} {verb}", leaf.array if isinstance(leaf, Rows) else leaf
+
+
+def _about_forward(record: Record, words: _Words) -> Diagnosis | None:
+    if not record.forward:
+        return None
+    first = record.forward[0]
+    replicas = words.replicas([seen.replica for seen in record.forward])
+    origin = "from finite numbers" if first.is_first else "from what was not finite before"
+    rows = f", in {listed('row', first.rows)} of the batch, counted from 0" if first.rows else ""
+    text = f"{words.on(replicas)}{words.layer(first.path)} is the first that gives {first.kind}, {origin}{rows}."
+    nan = next((x for x in record.forward if "NaN" in x.kind), None)
+    if nan and "NaN" not in first.kind and nan.path != first.path:
+        text += f" The first NaN comes from {words.layer(nan.path)}."
+    return Diagnosis(_sentence(text), replicas, first.path or None, rows=first.rows)
+
+
+def _about_loss(record: Record, words: _Words) -> Diagnosis | None:
+    if record.loss is None:
+        return None
+    replicas = tuple(record.losses) or words.replicas([seen.replica for seen in record.backward])
+    text = f"{words.on(replicas)}all outputs of the model are finite, and the loss is {record.loss}."
+    return Diagnosis(_sentence(text), replicas)
+
+
+def _about_backward(record: Record, words: _Words) -> Diagnosis | None:
+    if isinstance(record.model.optimizer, keras.optimizers.LossScaleOptimizer):
+        return None  # It makes them overflow, and sees to it.
+    replicas = words.replicas([*(seen.replica for seen in record.backward), *record.gradients])
+    own = replicas[0] if replicas else None
+    first = next((seen for seen in record.backward if seen.replica == own), None)
+    variable = _first_variable(record, own)
+    if first is None and variable is None:
+        return None
+    text = f"{words.on(replicas)}the way forwards is finite, and the way back is not"
+    if first:
+        text += _where_gradients_break(first, words)
+    if variable:
+        text += f"; the first variable whose gradient is bad is {variable!r}"
+    return Diagnosis(_sentence(text + "."), replicas, first.path or None if first else None, variable)
+
+
+def _where_gradients_break(first: Seen, words: _Words) -> str:
+    if first.side == "inputs":
+        return f": behind {words.layer(first.path)} the gradient is {first.kind}"
+    return f": the gradient is {first.kind} when it comes to {words.layer(first.path)}, from the loss or what else is no layer"
+
+
+def _first_variable(record: Record, replica: int | None) -> str | None:
+    """Path of the variable with a bad gradient that was used last on the way forwards."""
+    variables = record.model.trainable_variables
+
+    def used(number: int) -> int:
+        owners = (n for n, x in enumerate(record.order) if isinstance(x, keras.Layer) and _has(x, variables[number]))
+        return next(owners, -1)
+
+    bad = sorted(set(record.gradients.get(replica, [])))
+    return variables[max(bad, key=used)].path if bad else None
+
+
+def _has(layer: keras.Layer, variable: keras.Variable) -> bool:
+    return any(variable is own for own in layer.trainable_variables)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]

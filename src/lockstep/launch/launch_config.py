@@ -1,0 +1,156 @@
+"""What ``lockstep run`` is asked to do: checked once, then only read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep._errors import OptionError, whole_number
+from lockstep.distributed.cluster.addresses import join_address, split_address
+from lockstep.distributed.cluster.ports import DEFAULT_PORT
+
+__all__ = ["Job"]
+
+_LARGEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program on all workers of all nodes, and which node this is.
+
+    Args:
+        program: a script or the name of a module, then its arguments.
+        is_module: whether it is a module, as after ``python -m``.
+        workers: number of workers on each node.
+        servers: number of processes that keep variables for the workers, who train each at its own pace; a chief then coordinates.
+            None: the workers train in step.
+        has_evaluator: whether there is an evaluator, too; only with ``servers``.
+        nodes: number of nodes, each with a supervisor of its own; the most where there may be fewer.
+        least_nodes: the fewest that the job goes on with; None: it needs all.
+        node_rank: this node's number, from 0; None where there is one, or where ``hosts`` or the meeting tells.
+        coordinator: ``host:port`` where worker 0 is reached; None: chosen on this machine.
+        hosts: of all nodes in order, each ``host`` or ``host:port``; the workers of a node take this port and those above it.
+        max_restarts: how often processes are started again: all after one has failed, or a worker alone that others can do without.
+        join_seconds: how long to wait for more nodes when the fewest are there; only with ``least_nodes``.
+        start_seconds: limit of the wait for the fewest nodes; only with ``least_nodes``.
+        log_dir: folder for what each worker prints; None: it goes to the terminal.
+        tee: to both.
+        timeout: limit for the whole run in seconds; None: none.
+        grace: seconds that workers have to end by themselves when they are asked to.
+        allocator: "auto", "system", "jemalloc" or "tcmalloc".
+
+    Raises:
+        OptionError: the options do not fit together.
+        ClusterError: an address is none.
+
+    Example:
+        >>> Job(("train.py",), workers=2, nodes=2, hosts=("a", "b:5000")).addresses
+        ('a:12421', 'a:12422', 'b:5000', 'b:5001')
+    """
+
+    program: tuple[str, ...]
+    is_module: bool = False
+    workers: int = 1
+    servers: int | None = None
+    has_evaluator: bool = False
+    nodes: int = 1
+    least_nodes: int | None = None
+    node_rank: int | None = None
+    coordinator: str | None = None
+    hosts: tuple[str, ...] | None = None
+    max_restarts: int = 0
+    join_seconds: float = 30.0
+    start_seconds: float = 600.0
+    log_dir: Path | None = None
+    tee: bool = False
+    timeout: float | None = None
+    grace: float = 30.0
+    allocator: str = "auto"
+
+    def __post_init__(self) -> None:
+        whole_number("--nproc-per-node" if self.servers is None else "--workers", self.workers)
+        if self.servers is not None:
+            whole_number("--servers", self.servers)
+        whole_number("--nnodes", self.nodes)
+        whole_number("--max-restarts", self.max_restarts, 0)
+        if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
+            raise OptionError(f"--nnodes: expected MIN:MAX with 1 <= MIN <= MAX, got {self.least_nodes}:{self.nodes}.")
+        self._check_seconds()
+        self._check_place()
+        if self.tee and self.log_dir is None:
+            raise OptionError("--tee: shows on the terminal what --log-dir writes to files; --log-dir is missing.")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the nodes meet before each start, as nobody knows how many there will be."""
+        return self.least_nodes is not None
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """How many processes each node has of each kind."""
+        if self.servers is None:
+            return {"worker": self.workers}
+        evaluators = {"evaluator": 1} if self.has_evaluator else {}
+        return {"chief": 1, "worker": self.workers, "ps": self.servers, **evaluators}
+
+    @property
+    def nodes_said(self) -> str:
+        """The number of nodes as ``--nnodes`` takes it."""
+        return f"{self.least_nodes}:{self.nodes}" if self.is_elastic else str(self.nodes)
+
+    @property
+    def addresses(self) -> tuple[str, ...] | None:
+        """``host:port`` of every worker, as far as the options tell; else None."""
+        firsts = self.first_addresses
+        if len(firsts) < self.nodes:
+            return None
+        return tuple(address for first in firsts for address in self._addresses_from(first))
+
+    @property
+    def meeting_address(self) -> str | None:
+        """``host:port`` of worker 0, if the options tell."""
+        return next(iter(self.first_addresses), None)
+
+    @property
+    def first_addresses(self) -> list[str]:
+        """Of the first worker on each node that is known."""
+        if self.hosts is not None:
+            return [_with_port("--hosts", host) for host in self.hosts]
+        return [] if self.coordinator is None else [_with_port("--coordinator", self.coordinator)]
+
+    def _addresses_from(self, first: str) -> list[str]:
+        host, port = split_address("address", first)
+        if port + self.workers - 1 > _LARGEST_PORT:
+            raise OptionError(f"{first}: there are no ports for {self.workers} workers from {port} to {_LARGEST_PORT}.")
+        return [join_address(host, port + local) for local in range(self.workers)]
+
+    def _check_seconds(self) -> None:
+        waits = {"--join-seconds": self.join_seconds, "--start-seconds": self.start_seconds}
+        for name, seconds in {"--timeout": self.timeout, "--grace": self.grace, **waits}.items():
+            if seconds is not None and not 0 <= seconds < float("inf"):
+                raise OptionError(f"{name}: expected a number of seconds, got {seconds}.")
+
+    def _check_place(self) -> None:
+        if self.hosts is not None and self.coordinator is not None:
+            raise OptionError(
+                "--coordinator: the first of --hosts is the coordinator; name one of the two options only."
+            )
+        if self.hosts is not None and len(self.hosts) != self.nodes:
+            raise OptionError(
+                f"--hosts: expected {self.nodes} hosts, as there are {self.nodes} nodes, got {len(self.hosts)}."
+            )
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
+            raise OptionError(f"--node-rank: expected 0 to {self.nodes - 1}, got {self.node_rank}.")
+        addresses = self.addresses or ()
+        if len(set(addresses)) != len(addresses):
+            twice = next(address for address in addresses if addresses.count(address) > 1)
+            raise OptionError(f"--hosts: two workers would have the address {twice}; give each node ports of its own.")
+
+
+def _with_port(where: str, address: str) -> str:
+    """An address of worker 0's port, unless it names another; a bare IPv6 address has no port."""
+    if address.count(":") > 1 and not address.startswith("["):
+        address = join_address(address, DEFAULT_PORT)
+    elif ":" not in address or address.endswith("]"):
+        address = f"{address}:{DEFAULT_PORT}"
+    split_address(where, address)
+    return address

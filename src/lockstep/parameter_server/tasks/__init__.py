@@ -1,0 +1,1 @@
+"""The task queue of the chief and the clients that take tasks from it."""

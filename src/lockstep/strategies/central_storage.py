@@ -1,0 +1,95 @@
+"""Synchronous data parallelism with the variables on one device."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+
+from lockstep._errors import OptionError
+from lockstep.collectives import Ops
+from lockstep.data.device_placement import Placement
+from lockstep.data.input_options import InputOptions
+from lockstep.devices.determinism import is_deterministic
+from lockstep.devices.names import device_name, resolve_with_home
+from lockstep.execution.central_executor import CentralPlan
+from lockstep.execution.executors import Plan
+from lockstep.strategies.base import Strategy
+
+__all__ = ["CentralStorageStrategy"]
+
+
+class CentralStorageStrategy(Strategy):
+    """Trains one model on several local devices, with all its variables on one: the optimizer's take no accelerator's memory.
+
+    Counterpart of ``tf.distribute.experimental.CentralStorageStrategy``. Each step sends the weights to the devices that compute,
+    which add their gradients up as under :class:`MirroredStrategy`; the sum goes to the parameter device, and the optimizer runs
+    there. The numbers are those of a ``MirroredStrategy`` with as many replicas. Worth it where the optimizer's variables do not
+    fit beside the weights: each step moves the weights there and the gradients back (``docs/central_storage.md``).
+
+    Args:
+        compute_devices: names such as ``"gpu:0"``, or JAX devices. By default every local device of JAX's default platform.
+        parameter_device: where the variables are, ``"cpu:0"`` say; may be one of the others. By default the CPU if several
+            accelerators compute; else the first device that computes.
+        replicas: number of replicas, by default one a device that computes.
+        cross_device_ops: how the devices' gradients are added, as for :class:`MirroredStrategy`.
+        input_options: how batches reach the devices.
+
+    Raises:
+        BackendError: Keras does not run on JAX, or is of an unknown version.
+        DeviceError: a device is unknown, absent or named twice, or it is too late to make the CPU devices asked for.
+        OptionError: ``replicas`` is not a positive integer, ``cross_device_ops`` is something else, or
+            :func:`lockstep.config.set_deterministic` was called.
+
+    Example:
+        >>> import keras, lockstep, numpy as np
+        >>> strategy = lockstep.CentralStorageStrategy(["cpu:0"], parameter_device="cpu:0", replicas=2)
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        ...     model.compile(optimizer="adam", loss="mse")
+        >>> history = model.fit(np.ones((5, 4)), np.ones((5, 1)), batch_size=3, verbose=0)
+        >>> strategy.parameter_device
+        'cpu:0'
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str | jax.Device] | None = None,
+        parameter_device: str | jax.Device | None = None,
+        *,
+        replicas: int | None = None,
+        cross_device_ops: Ops | None = None,
+        input_options: InputOptions | None = None,
+    ) -> None:
+        if is_deterministic():
+            raise OptionError(
+                "CentralStorageStrategy does not keep the promise of lockstep.config.set_deterministic(). Take a MirroredStrategy, or "
+                "leave set_deterministic out."
+            )
+
+        def find() -> Sequence[jax.Device]:
+            found, self._home = resolve_with_home(compute_devices, parameter_device)
+            return found
+
+        super().__init__(find, cross_device_ops, replicas, False, False, input_options)
+
+    @property
+    def parameter_device(self) -> str:
+        """Name of the device that the variables are on."""
+        return device_name(self._home)
+
+    def _plan_for(self, placement: Placement, model: keras.Model) -> Plan:
+        return CentralPlan(placement, self._ops, self._home, model)
+
+    @contextlib.contextmanager
+    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
+        optimizer = model.optimizer
+        if model.built and optimizer is not None and not optimizer.built:
+            with jax.default_device(self._home):  # Where Keras makes them, an accelerator would have to hold them once.
+                optimizer.build(model.trainable_variables)
+        with super()._around_fit(model, arguments):
+            yield
+
+    def _summary(self) -> str:
+        return f"{super()._summary()}; variables and updates on {self.parameter_device}"

@@ -1,0 +1,1 @@
+"""The tools of the command ``lockstep``: scaling reports, migration, and its other subcommands."""

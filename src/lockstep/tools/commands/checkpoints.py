@@ -1,0 +1,108 @@
+"""What the command says of checkpoints."""
+
+import fnmatch
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep._errors import CheckpointError
+from lockstep.checkpoint.dtypes import widened
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.npz import write_arrays
+from lockstep.checkpoint.paths import step_of
+from lockstep.checkpoint.reader import MANIFEST, Loaded, describe, read
+from lockstep.checkpoint.store import CheckpointStore
+
+__all__ = ["chosen", "export", "loaded_from", "table"]
+
+_ROW = "{:>12} {:>6} {:>8} {:>15} {:>9}  {}"
+
+
+def chosen(directory: str) -> list[Path]:
+    """The checkpoints that a directory stands for: itself if it is one, else those in it, the newest last.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(directory)
+    paths = [path] if (path / MANIFEST).exists() else CheckpointStore(path).paths()
+    if not paths:
+        raise CheckpointError(f"{path.absolute()}: there is no checkpoint.")
+    return paths
+
+
+def loaded_from(directory: str, step: int | None) -> Loaded:
+    """One checkpoint of a directory: that of a step, or the newest good one.
+
+    Raises:
+        CheckpointError: there is none, or it is not what was written.
+    """
+    paths = chosen(directory)
+    if paths == [Path(directory)]:
+        loaded: Loaded | None = read(paths[0])
+    elif step is None:
+        loaded = CheckpointStore(directory).newest()
+    else:
+        loaded = next((read(path) for path in reversed(paths) if step_of(path.name) == step), None)
+    if loaded is None or step not in (None, loaded.step):
+        raise CheckpointError(
+            f"{directory}: there is no checkpoint of step {step}. 'lockstep checkpoint show' lists what is there."
+        )
+    return loaded
+
+
+def table(paths: list[Path], verbose: bool) -> Iterator[str]:
+    """A line for each checkpoint, with the epochs and further batches that were done, and with ``verbose`` one for each of its arrays."""
+    yield _ROW.format("step", "epochs", "batches", "bytes", "replicas", "versions")
+    for path in paths:
+        try:
+            manifest = describe(path)
+        except CheckpointError as error:
+            yield f"{path.name}: {error}"
+            continue
+        yield _row(manifest)
+        if verbose:
+            yield from _arrays(manifest)
+
+
+def _row(manifest: Manifest) -> str:
+    facts: Mapping[str, Any] = manifest.facts
+    versions = facts.get("versions", "-")
+    if isinstance(versions, dict):
+        versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+    numbers = (str(facts.get(name, "-")) for name in ("epoch", "batch"))
+    return _ROW.format(manifest.step, *numbers, f"{manifest.bytes:,}", str(facts.get("replicas", "-")), versions)
+
+
+def _arrays(manifest: Manifest) -> Iterator[str]:
+    for name, entry in manifest.arrays.items():
+        yield f"    {name}: {entry.dtype} {entry.shape}, sha256 {entry.sha256[:16]}…"
+
+
+def export(loaded: Loaded, output: str, only: str) -> int:
+    """Write arrays of a checkpoint as ``numpy.savez`` does; dtypes that NumPy does not know become wider ones.
+
+    Args:
+        loaded: the checkpoint.
+        output: the file; one that is there is replaced.
+        only: pattern of names, as file names have them: ``*`` stands for anything.
+
+    Returns:
+        How many arrays.
+
+    Raises:
+        CheckpointError: no name is like that, or the file cannot be written.
+    """
+    arrays = {name: widened(array) for name, array in loaded.snapshot.arrays.items() if fnmatch.fnmatchcase(name, only)}
+    if not arrays:
+        raise CheckpointError(f"{loaded.path}: no array has a name like {only!r}.")
+    temporary = f"{output}.writing"
+    try:
+        with open(temporary, "wb") as file:
+            write_arrays(file, arrays)
+        os.replace(temporary, output)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise CheckpointError(f"{output}: cannot be written: {error.strerror or error}.", error.errno) from error
+    return len(arrays)

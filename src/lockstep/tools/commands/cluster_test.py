@@ -1,0 +1,187 @@
+"""The self-test of a cluster: does every pair of workers add right, how fast, and do their clocks agree?
+
+Every worker runs it, ``lockstep run -n 2 -m lockstep.tools.commands.cluster_test`` on one machine, or a scheduler's command; the chief
+prints.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from typing import Any, TextIO
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: it runs as a program.
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.distributed.cluster import exit_codes
+from lockstep.distributed.control.control_client import Session
+
+__all__ = ["Measured", "measure", "report", "run_cluster_test"]
+
+SIZES = (1_000, 1_000_000, 16_000_000)  # bytes that each worker brings
+PAIR_SECONDS = 20.0  # limit for all measurements of one pair
+_ROUNDS = 5
+
+Reduce = Callable[[Placement, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some workers measured together.
+
+    Args:
+        workers: their numbers.
+        seconds: for each size the median time of an all-reduce.
+        error: what went wrong; None if nothing did.
+    """
+
+    workers: tuple[int, ...]
+    seconds: tuple[float, ...] = ()
+    error: str | None = None
+
+
+def all_reduce(placement: Placement, own: np.ndarray) -> np.ndarray:
+    """Sum over the devices of what each worker brings, ``(n,)``."""
+    stack = jax.make_array_from_callback((len(placement.devices), *own.shape), placement.cut, lambda _: own[None])
+    return np.asarray(_summed(placement.mesh)(stack).addressable_shards[0].data)
+
+
+@cache
+def _summed(mesh: Mesh) -> Any:
+    whole, cut = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
+    add = jax.shard_map(
+        lambda x: jax.lax.psum(x[0], DEVICE_AXIS), mesh=mesh, in_specs=cut, out_specs=whole, check_vma=False
+    )
+    return jax.jit(add)
+
+
+def measure(devices: list[jax.Device], workers: tuple[int, ...], index: int, reduce: Reduce = all_reduce) -> Measured:
+    """Add up arrays over some workers, and time it.
+
+    Args:
+        devices: one of each.
+        workers: their numbers.
+        index: this worker's, one of them.
+        reduce: sums an array over the devices.
+    """
+    placement = Placement(Mesh(np.asarray(devices), (DEVICE_AXIS,)), len(devices))
+    medians = []
+    for size in SIZES:
+        own = np.full(size // 4, index + 1, np.float32)
+        expected = sum(worker + 1 for worker in workers)
+        times = []
+        for _ in range(_ROUNDS):
+            begun = time.perf_counter()
+            found = reduce(placement, own)
+            times.append(time.perf_counter() - begun)
+            wrong = found[found != expected]
+            if wrong.size:
+                return Measured(
+                    workers, error=f"{wrong.size} of {found.size} sums are wrong: expected {expected}, got {wrong[0]}"
+                )
+        medians.append(sorted(times)[_ROUNDS // 2])
+    return Measured(workers, tuple(medians))
+
+
+def _within_limit(work: Callable[[], Measured], workers: tuple[int, ...], seconds: float) -> Measured:
+    found: list[Measured] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(Measured(workers, error=f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else Measured(workers, error=f"no answer within {seconds:.0f} s")
+
+
+def run_cluster_test(
+    session: Session, devices: list[jax.Device], reduce: Reduce = all_reduce, seconds: float = PAIR_SECONDS
+) -> tuple[list[Measured], list[float]]:
+    """Measure every pair of workers, then all together; every worker calls it.
+
+    Args:
+        session: the workers.
+        devices: one of each worker, in their order.
+        reduce: sums an array over some devices.
+        seconds: limit of one measurement.
+
+    Returns:
+        The measurements, those of pairs first, and by how many seconds each clock is ahead of the chief's.
+    """
+    count, index = session.group.workers, session.group.index
+    groups: list[tuple[int, ...]] = list(combinations(range(count), 2))
+    groups += [tuple(range(count))] if count > 2 else []
+    found = []
+    for workers in groups:
+        own = Measured(workers)
+        if index in workers:
+            chosen = [devices[worker] for worker in workers]
+            own = _within_limit(lambda w=workers, d=chosen: measure(d, w, index, reduce), workers, seconds)  # type: ignore[misc]
+        every = session.gather(f"workers {workers}", [own.seconds, own.error], timeout_seconds=2 * seconds)
+        errors = [f"worker {number}: {every[number][1]}" for number in workers if every[number][1]]
+        found.append(Measured(workers, tuple(every[workers[0]][0]), "; ".join(errors) or None))
+        if errors and "no answer" in errors[0]:
+            break  # What hangs there would come into the way of the rest.
+    session.barrier("the clocks")
+    clocks = session.gather("the clocks", time.time())
+    return found, [clock - clocks[0] for clock in clocks]
+
+
+def report(measured: list[Measured], clocks: list[float], stream: TextIO) -> bool:
+    """Write what was found; True where all is right."""
+    stream.write(f"{'workers':<12}" + "".join(f"{f'all-reduce of {size // 1000:,} kB':>25}" for size in SIZES) + "\n")
+    for one in measured:
+        name = "-".join(map(str, one.workers))
+        if one.error:
+            stream.write(f"{name:<12} FAILED: {one.error}\n")
+            continue
+        cells = [f"{1e3 * t:.2f} ms {size / t / 1e6:6.0f} MB/s" for t, size in zip(one.seconds, SIZES, strict=True)]
+        stream.write(f"{name:<12}{''.join(f'{cell:>25}' for cell in cells)}\n")
+    ahead = ", ".join(f"worker {number} {1e3 * seconds:+.1f} ms" for number, seconds in enumerate(clocks) if number)
+    stream.write(f"clocks against worker 0: {ahead}\n")
+    failed = [one for one in measured if one.error]
+    for one in failed:
+        stream.write(f"Workers {' and '.join(map(str, one.workers))} do not reach each other, or add wrong.\n")
+    if not failed:
+        stream.write("Every pair of workers adds right.\n")
+    stream.flush()
+    return not failed
+
+
+def main() -> int:
+    """Join the cluster that the environment names, and test it."""
+    from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
+
+    strategy = MultiWorkerMirroredStrategy(check_every=0)
+    session = strategy.session
+    if session is None:
+        sys.stderr.write(
+            "lockstep test: there is one worker, so there is nothing to test. Say lockstep test -n 2, or start it on "
+            "each machine as your scheduler starts programs.\n"
+        )
+        return 2
+    firsts = {device.process_index: device for device in reversed(jax.devices())}
+    measured, clocks = run_cluster_test(session, [firsts[worker] for worker in range(session.group.workers)])
+    is_right = (
+        report(measured, clocks, sys.stdout) if session.group.is_chief else not any(one.error for one in measured)
+    )
+    if not is_right:
+        session.barrier("the report")
+        os._exit(exit_codes.USER_ERROR)  # A thread may hang in a collective for ever.
+    return exit_codes.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

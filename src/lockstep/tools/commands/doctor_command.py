@@ -1,0 +1,147 @@
+"""``lockstep doctor``: a script is run up to its first ``fit``, and all that this would do is looked at."""
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep._keras import trainer
+from lockstep._keras.fit_interception import compiles_noted
+from lockstep.cluster_resolver import RESOLVERS, resolve
+from lockstep.collectives import AutoAllReduce
+from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.fit_entry import Inputs, Together
+from lockstep.data.input_options import InputOptions
+from lockstep.data.wait_meter import Onlooker
+from lockstep.doctor.connectivity import about_network, peers_of
+from lockstep.doctor.finding import Finding, Report
+from lockstep.doctor.fit_call import Program, Setting, caller
+from lockstep.doctor.full_check import examine
+from lockstep.doctor.settings import is_on, set_doctor
+from lockstep.execution.executors import FastPlan
+from lockstep.execution.train_functions import StepFunctions, StepListener
+from lockstep.strategies.diagnostics import Checkups, examined
+from lockstep.tools.run_until_fit import FirstFit, run_until_fit
+
+__all__ = ["Network", "examine_script", "look_at_cluster", "to_standard_error"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What was found of the cluster that the environment names.
+
+    Args:
+        findings: of it.
+        looked_at: in words; "" where there is no cluster.
+        variables: of the environment that name it.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    looked_at: str = ""
+    variables: tuple[str, ...] = ()
+
+
+def look_at_cluster(environ: Mapping[str, str]) -> Network:
+    """See whether the processes of the cluster can be reached from here, if there is one.
+
+    Args:
+        environ: may name it.
+
+    Raises:
+        ClusterError: its variables contradict each other.
+    """
+    resolver = resolve(environ)
+    if resolver is None:
+        return Network()
+    peers = peers_of(resolver.membership)
+    variables = tuple(name for kind in RESOLVERS for name in kind.variables if name in environ)
+    said = (
+        f"the cluster of {resolver.membership.source}: {', '.join(f'{peer.name} at {peer.address}' for peer in peers)}"
+    )
+    return Network(tuple(about_network(peers)), f"{said}; the script ran as one process of its own", variables)
+
+
+def examine_script(path: str, arguments: Sequence[str], network: Network | None = None) -> Report:
+    """Run a script up to its first fit, look at that, and end it there.
+
+    Args:
+        path: of the script.
+        arguments: of it.
+        network: what was found of the cluster.
+
+    Raises:
+        OptionError: there is no such file, or it has no fit.
+    """
+    places: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
+    reports = []
+
+    def note(model: keras.Model) -> None:
+        places[model] = caller()
+
+    def look(first: FirstFit) -> None:
+        given = dict(inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments)
+        x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
+        program = Program(first.model, x, y, weight, given, fit_at=first.where)
+        reports.append(_examined(replace(program, compiled_at=places.get(first.model, ""))))
+
+    before = is_on()
+    set_doctor(False)  # Or the script's strategy would say the same of other calls.
+    try:
+        with compiles_noted(note):
+            run_until_fit(path, arguments, look)
+    finally:
+        set_doctor(before)
+    return _with_network(reports[0], network or Network())
+
+
+def _with_network(report: Report, network: Network) -> Report:
+    looked = (*report.looked_at, network.looked_at) if network.looked_at else report.looked_at
+    return replace(report, findings=network.findings + report.findings, looked_at=looked)
+
+
+def _examined(program: Program) -> Report:
+    owner = trainer.adopted_by(program.model)
+    return examined(owner, program) if isinstance(owner, Checkups) else _on_one_device(program)
+
+
+def _on_one_device(program: Program) -> Report:
+    """As Keras alone would train the model."""
+    device = jax.local_devices()[0]
+    placement = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
+
+    def around(model: keras.Model, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    plan = FastPlan(placement, AutoAllReduce())
+    functions = StepFunctions(program.model, placement, plan, lambda _: None, StepListener())
+    inputs = Inputs(placement, InputOptions(), Together(), around, Onlooker())
+    setting = Setting(devices=(device,), has_strategy=False)
+    report = examine(replace(program, setting=setting), functions, inputs, os.environ)
+    return replace(report, looked_at=("no strategy: as on one device", *report.looked_at))
+
+
+@contextlib.contextmanager
+def to_standard_error(is_wanted: bool) -> Iterator[None]:
+    """Have what is printed meanwhile, also by programs that are started, go to standard error where that is wanted."""
+    if not is_wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

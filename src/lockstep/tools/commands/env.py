@@ -1,0 +1,111 @@
+"""``lockstep env``: what one should say of a machine when one reports a problem."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from lockstep._errors import ClusterError
+from lockstep.cluster_resolver import resolve
+from lockstep.devices.cpu_devices import usable_cores
+from lockstep.devices.host_memory import first_line, host_memory
+from lockstep.launch.gpus import gpus_of
+from lockstep.launch.malloc_selection import choose_allocator, glibc_version, library_folders
+from lockstep.tools.commands.machine import describe_machine
+
+__all__ = ["describe_environment"]
+
+_PACKAGES = ("keras-lockstep", "keras", "jax", "jaxlib", "numpy", "tensorflow", "torch", "grain")
+_MATTERS = re.compile(
+    "(LOCKSTEP|KERAS|JAX|XLA|PJRT|CUDA|NCCL|SLURM|OMPI|PMIX|PET|RAY|JOB_COMPLETION|KUBERNETES_SERVICE|OMP|MALLOC|TCMALLOC|GLIBC)_.*"
+    "|NPROC|TF_CONFIG|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH|(NO|HTTPS?)_PROXY",
+    re.IGNORECASE,
+)
+_SECRET = re.compile("SECRET|TOKEN|PASSWORD|PASSWD|KEY|CREDENTIAL|PROXY", re.IGNORECASE)  # A proxy may hold a password.
+_DEVICES = "import jax, json, sys; sys.stdout.write(json.dumps([[str(one), one.device_kind] for one in jax.devices()]))"
+_GIB = 2**30
+
+
+def describe_environment(environment: Mapping[str, str], limit: float = 60.0) -> str:
+    """A report of several lines, without secrets.
+
+    Args:
+        environment: the variables of the process.
+        limit: seconds that JAX has to name its devices.
+    """
+    allocator = choose_allocator(
+        "auto", environment, library_folders(environment), glibc_version(), bool(gpus_of(environment))
+    )
+    rows = {
+        "machine": describe_machine(),
+        "system": f"{platform.platform()}; C library {' '.join(platform.libc_ver()) or 'unknown'}",
+        "cores": _cores(),
+        "memory": _memory(),
+        "python": f"{sys.version.split()[0]} at {sys.executable}",
+        "packages": ", ".join(_versions()),
+        "devices": _devices(environment, limit),
+        "allocator": f"{allocator.name} under lockstep run",
+        "cluster": _cluster(environment),
+    }
+    lines = [f"{name + ':':11}{value}" for name, value in rows.items()]
+    return "\n".join([*lines, "environment:", *_variables(environment)])
+
+
+def _variables(environment: Mapping[str, str]) -> Iterable[str]:
+    shown = {name: value for name, value in sorted(environment.items()) if _MATTERS.fullmatch(name)}
+    if not shown:
+        yield "  nothing that matters is set"
+    for name, value in shown.items():
+        yield f"  {name}={'(set, not shown)' if _SECRET.search(name) else value}"
+
+
+def _cluster(environment: Mapping[str, str]) -> str:
+    """What a strategy that was made here would take part in."""
+    try:
+        resolver = resolve(environment)
+    except ClusterError as error:
+        return str(error)
+    return "none: a program started here trains alone" if resolver is None else repr(resolver)
+
+
+def _versions() -> Iterable[str]:
+    for package in _PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+
+
+def _cores() -> str:
+    quota = first_line(Path("/sys/fs/cgroup/cpu.max"))
+    limited = "" if not quota or quota.startswith("max") else f", cgroup quota {_quota(quota):g}"
+    return f"{os.cpu_count()}, {usable_cores()} of them for this process{limited}"
+
+
+def _quota(line: str) -> float:
+    quota, period = line.split()
+    return int(quota) / int(period)
+
+
+def _memory() -> str:
+    memory = host_memory()
+    limited = "" if memory.limit is None else f", cgroup limit {memory.limit / _GIB:.1f} GiB"
+    return f"{memory.total / _GIB:.1f} GiB{limited}"
+
+
+def _devices(environment: Mapping[str, str], limit: float) -> str:
+    """What JAX sees, in a process of its own: a driver that hangs or crashes must not take the report with it."""
+    command = [sys.executable, "-c", _DEVICES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=dict(environment))
+    except subprocess.TimeoutExpired:
+        return f"JAX named none within {limit:g} s: a driver hangs, or another process holds the accelerator"
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"JAX does not start: {last}"
+    return ", ".join(f"{name} ({kind})" for name, kind in json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,169 @@
+"""``lockstep top``: what the workers of a running job do, out of the status that its chief writes."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lockstep._errors import OptionError
+from lockstep.checkpoint.paths import STATUS, checkpoints_in, step_of
+
+__all__ = ["picture", "slowest", "watch"]
+
+STALE = 10.0  # seconds without a new status after which the chief is not taken to be alive
+_NOTABLE = 0.05  # share of the time; a worker that waits less for its data is not called slow
+
+_COLUMNS = ("worker", "host", "pid", "step", "does", "for", "waits for data", "reads data")
+
+
+def watch(directory: str, interval: float, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Show the picture again and again, until Ctrl-C.
+
+    Args:
+        directory: of the run.
+        interval: seconds from one look to the next.
+        console: where it is shown.
+        sleep: waits.
+
+    Raises:
+        OptionError: there is no status, or the interval is none.
+    """
+    if not 0.1 <= interval < math.inf:
+        raise OptionError(f"--interval: expected 0.1 seconds or more, got {interval:g}.")
+    with Live(picture(directory), console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                sleep(interval)
+                live.update(picture(directory), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def picture(directory: str | Path, now: Callable[[], float] = time.time) -> RenderableType:
+    """What there is to be seen.
+
+    Args:
+        directory: of the run.
+        now: gives the seconds since 1970.
+
+    Raises:
+        OptionError: there is no status, or it cannot be read.
+    """
+    status, path = _read(Path(directory)), Path(directory)
+    try:
+        lines = [_state(status, now()), _progress(status), *_checkpoint(path, now())]
+        rows = status["workers"]
+        slow = slowest(rows)
+        if slow is not None:
+            lines.append(f"slowest: {_complaint(rows, slow)}")
+        return Group(*(Text(line) for line in lines), _table(rows, slow))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable(path, repr(error)) from error
+
+
+def slowest(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Number of the worker whose data hold the steps up; None where nobody's do, and where there is one worker.
+
+    Where workers compare their batches, all wait for the one that reads: so it is the one that reads longest among those that wait.
+
+    Example:
+        >>> slowest([{"worker": 0, "waited": 0.6, "read": 0.1}, {"worker": 1, "waited": 0.6, "read": 0.9}])
+        1
+    """
+    waiting = [row for row in rows if row.get("waited", 0.0) >= _NOTABLE]
+    if len(rows) < 2 or not waiting:
+        return None
+    return max(waiting, key=lambda row: row.get("read", 0.0))["worker"]
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((directory / STATUS).read_text())
+    except FileNotFoundError:
+        raise OptionError(
+            f"{directory}: no run has written its {STATUS} there. Give the folder of a lockstep.callbacks.BackupAndRestore or TensorBoard that is "
+            "among the callbacks of fit."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(directory, str(error)) from error
+    if not isinstance(found, dict) or found.get("version") != 1:
+        raise _unreadable(directory, "it is not of version 1")
+    return found
+
+
+def _unreadable(directory: Path, why: str) -> OptionError:
+    return OptionError(
+        f"{directory / STATUS}: cannot be read as the status of a run: {why}. Is it from another version of Lockstep?"
+    )
+
+
+def _state(status: Mapping[str, Any], now: float) -> str:
+    age = now - status["time"]
+    if status["state"] != "running":
+        reason = f": {status['reason']}" if status["reason"] else ""
+        return f"{status['state']} {_ago(age)}{reason}"
+    lasts = f"for {_long(status['time'] - status['begun'])}"
+    return f"running {lasts}" if age < STALE else f"no sign of life for {_long(age)}; it ran {lasts}"
+
+
+def _progress(status: Mapping[str, Any]) -> str:
+    of_steps = f" of {status['steps']:,}" if status["steps"] else ""
+    text = f"epoch {status['epoch']} of {status['epochs']}, step {status['step']:,}{of_steps} ({status['steps_in_all']:,} in all)"
+    if status["rows_per_second"] is not None:
+        text += f"; {status['rows_per_second']:,.0f} rows/s, {status['seconds_per_step']:.3g} s a step"
+    return f"{text}; {len(status['workers'])} worker{'s' * (len(status['workers']) > 1)}, {status['devices']} device{'s' * (status['devices'] > 1)}"
+
+
+def _checkpoint(directory: Path, now: float) -> list[str]:
+    try:
+        newest = checkpoints_in(directory)[-1]
+        return [f"last checkpoint: step {step_of(newest.name):,}, {_ago(now - newest.stat().st_mtime)}"]
+    except (IndexError, FileNotFoundError):
+        return []
+
+
+def _complaint(rows: Sequence[Mapping[str, Any]], slow: int) -> str:
+    row = next(row for row in rows if row["worker"] == slow)
+    return (
+        f"worker {slow} ({row['host']}, process {row['pid']}), which reads its data for {row.get('read', 0):.0%} of the time; "
+        f"{row['waited']:.0%} of the time no step could run for lack of them"
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]], slow: int | None) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in ("host", "does") else "right", no_wrap=True)
+    for row in rows:
+        silent = f"silent for {_long(row['silent'])}" if row["silent"] > 3 and not row["left"] else row["phase"]
+        does = "has left" if row["left"] else silent
+        portions = (f"{row[name]:.0%}" if name in row else "-" for name in ("waited", "read"))
+        cells = (row["worker"], row["host"], row["pid"], f"{row['step']:,}", does, _long(row["seconds"]), *portions)
+        table.add_row(*map(str, cells), style="yellow" if row["worker"] == slow else None)
+    return table
+
+
+def _ago(seconds: float) -> str:
+    return f"{_long(seconds)} ago"
+
+
+def _long(seconds: float) -> str:
+    """A duration.
+
+    Example:
+        >>> _long(7.4), _long(400), _long(90000)
+        ('7 s', '6 min 40 s', '25 h 0 min')
+    """
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole // 60 % 60} min"

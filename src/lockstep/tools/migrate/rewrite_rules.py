@@ -1,0 +1,233 @@
+"""What is translated besides names, one function a rule: each gives edits of the program, and only where it is sure."""
+
+import ast
+from collections.abc import Iterator
+from typing import TypeGuard
+
+from lockstep.tools.migrate.edits import Edit, Source
+from lockstep.tools.migrate.name_resolution import Bindings
+from lockstep.tools.migrate.symbol_map import STRATEGY_METHODS, translated
+
+__all__ = [
+    "activations",
+    "batch_normalization",
+    "cached_last",
+    "is_claim_of_logits",
+    "logits",
+    "methods",
+    "old_arguments",
+    "one_device",
+    "reductions",
+    "resets",
+    "sums",
+    "whole_numbers",
+]
+
+_ACTIVATIONS = ("elu", "gelu", "leaky_relu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh")
+_REDUCTIONS = ("none", "sum", "sum_over_batch_size")
+_BEFORE_CACHE = ("batch", "prefetch", "shuffle")
+_SIZES = {  # Arguments of layers that Keras 3 takes as Python's integers alone, in their order.
+    "Dense": ("units",),
+    "Embedding": ("input_dim", "output_dim"),
+    "GRU": ("units",),
+    "MultiHeadAttention": ("num_heads", "key_dim"),
+    "RepeatVector": ("n",),
+    "SimpleRNN": ("units",),
+}
+_OF_ARRAYS = ("argmax", "argmin", "max", "min", "numpy", "prod", "sum")  # Methods that give NumPy's numbers.
+_SYNCHRONIZED = "keras.layers.experimental.SyncBatchNormalization"
+
+
+def calls(source: Source) -> Iterator[ast.Call]:
+    """All calls of a program."""
+    return (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+
+
+def full_name(bindings: Bindings, call: ast.Call) -> str:
+    """What a call calls, in the words of Keras and Lockstep where these have it; empty where it is not imported."""
+    return translated(bindings.name_of(call.func))
+
+
+def activations(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``activation=tf.nn.relu`` becomes ``activation="relu"``."""
+    for call in calls(source):
+        for keyword in call.keywords:
+            name = bindings.name_of(keyword.value)
+            short = name.removeprefix("tensorflow.nn.")
+            if keyword.arg == "activation" and short != name and short in _ACTIVATIONS:
+                yield source.replaced(keyword.value, f'"{short}"')
+
+
+def reductions(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``reduction=tf.keras.losses.Reduction.NONE`` becomes ``reduction="none"``."""
+    for chain in bindings.chains:
+        enumeration, _, member = translated(chain.name).rpartition(".")
+        if enumeration == "keras.losses.Reduction" and member.lower() in _REDUCTIONS:
+            yield source.replaced(chain.node, f'"{member.lower()}"')
+
+
+def methods(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """Methods of a strategy that had other names: ``experimental_run_v2`` is ``run``."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in STRATEGY_METHODS:
+            end = source.span(node)[1]
+            yield Edit(end - len(node.attr), end, STRATEGY_METHODS[node.attr])
+
+
+def resets(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``reset_states`` of a metric is ``reset_state``; layers keep it."""
+    metrics = {
+        target.id
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if full_name(bindings, node.value).startswith("keras.metrics.")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Attribute) and node.attr == "reset_states"):
+            continue
+        if isinstance(node.value, ast.Name) and node.value.id in metrics:
+            end = source.span(node)[1]
+            yield Edit(end - len(node.attr), end, "reset_state")
+
+
+def one_device(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``OneDeviceStrategy(device)`` is a mirrored strategy with one device."""
+    for call in calls(source):
+        is_it = bindings.name_of(call.func) == "tensorflow.distribute.OneDeviceStrategy"
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if is_it and len(given) == 1:
+            yield source.replaced(call, f"lockstep.MirroredStrategy([{source.segment(given[0])}])")
+
+
+def sums(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``tf.add_n(model.losses)`` becomes ``sum(model.losses)``: these are JAX's arrays."""
+    for call in calls(source):
+        if bindings.name_of(call.func) == "tensorflow.add_n" and len(call.args) == 1 and not call.keywords:
+            yield source.replaced(call.func, "sum")
+
+
+def batch_normalization(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """The layer that normalizes over all replicas is an option of the usual one."""
+    for call in calls(source):
+        if full_name(bindings, call) == _SYNCHRONIZED:
+            end = source.span(call)[1]
+            has_arguments = bool(call.args or call.keywords)
+            yield source.replaced(call.func, "keras.layers.BatchNormalization")
+            yield Edit(end - 1, end - 1, f"{', ' if has_arguments else ''}synchronized=True")
+
+
+def old_arguments(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``lr`` of an optimizer is ``learning_rate``, and ``backup_dir`` is ``directory``."""
+    for call in calls(source):
+        for keyword in call.keywords:
+            old, new = keyword.arg, _new_argument(full_name(bindings, call), keyword.arg)
+            if old and new:
+                start = source.span(keyword)[0]
+                yield Edit(start, start + len(old), new)
+
+
+def _new_argument(name: str, argument: str | None) -> str | None:
+    if name.startswith("keras.optimizers.") and argument == "lr":
+        return "learning_rate"
+    return "directory" if name == "lockstep.callbacks.BackupAndRestore" and argument == "backup_dir" else None
+
+
+def whole_numbers(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``Embedding(np.max(x) + 1, 16)`` becomes ``Embedding(int(np.max(x) + 1), 16)``: Keras 3 takes no integers of NumPy there."""
+    for call in calls(source):
+        names = _SIZES.get(full_name(bindings, call).removeprefix("keras.layers."), ())
+        given = [*zip(names, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
+        for name, value in given:
+            if name in names and _is_of_numpy(source, bindings, value):
+                yield source.replaced(value, f"int({source.segment(value)})")
+
+
+def _is_of_numpy(source: Source, bindings: Bindings, value: ast.expr, follows: bool = True) -> bool:
+    if isinstance(value, ast.BinOp):
+        return any(_is_of_numpy(source, bindings, part, follows) for part in (value.left, value.right))
+    if isinstance(value, ast.Call):
+        is_method = isinstance(value.func, ast.Attribute) and value.func.attr in _OF_ARRAYS
+        return (is_method and not bindings.name_of(value.func)) or _is_numpy(source, value.func)
+    if isinstance(value, ast.Subscript):
+        return _is_of_numpy(source, bindings, value.value, follows)
+    if not (isinstance(value, ast.Name) and follows):
+        return False
+    made = [
+        node.value
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == value.id for target in node.targets)
+    ]
+    return len(made) == 1 and _is_of_numpy(source, bindings, made[0], follows=False)
+
+
+def _is_numpy(source: Source, function: ast.expr) -> bool:
+    """Whether a function is one of the module NumPy, by the name that the program gives that."""
+    imported = [alias for node in ast.walk(source.tree) if isinstance(node, ast.Import) for alias in node.names]
+    names = {alias.asname or alias.name for alias in imported if alias.name == "numpy"}
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return isinstance(function, ast.Name) and function.id in names
+
+
+def cached_last(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``shuffle(…).batch(…).prefetch(…).cache()`` keeps one order for ever, and reads nothing ahead: ``cache()`` comes first."""
+    for call in calls(source):
+        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "cache"):
+            continue
+        first = call.func.value
+        while _is_call_of(first, _BEFORE_CACHE):
+            first = first.func.value  # type: ignore[attr-defined]  # _is_call_of has looked.
+        if first is not call.func.value:
+            start, end = source.span(call.func.value)[1], source.span(call)[1]
+            if "#" in source.text[start : source.span(call.func)[1]]:  # A comment stays with what it is about.
+                start = source.text.rindex(".", start, source.span(call.func)[1])
+            before = source.span(first)[1]
+            yield Edit(before, before, source.text[start:end])
+            yield Edit(start, end, "")
+
+
+def _is_call_of(node: ast.expr, names: tuple[str, ...]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+
+
+def logits(source: Source, bindings: Bindings) -> Iterator[Edit]:
+    """``from_logits=True`` where the one model of the program ends with a softmax: TensorFlow corrects that, JAX does not."""
+    claims = [node.value for node in ast.walk(source.tree) if is_claim_of_logits(node)]
+    ends = list(_last_activations(source, bindings))
+    if len(claims) == 1 and ends == ["softmax"]:
+        yield source.replaced(claims[0], "False")
+
+
+def is_claim_of_logits(node: ast.AST) -> TypeGuard[ast.keyword]:
+    """Whether a part of a program is ``from_logits=True``."""
+    if not (isinstance(node, ast.keyword) and node.arg == "from_logits"):
+        return False
+    return isinstance(node.value, ast.Constant) and node.value.value is True
+
+
+def _last_activations(source: Source, bindings: Bindings) -> Iterator[str]:
+    """How each sequential model of the program ends, as far as it is written there; one item a model."""
+    for call in calls(source):
+        if full_name(bindings, call) not in ("keras.Sequential", "keras.models.Sequential"):
+            continue
+        if call.args and isinstance(call.args[0], ast.List) and call.args[0].elts:
+            yield _activation(call.args[0].elts[-1])
+        else:
+            added = [one for one in calls(source) if isinstance(one.func, ast.Attribute) and one.func.attr == "add"]
+            last = max(added, key=lambda one: one.lineno, default=None)
+            yield _activation(last.args[0]) if last and last.args else ""
+    bases = [base for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+    made = [bindings.name_of(one) for one in (*bases, *(call.func for call in calls(source)))]
+    if any(translated(name) in ("keras.Model", "keras.models.Model") for name in made):
+        yield ""
+
+
+def _activation(layer: ast.expr) -> str:
+    if not isinstance(layer, ast.Call):
+        return ""
+    given = {keyword.arg: keyword.value for keyword in layer.keywords}.get("activation")
+    value = given or (layer.args[1] if len(layer.args) > 1 else None)
+    return str(value.value) if isinstance(value, ast.Constant) else ""

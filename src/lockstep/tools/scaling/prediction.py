@@ -1,0 +1,227 @@
+"""What more devices than there are would do, by what was measured: a model of the step, and its error where it can be seen.
+
+A step is compute, all-reduce, input and host, one after the other. Each of compute, input and host takes a + u r + v R + w M seconds, where
+r are the rows of a device, R those of its machine, and M is the number of devices of the machine. Accelerators share nothing when they compute:
+v = w = 0 there; logical CPU devices share the cores. Input and host are those of one process for each machine, u = 0. The all-reduce is that of
+:mod:`lockstep.collectives.cost_model`. All are fitted by least squares of the errors relative to the step; none is negative. The error
+is seen on the same settings that were fitted, so it is the least that must be expected.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep._errors import OptionError
+from lockstep.collectives.cost_model import Link, Measurement, Network, fit, not_negative, predict
+from lockstep.tools.scaling.results import AllReduce
+from lockstep.tools.scaling.table import Row, Shares
+
+__all__ = [
+    "COUNTS",
+    "NETWORKS",
+    "Predicted",
+    "StepModel",
+    "errors_of",
+    "link_between",
+    "model_of",
+    "network_for",
+    "predict_step",
+    "series_of",
+    "total",
+]
+
+COUNTS = tuple(2**power for power in range(11))  # 1 … 1,024 devices
+# Stated, not measured: bandwidth in GB/s each way, latency in microseconds.
+NETWORKS = {
+    "10GbE": (1.25, 50.0),
+    "100GbE": (12.5, 30.0),
+    "infiniband": (50.0, 5.0),
+    "nvlink": (200.0, 5.0),
+    "pcie": (25.0, 10.0),
+}
+
+Coefficients = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a step costs.
+
+    Args:
+        compute: seconds a step, a row of the device, a row of its machine, a device of its machine.
+        input: likewise.
+        host: likewise.
+        algorithm: of the all-reduce.
+        gradient_bytes: that it adds up.
+        link: between the devices here, as it was measured; None where one device was measured alone.
+    """
+
+    compute: Coefficients
+    input: Coefficients
+    host: Coefficients
+    algorithm: str
+    gradient_bytes: int
+    link: Network | None
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A step on some devices.
+
+    Args:
+        devices: how many.
+        batch: the global one.
+        seconds: of a step.
+        shares: of them.
+        speed_up: in rows a second, over the first of a series.
+    """
+
+    devices: int
+    batch: int
+    seconds: float
+    shares: Shares
+    speed_up: float
+
+
+def model_of(rows: Sequence[Row]) -> StepModel | None:
+    """The model that fits best what was measured under the strategy; None where nothing was."""
+    rows = [row for row in rows if row.setting.devices]
+    if not rows:
+        return None
+    weights = 1 / np.array([row.step for row in rows])
+    own = np.array([row.per_device for row in rows])
+    machine = np.array([float(row.setting.batch) for row in rows])
+    is_shared = rows[0].measured.platform == "cpu"
+    ones, devices = np.ones(len(rows)), np.array([float(row.setting.devices) for row in rows])
+    computing = [ones, own, machine * is_shared, devices * is_shared]
+    process = [ones, 0 * own, machine, devices]
+    last = rows[-1].measured
+    return StepModel(
+        compute=_fitted(computing, [row.shares.compute for row in rows], weights),
+        input=_fitted(process, [row.shares.input for row in rows], weights),
+        host=_fitted(process, [row.shares.host for row in rows], weights),
+        algorithm=last.algorithm,
+        gradient_bytes=last.gradient_bytes,
+        link=_link_of(rows),
+    )
+
+
+def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.ndarray) -> Coefficients:
+    """Coefficients of columns, none negative; scaled, so that large numbers of rows weigh no more than ones."""
+    scales = [float(column.max()) or 1.0 for column in columns]
+    table = np.stack([column / scale for column, scale in zip(columns, scales, strict=True)], axis=1)
+    found = not_negative(table * weights[:, None], np.array(values) * weights)
+    a, u, v, w = (float(one) / scale for one, scale in zip(found, scales, strict=True))
+    return a, u, v, w
+
+
+def _link_of(rows: Sequence[Row]) -> Network | None:
+    links = [link for row in rows for link in row.measured.links]
+    links += [
+        AllReduce(row.measured.algorithm, row.measured.gradient_bytes, row.setting.devices, row.measured.all_reduce)
+        for row in rows
+        if row.setting.devices > 1
+    ]
+    found = [Measurement(one.algorithm, one.nbytes, one.devices, one.seconds) for one in links if one.seconds > 0]
+    return fit(found)[0] if len(found) >= 3 else None
+
+
+def predict_step(model: StepModel, devices: int, batch: int, network: Network) -> Shares:
+    """Seconds of a step.
+
+    Args:
+        model: what it costs.
+        devices: number of devices.
+        batch: rows of the global batch; the device that has most of them counts.
+        network: between the devices, and how many are in a machine.
+    """
+    own = -(-batch // devices)
+    count = min(devices, network.devices_per_machine)
+    amounts = 1, own, own * count, count
+    return Shares(
+        compute=_sum(model.compute, amounts),
+        communication=predict(model.algorithm, model.gradient_bytes, devices, network),
+        input=_sum(model.input, amounts),
+        host=_sum(model.host, amounts),
+    )
+
+
+def _sum(coefficients: Coefficients, amounts: tuple[int, int, int, int]) -> float:
+    return sum(coefficient * amount for coefficient, amount in zip(coefficients, amounts, strict=True))
+
+
+def errors_of(model: StepModel, rows: Sequence[Row]) -> list[tuple[Row, float, float]]:
+    """For each row that was measured under the strategy: the row, predicted seconds of its step, and the relative error."""
+    found = []
+    for row in rows:
+        if row.setting.devices:
+            link = model.link or Network(Link(0, 0), Link(0, 0), row.setting.devices)
+            here = Network(link.within, link.within, row.setting.devices, link.seconds_per_added_byte)
+            seconds = total(predict_step(model, row.setting.devices, row.setting.batch, here))
+            found.append((row, seconds, seconds / row.step - 1))
+    return found
+
+
+def total(shares: Shares) -> float:
+    """Seconds of a step."""
+    return shares.compute + shares.communication + shares.input + shares.host
+
+
+def link_between(bandwidth: float | str, latency: float | None) -> Link:
+    """A way between two machines.
+
+    Args:
+        bandwidth: in GB/s, or a name in ``NETWORKS``.
+        latency: in microseconds; None: that of the name, or 30.
+
+    Raises:
+        OptionError: a number is out of its range, or there is no such name.
+    """
+    usual = 30.0
+    if isinstance(bandwidth, str):
+        names = {name.lower(): values for name, values in NETWORKS.items()}
+        if bandwidth.lower() not in names:
+            raise OptionError(f"bandwidth: expected GB/s or one of {', '.join(NETWORKS)}, got {bandwidth!r}.")
+        bandwidth, usual = names[bandwidth.lower()]
+    wait = usual if latency is None else latency
+    if not bandwidth > 0 or not wait >= 0:
+        raise OptionError(
+            f"bandwidth and latency: expected GB/s above 0 and µs from 0, got {bandwidth!r} and {wait!r}."
+        )
+    return Link(wait * 1e-6, 1 / (bandwidth * 1e9))
+
+
+def network_for(model: StepModel, platform: str, between: Link, devices_per_machine: int | None) -> Network:
+    """The network that a prediction is for.
+
+    Args:
+        model: has the link within a machine, if that was measured; else it is like the one between machines.
+        platform: of the devices; by default eight accelerators are in a machine, and one CPU.
+        between: between machines.
+        devices_per_machine: how many.
+    """
+    count = (1 if platform == "cpu" else 8) if devices_per_machine is None else devices_per_machine
+    within, added = (model.link.within, model.link.seconds_per_added_byte) if model.link else (between, 0.0)
+    return Network(within, between, count, added)
+
+
+def series_of(model: StepModel, batch: int, network: Network, *, is_weak: bool) -> list[Predicted]:
+    """Steps on 1, 2, 4 … 1,024 devices.
+
+    Args:
+        model: what a step costs.
+        batch: rows of the global batch; in weak scaling those of each device.
+        network: between the devices.
+        is_weak: whether each device keeps its rows. Else all share the batch, and the series ends where a row each is left.
+    """
+    found: list[Predicted] = []
+    for devices in COUNTS:
+        rows = batch * devices if is_weak else batch
+        if rows < devices:
+            break
+        shares = predict_step(model, devices, rows, network)
+        seconds = total(shares)
+        first = found[0].batch / found[0].seconds if found else rows / seconds
+        found.append(Predicted(devices, rows, seconds, shares, rows / seconds / first))
+    return found

@@ -1,0 +1,95 @@
+"""A fresh process for each setting: CPU devices are made before JAX starts, memory is that of a process, and a crash is one row."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lockstep.tools.scaling.results import Budget, Failed, Measured, Setting, from_json
+from lockstep.tools.scaling.workload import Program
+
+__all__ = ["measure_all", "measure_in_child"]
+
+Told = Callable[[Setting, "Measured | Failed | None"], None]
+
+
+def measure_all(
+    program: Program, settings: Sequence[Setting], budget: Budget, environment: Mapping[str, str], tell: Told
+) -> list[Measured | Failed]:
+    """Measure settings one after the other.
+
+    Args:
+        program: what is measured.
+        settings: devices and batch of each.
+        budget: how much each trains, and its limit.
+        environment: variables of this process.
+        tell: is called before each setting with None, and after it with what it gave.
+    """
+    found: list[Measured | Failed] = []
+    fixed: set[int] = set()  # numbers of devices for which another batch would be the same one
+    for setting in settings:
+        if setting.devices not in fixed:
+            tell(setting, None)
+            one = measure_in_child(program, setting, budget, environment)
+            tell(setting, one)
+            found.append(one)
+            if isinstance(one, Measured) and one.has_own_batches:
+                fixed.add(setting.devices)
+    return found
+
+
+def measure_in_child(
+    program: Program, setting: Setting, budget: Budget, environment: Mapping[str, str]
+) -> Measured | Failed:
+    """What a setting gives in a process of its own, which is killed at the limit with all that it has started."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        request, answer = folder / "request.json", folder / "answer.json"
+        asked = {
+            "setting": asdict(setting),
+            "budget": asdict(budget),
+            "program": asdict(program),
+            "parent": os.getpid(),
+        }
+        request.write_text(json.dumps(asked))
+        with (folder / "output").open("wb") as output:
+            code = _run([str(request), str(answer)], budget.limit, environment, output.fileno())
+        if code is None:
+            return Failed(setting, f"Not done within {budget.limit:g} s. Raise --limit, or train on fewer rows.")
+        if code or not answer.exists():
+            return Failed(setting, _end_of(code, (folder / "output").read_text(errors="replace")))
+        return from_json(json.loads(answer.read_text()))
+
+
+def _run(files: list[str], limit: float, environment: Mapping[str, str], output: int) -> int | None:
+    """Exit code of the child; None where the limit came first."""
+    command = [sys.executable, "-m", "lockstep.tools.scaling.measure_main", *files]
+    source = str(Path(__file__).parents[2])
+    paths = environment.get("PYTHONPATH", "")
+    variables = {"KERAS_BACKEND": "jax", **environment, "PYTHONPATH": os.pathsep.join(filter(None, [source, paths]))}
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
+    )
+    try:
+        return child.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _end_of(code: int, output: str) -> str:
+    """Why a process has ended without an answer."""
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it said nothing")[:300]
+    if code == -signal.SIGKILL:
+        return "The process was killed (SIGKILL): out of memory, as a rule."
+    ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    return f"The process ended {ended}: {last}"
