@@ -17,7 +17,7 @@ from results_file import write
 
 import lockstep
 from lockstep.collectives import ALGORITHMS, resolve_cross_device_ops
-from lockstep.collectives.cost_model import FORMULAS, Link, Measurement, Network, fit, predict
+from lockstep.collectives.cost_model import FORMULAS, AllReduceMeasurement, Network, NetworkLink, fit, predict
 
 DEVICES, ROUNDS, SECONDS = 4, 25, 0.02  # Each measurement repeats a call for at least so many seconds.
 SIZES = {1_000: "1 KB", 10_000: "10 KB", 100_000: "100 KB", 1_000_000: "1 MB", 10_000_000: "10 MB"}
@@ -27,8 +27,8 @@ PSUM, NOTHING = "jax.lax.psum", "nothing"
 RESULTS, DOCS = Path(__file__).parent / "results", Path(__file__).parents[1] / "docs"
 SENT = ("halving_doubling", "hierarchical_copy", "reduce_to_one", "ring")  # Made of messages, so the model is theirs.
 # Stated, not measured: machines on a network of 10 Gbit/s; and eight GPUs a machine joined at 200 GB/s, machines at 400 Gbit/s.
-ETHERNET = Link(50e-6, 1 / 1.25e9)
-ACCELERATORS = Network(Link(5e-6, 1 / 200e9), Link(20e-6, 1 / 50e9), 8, seconds_per_added_byte=1 / 1000e9)
+ETHERNET = NetworkLink(50e-6, 1 / 1.25e9)
+ACCELERATORS = Network(NetworkLink(5e-6, 1 / 200e9), NetworkLink(20e-6, 1 / 50e9), 8, seconds_per_added_byte=1 / 1000e9)
 
 
 def program(name, devices):
@@ -75,7 +75,11 @@ def once(run, vector):
 def fitted(times):
     """The cost model of the messages, from what an algorithm takes beyond a program that adds nothing."""
     return fit(
-        [Measurement(name, size, DEVICES, max(1e-7, beyond(times, name, size))) for name in SENT for size in SIZES]
+        [
+            AllReduceMeasurement(name, size, DEVICES, max(1e-7, beyond(times, name, size)))
+            for name in SENT
+            for size in SIZES
+        ]
     )
 
 
@@ -153,7 +157,7 @@ def main():
     write("collectives", title, columns, table(times, network), describe(network, error))
     draw_measured(times, title)
     per_byte, added = network.within.seconds_per_byte, network.seconds_per_added_byte
-    cluster = Network(Link(network.within.latency, per_byte), ETHERNET, DEVICES, added)
+    cluster = Network(NetworkLink(network.within.latency, per_byte), ETHERNET, DEVICES, added)
     draw_predicted(DOCS / "collectives_cpus.svg", cluster, {10_000: "10 KB", 100_000_000: "100 MB"})
     draw_predicted(DOCS / "collectives_accelerators.svg", ACCELERATORS, {10_000: "10 KB", 100_000_000: "100 MB"})
 

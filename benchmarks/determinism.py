@@ -145,9 +145,9 @@ def timed_parts():
 
     from lockstep.execution import tree_accumulate
     from lockstep.execution.deterministic_executor import ReplicasForward
-    from lockstep.execution.per_device import Local
-    from lockstep.execution.program_partition import Piece
-    from lockstep.execution.replica_program import AloneProgram
+    from lockstep.execution.per_device import PerDevice
+    from lockstep.execution.program_partition import ProgramPart
+    from lockstep.execution.replica_program import ReplicaProgram
     from lockstep.execution.tree_accumulate import TreeAdder
 
     seconds = {}
@@ -158,14 +158,14 @@ def timed_parts():
         def call(*args, **kwargs):
             start = time.perf_counter()
             result = original(*args, **kwargs)
-            jax.block_until_ready([list(leaf) if isinstance(leaf, Local) else leaf for leaf in result])
+            jax.block_until_ready([list(leaf) if isinstance(leaf, PerDevice) else leaf for leaf in result])
             seconds[part] = seconds.get(part, 0) + time.perf_counter() - start
             return result
 
         owner.__dict__[attribute] = call
 
     parts = {
-        AloneProgram: {"forward": "replicas, forward", "backward": "replicas, backward"},
+        ReplicaProgram: {"forward": "replicas, forward", "backward": "replicas, backward"},
         ReplicasForward: {"collect": "join rows, add means"},
         TreeAdder: {"_over_devices": "add over devices"},
     }
@@ -173,7 +173,7 @@ def timed_parts():
     for owner in gc.get_objects():
         for attribute, part in parts.get(type(owner), {}).items():
             timed(owner, attribute, part)
-        if type(owner) is Piece and not owner.is_apart:
+        if type(owner) is ProgramPart and not owner.is_apart:
             timed(owner, "run", "loss, metrics, optimizer")
     return seconds
 

@@ -17,10 +17,10 @@ from keras import layers
 from results_file import write
 
 import lockstep
-from lockstep.execution.executors import DeterministicPlan, FastPlan
+from lockstep.execution.executors import DeterministicExecutor, SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions, StepListener
 from lockstep.fit.nan_guard.nan_guard import NanGuard
-from lockstep.fit.nan_guard.step_guard import Watch
+from lockstep.fit.nan_guard.step_guard import StepGuard
 
 ROUNDS, CALLS = 15, 8
 
@@ -52,7 +52,7 @@ class Steps:
         placement = strategy._placement
         functions = StepFunctions(model, placement, plan, lambda _: None, StepListener())
         if is_guarded:
-            functions.watch = Watch(NanGuard(), functions, lambda: None, print).step
+            functions.watch = StepGuard(NanGuard(), functions, lambda: None, print).step
         self.train, self.batch = functions.make("train"), placement.place(batch)
         kinds = (
             model.trainable_variables,
@@ -82,7 +82,7 @@ def compare(build, rows, *, is_deterministic):
     batch = rng.normal(size=(rows, *shape)).astype("float32"), rng.integers(0, 10, rows)
     model._symbolic_build(data_batch=batch)
     placement = strategy._placement
-    plan = DeterministicPlan(placement) if is_deterministic else FastPlan(placement, strategy.cross_device_ops)
+    plan = DeterministicExecutor(placement) if is_deterministic else SpmdExecutor(placement, strategy.cross_device_ops)
     ways = [Steps(model, strategy, plan, batch, is_guarded=guarded) for guarded in (False, True)]
     for way in ways:
         way.time()

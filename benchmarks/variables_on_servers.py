@@ -32,23 +32,23 @@ BOUNDS = {"the same, bound 4": 4}
 
 
 def plan_of():
-    from lockstep.parameter_server.variables.sharding import Spec, plan
+    from lockstep.parameter_server.variables.sharding import VariableSpec, plan
 
-    return plan([Spec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
+    return plan([VariableSpec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
 
 
 def serve_all(found, bound):
     import keras
 
     from lockstep.distributed.control.peer import Peer
-    from lockstep.parameter_server.tasks.task_dispatcher import Desk
+    from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
     from lockstep.parameter_server.variables.serve import serve
     from lockstep.parameter_server.variables.tcp_server import ArrayServer
     from lockstep.parameter_server.variables.variable_client import VariableClient
 
     variables, work = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     ports = [each.getsockname()[1] for each in (variables, work)]
-    desk, me = Desk(), Peer(0, 1, "here", 0, information={"job": "chief"})
+    desk, me = TaskDispatcher(), Peer(0, 1, "here", 0, information={"job": "chief"})
     serve(0, plan_of(), keras.optimizers.Adam(1e-6), variables, max_staleness=bound)
     VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me).fill(gradient())
     ArrayServer(me, desk, work).start()
@@ -65,13 +65,13 @@ def gradient():
 
 def drive(index, workers, ports, seconds, start, results):
     from lockstep.distributed.control.peer import Peer
-    from lockstep.parameter_server.tasks.task_client import DeskClient
+    from lockstep.parameter_server.tasks.task_client import TaskClient
     from lockstep.parameter_server.variables.rpc_client import connect
     from lockstep.parameter_server.variables.variable_client import VariableClient
 
     me = Peer(index, workers, "here", index)
     client = VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me)
-    desk = DeskClient(connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print))
+    desk = TaskClient(connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print))
     arrays = gradient()
     desk.enter(1)
     client.pull(takes_part=False)

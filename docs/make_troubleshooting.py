@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.distributed.control.failures import Failure, Kind
+from lockstep.distributed.control.failures import Failure, FailureKind
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "lockstep"
@@ -135,7 +135,7 @@ def _codes() -> str:
 
 def _lost() -> str:
     """A row for each failure of a worker that is no error of the program."""
-    cures = {kind: Failure(kind, 0, "", 0, "").cure for kind in Kind}
+    cures = {kind: Failure(kind, 0, "", 0, "").cure for kind in FailureKind}
     rows = "".join(f"| {kind} | {_escaped(cure)} |\n" for kind, cure in cures.items() if cure)
     return f"| | |\n| --- | --- |\n{rows}"
 

@@ -7,13 +7,21 @@ from jax import lax
 
 import lockstep
 from lockstep.collectives import ALGORITHMS
-from lockstep.collectives.cost_model import FORMULAS, Link, Measurement, Network, fit, predict, seconds_on_the_way
+from lockstep.collectives.cost_model import (
+    FORMULAS,
+    AllReduceMeasurement,
+    Network,
+    NetworkLink,
+    fit,
+    predict,
+    seconds_on_the_way,
+)
 from lockstep.testing import count_traffic
 
 ELEMENTS = 5040 * 16  # Divisible by 1 … 10 and by powers of two: nothing is padded.
 BYTES = 4 * ELEMENTS
 VECTOR = [jax.ShapeDtypeStruct((ELEMENTS,), "float32")]
-TWO_LEVELS = Network(Link(1e-6, 1e-9), Link(3e-5, 4e-9), devices_per_machine=4)
+TWO_LEVELS = Network(NetworkLink(1e-6, 1e-9), NetworkLink(3e-5, 4e-9), devices_per_machine=4)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 7, 8])
@@ -102,22 +110,24 @@ def test_what_cannot_be_counted_is_refused(ops, message):
 def test_the_formulas_say_what_is_counted(algorithm, devices):
     elements = 5040 * devices  # More than the tree sends whole.
     traffic = count_traffic(ALGORITHMS[algorithm](), [jax.ShapeDtypeStruct((elements,), "float32")], devices)
-    assert predict(algorithm, 4 * elements, devices, Network(Link(1, 0), Link(1, 0), 99)) == len(traffic.rounds)
-    bytes_alone = predict(algorithm, 4 * elements, devices, Network(Link(0, 1), Link(0, 1), 99))
+    assert predict(algorithm, 4 * elements, devices, Network(NetworkLink(1, 0), NetworkLink(1, 0), 99)) == len(
+        traffic.rounds
+    )
+    bytes_alone = predict(algorithm, 4 * elements, devices, Network(NetworkLink(0, 1), NetworkLink(0, 1), 99))
     assert bytes_alone == pytest.approx(traffic.in_turn)
     on_two_levels = predict(algorithm, 4 * elements, devices, TWO_LEVELS)
     assert on_two_levels == pytest.approx(seconds_on_the_way(traffic, TWO_LEVELS))
 
 
 def test_the_ring_costs_what_the_paper_says():
-    network = Network(Link(2e-6, 3e-9), Link(2e-6, 3e-9), 64, seconds_per_added_byte=5e-10)
+    network = Network(NetworkLink(2e-6, 3e-9), NetworkLink(2e-6, 3e-9), 64, seconds_per_added_byte=5e-10)
     n, m = 16, 1e6
     expected = 2 * (n - 1) * 2e-6 + 2 * (n - 1) / n * m * 3e-9 + (n - 1) / n * m * 5e-10
     assert predict("ring", m, n, network) == pytest.approx(expected)
 
 
 def test_devices_of_a_machine_share_its_way_out():
-    free, shared = Link(0, 0), Link(0, 1)
+    free, shared = NetworkLink(0, 0), NetworkLink(0, 1)
     one_crosses = predict("ring", 8, 8, Network(free, shared, 4))
     assert one_crosses == pytest.approx(2 * 7)
     all_cross = predict("halving_doubling", 8, 8, Network(free, shared, 4))
@@ -125,7 +135,7 @@ def test_devices_of_a_machine_share_its_way_out():
 
 
 def test_each_algorithm_has_its_range():
-    network = Network(Link(5e-6, 1 / 200e9), Link(20e-6, 1 / 25e9), 8)
+    network = Network(NetworkLink(5e-6, 1 / 200e9), NetworkLink(20e-6, 1 / 25e9), 8)
     for devices in (8, 64, 512, 4096):
         times = {name: predict(name, 1e3, devices, network) for name in FORMULAS}
         assert min(times, key=times.get) == "halving_doubling"
@@ -136,8 +146,10 @@ def test_each_algorithm_has_its_range():
 
 
 def test_a_fit_finds_the_values_that_made_the_times():
-    network = Network(Link(4e-6, 2e-10), Link(4e-6, 2e-10), 4, seconds_per_added_byte=1e-10)
-    found, error = fit([Measurement(a, m, 4, predict(a, m, 4, network)) for a in FORMULAS for m in (1e3, 1e5, 1e7)])
+    network = Network(NetworkLink(4e-6, 2e-10), NetworkLink(4e-6, 2e-10), 4, seconds_per_added_byte=1e-10)
+    found, error = fit(
+        [AllReduceMeasurement(a, m, 4, predict(a, m, 4, network)) for a in FORMULAS for m in (1e3, 1e5, 1e7)]
+    )
     assert found.within.latency == pytest.approx(4e-6)
     assert found.within.seconds_per_byte == pytest.approx(2e-10)
     assert found.seconds_per_added_byte == pytest.approx(1e-10)
@@ -146,7 +158,7 @@ def test_a_fit_finds_the_values_that_made_the_times():
 
 def test_a_fit_has_no_negative_value():
     rng = np.random.default_rng(0)
-    noisy = [Measurement(a, m, 4, m * 1e-9 * rng.uniform(0.5, 2)) for a in FORMULAS for m in (1e3, 1e5, 1e7)]
+    noisy = [AllReduceMeasurement(a, m, 4, m * 1e-9 * rng.uniform(0.5, 2)) for a in FORMULAS for m in (1e3, 1e5, 1e7)]
     found, error = fit(noisy)
     assert min(found.within.latency, found.within.seconds_per_byte, found.seconds_per_added_byte) >= 0
     assert 0 < error < 1
@@ -156,4 +168,4 @@ def test_a_cost_without_a_formula_is_refused():
     with pytest.raises(lockstep.OptionError, match="no formula for 'star'; there are: auto, "):
         predict("star", 1e3, 8, TWO_LEVELS)
     with pytest.raises(lockstep.OptionError, match="devices_per_machine: expected a whole number of at least 1, got 0"):
-        Network(Link(0, 0), Link(0, 0), 0)
+        Network(NetworkLink(0, 0), NetworkLink(0, 0), 0)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep.collectives.tree import branches, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.devices.layout import Layout
-from lockstep.execution.per_device import Local
+from lockstep.execution.per_device import PerDevice
 from lockstep.execution.replica_schedule import merges_of, rounds_of
 from lockstep.execution.tree_accumulate import TreeAdder
 
@@ -107,7 +107,7 @@ def test_the_bits_are_those_of_the_naive_sum_in_order(replicas, devices, seed):
                 None if chosen is None else [jax.device_put(leaf[None], device) for leaf in pieces[chosen]]
                 for chosen, device in zip(one.replicas, placement.devices, strict=True)
             ]
-            yield [Local(own and own[i] for own in by_device) for i in range(len(shapes))]
+            yield [PerDevice(own and own[i] for own in by_device) for i in range(len(shapes))]
 
     found = TreeAdder(layout, placement)(values_of_rounds())
     for total, leaf in zip(found, zip(*pieces, strict=True), strict=True):

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import ContractError, OptionError
 from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, resolve_cross_device_ops
-from lockstep.collectives.message_trace import Traffic, traffic_of
+from lockstep.collectives.message_trace import MessageTrace, traffic_of
 from lockstep.devices.names import resolve_devices
 
 __all__ = ["DTYPES", "SHAPES", "check_cross_device_ops", "count_traffic"]
@@ -63,7 +63,7 @@ def check_cross_device_ops(
                 _compare(operation, pieces, copies, second)
 
 
-def count_traffic(ops: Ops, values: Sequence[jax.ShapeDtypeStruct | jax.Array], devices: int) -> Traffic:
+def count_traffic(ops: Ops, values: Sequence[jax.ShapeDtypeStruct | jax.Array], devices: int) -> MessageTrace:
     """Count what a cross-device operation sends, in its program: nothing runs, and no device is needed.
 
     Args:

@@ -8,14 +8,14 @@ import pytest
 
 import lockstep
 from lockstep.distributed.control.peer import Peer
-from lockstep.execution.replica import Merge
+from lockstep.execution.replica import OutputMerge
 from lockstep.parameter_server.result_codec import decoded, encoded
-from lockstep.parameter_server.seed_offsets import Draws
-from lockstep.parameter_server.tasks.completed_ids import Done
-from lockstep.parameter_server.tasks.sync_point_log import Points
-from lockstep.parameter_server.tasks.task_dispatcher import Desk
-from lockstep.parameter_server.tasks.task_queue import WorkQueue
-from lockstep.parameter_server.variables.client_session import Visit
+from lockstep.parameter_server.seed_offsets import SeedOffsets
+from lockstep.parameter_server.tasks.completed_ids import CompletedIds
+from lockstep.parameter_server.tasks.sync_point_log import SyncPointLog
+from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
+from lockstep.parameter_server.tasks.task_queue import TaskQueue
+from lockstep.parameter_server.variables.client_session import ClientSession
 from tests.support.processes import own_host
 
 
@@ -168,7 +168,7 @@ def fact(what, arrays=None):
 
 
 def test_points_are_kept_up_to_their_limit_and_the_newest_always():
-    points = Points(limit_bytes=2000)
+    points = SyncPointLog(limit_bytes=2000)
     for number in range(4):
         points.add({"number": number}, {"a": np.zeros(64)})
     assert [points.answer_to({"kind": "ask", "point": number}) for number in (0, 1, 4)] == [
@@ -185,7 +185,7 @@ def test_points_are_kept_up_to_their_limit_and_the_newest_always():
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, [2]), (20_000, [1, 2]), (2**26, [0, 1, 2])])
 def test_whoever_is_late_gets_the_weights_of_the_point_itself_while_they_are_kept(limit, kept):
-    points = Points(limit_bytes=limit)
+    points = SyncPointLog(limit_bytes=limit)
     for number in range(3):
         points.add({}, {}, {"w": np.full(1000, float(number))})
     told = [points.answer_to({"kind": "ask", "point": number})[1] for number in range(3)]
@@ -196,7 +196,7 @@ def test_whoever_is_late_gets_the_weights_of_the_point_itself_while_they_are_kep
 
 
 def test_a_worker_gets_only_pieces_that_it_knows():
-    queue = WorkQueue(patience=1.0)
+    queue = TaskQueue(patience=1.0)
     queue.add(3)
     assert [queue.take("worker 0", known=number) for number in (0, 1, 1, 9)] == [None, 0, None, 1]
     assert queue.lose("worker 0") == [0, 1]
@@ -208,7 +208,7 @@ def test_a_worker_gets_only_pieces_that_it_knows():
 
 
 def test_at_a_point_work_comes_first_and_what_was_told_outlasts_the_call():
-    desk, visit = Desk(), Visit(Peer(0, 1, "here", 1, information={"job": "worker"}))
+    desk, visit = TaskDispatcher(), ClientSession(Peer(0, 1, "here", 1, information={"job": "worker"}))
     desk.open(1)
     desk.schedule({"n": 0})
     desk.tell_point({"value": 5})
@@ -224,7 +224,7 @@ def test_at_a_point_work_comes_first_and_what_was_told_outlasts_the_call():
 
 
 def test_what_was_never_added_is_done_where_all_below_is():
-    done = Done()
+    done = CompletedIds()
     done.add(5), done.add(9)
     done.raise_to(5)
     assert (done.below, 9 in done, 8 in done) == (6, True, False)
@@ -234,7 +234,9 @@ def test_what_was_never_added_is_done_where_all_below_is():
 
 def test_steps_draw_other_numbers_and_those_of_one_after_the_other():
     seed, average = np.array([7, 10], "uint32"), np.zeros(2, "float32")
-    draws = Draws([Merge.SEED, Merge.MEAN], [np.array([7, 13], "uint32"), average + 1], [seed, average])
+    draws = SeedOffsets(
+        [OutputMerge.SEED, OutputMerge.MEAN], [np.array([7, 13], "uint32"), average + 1], [seed, average]
+    )
     first, second = draws.seeded([seed, average], 0), draws.seeded([seed, average], 2)
     assert (first[0].tolist(), second[0].tolist()) == ([7, 10], [7, 16])
     assert second[1] is average

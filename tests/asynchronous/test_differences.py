@@ -13,7 +13,7 @@ from lockstep._keras import trainer
 from lockstep.execution.replica_rng import seed_of_replica
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.batch_shards import busy_parts, part_of
-from lockstep.parameter_server.state_deltas import Totals, difference, differences, is_sum
+from lockstep.parameter_server.state_deltas import DeltaAccumulator, difference, differences, is_sum
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(28, 4)).astype("float32")
@@ -119,7 +119,7 @@ def test_metrics_of_batches_in_any_order_are_those_of_one_after_the_other(order)
     model = made(metrics=metrics)
     step, state = compiled(model), state_of(model)
     expected = one_after_the_other(step, state, BATCHES)
-    totals = Totals(model)
+    totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     for number in order:
         totals.add([changed_by(step, state, state[1], BATCHES[number])], [7], NONE)
@@ -132,10 +132,10 @@ def test_who_takes_the_newest_values_moves_averages_and_counters_as_one_process_
     step, state = compiled(model), state_of(model)
     batches = [BATCHES[number] for number in order]
     expected = one_after_the_other(step, state, batches)
-    totals = Totals(model)
+    totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     for batch in batches:
-        others = Totals.taken_over(state[1], totals.newest())
+        others = DeltaAccumulator.taken_over(state[1], totals.newest())
         totals.add([changed_by(step, state, others, batch)], [7], NONE)
     assert_close(totals.others, expected[1])
     assert {number for number, value in enumerate(expected[1]) if (value != state[1][number]).any()} == totals.changing
@@ -148,7 +148,7 @@ def test_what_several_have_counted_at_the_same_time_is_all_counted_whoever_was_f
     found = [changed_by(step, state, state[1], batch) for batch in BATCHES]
     ends = []
     for order in itertools.islice(itertools.permutations(found), 0, None, 5):
-        totals = Totals(model)
+        totals = DeltaAccumulator(model)
         totals.set(state[1], state[3])
         for one in order:
             totals.add([one], [7], NONE)
@@ -172,7 +172,7 @@ def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
     mirrored.fit(*BATCHES[0], batch_size=7, shuffle=False, verbose=0)
     model = made(*more())
     step, state = compiled(model), state_of(model)
-    totals = Totals(model)
+    totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     pieces = [part_of(BATCHES[0], part, parts) for part in range(busy_parts(7, parts))]
     found = []
@@ -190,7 +190,7 @@ def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
 def test_seeds_go_on_and_are_not_sent_with_each_piece():
     model = made(layers.Dropout(0.3, seed=3))
     step, state = compiled(model), state_of(model)
-    totals = Totals(model)
+    totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     (seed,) = [n for n, variable in enumerate(model.non_trainable_variables) if trainer.is_seed(variable)]
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
@@ -202,11 +202,11 @@ def test_seeds_go_on_and_are_not_sent_with_each_piece():
 def test_a_worker_gets_all_that_has_ever_changed_also_after_metrics_were_reset():
     model = made(Counts())
     step, state = compiled(model), state_of(model)
-    totals = Totals(model)
+    totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
     totals.set(totals.others, state[3])  # As at the begin of an epoch: only metrics are other ones.
-    assert_close(Totals.taken_over(state[1], totals.newest()), totals.others)
+    assert_close(DeltaAccumulator.taken_over(state[1], totals.newest()), totals.others)
     assert_close(totals.metrics, state[3])
 
 
@@ -219,7 +219,7 @@ def test_a_metric_that_does_not_add_up_is_seen_and_shows_the_last_batch():
     no_sums = frozenset(number for number, each in enumerate(three) if not is_sum(*each))
     names = [variable.path.rpartition("/")[2] for variable in variables_of(model)[3]]
     assert [names[number] for number in sorted(no_sums)] == ["largest", "has_seen"]
-    totals = Totals(model)
+    totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     for batch in BATCHES:
         totals.add([changed_by(step, state, state[1], batch, no_sums)], [7], no_sums)

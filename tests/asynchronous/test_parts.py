@@ -7,7 +7,7 @@ import pytest
 from keras import layers, ops
 
 from lockstep import ModelError
-from lockstep.data.device_placement import Rows
+from lockstep.data.device_placement import PlacedRows
 from lockstep.devices.layout import Layout
 from lockstep.parameter_server.batch_shards import busy_parts, count_batch_rows, part_of, refuse_all_but_means
 
@@ -113,6 +113,6 @@ def test_parts_are_the_rows_of_replicas_in_their_order(rows, parts):
 
 
 def test_rows_are_counted_on_the_host_and_on_devices():
-    placed = Rows(jax.numpy.zeros((8, 3)), Layout(7, 2, 2))  # The devices have a place more than there are rows.
+    placed = PlacedRows(jax.numpy.zeros((8, 3)), Layout(7, 2, 2))  # The devices have a place more than there are rows.
     assert count_batch_rows((X, Y)) == count_batch_rows((placed, placed)) == 7
     assert count_batch_rows(({"a": np.zeros((4, 2))},)) == 4

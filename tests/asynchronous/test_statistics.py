@@ -2,24 +2,24 @@
 
 from collections import Counter
 
-from lockstep.parameter_server.staleness_metrics import Count, Statistics
+from lockstep.parameter_server.staleness_metrics import StalenessMetrics, UpdateCounters
 
 
 def counted(batches, traffic, staleness):
-    count = Count()
+    count = UpdateCounters()
     count.batches, count.traffic, count.staleness = batches, traffic, Counter(staleness)
     return count
 
 
 def test_a_batch_is_one_update_with_the_bytes_of_all_its_parts():
-    count = Count()
+    count = UpdateCounters()
     count.add([{"bytes": 100, "rows": 4}, {"bytes": 11, "rows": 3}])
     count.add([{"bytes": 5}])
     assert (count.batches, count.traffic) == (2, 116)
 
 
 def test_staleness_is_that_of_the_first_server_and_takes_the_place_of_what_was_known():
-    count = Count()
+    count = UpdateCounters()
     for known in ([[0, 3]], [[0, 4], [2, 1]]):
         count.take_staleness([{"staleness": known}, {"staleness": [[0, 99]]}])
     assert count.staleness == {0: 4, 2: 1}
@@ -35,8 +35,8 @@ def test_a_copy_does_not_grow():
 
 def epochs(*moments):
     """The logs of epochs, and what was said; each moment is what a callback hears, when, and what is counted until then."""
-    now, counts, said, found = 0.0, Count(), [], []
-    statistics = Statistics(lambda: counts, said.append, lambda: now)
+    now, counts, said, found = 0.0, UpdateCounters(), [], []
+    statistics = StalenessMetrics(lambda: counts, said.append, lambda: now)
     for what, now, *until in moments:  # noqa: B007 # The clock gives it.
         counts = counted(*until) if until else counts
         if what == "begin":

@@ -11,7 +11,7 @@ from lockstep._keras import trainer
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep, names_of, specs_of
 from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-from lockstep.parameter_server.variables.variable_client import Part
+from lockstep.parameter_server.variables.variable_client import BatchPart
 from tests.parameters.threaded_servers import Servers
 
 X = np.random.default_rng(0).normal(size=(70, 6)).astype("float32")
@@ -201,6 +201,6 @@ def test_parts_of_a_batch_on_several_workers_train_as_the_batch_on_one_device(pa
                 mine = rows[index]
                 values = clients[index].pull(at_least=number, takes_part=False)
                 found = step(values, others, metrics, (x[mine], y[mine]), number)
-                part = Part(number, int(index), parts)
+                part = BatchPart(number, int(index), parts)
                 clients[index].push(found.gradients, weight=len(mine), part=part).wait()
         assert_close(clients[0].pull(at_least=5).values(), values_of(plain).values())  # Five steps of float32.

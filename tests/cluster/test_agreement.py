@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.admission import Roster
+from lockstep.distributed.control.admission import Admission
 from lockstep.distributed.control.consistency import digest, first_difference, split
 from lockstep.distributed.control.peer import Peer
 
@@ -70,7 +70,7 @@ def a_roster(chief=None):
     group = WorkerGroup(
         workers=3, index=0, coordinator="node0:12421", addresses=("node0:12421", "node1:12421", "node2:12421")
     )
-    return Roster(group, chief or a_peer(0, identity={"jax": "0.10.2", "options": {"rows": 64}}, generation=2))
+    return Admission(group, chief or a_peer(0, identity={"jax": "0.10.2", "options": {"rows": 64}}, generation=2))
 
 
 SAME = {"identity": {"jax": "0.10.2", "options": {"rows": 64}}, "generation": 2}

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep import ClusterError
-from lockstep.distributed.control.failures import Failure, Kind
-from lockstep.distributed.control.termination import Guard
+from lockstep.distributed.control.failures import Failure, FailureKind
+from lockstep.distributed.control.termination import ExitGuard
 
-DIED = Failure(Kind.DIED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) died.")
-STUCK = Failure(Kind.STUCK, 1, "node1", 71, "worker 1 of 2 (node1, process 71) is stuck.")
-OWN = Failure(Kind.FAILED, 0, "node0", 70, "worker 0 of 2 (node0, process 70) failed: ValueError: no.")
+DIED = Failure(FailureKind.DIED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) died.")
+STUCK = Failure(FailureKind.STUCK, 1, "node1", 71, "worker 1 of 2 (node1, process 71) is stuck.")
+OWN = Failure(FailureKind.FAILED, 0, "node0", 70, "worker 0 of 2 (node0, process 70) failed: ValueError: no.")
 
 
 class FakeSession:
@@ -32,7 +32,7 @@ class FakeSession:
 def ending(error, session=None):
     """Exit codes that an exception nobody caught ends with."""
     codes = []
-    guard = Guard(session, end=codes.append)
+    guard = ExitGuard(session, end=codes.append)
     guard.install()
     try:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -79,7 +79,7 @@ def test_what_was_there_before_is_called_and_given_back(monkeypatch):
 
 def test_a_hook_that_was_put_over_ours_stays_and_ours_does_nothing_more(monkeypatch, capfd):
     codes = []
-    guard = Guard(end=codes.append)
+    guard = ExitGuard(end=codes.append)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     guard.install()
     guard.install()
@@ -103,7 +103,7 @@ def test_a_prompt_goes_on_after_an_error(monkeypatch, capfd):
 
 def test_a_failure_is_said_first_then_there_is_time_to_unwind_then_comes_the_end(capfd):
     order = []
-    guard = Guard(
+    guard = ExitGuard(
         grace_seconds=4,
         sleep=lambda seconds: order.append((seconds, capfd.readouterr().err)),
         end=lambda code: order.append(code),
@@ -115,7 +115,7 @@ def test_a_failure_is_said_first_then_there_is_time_to_unwind_then_comes_the_end
 
 def test_what_has_become_of_whom_is_said_below_the_traceback(capfd):
     session = FakeSession(DIED)
-    guard = Guard(session, grace_seconds=0, end=lambda code: None)
+    guard = ExitGuard(session, grace_seconds=0, end=lambda code: None)
     guard.install()
     try:
         threads = [threading.Thread(target=guard.on_failure, args=(DIED,)) for _ in range(5)]
@@ -135,7 +135,11 @@ def test_what_has_become_of_whom_is_said_below_the_traceback(capfd):
 def test_an_error_that_all_workers_raise_alike_is_said_once(capfd):
     error = ClusterError("the workers do not agree")
     echo = Failure(
-        Kind.FAILED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) failed: ClusterError: the workers do not agree"
+        FailureKind.FAILED,
+        1,
+        "node1",
+        71,
+        "worker 1 of 2 (node1, process 71) failed: ClusterError: the workers do not agree",
     )
     assert ending(error, FakeSession(echo)) == [13]
     assert capfd.readouterr().err.count("the workers do not agree") == 1
@@ -145,7 +149,7 @@ def test_an_error_that_all_workers_raise_alike_is_said_once(capfd):
 def test_where_a_worker_is_stuck_each_shows_its_stacks_and_then_says_so(index, capfd):
     session = FakeSession(STUCK)
     session.group.index = index
-    Guard(session, grace_seconds=0, end=lambda code: None).on_failure(STUCK)
+    ExitGuard(session, grace_seconds=0, end=lambda code: None).on_failure(STUCK)
     written = capfd.readouterr().err
     assert written.splitlines()[-1].startswith("lockstep: worker 1 of 2 (node1, process 71) is stuck.")
     assert "in test_where_a_worker_is_stuck_each_shows_its_stacks_and_then_says_so\n" in written
@@ -167,7 +171,7 @@ def test_an_output_that_nobody_reads_does_not_hold_the_end(name, monkeypatch):
     blocked, codes = Blocked(), []
     monkeypatch.setattr(sys, name, blocked)
     began = time.monotonic()
-    Guard(grace_seconds=0, end=codes.append).on_failure(DIED)
+    ExitGuard(grace_seconds=0, end=codes.append).on_failure(DIED)
     assert codes == [75]
     assert time.monotonic() - began < 30
     blocked.free.set()
@@ -180,5 +184,5 @@ def test_a_process_without_outputs_ends_too(monkeypatch):
     codes = []
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    Guard(grace_seconds=0, end=codes.append).on_failure(DIED)
+    ExitGuard(grace_seconds=0, end=codes.append).on_failure(DIED)
     assert codes == [75]

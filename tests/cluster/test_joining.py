@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import ClusterError, OptionError
 from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.framed_socket import Connection
+from lockstep.distributed.control.framed_socket import FramedSocket
 from lockstep.distributed.control.handshake_server import hello, introduction
 from lockstep.distributed.control.join import join
 from lockstep.distributed.control.listener import open_listener
@@ -94,7 +94,7 @@ def test_a_worker_with_another_count_is_named_to_all():
 def test_a_worker_with_an_absurd_count_costs_neither_memory_nor_time():
     job = ThreadedJob(2, missing=(1,))
     host, port = job.coordinator.split(":")
-    connection = Connection(socket.create_connection((host, int(port)), timeout=DEADLINE))
+    connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
     connection.send(hello("x") + introduction(Peer(1, 10**18, "b", 7)))
     with job:
         assert "was started with 1000000000000000000 workers" in str(job.errors[0])
@@ -213,7 +213,7 @@ def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
     host, port = job.coordinator.split(":")
 
     def come_and_go():
-        connection = Connection(socket.create_connection((host, int(port)), timeout=DEADLINE))
+        connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
         connection.send(hello("x"))
         assert connection.wait(DEADLINE)["kind"] == "challenge"
         connection.send(introduction(Peer(2, 3, "node2", 77, identity={"jax": "1"})))
@@ -278,7 +278,7 @@ def test_who_does_not_know_the_secret_stays_outside(chief, worker, said):
 def test_who_only_says_that_he_knows_the_secret_stays_outside(given):
     job = ThreadedJob(2, secret=b"one", missing=(1,), start_seconds=0.5)
     host, port = job.coordinator.split(":")
-    connection = Connection(socket.create_connection((host, int(port)), timeout=DEADLINE))
+    connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
     connection.send(hello("x") + introduction(Peer(1, 2, "b", 7, identity={"jax": "1"}), given))
     with job:
         assert "was turned away: it does not know the secret of this job." in str(job.errors[0])

@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 from lockstep.cluster_resolver import SimpleClusterResolver, resolve
-from lockstep.distributed.cluster.process_role import Part, part_of
+from lockstep.distributed.cluster.process_role import ProcessRole, part_of
 
 from .cases import CASES, tf, tf_config, torchrun
 
@@ -28,7 +28,7 @@ def simple(job, index, cluster):
 @pytest.mark.parametrize(("job", "index"), NAMES)
 def test_each_process_finds_itself_and_the_others(job, index):
     part = part_of(simple(job, index, CLUSTER))
-    assert part == Part(job, index, "a:1", ("b:1", "c:1"), ("d:1", "e:1"), "f:1", "arguments")
+    assert part == ProcessRole(job, index, "a:1", ("b:1", "c:1"), ("d:1", "e:1"), "f:1", "arguments")
     assert part.name == NAMES[job, index]
     assert {(job, index): part.name_of(job, index) for job, index in NAMES} == NAMES
     found = part_of(resolve(tf_config(index, CLUSTER, job)))

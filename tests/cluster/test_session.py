@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError, OptionError
-from lockstep.distributed.control.failures import Kind
+from lockstep.distributed.control.failures import FailureKind
 from lockstep.distributed.control.join import join
-from lockstep.distributed.control.wait_logger import GivenUpError, is_given_up
+from lockstep.distributed.control.wait_logger import CancelledError, is_given_up
 from tests.cluster.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 
@@ -133,7 +133,7 @@ def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come(
         wait_until(lambda: all(job.failures), "a failure on each worker")
         for failures in job.failures:
             (failure,) = failures
-            assert failure.kind is Kind.STUCK
+            assert failure.kind is FailureKind.STUCK
             assert failure.worker in (1, 2)
             assert "worker 0 waits for it at gather 'rows' for 2 s." in failure.sentence
 
@@ -176,7 +176,7 @@ def test_who_fails_is_named_to_the_others_once_and_their_calls_end(failing):
         assert job.failures[failing] == []  # It knows.
         for index in (waiting, 2):
             (failure,) = job.failures[index]
-            assert failure.kind is Kind.FAILED
+            assert failure.kind is FailureKind.FAILED
             assert failure.worker == failing
             assert failure.sentence.endswith("failed: ValueError: no labels")
             with pytest.raises(ClusterError, match="no labels"):
@@ -237,7 +237,7 @@ def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread(step):
         job.sessions[1]._send({"kind": "beat", "step": step})
         wait_until(lambda: all(job.failures), "a failure on each worker")
         (failure,) = job.failures[0]
-        assert (failure.kind, failure.worker) == (Kind.DIED, 1)
+        assert (failure.kind, failure.worker) == (FailureKind.DIED, 1)
         assert "it sent a 'beat' that cannot be read" in failure.sentence
 
 
@@ -285,7 +285,7 @@ def test_a_wait_that_nobody_wants_any_more_is_given_up_and_others_lanes_go_on():
 
     def ahead(session):
         is_given_up.set(given_up.is_set)
-        with pytest.raises(GivenUpError):
+        with pytest.raises(CancelledError):
             session.gather("batch 2", lane="input 1, pass 1")
         session.forget("input 1, pass 1")
         ended.append(session)

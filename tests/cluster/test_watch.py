@@ -5,8 +5,17 @@ from dataclasses import replace
 import pytest
 
 from lockstep import OptionError
-from lockstep.distributed.control.failure_detector import WAITING, Awake, Beat, Limits, cause, failure, look, overdue
-from lockstep.distributed.control.failures import Kind
+from lockstep.distributed.control.failure_detector import (
+    WAITING,
+    Limits,
+    SuspendDetector,
+    WorkerStatus,
+    cause,
+    failure,
+    look,
+    overdue,
+)
+from lockstep.distributed.control.failures import FailureKind
 from lockstep.distributed.control.peer import Peer
 
 LIMITS = Limits(timeout=60, long=1800)
@@ -15,7 +24,7 @@ NOW = 10_000.0
 
 def a_beat(index, step, activity, seconds, silent=0.2, left=False):
     peer = Peer(index, 3, f"node{index}", 70 + index)
-    return Beat(peer, NOW - silent, step, activity, NOW - seconds, left)
+    return WorkerStatus(peer, NOW - silent, step, activity, NOW - seconds, left)
 
 
 def seen(*beats):
@@ -46,18 +55,18 @@ def test_nobody_is_named_while_all_may_be_well(beats):
 @pytest.mark.parametrize(
     ("beats", "found"),
     [
-        ([a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 1, silent=61)], (Kind.SILENT, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 62)], (Kind.STUCK, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "data", 62)], (Kind.STUCK, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "callback", 62, left=True)], (Kind.LEFT, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "step", 61), a_beat(2, 7, "step", 62)], (Kind.STUCK, 2)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99), a_beat(2, 7, "data", 62)], (Kind.STUCK, 2)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99)], (Kind.STUCK, 1)),
-        ([a_beat(0, 7, "callback", 99), a_beat(1, 8, "step", 61)], (Kind.STUCK, 0)),
-        ([a_beat(0, 8, "step", 1801), a_beat(1, 7, "compiling", 1801)], (Kind.STUCK, 1)),
-        ([a_beat(0, 1, "step", 1801), a_beat(1, 0, "start", 1801)], (Kind.STUCK, 1)),
-        ([a_beat(0, 8, "step", 1801), a_beat(1, 8, "step", 1802)], (Kind.STUCK, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 7, "step", 70, silent=70, left=True)], (Kind.LEFT, 1)),
+        ([a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 1, silent=61)], (FailureKind.SILENT, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 62)], (FailureKind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "data", 62)], (FailureKind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "callback", 62, left=True)], (FailureKind.LEFT, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "step", 61), a_beat(2, 7, "step", 62)], (FailureKind.STUCK, 2)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99), a_beat(2, 7, "data", 62)], (FailureKind.STUCK, 2)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99)], (FailureKind.STUCK, 1)),
+        ([a_beat(0, 7, "callback", 99), a_beat(1, 8, "step", 61)], (FailureKind.STUCK, 0)),
+        ([a_beat(0, 8, "step", 1801), a_beat(1, 7, "compiling", 1801)], (FailureKind.STUCK, 1)),
+        ([a_beat(0, 1, "step", 1801), a_beat(1, 0, "start", 1801)], (FailureKind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 1801), a_beat(1, 8, "step", 1802)], (FailureKind.STUCK, 1)),
+        ([a_beat(0, 8, "step", 61), a_beat(1, 7, "step", 70, silent=70, left=True)], (FailureKind.LEFT, 1)),
     ],
 )
 def test_who_keeps_the_others_waiting_is_named(beats, found):
@@ -91,44 +100,44 @@ def test_a_wait_that_comes_to_its_limit_names_the_one_that_is_behind():
         "for 60 s."
     )
     silent = replace(missing[1], heard=NOW - 40)
-    assert overdue(NOW, [silent], waits, "gather 'rows' for 60 s").kind is Kind.SILENT
+    assert overdue(NOW, [silent], waits, "gather 'rows' for 60 s").kind is FailureKind.SILENT
 
 
-@pytest.mark.parametrize("kind", [Kind.DIED, Kind.FAILED])
+@pytest.mark.parametrize("kind", [FailureKind.DIED, FailureKind.FAILED])
 def test_a_silence_that_came_before_is_the_cause(kind):
     found = failure(kind, a_beat(0, 8, "step", 1).peer, "has failed.")
     named = cause(NOW, found, [a_beat(0, 8, "step", 1, silent=90), a_beat(1, 7, "step", 10, silent=9)])
-    assert (named.kind, named.worker) == (Kind.SILENT, 1)
+    assert (named.kind, named.worker) == (FailureKind.SILENT, 1)
     assert "no sign of life for 9 s" in named.sentence
     assert named.sentence.endswith("Then worker 0 of 3 (node0, process 70) has failed.")
     for others in ([a_beat(1, 7, "step", 10, silent=1)], [a_beat(1, 8, "step", 10, silent=9, left=True)]):
         assert cause(NOW, found, [a_beat(0, 8, "step", 1, silent=90), *others]) is found
 
 
-@pytest.mark.parametrize("kind", [Kind.DIED, Kind.FAILED])
+@pytest.mark.parametrize("kind", [FailureKind.DIED, FailureKind.FAILED])
 def test_an_end_that_came_too_early_is_the_cause(kind):
     found = failure(kind, a_beat(0, 8, "step", 1).peer, "has failed.")
     named = cause(NOW, found, [a_beat(0, 8, "step", 1), a_beat(1, 7, "step", 10, left=True)])
-    assert (named.kind, named.worker) == (Kind.LEFT, 1)
+    assert (named.kind, named.worker) == (FailureKind.LEFT, 1)
     assert named.sentence.endswith("in step 8. Then worker 0 of 3 (node0, process 70) has failed.")
     assert cause(NOW, found, [a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 10, left=True)]) is found
 
 
 def test_nobody_waits_long_for_a_worker_that_has_come_to_its_end():
-    assert seen(a_beat(0, 8, "step", 4), a_beat(1, 7, "step", 9, left=True)) == (Kind.LEFT, 1)
+    assert seen(a_beat(0, 8, "step", 4), a_beat(1, 7, "step", 9, left=True)) == (FailureKind.LEFT, 1)
     assert seen(a_beat(0, 8, "step", 1), a_beat(1, 7, "step", 9, left=True)) is None
     assert seen(a_beat(0, 8, "data", 4), a_beat(1, 7, "step", 9, left=True)) is None
     assert seen(a_beat(0, 8, "step", 4), a_beat(1, 8, "step", 9, left=True)) is None
 
 
 def test_a_worker_that_is_stuck_is_not_excused_by_a_silence():
-    found = failure(Kind.STUCK, a_beat(0, 8, "step", 1).peer, "is stuck.")
+    found = failure(FailureKind.STUCK, a_beat(0, 8, "step", 1).peer, "is stuck.")
     assert cause(NOW, found, [a_beat(1, 7, "step", 10, silent=9)]) is found
 
 
 def test_a_process_that_was_stopped_itself_begins_to_count_anew():
     times = iter([0.0, 0.5, 1.0, 1.6, 100.0, 100.5])
-    awake = Awake(clock=lambda: next(times))
+    awake = SuspendDetector(clock=lambda: next(times))
     assert [(awake.tick(), awake.since) for _ in range(5)] == [
         (0.5, 0.0),
         (1.0, 0.0),

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from lockstep import OptionError
-from lockstep.distributed.control.protocol import Frames, MalformedError, encode, plain, proof, proves
+from lockstep.distributed.control.protocol import FrameDecoder, ProtocolError, encode, plain, proof, proves
 
 
 def framed(text):
@@ -17,7 +17,7 @@ def test_messages_come_back_whole_in_whatever_pieces_they_arrive():
     messages = [{"kind": "beat", "step": step, "activity": "Größe \ud800", "loss": float("inf")} for step in range(5)]
     stream = b"".join(encode(message) for message in messages)
     for size in (1, 3, 7, len(stream)):
-        frames = Frames()
+        frames = FrameDecoder()
         pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
         assert [message for piece in pieces for message in frames.feed(piece)] == messages
 
@@ -37,20 +37,20 @@ def test_messages_come_back_whole_in_whatever_pieces_they_arrive():
     ],
 )
 def test_what_is_no_message_is_refused(received):
-    with pytest.raises(MalformedError):
-        list(Frames(2**16).feed(received))
+    with pytest.raises(ProtocolError):
+        list(FrameDecoder(2**16).feed(received))
 
 
 def test_a_message_that_is_too_long_is_refused_at_its_first_bytes():
-    frames = Frames(100)
-    with pytest.raises(MalformedError, match="at most 100 bytes"):
+    frames = FrameDecoder(100)
+    with pytest.raises(ProtocolError, match="at most 100 bytes"):
         list(frames.feed(struct.pack(">I", 101)))
 
 
 def test_messages_before_a_broken_one_are_given():
-    frames = Frames().feed(encode({"kind": "beat"}) + framed(b"?"))
+    frames = FrameDecoder().feed(encode({"kind": "beat"}) + framed(b"?"))
     assert next(frames) == {"kind": "beat"}
-    with pytest.raises(MalformedError):
+    with pytest.raises(ProtocolError):
         next(frames)
 
 

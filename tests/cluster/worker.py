@@ -10,7 +10,7 @@ import time
 
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.control.join import join
-from lockstep.distributed.control.termination import Guard
+from lockstep.distributed.control.termination import ExitGuard
 
 
 def tell(**values):
@@ -110,7 +110,7 @@ def main(config):
     secret = config.get("secret")
     sys.excepthook = excepthook
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Before there are threads that would take it.
-    guard = Guard(grace_seconds=0.3)
+    guard = ExitGuard(grace_seconds=0.3)
     guard.install()
     guard.session = join(
         WorkerGroup(workers=config["workers"], index=config["index"], coordinator=config["coordinator"]),

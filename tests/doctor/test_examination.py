@@ -14,10 +14,10 @@ from keras import layers
 import lockstep
 from lockstep.data.random_state import captured_random_state
 from lockstep.devices.host_memory import HostMemory
-from lockstep.doctor.fit_call import Program, Setting
+from lockstep.doctor.fit_call import FitCall, RuntimeSettings
 from lockstep.doctor.memory_check import about_memory
 from lockstep.doctor.pipeline_order import about_order
-from lockstep.doctor.probe import Read, Steps, about_input
+from lockstep.doctor.probe import ProbedBatches, StepTimings, about_input
 from lockstep.doctor.runtime_env import BadVersion, about_allocator, about_devices_and_cores, about_thread_pool
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, X, Y, dense, net
@@ -130,7 +130,7 @@ def test_an_input_that_is_slower_than_the_steps_is_measured():
     [(0.1, 0.01, True, "90 %"), (0.01, 0.1, True, None), (0.1, 0.01, False, None), (0.0011, 0.0001, True, None)],
 )
 def test_an_input_is_slow_where_it_takes_longer_than_the_step(reads, runs, is_ahead, told):
-    found = about_input(Read([], reads, is_ahead, "input", None), Steps(runs, None), "fit")
+    found = about_input(ProbedBatches([], reads, is_ahead, "input", None), StepTimings(runs, None), "fit")
     assert names_of(found) == ["input-bound"] * bool(told)
     assert not told or found[0].what == f"{told} of the time is spent waiting for data"
 
@@ -200,8 +200,8 @@ def test_a_model_of_another_strategy_or_that_is_not_compiled_is_refused():
 
 
 def program(cache=None, devices=1, has_strategy=True):
-    setting = Setting(2, tuple(jax.devices()[:devices]), 1, lockstep.InputOptions(cache=cache), has_strategy)
-    return Program(net(dense(), loss=FROM_LOGITS), Batches(), setting=setting)
+    setting = RuntimeSettings(2, tuple(jax.devices()[:devices]), 1, lockstep.InputOptions(cache=cache), has_strategy)
+    return FitCall(net(dense(), loss=FROM_LOGITS), Batches(), setting=setting)
 
 
 def names_of(findings):
@@ -235,9 +235,9 @@ class Accelerator:
 
 @pytest.mark.parametrize(("of_a_step", "names"), [(1600, ["device-memory"]), (1400, [])])
 def test_more_memory_than_an_accelerator_has_is_told(of_a_step, names):
-    setting = Setting(2, (Accelerator(), Accelerator()))
+    setting = RuntimeSettings(2, (Accelerator(), Accelerator()))
     found = about_memory(
-        Program(net(dense(), loss=FROM_LOGITS), X, Y, setting=setting), of_a_step, None, HostMemory(1, None, 1)
+        FitCall(net(dense(), loss=FROM_LOGITS), X, Y, setting=setting), of_a_step, None, HostMemory(1, None, 1)
     )
     assert names_of(found) == names
 
@@ -281,7 +281,7 @@ DatasetV2.__module__ = "tensorflow.python.data.ops.dataset_ops"
     ],
 )
 def test_an_order_that_defeats_a_cache_is_told(steps, told):
-    assert names_of(about_order(Program(None, DatasetV2(*steps)))) == told
+    assert names_of(about_order(FitCall(None, DatasetV2(*steps)))) == told
 
 
 def test_an_allocator_that_gives_memory_back_is_told():

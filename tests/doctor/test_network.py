@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.cluster_resolver import SimpleClusterResolver
 from lockstep.doctor import connectivity
-from lockstep.doctor.connectivity import Peer, about_network, peers_of
+from lockstep.doctor.connectivity import ClusterPeer, about_network, peers_of
 from tests.support.waiting import DEADLINE
 
 
@@ -29,31 +29,31 @@ def names_and_texts(*peers, **options):
 
 
 def test_a_worker_that_listens_is_reached(listener):
-    assert names_and_texts(Peer("worker 0", listener, is_own=False, listens=True)) == []
+    assert names_and_texts(ClusterPeer("worker 0", listener, is_own=False, listens=True)) == []
 
 
 def test_a_worker_that_has_not_started_is_said_to_be_such(free):
-    ((name, what),) = names_and_texts(Peer("worker 0", free, is_own=False, listens=True))
+    ((name, what),) = names_and_texts(ClusterPeer("worker 0", free, is_own=False, listens=True))
     assert name == "worker-not-reached"
     assert what == f"worker 0 at {free} refused: nothing listens there yet"
-    assert names_and_texts(Peer("worker 1", free, is_own=False, listens=False)) == []  # Its machine is there.
+    assert names_and_texts(ClusterPeer("worker 1", free, is_own=False, listens=False)) == []  # Its machine is there.
 
 
 def test_a_name_that_leads_nowhere_is_told():
-    ((name, what),) = names_and_texts(Peer("worker 0", "no-such-host.invalid:2222", is_own=False, listens=True))
+    ((name, what),) = names_and_texts(ClusterPeer("worker 0", "no-such-host.invalid:2222", is_own=False, listens=True))
     assert (name, what) == ("worker-not-reached", "worker 0: the name 'no-such-host.invalid' leads to no address")
 
 
 def test_an_own_port_that_somebody_uses_is_told(listener, free):
-    ((name, what),) = names_and_texts(Peer("worker 0", listener, is_own=True, listens=True))
+    ((name, what),) = names_and_texts(ClusterPeer("worker 0", listener, is_own=True, listens=True))
     assert (name, what) == ("port-not-free", f"worker 0, which is this process, cannot listen at {listener}")
-    assert names_and_texts(Peer("worker 0", free, is_own=True, listens=True)) == []
-    assert names_and_texts(Peer("worker 1", listener, is_own=True, listens=False)) == []
+    assert names_and_texts(ClusterPeer("worker 0", free, is_own=True, listens=True)) == []
+    assert names_and_texts(ClusterPeer("worker 1", listener, is_own=True, listens=False)) == []
 
 
 def test_a_loopback_address_among_several_machines_is_told(listener):
-    own = Peer("worker 0", "10.255.255.1:2222", is_own=True, listens=False)
-    ((name, _),) = names_and_texts(own, Peer("worker 1", listener, is_own=False, listens=False))
+    own = ClusterPeer("worker 0", "10.255.255.1:2222", is_own=True, listens=False)
+    ((name, _),) = names_and_texts(own, ClusterPeer("worker 1", listener, is_own=False, listens=False))
     assert name == "loopback-in-cluster"
 
 
@@ -86,7 +86,7 @@ def test_silence_has_a_limit(monkeypatch):
 
 
 def peers_elsewhere(number):
-    return [Peer(f"worker {n}", f"10.0.0.{n}:2222", is_own=False, listens=n == 0) for n in range(number)]
+    return [ClusterPeer(f"worker {n}", f"10.0.0.{n}:2222", is_own=False, listens=n == 0) for n in range(number)]
 
 
 def test_who_is_called_follows_from_the_jobs():

@@ -15,7 +15,7 @@ import pytest
 import lockstep
 from lockstep.data import wait_meter
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.wait_meter import Meter
+from lockstep.data.wait_meter import WaitMeter
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, counting, cut, data, weights
@@ -241,7 +241,7 @@ def test_a_cache_that_freezes_a_shuffled_order_is_named(caplog):
 @pytest.mark.parametrize(("wait", "told"), [(0.63, "63 %"), (0.1, None), (0.0, None)])
 def test_an_input_slower_than_the_step_is_measured(wait, told):
     now = [0.0]
-    meter = Meter(lambda: now[0])
+    meter = WaitMeter(lambda: now[0])
     for _ in range(20):
         with meter.waiting():
             now[0] += wait
@@ -271,7 +271,7 @@ def test_a_slow_generator_is_named_at_the_end_of_fit(wait, told, caplog, monkeyp
 
 def test_short_waits_are_not_worth_a_sentence():
     now = [0.0]
-    meter = Meter(lambda: now[0])
+    meter = WaitMeter(lambda: now[0])
     for _ in range(20):
         with meter.waiting():
             now[0] += 0.01

@@ -8,7 +8,7 @@ import traceback
 
 import pytest
 
-from lockstep.data.prefetch import Direct, Feed
+from lockstep.data.prefetch import InlineReader, Prefetcher
 
 
 def reading(items):
@@ -25,9 +25,9 @@ def drained(reader):
 
 
 def readers(items, ended=lambda: None):
-    yield Direct(reading(items), ended)
+    yield InlineReader(reading(items), ended)
     for depth in (1, 2, 7):
-        yield Feed(reading(items), ended, depth, "numbers")
+        yield Prefetcher(reading(items), ended, depth, "numbers")
 
 
 def test_everything_comes_in_order_and_the_work_ends():
@@ -39,7 +39,10 @@ def test_everything_comes_in_order_and_the_work_ends():
 
 
 def test_no_more_is_read_than_is_allowed():
-    for make in (lambda read: Direct(read, lambda: None), lambda read: Feed(read, lambda: None, 3, "numbers")):
+    for make in (
+        lambda read: InlineReader(read, lambda: None),
+        lambda read: Prefetcher(read, lambda: None, 3, "numbers"),
+    ):
         asked = []
         reader = make(reading(asked.append(number) or number for number in itertools.count()))
         for epoch in range(4):
@@ -62,7 +65,7 @@ def test_no_more_is_read_ahead_than_the_depth(depth):
             full.set()
         return state["asked"]
 
-    feed = Feed(read, lambda: None, depth, "numbers")
+    feed = Prefetcher(read, lambda: None, depth, "numbers")
     feed.allow(200)
     for _ in range(100):
         feed.take()
@@ -78,7 +81,10 @@ def test_an_error_comes_at_its_batch_with_its_own_traceback():
         yield from range(3)
         raise ZeroDivisionError("in the user's code")
 
-    for reader in [Direct(reading(broken()), lambda: None), Feed(reading(broken()), lambda: None, 2, "numbers")]:
+    for reader in [
+        InlineReader(reading(broken()), lambda: None),
+        Prefetcher(reading(broken()), lambda: None, 2, "numbers"),
+    ]:
         reader.allow(float("inf"))
         assert [reader.take() for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ZeroDivisionError) as caught:
@@ -90,7 +96,7 @@ def test_an_error_comes_at_its_batch_with_its_own_traceback():
 def test_what_hangs_is_named_and_can_be_left(caplog):
     hanging = threading.Event()
     caplog.set_level(logging.INFO, "lockstep")
-    feed = Feed(lambda: hanging.wait() and None, lambda: None, 2, "generator 'slow'", patience=0.05)
+    feed = Prefetcher(lambda: hanging.wait() and None, lambda: None, 2, "generator 'slow'", patience=0.05)
     feed.allow(3)
     threading.Timer(0.5, hanging.set).start()
     feed.take()
@@ -102,7 +108,7 @@ def test_what_hangs_is_named_and_can_be_left(caplog):
 
 def test_the_end_runs_in_the_thread_that_reads():
     ran = []
-    feed = Feed(reading(range(9)), lambda: ran.append(threading.current_thread().name), 2, "numbers")
+    feed = Prefetcher(reading(range(9)), lambda: ran.append(threading.current_thread().name), 2, "numbers")
     feed.allow(9)
     feed.take()
     assert len(feed.close(failed=False)) <= 2
@@ -111,5 +117,5 @@ def test_the_end_runs_in_the_thread_that_reads():
 
 def test_a_feed_that_was_never_used_has_no_thread():
     ran = []
-    assert Feed(reading(range(9)), lambda: ran.append(1), 2, "numbers").close(failed=False) == []
+    assert Prefetcher(reading(range(9)), lambda: ran.append(1), 2, "numbers").close(failed=False) == []
     assert ran == [1]

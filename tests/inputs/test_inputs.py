@@ -12,7 +12,7 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 
 import lockstep
 from lockstep._keras import trainer
-from lockstep.data.keras_adapter import Input, next_batch
+from lockstep.data.keras_adapter import KerasInput, next_batch
 from lockstep.data.source_factory import source_of
 from tests.laws.compare import Topology
 
@@ -379,7 +379,7 @@ def test_evaluate_and_predict_have_as_many_steps_a_call_as_in_keras(steps, toget
 
 def test_a_pass_knows_its_position():
     source = source_of(function(*data()), pending=None)
-    made = Input(source, lambda batch: batch, 2, None, print)
+    made = KerasInput(source, lambda batch: batch, 2, None, print)
     epoch = made.get_jax_iterator()
     assert [next_batch(epoch, None)[1][0, 0] for _ in range(3)] == [0, BATCH, 2 * BATCH]
     assert epoch.position == 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import InputError
-from lockstep.data.keras_adapter import Input, next_batch
+from lockstep.data.keras_adapter import KerasInput, next_batch
 from lockstep.data.source_factory import source_of
 from lockstep.data.sources import IterableSource
 
@@ -112,7 +112,7 @@ def input_of(given, depth=0, steps=None):
     given = {"shuffle": False, "steps_per_epoch": steps, "pending": deque()} | given
     pending = given.pop("pending")  # what was read of a generator and not used
     source = source_of(**given, pending=lambda generator: pending)
-    return Input(source, lambda batch: batch, depth, steps, lambda sentence: None)
+    return KerasInput(source, lambda batch: batch, depth, steps, lambda sentence: None)
 
 
 @dataclass
@@ -263,7 +263,7 @@ def numbers(count):
 
 
 def numbered(iterable, **facts):
-    batches = Input(IterableSource(iterable), lambda batch: batch, 0, None, lambda s: None).numbered()
+    batches = KerasInput(IterableSource(iterable), lambda batch: batch, 0, None, lambda s: None).numbered()
     batches.begin(FACTS | facts)
     return batches
 

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from lockstep.launch.failure_report import ErrorRecord, Failure, first_of, job_code
-from lockstep.launch.process_names import Task
+from lockstep.launch.failure_report import ErrorRecord, ProcessFailure, first_of, job_code
+from lockstep.launch.process_names import ProcessName
 from tests.launch.launching import program, run
 
 
@@ -141,7 +141,7 @@ def test_a_worker_may_end_long_before_the_others(tmp_path):
 
 def test_the_first_of_several_failures_is_no_consequence():
     def failure(rank, code, when, record=None):
-        return Failure(Task("worker", rank), code, when, record, "")
+        return ProcessFailure(ProcessName("worker", rank), code, when, record, "")
 
     ours = ErrorRecord(3.0, False, "ValueError")
     theirs = ErrorRecord(2.0, True, "ClusterError")

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from lockstep.distributed.control.peer import Peer
-from lockstep.launch.launch_config import Job
-from lockstep.launch.rendezvous.node_messages import Node, Outcome, Terms
-from lockstep.launch.rendezvous.rendezvous_state import Assembly
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.rendezvous.node_messages import GenerationOutcome, JobSpec, NodeInfo
+from lockstep.launch.rendezvous.rendezvous_state import RendezvousState
 
-DONE, FAILED = Outcome(0, ""), Outcome(9, "worker 0 ended with exit code 9")
-LOST = Outcome(75, "worker 1 ended with exit code 75", is_consequence=True)
+DONE, FAILED = GenerationOutcome(0, ""), GenerationOutcome(9, "worker 0 ended with exit code 9")
+LOST = GenerationOutcome(75, "worker 1 ended with exit code 75", is_consequence=True)
 
 
 class Meeting:
@@ -20,12 +20,12 @@ class Meeting:
     def __init__(self, nnodes=(1, 3), **options):
         least, most = nnodes
         limits = {"join_seconds": 10.0, "start_seconds": 100.0, "grace": 5.0, "max_restarts": 2}
-        job = Job(("a.py",), nodes=most, least_nodes=least, coordinator="h:500", **{**limits, **options})
-        self.terms, self.time = Terms.of(job), 0.0
-        self.assembly, self.told = Assembly(self.terms, lambda: self.time), {}
+        job = LaunchConfig(("a.py",), nodes=most, least_nodes=least, coordinator="h:500", **{**limits, **options})
+        self.terms, self.time = JobSpec.of(job), 0.0
+        self.assembly, self.told = RendezvousState(self.terms, lambda: self.time), {}
 
     def come(self, key, rank=None, workers=1, host=None):
-        node = Node(f"process {key}", rank, workers, host or f"host{key}", 500, is_host=key == 0)
+        node = NodeInfo(f"process {key}", rank, workers, host or f"host{key}", 500, is_host=key == 0)
         self._take(self.assembly.come(key, node))
 
     def go(self, key):

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from lockstep.launch.log_multiplexer import Lines, Pump, Terminal
-from lockstep.launch.process_names import Task
+from lockstep.launch.log_multiplexer import LineSplitter, LogPump, TerminalWriter
+from lockstep.launch.process_names import ProcessName
 from tests.launch.launching import program, run, started
 
 
@@ -66,7 +66,7 @@ def test_lines_arrive_while_the_program_runs(tmp_path):
     ],
 )
 def test_lines_are_those_that_a_terminal_would_show(fed, lines, rest):
-    splitter = Lines()
+    splitter = LineSplitter()
     assert [line for data in fed for line in splitter.feed(data)] == lines
     assert splitter.rest() == rest
     assert splitter.rest() == []
@@ -93,13 +93,13 @@ class Stream(io.RawIOBase):
     [(False, True, b"[worker 1] "), (True, False, b"[worker 1] "), (True, True, b"\033[33m[worker 1]\033[0m ")],
 )
 def test_colours_are_for_terminals(is_terminal, colours, prefix):
-    assert Terminal(Stream(is_terminal), lambda: None, colours).prefix(Task("worker", 1)) == prefix
+    assert TerminalWriter(Stream(is_terminal), lambda: None, colours).prefix(ProcessName("worker", 1)) == prefix
 
 
 def test_a_terminal_writes_all_and_says_once_that_its_reader_is_gone():
     gone = []
     stream = Stream(room=7)
-    terminal = Terminal(stream, lambda: gone.append(1))
+    terminal = TerminalWriter(stream, lambda: gone.append(1))
     for _ in range(3):
         terminal.write(b"1234")
     assert stream.taken == b"1234123"
@@ -110,7 +110,7 @@ def test_a_full_disk_does_not_stop_a_worker():
     shown = []
     with open("/dev/full", "ab", buffering=0) as log:
         reader, writer = os.pipe()
-        pump = Pump(reader, log, shown.append)
+        pump = LogPump(reader, log, shown.append)
         os.write(writer, b"one\n")
         os.write(writer, b"two\n")
         os.close(writer)
@@ -123,7 +123,7 @@ def test_a_full_disk_does_not_stop_a_worker():
 def test_a_pump_takes_all_that_many_threads_write():
     shown = []
     reader, writer = os.pipe()
-    pump = Pump(reader, None, shown.append)
+    pump = LogPump(reader, None, shown.append)
     threads = [threading.Thread(target=os.write, args=(writer, b"x" * 500 + b"\n")) for _ in range(50)]
     for thread in threads:
         thread.start()

@@ -8,7 +8,7 @@ import pytest
 from lockstep import cli
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.ports import DEFAULT_PORT
-from lockstep.launch.launch_config import Job
+from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates import PRINTERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
@@ -32,5 +32,8 @@ def test_its_exit_codes_are_ours():
 
 def test_its_ports_and_schedulers_are_ours():
     assert f"or {DEFAULT_PORT}: worker `k` of a machine has the address `{DEFAULT_PORT} + k`" in PAGE
-    assert Job(("train.py",), workers=2, coordinator="a").addresses == (f"a:{DEFAULT_PORT}", f"a:{DEFAULT_PORT + 1}")
+    assert LaunchConfig(("train.py",), workers=2, coordinator="a").addresses == (
+        f"a:{DEFAULT_PORT}",
+        f"a:{DEFAULT_PORT + 1}",
+    )
     assert set(re.findall(r"--print (\w+)", PAGE)) == set(PRINTERS)

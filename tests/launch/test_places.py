@@ -7,13 +7,13 @@ import pytest
 
 from lockstep._errors import ClusterError, OptionError
 from lockstep.launch.gpus import gpus_of, share
-from lockstep.launch.launch_config import Job
-from lockstep.launch.rank_assignment import Place, find_node, reserved_addresses
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.rank_assignment import RankAssignment, find_node, reserved_addresses
 from tests.launch.launching import program, started
 
 
 def job(**options):
-    return Job(("train.py",), **options)
+    return LaunchConfig(("train.py",), **options)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it():
 
 
 def test_workers_are_numbered_over_the_nodes():
-    told = Place(3, 1, 2, workers=2, first=2, all_workers=4, meeting="a:5", addresses=None).variables(0)
+    told = RankAssignment(3, 1, 2, workers=2, first=2, all_workers=4, meeting="a:5", addresses=None).variables(0)
     expected = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
     expected |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCKSTEP_GENERATION": "3"}
     assert told == expected | {"LOCKSTEP_COORDINATOR": "a:5"}

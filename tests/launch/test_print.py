@@ -14,7 +14,7 @@ import pytest
 
 from lockstep import cli
 from lockstep._errors import OptionError
-from lockstep.launch.launch_config import Job
+from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates import PRINTERS
 from tests.launch.block_yaml import documents
 from tests.launch.launching import environment, program, run
@@ -24,7 +24,7 @@ WORDS = ("--lr", "$HOME", "a b", "it's", '"', "é😀", "--", "-m")
 
 
 def job(path="train.py", **options):
-    return Job((str(path), *WORDS), **{"workers": 2, "nodes": 2, "max_restarts": 1} | options)
+    return LaunchConfig((str(path), *WORDS), **{"workers": 2, "nodes": 2, "max_restarts": 1} | options)
 
 
 @pytest.mark.parametrize("name", PRINTERS)
@@ -141,7 +141,7 @@ def test_the_kubernetes_manifest_says_what_kubernetes_needs(options):
         "v1",
         "Service",
         "batch/v1",
-        "Job",
+        "LaunchConfig",
     )
     name = batch["metadata"]["name"]
     assert service["metadata"]["name"] == name == batch["spec"]["template"]["spec"]["subdomain"]

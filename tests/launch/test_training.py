@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lockstep.distributed.process_job import GENERATION, SECRET
-from lockstep.launch.rank_assignment import Place
+from lockstep.launch.rank_assignment import RankAssignment
 from tests.launch.launching import program, run
 
 TRAINING = """
@@ -26,7 +26,7 @@ if strategy.is_chief:
 
 
 def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
-    assert GENERATION in Place(0, 0, 1, 1, 0, 1, "a:1", None).variables(0)
+    assert GENERATION in RankAssignment(0, 0, 1, 1, 0, 1, "a:1", None).variables(0)
     path = program(tmp_path, f"print(os.environ.get('{SECRET}', 'none'))")
     secrets = [run(path).stdout.split()[-1] for _ in range(2)]
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)

@@ -12,7 +12,7 @@ import lockstep
 from lockstep.callbacks import BackupAndRestore, ThroughputMonitor
 from lockstep.execution.train_functions import StepListener
 from lockstep.fit.monitoring.flops import PEAKS, flops_of_step, peak_of
-from lockstep.fit.monitoring.step_timer import Course, Reading, StepClock
+from lockstep.fit.monitoring.step_timer import FitProgress, StepTimer, TimerReading
 from lockstep.fit.monitoring.throughput import NAMES, numbers_of
 
 from .runs import BATCH, STEPS, built, data, fit
@@ -23,7 +23,7 @@ class Times:
 
     def __init__(self, window=100):
         self.now = self.waited = 0.0
-        self.clock = StepClock(StepListener(), lambda: self.waited, window, lambda: self.now)
+        self.clock = StepTimer(StepListener(), lambda: self.waited, window, lambda: self.now)
 
     def step(self, seconds, rows=8, waits=0.0, kind="train"):
         self.clock.reads()
@@ -41,7 +41,7 @@ class Times:
 
 def test_steps_that_are_compiled_do_not_count():
     clock = Times().trained(60, 50, 2, 4)
-    assert clock.reading == Reading(2, 16, 6, 0)
+    assert clock.reading == TimerReading(2, 16, 6, 0)
     assert clock.course.total == 4
 
 
@@ -49,7 +49,7 @@ def test_a_batch_of_another_shape_is_compiled_too():
     times = Times()
     times.trained(60, 50, 2)
     times.trained(70, 20, 3, rows=5)
-    assert times.clock.reading == Reading(2, 13, 5, 0)
+    assert times.clock.reading == TimerReading(2, 13, 5, 0)
 
 
 def test_validation_and_what_comes_between_epochs_do_not_count():
@@ -58,24 +58,24 @@ def test_validation_and_what_comes_between_epochs_do_not_count():
     times.clock.pause()
     times.step(7, kind="test")
     times.now += 30
-    times.clock.begin_epoch(Course(1, 2, 0, None, 3))
+    times.clock.begin_epoch(FitProgress(1, 2, 0, None, 3))
     times.trained(4, 6, waits=1.0)
     times.clock.pause()
-    assert times.clock.of_epoch == Reading(2, 16, 12, 2)
-    assert times.clock.reading == Reading(3, 24, 14, 2)
+    assert times.clock.of_epoch == TimerReading(2, 16, 12, 2)
+    assert times.clock.reading == TimerReading(3, 24, 14, 2)
 
 
 def test_what_is_recent_looks_back_so_many_steps():
     clock = Times(window=2).trained(60, 50, 9, 9, 9, 1, 3)
-    assert clock.recent == Reading(2, 16, 4, 0)
-    assert Times().clock.recent == Reading()
+    assert clock.recent == TimerReading(2, 16, 4, 0)
+    assert Times().clock.recent == TimerReading()
 
 
 def test_numbers_are_none_where_nothing_was_measured():
-    numbers = numbers_of(Reading(), devices=1)
+    numbers = numbers_of(TimerReading(), devices=1)
     assert set(numbers) == set(NAMES[:4])
     assert all(map(math.isnan, numbers.values()))
-    assert numbers_of(Reading(10, 80, 4.0, 1.0), 2) == dict(zip(NAMES, (20, 10, 0.4, 0.1), strict=False))
+    assert numbers_of(TimerReading(10, 80, 4.0, 1.0), 2) == dict(zip(NAMES, (20, 10, 0.4, 0.1), strict=False))
 
 
 @pytest.mark.slow

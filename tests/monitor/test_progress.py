@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.callbacks import RichProgress
 from lockstep.fit.monitoring.rich_progress import _line, _time_left
-from lockstep.fit.monitoring.step_timer import Course, Reading
+from lockstep.fit.monitoring.step_timer import FitProgress, TimerReading
 
 from .runs import built, fit
 
@@ -85,11 +85,11 @@ def test_without_a_terminal_the_bar_of_keras_stays_as_it_is(capsys):
 
 
 def test_what_is_not_known_is_not_shown():
-    course = Course(epoch=0, epochs=3, done=4, steps=None)
-    assert _line(course, Reading(), "ETA -", {}).plain == "epoch 1/3 · step 4/? · ETA -"
-    assert _time_left(course, Reading(2, 8, 4.0, 0.0)) == "-"
-    assert _time_left(course._replace(steps=10), Reading(2, 8, 4.0, 0.0)) == "0:00:12"
+    course = FitProgress(epoch=0, epochs=3, done=4, steps=None)
+    assert _line(course, TimerReading(), "ETA -", {}).plain == "epoch 1/3 · step 4/? · ETA -"
+    assert _time_left(course, TimerReading(2, 8, 4.0, 0.0)) == "-"
+    assert _time_left(course._replace(steps=10), TimerReading(2, 8, 4.0, 0.0)) == "0:00:12"
     logs = {"loss": np.float32(0.123456), "nested": {"a": 1}, "of each class": np.ones(2)}
-    assert _line(course, Reading(2, 800, 4.0, 1.0), "x", logs).plain == (
+    assert _line(course, TimerReading(2, 800, 4.0, 1.0), "x", logs).plain == (
         "epoch 1/3 · step 4/? · 200 rows/s · waits 25% · x · loss 0.1235"
     )

@@ -16,7 +16,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
-from lockstep.fit.monitoring.profiler import Profile
+from lockstep.fit.monitoring.profiler import StepProfiler
 from lockstep.fit.monitoring.tfevents import EventFile, crc32c, histogram, newest_steps, scalar
 from lockstep.fit.monitoring.throughput import NAMES
 from lockstep.tools.commands.top import picture
@@ -277,7 +277,7 @@ class Failed:
 
 def test_a_profile_ends_where_its_step_fails(tmp_path):
     for number in range(2):
-        profile = Profile(1, 2, tmp_path / str(number), print)
+        profile = StepProfiler(1, 2, tmp_path / str(number), print)
         profile.begins(None, "train", None)
         profile.ended(None, "train", None, Failed())
         profile.stop()

@@ -7,7 +7,17 @@ from pathlib import Path
 from tests.mutants.mutant import PACKAGE, ROOT, Mutant, write_drawn
 from tests.mutants.rules import changes
 
-PACKAGES = ("execution", "data", "collectives", "devices", "checkpoint", "fit", "distributed", "parameter_server", "custom_loops")
+PACKAGES = (
+    "execution",
+    "data",
+    "collectives",
+    "devices",
+    "checkpoint",
+    "fit",
+    "distributed",
+    "parameter_server",
+    "custom_loops",
+)
 SEED = 20250917
 COUNT = 115
 LEAST = 5  # of a package

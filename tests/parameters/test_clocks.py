@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
-from lockstep.parameter_server.tasks.completed_ids import Done
-from lockstep.parameter_server.variables.staleness_bound import Clocks
-from lockstep.parameter_server.variables.sync_aggregator import Rounds
+from lockstep.parameter_server.tasks.completed_ids import CompletedIds
+from lockstep.parameter_server.variables.staleness_bound import StalenessBound
+from lockstep.parameter_server.variables.sync_aggregator import SyncAggregator
 from lockstep.parameter_server.variables.variable_store import Push
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["step", "rest", "leave"]), st.integers(0, 3)), max_size=120)
@@ -15,7 +15,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["step", "rest", "leave"]), st.integ
 
 @given(EVENTS, st.integers(0, 3))
 def test_somebody_can_always_go_on(events, bound):
-    clocks, here = Clocks(bound), set()
+    clocks, here = StalenessBound(bound), set()
     for event, worker in events:
         if event == "step":
             here.add(worker)
@@ -29,7 +29,7 @@ def test_somebody_can_always_go_on(events, bound):
 
 @given(st.lists(st.integers(0, 2), max_size=100), st.integers(0, 3))
 def test_those_who_start_together_differ_by_the_bound_and_one_step_at_most(order, bound):
-    clocks, steps = Clocks(bound), [0, 0, 0]
+    clocks, steps = StalenessBound(bound), [0, 0, 0]
     for worker in range(3):
         clocks.join(worker)
     for worker in order:
@@ -42,7 +42,7 @@ def test_those_who_start_together_differ_by_the_bound_and_one_step_at_most(order
 
 
 def test_without_a_bound_nobody_waits():
-    clocks = Clocks(None)
+    clocks = StalenessBound(None)
     clocks.join(0)
     for _ in range(1000):
         clocks.tick(1)
@@ -50,8 +50,8 @@ def test_without_a_bound_nobody_waits():
 
 
 def test_who_dies_or_rests_is_waited_for_no_more():
-    for goes in (Clocks.leave, Clocks.rest):
-        clocks = Clocks(0)
+    for goes in (StalenessBound.leave, StalenessBound.rest):
+        clocks = StalenessBound(0)
         for worker in (0, 1):
             clocks.join(worker)
         clocks.tick(0)
@@ -61,7 +61,7 @@ def test_who_dies_or_rests_is_waited_for_no_more():
 
 
 def test_who_comes_late_or_comes_back_stands_where_the_slowest_is():
-    clocks = Clocks(0)
+    clocks = StalenessBound(0)
     clocks.join("early")
     clocks.rest("early")
     for _ in range(5):
@@ -77,12 +77,12 @@ def test_who_comes_late_or_comes_back_stands_where_the_slowest_is():
 @pytest.mark.parametrize("bound", [-1, 1.5, "2", True])
 def test_a_bound_is_a_whole_number(bound):
     with pytest.raises(OptionError, match="max_staleness: expected a whole number of at least 0"):
-        Clocks(bound)
+        StalenessBound(bound)
 
 
 @given(st.lists(st.integers(0, 20)))
 def test_numbers_that_are_done_are_a_set(numbers):
-    done, naive = Done(), set()
+    done, naive = CompletedIds(), set()
     for number in numbers:
         assert done.add(number) == (number not in naive)
         naive.add(number)
@@ -94,7 +94,7 @@ def test_numbers_that_are_done_are_a_set(numbers):
 @given(st.integers(1, 5).flatmap(lambda parts: st.lists(st.integers(0, parts - 1)).map(lambda order: (parts, order))))
 def test_a_round_ends_once_with_its_parts_in_their_order(case):
     parts, order = case
-    rounds, pushes, here = Rounds(), [Push({}, weight=n + 1) for n in range(parts)], set()
+    rounds, pushes, here = SyncAggregator(), [Push({}, weight=n + 1) for n in range(parts)], set()
     for part in order:
         complete = rounds.add(0, part, parts, pushes[part])
         is_last = len(here | {part}) == parts > len(here)
@@ -105,7 +105,7 @@ def test_a_round_ends_once_with_its_parts_in_their_order(case):
 
 @pytest.mark.parametrize(("number", "part", "parts"), [(1, 0, 2), (0, 2, 2), (0, 1, 3)])
 def test_a_part_that_cannot_be_is_refused(number, part, parts):
-    rounds = Rounds()
+    rounds = SyncAggregator()
     rounds.add(0, 0, 2, Push({}))
     with pytest.raises(
         OptionError, match=f"part {part} of {parts} of round {number}: round 0 is due, which has 2 parts"

@@ -11,12 +11,12 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep.distributed.cluster import exit_codes
-from lockstep.parameter_server.tasks.task_client import CallOver, DeskClient, work
-from lockstep.parameter_server.tasks.task_dispatcher import Desk
-from lockstep.parameter_server.variables.array_transport import MalformedError
-from lockstep.parameter_server.variables.client_session import Visit
+from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient, work
+from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
+from lockstep.parameter_server.variables.array_transport import ProtocolError
+from lockstep.parameter_server.variables.client_session import ClientSession
 from lockstep.parameter_server.variables.rpc_client import connect
-from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.parameter_server.variables.sharding import VariableSpec
 from lockstep.parameter_server.variables.tcp_server import ArrayServer
 from tests.parameters.threaded_servers import DEADLINE, Servers, peer
 from tests.support.waiting import wait_until
@@ -28,7 +28,7 @@ class Office(contextlib.ExitStack):
     def __init__(self, attached=dict, **options):
         super().__init__()
         self.said, self.errors, self.results, self._threads = [], [], [], []
-        self.desk = Desk(announce=self.said.append, **options)
+        self.desk = TaskDispatcher(announce=self.said.append, **options)
         self.desk.open(1, attached)
         listener = socket.create_server(("127.0.0.1", 0))
         self._address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -38,7 +38,7 @@ class Office(contextlib.ExitStack):
 
     def client(self, index, job=None):
         courier = connect("chief", self._address, peer(index, job=job), None, DEADLINE, self.said.append)
-        client = DeskClient(courier)
+        client = TaskClient(courier)
         self.callback(client.close)
         return client
 
@@ -48,7 +48,7 @@ class Office(contextlib.ExitStack):
         def run():
             try:
                 self.results.append(function())
-            except (ClusterError, CallOver, ZeroDivisionError) as error:
+            except (ClusterError, CallEnded, ZeroDivisionError) as error:
                 self.errors.append(error)
 
         self._threads.append(threading.Thread(target=run, daemon=True))
@@ -264,7 +264,7 @@ class Clock:
 
 
 def visit(index, job=None):
-    return Visit(peer(index, job=job))
+    return ClientSession(peer(index, job=job))
 
 
 def told(desk, who, kind, call=1, **more):
@@ -277,7 +277,7 @@ def kind_of(desk, who, kind, call=1, **more):
 
 
 def opened(**options):
-    desk = Desk(**options)
+    desk = TaskDispatcher(**options)
     desk.open(1)
     return desk
 
@@ -483,14 +483,18 @@ def test_a_worker_that_is_waited_for_is_waited_for_aloud():
 
 WRONG = {
     "an unknown word": ({"kind": "sing"}, (), "there is no 'sing'"),
-    "arrays with a question": ({"kind": "take"}, (Spec("w", (2,), "float32"),), "8 bytes follow a 'take': at most 0"),
-    "no array with a question": ({"kind": "ask"}, (Spec("w", (0,), "float32"),), "0 bytes follow a 'ask'"),
+    "arrays with a question": (
+        {"kind": "take"},
+        (VariableSpec("w", (2,), "float32"),),
+        "8 bytes follow a 'take': at most 0",
+    ),
+    "no array with a question": ({"kind": "ask"}, (VariableSpec("w", (0,), "float32"),), "0 bytes follow a 'ask'"),
 }
 
 
 @pytest.mark.parametrize(("message", "given", "reason"), WRONG.values(), ids=WRONG)
 def test_what_cannot_be_asked_is_refused_before_its_arrays_are_read(message, given, reason):
-    with pytest.raises(MalformedError, match=reason):
+    with pytest.raises(ProtocolError, match=reason):
         opened().judge(message, given)
 
 
@@ -505,7 +509,7 @@ def test_what_cannot_be_asked_is_refused_before_its_arrays_are_read(message, giv
     ],
 )
 def test_a_question_that_lacks_something_is_refused(kind, more, reason):
-    with pytest.raises(MalformedError, match=reason):
+    with pytest.raises(ProtocolError, match=reason):
         told(opened(), visit(1), kind, **more)
 
 
@@ -524,7 +528,7 @@ def step(client, number, batch):
 def trained(slow=None, dies=None):
     """Three workers, one batch a piece of work; gives the error of the weights, and how many batches each worker has done."""
     counts = [0, 0, 0]
-    specs = (Spec("w", (3, 1), "float32"),)
+    specs = (VariableSpec("w", (3, 1), "float32"),)
     with Servers(1, specs=specs, optimizer=lambda: keras.optimizers.SGD(0.1)) as servers, Office() as office:
         chief = servers.client(0)
         chief.fill({"w": np.zeros((3, 1), "float32")})

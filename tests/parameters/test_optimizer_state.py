@@ -8,21 +8,21 @@ import pytest
 from lockstep import OptionError
 from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
 from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
-from lockstep.parameter_server.variables.sharding import Spec, plan
+from lockstep.parameter_server.variables.sharding import VariableSpec, plan
 from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-from lockstep.parameter_server.variables.variable_store import Push, Store, as_variable
+from lockstep.parameter_server.variables.variable_store import Push, VariableStore, as_variable
 from tests.parameters.threaded_servers import Servers, values_of
 from tests.support.marks import quick_first
 
 # The first two have one name where "/" counts as "_"; one name stands in many places; paths begin with others.
 SPECS = (
-    Spec("net/a/kernel", (5, 3), "float32"),
-    Spec("net/a_kernel", (5, 3), "float32"),
-    Spec("net/a/kernel_1", (5, 3), "float32"),
-    Spec("net/b/kernel", (2, 4, 3), "float32"),
-    Spec("net/b/bias", (3,), "float32"),
-    Spec("net/embedding/embeddings", (6, 6), "float32"),
-    Spec("scale", (), "float32"),
+    VariableSpec("net/a/kernel", (5, 3), "float32"),
+    VariableSpec("net/a_kernel", (5, 3), "float32"),
+    VariableSpec("net/a/kernel_1", (5, 3), "float32"),
+    VariableSpec("net/b/kernel", (2, 4, 3), "float32"),
+    VariableSpec("net/b/bias", (3,), "float32"),
+    VariableSpec("net/embedding/embeddings", (6, 6), "float32"),
+    VariableSpec("scale", (), "float32"),
 )
 O = keras.optimizers  # noqa: E741
 OPTIMIZERS = {
@@ -92,7 +92,7 @@ class OnServers:
         self.optimizer = before.optimizer
         self.plan = plan(SPECS, servers, partitioner)
         check_optimizer(self.optimizer, self.plan)
-        self._stores = [Store(self.plan.specs_at(number), made()) for number in range(servers)]
+        self._stores = [VariableStore(self.plan.specs_at(number), made()) for number in range(servers)]
         self._state = OptimizerState(self.optimizer, self.plan)
         values = {name: np.array(value) for name, value in before.values.items()}
         known = self._state.split(before.remembered)
@@ -177,13 +177,13 @@ def test_it_goes_over_the_wire_to_servers_and_back():
 
 
 def test_a_number_of_another_dtype_on_another_server_is_cast():
-    specs = (Spec("a", (2,), "float32"), Spec("b", (2,), "bfloat16"))
+    specs = (VariableSpec("a", (2,), "float32"), VariableSpec("b", (2,), "bfloat16"))
     optimizer = O.Nadam()
     optimizer.build([as_variable(spec) for spec in specs])
     values = [np.array(variable.value) for variable in optimizer.variables]
     made = plan(specs, 2)
     for number, part in enumerate(OptimizerState(optimizer, made).split(values)):
-        expected = Store(made.specs_at(number), O.Nadam()).optimizer_specs
+        expected = VariableStore(made.specs_at(number), O.Nadam()).optimizer_specs
         assert [(name, value.shape, str(value.dtype)) for name, value in sorted(part.items())] == sorted(
             (spec.name, spec.shape, spec.dtype) for spec in expected
         )

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from lockstep.parameter_server.gradient_step import specs_of
-from lockstep.parameter_server.variables.embedding_rows import LookedUp, tables_of
+from lockstep.parameter_server.variables.embedding_rows import EmbeddingRows, tables_of
 from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-from lockstep.parameter_server.variables.sparse_gradients import Rows
+from lockstep.parameter_server.variables.sparse_gradients import SparseGradient
 from lockstep.parameter_server.variables.sparse_rows import TouchedRows, as_rows
 from tests.parameters.threaded_servers import Servers
 from tests.support.marks import quick_first
@@ -288,7 +288,7 @@ def test_ids_outside_of_a_table_are_rows_as_the_layer_takes_them():
     layer = embedding()
     model = keras.Model(inputs, layer(inputs))
     x = np.array([[-1, -HEIGHT, -HEIGHT - 1, HEIGHT], [3, HEIGHT - 1, 3, 10 * HEIGHT]], "int32")
-    (name, rows), *_ = LookedUp(model, tables_of(model)).rows(x).items()
+    (name, rows), *_ = EmbeddingRows(model, tables_of(model)).rows(x).items()
     table = np.arange(HEIGHT * WIDTH, dtype="float32").reshape(HEIGHT, WIDTH)
     out, _ = model.stateless_call([table], [], x)
     shown = np.unique(np.asarray(out)[..., 0])
@@ -364,7 +364,7 @@ def test_only_large_gradients_with_many_zero_rows_become_rows():
     gradients = {"few": table(1024, 512), "most": table(1024, 513), "small": table(1023, 1), "none": table(2000, 0)}
     gradients |= {"vector": np.zeros(5000, "float32"), "number": np.zeros((), "float32")}
     found = as_rows(gradients)
-    assert [name for name, each in found.items() if isinstance(each, Rows)] == ["few", "none"]
+    assert [name for name, each in found.items() if isinstance(each, SparseGradient)] == ["few", "none"]
     for name in ("few", "none"):
         dense = np.zeros_like(gradients[name])
         dense[found[name].indices] = found[name].values

@@ -11,11 +11,11 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep.distributed.cluster import exit_codes
-from lockstep.parameter_server.variables.sharding import Spec, plan
+from lockstep.parameter_server.variables.sharding import VariableSpec, plan
 from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-from lockstep.parameter_server.variables.sparse_gradients import Rows
-from lockstep.parameter_server.variables.variable_client import Part
-from lockstep.parameter_server.variables.variable_store import OPTIMIZER, Push, Store
+from lockstep.parameter_server.variables.sparse_gradients import SparseGradient
+from lockstep.parameter_server.variables.variable_client import BatchPart
+from lockstep.parameter_server.variables.variable_store import OPTIMIZER, Push, VariableStore
 from tests.parameters.threaded_servers import DEADLINE, SPECS, Servers, values_of
 from tests.support.waiting import wait_until
 
@@ -72,7 +72,7 @@ def test_a_server_without_variables_does_as_the_others():
 
 
 def test_only_the_rows_that_are_asked_for_or_touched_travel():
-    specs = (Spec("table", (100_000, 8), "float32"),)
+    specs = (VariableSpec("table", (100_000, 8), "float32"),)
     with Servers(2, specs=specs, partitioner=FixedShardsPartitioner(2)) as servers:
         chief = servers.client(0)
         table = values_of(specs)["table"]
@@ -80,7 +80,7 @@ def test_only_the_rows_that_are_asked_for_or_touched_travel():
         worker = servers.client(1)
         rows = np.array([99_999, 3, 50_000, 3], np.int32)
         assert (worker.pull({"table": rows})["table"] == table[rows]).all()
-        worker.push({"table": Rows(rows, np.ones((4, 8), np.float32))}).wait()
+        worker.push({"table": SparseGradient(rows, np.ones((4, 8), np.float32))}).wait()
         changed = table.copy()
         np.subtract.at(changed, rows, np.float32(0.5))
         again = worker.pull({"table": rows})["table"]
@@ -124,7 +124,7 @@ def test_parts_of_a_round_make_one_update_whoever_pushes_them_in_whatever_order(
     adam = lambda: keras.optimizers.Adam(0.1)  # noqa: E731
     parts = [values_of(seed=seed) for seed in (1, 2, 3)]
     pushes = [Push(part, weight) for part, weight in zip(parts, (2, 2, 1), strict=True)]
-    alone = Store(SPECS, adam())
+    alone = VariableStore(SPECS, adam())
     alone.fill(values_of())
     for _ in range(2):
         alone.apply(pushes)
@@ -133,7 +133,7 @@ def test_parts_of_a_round_make_one_update_whoever_pushes_them_in_whatever_order(
         workers[0].fill(values_of())
         for number, order in enumerate(([2, 0, 1], [1, 1, 2, 0, 0])):
             for turn, part in enumerate(order):
-                workers[turn % 2].push(parts[part], weight=pushes[part].weight, part=Part(number, part, 3)).wait()
+                workers[turn % 2].push(parts[part], weight=pushes[part].weight, part=BatchPart(number, part, 3)).wait()
         found = workers[1].pull(at_least=2)
         assert all(found[name].tobytes() == np.array(value).tobytes() for name, value in alone.snapshot.values.items())
 
@@ -207,8 +207,8 @@ def test_rounds_go_on_from_the_number_of_updates_that_the_chief_sets():
     with Servers(1, max_staleness=0) as servers:
         chief, worker = servers.client(0), servers.client(1)
         chief.fill(values_of(), version=3)
-        assert worker.push(values_of(seed=1), part=Part(2, 0, 1)).wait()[0]["was_applied"] is False
-        assert worker.push(values_of(seed=1), part=Part(3, 0, 1)).wait()[0]["version"] == 4
+        assert worker.push(values_of(seed=1), part=BatchPart(2, 0, 1)).wait()[0]["was_applied"] is False
+        assert worker.push(values_of(seed=1), part=BatchPart(3, 0, 1)).wait()[0]["version"] == 4
 
 
 def test_a_job_goes_on_from_the_state_of_another():
@@ -319,7 +319,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_trusted():
 
 def test_a_worker_with_another_model_or_other_servers_is_not_let_in():
     with Servers(2) as servers:
-        other = plan((*SPECS[1:], Spec("more", (2,), "float32")), 2)
+        other = plan((*SPECS[1:], VariableSpec("more", (2,), "float32")), 2)
         with pytest.raises(ClusterError, match=r"its variables is '[0-9a-f]+', that of the server '"):
             servers.client(1, plan=other)
         with pytest.raises(ClusterError, match="its number is 0, that of the server 1"):

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.sharding import Spec, plan
+from lockstep.parameter_server.variables.sharding import VariableSpec, plan
 from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-from lockstep.parameter_server.variables.sparse_gradients import Rows, share, summed
-from lockstep.parameter_server.variables.variable_store import Push, Store
+from lockstep.parameter_server.variables.sparse_gradients import SparseGradient, share, summed
+from lockstep.parameter_server.variables.variable_store import Push, VariableStore
 from tests.parameters.threaded_servers import SPECS, values_of
 from tests.support.marks import quick_first
 
@@ -42,7 +42,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize(("servers", "partitioner"), [(1, None), (2, None), (2, FixedShardsPartitioner(3))])
 def test_updates_are_those_of_keras_wherever_the_shards_are(name, servers, partitioner):
     made = plan(SPECS, servers, partitioner)
-    stores = [Store(made.specs_at(number), OPTIMIZERS[name]()) for number in range(servers)]
+    stores = [VariableStore(made.specs_at(number), OPTIMIZERS[name]()) for number in range(servers)]
     for store, part in zip(stores, made.split(values_of()), strict=True):
         store.fill(part)
     gradients = [values_of(seed=seed) for seed in (1, 2, 3, 4)]
@@ -61,13 +61,13 @@ def test_updates_are_those_of_keras_wherever_the_shards_are(name, servers, parti
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_a_gradient_of_rows_is_one_that_is_zero_elsewhere(name):
-    store = Store(SPECS, OPTIMIZERS[name]())
+    store = VariableStore(SPECS, OPTIMIZERS[name]())
     store.fill(values_of())
     gradients = []
     for seed, indices in enumerate([[5, 1, 5], [0], [], [6, 5, 4, 3, 2]]):
         whole = values_of(seed=seed + 1)
         rows = np.random.default_rng(seed).normal(size=(len(indices), 2)).astype("float32")
-        store.apply([Push(whole | {"table": Rows(np.array(indices, np.int32), rows)})])
+        store.apply([Push(whole | {"table": SparseGradient(np.array(indices, np.int32), rows)})])
         dense = np.zeros((7, 2), "float32")
         np.add.at(dense, np.array(indices, int), rows)
         gradients.append(whole | {"table": dense})
@@ -75,7 +75,7 @@ def test_a_gradient_of_rows_is_one_that_is_zero_elsewhere(name):
 
 
 def test_parts_of_an_update_are_averaged_by_their_weight():
-    store = Store(SPECS, OPTIMIZERS["Adam"]())
+    store = VariableStore(SPECS, OPTIMIZERS["Adam"]())
     store.fill(values_of())
     parts = [values_of(seed=seed) for seed in (1, 2, 3)]
     pushes = [Push(part, weight) for part, weight in zip(parts, (3, 1, 4), strict=True)]
@@ -86,7 +86,7 @@ def test_parts_of_an_update_are_averaged_by_their_weight():
 
 
 def test_a_snapshot_stays_what_it_was():
-    store = Store(SPECS, OPTIMIZERS["Adam"]())
+    store = VariableStore(SPECS, OPTIMIZERS["Adam"]())
     given = values_of()
     store.fill(given)
     before = store.snapshot
@@ -98,7 +98,7 @@ def test_a_snapshot_stays_what_it_was():
 
 
 def test_a_store_goes_on_from_the_state_of_another_bit_for_bit():
-    one, other = Store(SPECS, OPTIMIZERS["Adam"]()), Store(SPECS, OPTIMIZERS["Adam"]())
+    one, other = VariableStore(SPECS, OPTIMIZERS["Adam"]()), VariableStore(SPECS, OPTIMIZERS["Adam"]())
     one.fill(values_of())
     one.apply([Push(values_of(seed=1))])
     version, state = one.state()
@@ -112,10 +112,10 @@ def test_a_store_goes_on_from_the_state_of_another_bit_for_bit():
 
 
 def test_an_optimizer_sees_paths_and_names_of_the_model_also_of_shards():
-    specs = (Spec("net/dense/kernel[2:5]", (3, 2), "float32"), Spec("net/dense/bias", (2,), "float32"))
+    specs = (VariableSpec("net/dense/kernel[2:5]", (3, 2), "float32"), VariableSpec("net/dense/bias", (2,), "float32"))
     optimizer = keras.optimizers.SGD(0.5, weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["^kernel$"])
-    store = Store(specs, optimizer)
+    store = VariableStore(specs, optimizer)
     store.fill(values_of(specs))
     store.apply([Push({spec.name: np.zeros(spec.shape, spec.dtype) for spec in specs})])
     for spec, decay in zip(specs, (1, 0.95), strict=True):
@@ -124,9 +124,9 @@ def test_an_optimizer_sees_paths_and_names_of_the_model_also_of_shards():
 
 def test_an_optimizer_of_other_variables_is_refused():
     optimizer = OPTIMIZERS["SGD"]()
-    Store(SPECS, optimizer)
+    VariableStore(SPECS, optimizer)
     with pytest.raises(OptionError, match="is built for other variables; give each server one of its own"):
-        Store(SPECS, optimizer)
+        VariableStore(SPECS, optimizer)
 
 
 def test_rows_that_are_named_twice_are_added_up_and_fall_to_their_shards():

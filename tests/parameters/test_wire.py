@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.parameter_server.variables.array_transport import Link, LostError, MalformedError
+from lockstep.parameter_server.variables.array_transport import ArrayConnection, ConnectionLostError, ProtocolError
 from tests.parameters.threaded_servers import DEADLINE
 
 
@@ -19,7 +19,7 @@ def pair(**options):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname(), DEADLINE)
         there, _ = listener.accept()
-    return Link(here, DEADLINE, **options), Link(there, DEADLINE)
+    return ArrayConnection(here, DEADLINE, **options), ArrayConnection(there, DEADLINE)
 
 
 def anything(message, specs):
@@ -104,7 +104,7 @@ def test_what_is_not_contiguous_is_sent_in_the_order_of_its_rows():
 def test_what_describes_no_arrays_is_refused(arrays):
     here, there = pair()
     here.send_frame(framed({"kind": "push", "arrays": arrays}))
-    with pytest.raises(MalformedError):
+    with pytest.raises(ProtocolError):
         there.receive(anything)
     here.close()
     there.close()
@@ -116,7 +116,7 @@ def test_what_describes_no_arrays_is_refused(arrays):
 def test_what_is_no_message_is_refused(sent):
     here, there = pair()
     here.send_frame(sent)
-    with pytest.raises(MalformedError):
+    with pytest.raises(ProtocolError):
         there.receive(anything)
     here.close()
     there.close()
@@ -128,9 +128,9 @@ def test_a_refused_message_takes_no_memory_for_its_arrays():
     here.send_frame(framed({"kind": "push", "arrays": [["kernel", "float32", [size], 4 * size]]}))
 
     def refuse(message, specs):
-        raise MalformedError(f"{specs[0].shape} is not wanted")
+        raise ProtocolError(f"{specs[0].shape} is not wanted")
 
-    with pytest.raises(MalformedError, match=f"{size},.*is not wanted"):
+    with pytest.raises(ProtocolError, match=f"{size},.*is not wanted"):
         there.receive(refuse)
     here.close()
     there.close()
@@ -139,7 +139,7 @@ def test_a_refused_message_takes_no_memory_for_its_arrays():
 def test_a_head_that_is_too_long_is_refused_at_its_first_bytes():
     here, there = pair()
     here.send_frame(struct.pack(">I", 101))
-    with pytest.raises(MalformedError, match="at most 100 bytes"):
+    with pytest.raises(ProtocolError, match="at most 100 bytes"):
         there.receive(anything, head_bytes=100)
     here.close()
     there.close()
@@ -149,7 +149,7 @@ def test_half_a_message_and_then_the_end_is_a_loss():
     here, there = pair()
     here.send_frame(framed({"kind": "push", "arrays": [["kernel", "float32", [8], 32]]}) + b"1234")
     here.close()
-    with pytest.raises(LostError, match="its connection closed"):
+    with pytest.raises(ConnectionLostError, match="its connection closed"):
         there.receive(anything)
     there.close()
 
@@ -157,7 +157,7 @@ def test_half_a_message_and_then_the_end_is_a_loss():
 def test_silence_has_a_limit():
     here, there = pair()
     there.wait_at_most(0.05)
-    with pytest.raises(LostError, match="said nothing in time"):
+    with pytest.raises(ConnectionLostError, match="said nothing in time"):
         there.receive(anything)
     here.close()
     there.close()
@@ -168,7 +168,7 @@ def test_drops_do_not_lengthen_a_hurry():
     here, there = pair(clock=lambda: next(times))
     here.hurry(5.0)
     there.send_frame(b"\0\0")
-    with pytest.raises(LostError, match="said nothing in time"):
+    with pytest.raises(ConnectionLostError, match="said nothing in time"):
         here.receive(anything)
     here.close()
     there.close()
@@ -177,7 +177,7 @@ def test_drops_do_not_lengthen_a_hurry():
 def test_who_does_not_read_is_given_up():
     here, there = pair()
     here.wait_at_most(0.05)
-    with pytest.raises(LostError, match="took nothing in time"):
+    with pytest.raises(ConnectionLostError, match="took nothing in time"):
         here.send({"kind": "push"}, {"large": np.zeros(2**24)})
     here.close()
     there.close()
@@ -202,7 +202,7 @@ def test_the_end_of_the_other_side_is_seen_without_waiting():
     assert not there.is_closed()
     here.close()
     there.wait_at_most(DEADLINE)
-    with pytest.raises(LostError):
+    with pytest.raises(ConnectionLostError):
         there.expect()
     assert there.is_closed()
     there.close()

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lockstep.parameter_server.tasks.task_queue import WorkQueue
+from lockstep.parameter_server.tasks.task_queue import TaskQueue
 
 WORKERS = st.integers(0, 3)
 PATIENCE = 10.0
@@ -15,7 +15,7 @@ class Work(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.queue = WorkQueue(PATIENCE)
+        self.queue = TaskQueue(PATIENCE)
         self.free, self.held, self.done = set(), {}, set()
         self.now = 0.0
 
@@ -76,7 +76,7 @@ TestWork.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 @given(st.lists(WORKERS, min_size=1, max_size=30))
 def test_while_somebody_lives_everything_is_done(lost):
-    queue = WorkQueue()
+    queue = TaskQueue()
     queue.add(10)
     for worker in lost:
         queue.take(worker)
@@ -90,7 +90,7 @@ def test_while_somebody_lives_everything_is_done(lost):
 
 
 def test_a_piece_that_one_has_for_too_long_goes_to_one_more_and_counts_once():
-    queue = WorkQueue(PATIENCE)
+    queue = TaskQueue(PATIENCE)
     queue.add(2)
     assert queue.take("stuck", 0.0) == 0
     assert queue.take("quick", PATIENCE) == 1  # What nobody has comes first.

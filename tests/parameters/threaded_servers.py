@@ -8,12 +8,16 @@ import numpy as np
 
 from lockstep.distributed.control.peer import Peer
 from lockstep.parameter_server.variables.serve import serve
-from lockstep.parameter_server.variables.sharding import Spec, plan
+from lockstep.parameter_server.variables.sharding import VariableSpec, plan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
 DEADLINE = 30.0  # seconds, of each wait of a test
 
-SPECS = (Spec("dense/kernel", (3, 2), "float32"), Spec("table", (7, 2), "float32"), Spec("scale", (), "float32"))
+SPECS = (
+    VariableSpec("dense/kernel", (3, 2), "float32"),
+    VariableSpec("table", (7, 2), "float32"),
+    VariableSpec("scale", (), "float32"),
+)
 
 
 def values_of(specs=SPECS, seed=0):

@@ -40,13 +40,13 @@ class Mean(layers.Layer):
 def calls(inner, method, replicas, devices, monkeypatch):
     """The rows of each call that a step is made in, on all devices."""
     seen = []
-    calls_of = executors.FastPlan.calls_of
+    calls_of = executors.SpmdExecutor.calls_of
 
     def noted(plan, layout, split):
         seen.append(calls_of(plan, layout, split))
         return seen[-1]
 
-    monkeypatch.setattr(executors.FastPlan, "calls_of", noted)
+    monkeypatch.setattr(executors.SpmdExecutor, "calls_of", noted)
     monkeypatch.setattr(executors, "usable_cores", lambda: 4)
     with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], replicas=replicas).scope():
         model = keras.Sequential([keras.Input((6, 2)), *inner, layers.Flatten(), layers.Dense(1)])

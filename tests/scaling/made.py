@@ -1,15 +1,15 @@
 """Measurements made by hand, and by the very formula that predicts."""
 
-from lockstep.collectives.cost_model import Link, Network, predict
-from lockstep.tools.scaling.results import AllReduce, Measured, Point, Setting
+from lockstep.collectives.cost_model import Network, NetworkLink, predict
+from lockstep.tools.scaling.results import AllReduceTiming, CurvePoint, ScalingSetting, SettingResult
 
 BYTES = 4_000_000
-WITHIN = Network(Link(5e-5, 2e-10), Link(5e-5, 2e-10), 8)
+WITHIN = Network(NetworkLink(5e-5, 2e-10), NetworkLink(5e-5, 2e-10), 8)
 
 
 def measured(devices, batch, **other):
     values = {
-        "setting": Setting(devices, batch),
+        "setting": ScalingSetting(devices, batch),
         "has_own_batches": False,
         "rows_per_epoch": 10 * batch,
         "blocks": (0.01, 0.01, 0.01),
@@ -22,11 +22,11 @@ def measured(devices, batch, **other):
         "memory": 500_000_000,
         "metric": "accuracy",
         "is_higher_better": True,
-        "curve": (Point(0, 0.0, 0.1), Point(5 * batch, 0.05, 0.8), Point(10 * batch, 0.1, 0.9)),
+        "curve": (CurvePoint(0, 0.0, 0.1), CurvePoint(5 * batch, 0.05, 0.8), CurvePoint(10 * batch, 0.1, 0.9)),
         "platform": "cpu",
         "notes": (),
     }
-    return Measured(**{**values, **other})
+    return SettingResult(**{**values, **other})
 
 
 def by_formula(devices, batch, compute, input_, host, network=WITHIN, algorithm="ring"):
@@ -46,5 +46,5 @@ def by_formula(devices, batch, compute, input_, host, network=WITHIN, algorithm=
         all_reduce=meeting,
         taking=seconds(input_),
         algorithm=algorithm,
-        links=tuple(AllReduce(algorithm, n, devices, predict(algorithm, n, devices, network)) for n in sizes),
+        links=tuple(AllReduceTiming(algorithm, n, devices, predict(algorithm, n, devices, network)) for n in sizes),
     )

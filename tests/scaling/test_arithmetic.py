@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.collectives.cost_model import Link, Network, not_negative, predict
+from lockstep.collectives.cost_model import Network, NetworkLink, not_negative, predict
 from lockstep.tools.scaling import formatting
-from lockstep.tools.scaling.block_timer import WARM, Clock, block_ends
+from lockstep.tools.scaling.block_timer import WARM, BlockTimer, block_ends
 from lockstep.tools.scaling.prediction import (
     errors_of,
     link_between,
@@ -21,7 +21,15 @@ from lockstep.tools.scaling.prediction import (
 )
 from lockstep.tools.scaling.recommendation import choose, recommend
 from lockstep.tools.scaling.report import Question, report_of
-from lockstep.tools.scaling.results import Budget, Failed, Point, Setting, from_json, settings_of, to_json
+from lockstep.tools.scaling.results import (
+    Budget,
+    CurvePoint,
+    ScalingSetting,
+    SettingFailure,
+    from_json,
+    settings_of,
+    to_json,
+)
 from lockstep.tools.scaling.table import shares_of, table_of, value_at
 from lockstep.tools.scaling.terminal import line_of, render
 
@@ -67,7 +75,7 @@ def test_shares_are_the_whole_step_and_none_is_negative(step, bare, all_reduce, 
 
 
 def test_the_metric_is_interpolated_as_numpy_does():
-    curve = [Point(0, 0.0, 0.1), Point(100, 1.0, 0.5), Point(300, 2.5, 0.4)]
+    curve = [CurvePoint(0, 0.0, 0.1), CurvePoint(100, 1.0, 0.5), CurvePoint(300, 2.5, 0.4)]
     for place in (0, 30, 100, 250, 300):
         expected = np.interp(place, [0, 100, 300], [0.1, 0.5, 0.4])
         assert value_at(curve, place, by_rows=True) == pytest.approx(expected)
@@ -77,9 +85,11 @@ def test_the_metric_is_interpolated_as_numpy_does():
 
 
 def test_settings_are_compared_where_all_have_been():
-    slow = (Point(0, 0.0, 0.1), Point(640, 0.4, 0.9))
-    quick = (Point(0, 0.0, 0.1), Point(600, 0.1, 0.7))
-    table = table_of([measured(1, 64, curve=slow), measured(2, 64, curve=quick), Failed(Setting(4, 64), "no")])
+    slow = (CurvePoint(0, 0.0, 0.1), CurvePoint(640, 0.4, 0.9))
+    quick = (CurvePoint(0, 0.0, 0.1), CurvePoint(600, 0.1, 0.7))
+    table = table_of(
+        [measured(1, 64, curve=slow), measured(2, 64, curve=quick), SettingFailure(ScalingSetting(4, 64), "no")]
+    )
     assert (table.equal_rows, table.equal_seconds) == (600, 0.1)
     assert [row.at_rows for row in table.rows] == pytest.approx([0.1 + 0.8 * 600 / 640, 0.7])
     assert [row.at_time for row in table.rows] == pytest.approx([0.3, 0.7])
@@ -104,7 +114,7 @@ def test_blocks_end_with_the_last_step_and_are_about_equal():
 
 
 def test_the_clock_leaves_out_the_first_steps_and_evaluating():
-    clock = Clock(WARM + 4, 100, lambda: 0.5, lambda: 0.0, before=0.1)
+    clock = BlockTimer(WARM + 4, 100, lambda: 0.5, lambda: 0.0, before=0.1)
     for _ in range(WARM + 4):
         if clock.stepped((), 1):
             clock.look()
@@ -117,7 +127,7 @@ def test_the_clock_leaves_out_the_first_steps_and_evaluating():
 
 
 def test_the_last_call_of_an_epoch_counts_the_steps_that_it_has():
-    clock = Clock(15, 100, None, lambda: 0.0, of_epoch=5)
+    clock = BlockTimer(15, 100, None, lambda: 0.0, of_epoch=5)
     for _ in range(9):
         if clock.stepped((), 2):
             clock.begin()
@@ -141,7 +151,7 @@ def test_a_prediction_is_exact_where_the_formula_is_the_truth():
     shares = predict_step(model, 16, 1600, network)
     assert shares.compute == pytest.approx(1e-3 + 2e-5 * 100 + 3e-5 * 200 + 2e-4 * 2, rel=1e-6)
     assert shares.host == pytest.approx(3e-4 + 1e-4 * 2, rel=1e-6)
-    expected = predict("ring", BYTES, 16, Network(WITHIN.within, Link(20e-6, 1 / 25e9), 2))
+    expected = predict("ring", BYTES, 16, Network(WITHIN.within, NetworkLink(20e-6, 1 / 25e9), 2))
     assert shares.communication == pytest.approx(expected, rel=1e-6)
 
 
@@ -180,10 +190,12 @@ def test_the_fastest_of_the_good_ones_is_taken():
     rows = [
         measured(1, 64, blocks=(0.010,) * 3),
         measured(2, 64, blocks=(0.006,) * 3, bare=0.005, all_reduce=0.002),
-        measured(2, 512, blocks=(0.007,) * 3, rows_per_epoch=640, curve=(Point(0, 0, 0.1), Point(640, 0.01, 0.5))),
+        measured(
+            2, 512, blocks=(0.007,) * 3, rows_per_epoch=640, curve=(CurvePoint(0, 0, 0.1), CurvePoint(640, 0.01, 0.5))
+        ),
     ]
     table = table_of(rows)
-    assert choose(table).setting == Setting(2, 64)
+    assert choose(table).setting == ScalingSetting(2, 64)
     text = " ".join(recommend(table))
     assert "Take 2 devices, batch 64: 60 ms an epoch" in text
     assert "Faster, but not as good after as many rows: 2 devices, batch 512" in text
@@ -204,14 +216,14 @@ def test_an_epoch_that_the_limit_has_cut_is_as_long_as_the_others():
 
 def test_fewer_devices_are_taken_where_more_gain_nothing():
     table = table_of([measured(1, 64), measured(2, 64, blocks=(0.013, 0.0131, 0.0132), bare=0.012, all_reduce=0.006)])
-    assert choose(table).setting == Setting(1, 64)
+    assert choose(table).setting == ScalingSetting(1, 64)
     text = " ".join(recommend(table))
     assert "2 devices are slower than one at this batch (1.31 times the time): 46% of a step is communication" in text
 
 
 def test_advice_names_input_overhead_and_what_is_further_after_equal_time():
-    ahead = (Point(0, 0.0, 0.1), Point(640, 0.01, 0.9))
-    behind = (Point(0, 0.0, 0.1), Point(320, 0.02, 0.899), Point(640, 0.04, 0.9))
+    ahead = (CurvePoint(0, 0.0, 0.1), CurvePoint(640, 0.01, 0.9))
+    behind = (CurvePoint(0, 0.0, 0.1), CurvePoint(320, 0.02, 0.899), CurvePoint(640, 0.04, 0.9))
     table = table_of(
         [
             measured(0, 64, blocks=(0.004,) * 3, curve=()),
@@ -226,12 +238,17 @@ def test_advice_names_input_overhead_and_what_is_further_after_equal_time():
 
 
 def test_a_metric_that_shrinks_is_best_where_it_is_least():
-    curve = (Point(0, 0, 2.0), Point(640, 0.1, 0.3))
+    curve = (CurvePoint(0, 0, 2.0), CurvePoint(640, 0.1, 0.3))
     table = table_of(
         [
             measured(1, 64, metric="loss", is_higher_better=False, curve=curve),
             measured(
-                2, 64, metric="loss", is_higher_better=False, curve=(*curve[:1], Point(640, 0.1, 0.9)), blocks=(0.001,)
+                2,
+                64,
+                metric="loss",
+                is_higher_better=False,
+                curve=(*curve[:1], CurvePoint(640, 0.1, 0.9)),
+                blocks=(0.001,),
             ),
         ]
     )
@@ -243,18 +260,22 @@ def test_what_has_diverged_is_not_taken_however_fast_it_is(order):
     curves = {32: (1.0, 0.5, 0.4), 64: (1.0, float("nan"), float("nan"))}
     both = [
         measured(1, batch, metric="loss", is_higher_better=False, blocks=(1 / batch**2,) * 3, curve=tuple(
-            Point(320 * number, 0.05 * number, value) for number, value in enumerate(values)
+            CurvePoint(320 * number, 0.05 * number, value) for number, value in enumerate(values)
         ))
         for batch, values in curves.items()
     ]  # fmt: skip
     table = table_of(both[::order])
-    assert choose(table).setting == Setting(1, 32)
+    assert choose(table).setting == ScalingSetting(1, 32)
     assert "best 0.4)" in recommend(table)[0]
 
 
 def test_what_is_no_number_is_null_in_json(tmp_path):
     one = measured(
-        1, 64, metric="loss", is_higher_better=False, curve=(Point(64, 0.1, 0.5), Point(128, 0.2, float("inf")))
+        1,
+        64,
+        metric="loss",
+        is_higher_better=False,
+        curve=(CurvePoint(64, 0.1, 0.5), CurvePoint(128, 0.2, float("inf"))),
     )
     report_of("a net", "command", [one], Question()).save_json(tmp_path / "figures.json")
 
@@ -276,13 +297,13 @@ def test_medians_are_those_of_the_table():
 
 
 def test_what_was_measured_goes_through_json():
-    for one in (by_formula(2, 64, COMPUTE, INPUT, HOST), Failed(Setting(1, 2), "why")):
+    for one in (by_formula(2, 64, COMPUTE, INPUT, HOST), SettingFailure(ScalingSetting(1, 2), "why")):
         assert from_json(json.loads(json.dumps(to_json(one)))) == one
 
 
 def test_settings_that_are_compared_are_measured_one_after_the_other():
-    assert settings_of((2, 4), (128, 64)) == [Setting(d, b) for b in (64, 128) for d in (0, 1, 2, 4)]
-    assert settings_of((1,), (8,), with_plain=False) == [Setting(1, 8)]
+    assert settings_of((2, 4), (128, 64)) == [ScalingSetting(d, b) for b in (64, 128) for d in (0, 1, 2, 4)]
+    assert settings_of((1,), (8,), with_plain=False) == [ScalingSetting(1, 8)]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +338,9 @@ def test_a_fit_to_one_setting_or_two_is_not_called_exact():
 
 def test_the_text_says_weak_or_strong_the_spread_and_what_failed():
     found = [by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]
-    report = report_of("a [bold] model", "a command", [*found, Failed(Setting(8, 64), "[red]no")], Question())
+    report = report_of(
+        "a [bold] model", "a command", [*found, SettingFailure(ScalingSetting(8, 64), "[red]no")], Question()
+    )
     text = render(report, 100)
     assert max(map(len, text.splitlines())) <= 100
     for part in ("a [bold] model", "strong", "weak", "± 0%", "8 devices, batch 64: [red]no", "Predicted, not measured"):

@@ -17,7 +17,7 @@ import pytest
 import lockstep
 from lockstep import DeviceError, OptionError, cli
 from lockstep.collectives import resolve_cross_device_ops
-from lockstep.data.wait_meter import Meter, meters_observed
+from lockstep.data.wait_meter import WaitMeter, meters_observed
 from lockstep.strategies import device_override
 from lockstep.strategies.device_override import as_imposed, devices_imposed
 from lockstep.tools.run_until_fit import FirstFit
@@ -25,10 +25,10 @@ from lockstep.tools.scaling import api
 from lockstep.tools.scaling.benchmark import is_higher_better, measure
 from lockstep.tools.scaling.component_timing import formula_of
 from lockstep.tools.scaling.measure_main import measure_program, reason_of
-from lockstep.tools.scaling.results import Budget, Failed, Measured, Setting
+from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
 from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child
 from lockstep.tools.scaling.terminal import line_of, telling
-from lockstep.tools.scaling.workload import Given, Program, program_of, run_program
+from lockstep.tools.scaling.workload import FunctionWorkload, Workload, program_of, run_program
 
 from .data_of_tests import build, data
 
@@ -74,7 +74,7 @@ def test_measuring_trains_exactly_what_fit_trains():
     plain.fit(x[:512], y[:512], batch_size=64, epochs=2, shuffle=False, verbose=0)
     call = found(watched, x, y, batch_size=7, shuffle=False, validation_data=data())
     with devices_imposed(2):
-        one = measure(call, Setting(2, 64), Budget(epochs=2, rows=540))
+        one = measure(call, ScalingSetting(2, 64), Budget(epochs=2, rows=540))
     for ours, theirs in zip(watched.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
     loss, accuracy = plain.evaluate(*data(), verbose=0)
@@ -94,7 +94,7 @@ def test_plain_keras_is_measured_too_and_what_is_held_out_is_not_trained_on():
         strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
         with strategy.scope():
             model = build()
-        one = measure(found(model, *data()), Setting(0, 32), Budget())
+        one = measure(found(model, *data()), ScalingSetting(0, 32), Budget())
     assert strategy.devices == ("cpu:0",)
     assert one.taking is None
     assert one.links == ()
@@ -107,7 +107,7 @@ def test_callbacks_write_nothing_but_the_learning_rate_is_set(tmp_path):
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rates.append(epoch) or rate)
     keep = keras.callbacks.ModelCheckpoint(tmp_path / "kept.weights.h5", save_weights_only=True)
     with devices_imposed(1):
-        one = measure(found(model, *data(), callbacks=[schedule, keep]), Setting(1, 64), Budget(epochs=2))
+        one = measure(found(model, *data(), callbacks=[schedule, keep]), ScalingSetting(1, 64), Budget(epochs=2))
     assert rates == [0, 1]
     assert not list(tmp_path.iterdir())
     assert "callbacks left out while measuring: ModelCheckpoint" in one.notes
@@ -132,7 +132,7 @@ def test_a_fit_of_the_models_own_and_validation_without_end_are_understood():
     original = keras.Model.fit.__get__(model)
     call = FirstFit(model, original, data(), {"validation_data": endless(), "validation_steps": 2}, "train.py:1")
     with devices_imposed(1):
-        one = measure(call, Setting(1, 64), Budget())
+        one = measure(call, ScalingSetting(1, 64), Budget())
     assert not calls
     assert (one.metric, one.is_higher_better) == ("loss", False)
     assert one.curve[-1].rows == 576
@@ -148,7 +148,7 @@ def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_t
     plain.fit(x[:512], y[:512], batch_size=64, shuffle=False, class_weight={0: 1.0, 1: 3.0}, verbose=0)
     call = found(watched, x, y, shuffle=False, class_weight={0: 1.0, 1: 3.0}, validation_data=data())
     with devices_imposed(1):
-        one = measure(call, Setting(1, 64), Budget(rows=512))
+        one = measure(call, ScalingSetting(1, 64), Budget(rows=512))
     for ours, theirs in zip(watched.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
     assert sum(one.blocks) > 0
@@ -156,7 +156,7 @@ def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_t
 
 def test_a_run_that_would_pass_its_limit_stops_and_says_so():
     with devices_imposed(1):
-        one = measure(found(build(), *data()), Setting(1, 32), Budget(epochs=10_000, limit=1.0))
+        one = measure(found(build(), *data()), ScalingSetting(1, 32), Budget(epochs=10_000, limit=1.0))
     assert any("the limit of 1 s would have been passed" in note for note in one.notes)
     assert one.blocks
 
@@ -184,12 +184,12 @@ def test_more_accelerators_than_there_are_cannot_be_imposed(monkeypatch):
 
 
 def test_a_batch_without_rows_is_a_row_that_says_so():
-    program = Program(
+    program = Workload(
         "names", build=f"{build.__module__}:build", data=f"{build.__module__}:data", folders=tuple(sys.path)
     )
-    failed = measure_program(program, Setting(1, 4096), Budget())
-    assert failed == Failed(
-        Setting(1, 4096), "A batch of 4096 rows is more than the 540 rows to train on. Choose a smaller batch."
+    failed = measure_program(program, ScalingSetting(1, 4096), Budget())
+    assert failed == SettingFailure(
+        ScalingSetting(1, 4096), "A batch of 4096 rows is more than the 540 rows to train on. Choose a smaller batch."
     )
     assert "more than the 540" in line_of(failed.setting, failed)
 
@@ -219,7 +219,7 @@ def test_an_operation_has_its_formula_and_somebodys_own_the_platforms():
 def test_a_meter_counts_what_getting_a_batch_takes_and_is_seen_where_it_is_made():
     times = iter(range(100))
     with meters_observed() as meters:
-        meter = Meter(lambda: next(times))
+        meter = WaitMeter(lambda: next(times))
         with meter.getting():
             pass
     assert meters == [meter]
@@ -229,13 +229,13 @@ def test_a_meter_counts_what_getting_a_batch_takes_and_is_seen_where_it_is_made(
 
 
 def test_children_import_functions_of_modules_and_get_arrays_in_files(tmp_path):
-    program = program_of(Given(build, data(), None), tmp_path)
+    program = program_of(FunctionWorkload(build, data(), None), tmp_path)
     assert (program.kind, program.build, program.validation) == ("names", f"{build.__module__}:build", None)
     calls = []
     run_program(program, lambda call: calls.append(call.args[0]))
     np.testing.assert_array_equal(calls[0], data()[0])
     with pytest.raises(OptionError, match="data: expected NumPy arrays"):
-        program_of(Given(build, "rows", None), tmp_path)
+        program_of(FunctionWorkload(build, "rows", None), tmp_path)
 
 
 def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, monkeypatch):
@@ -244,8 +244,8 @@ def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, m
     main.__file__, main.__spec__ = path, None
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", [path, "an argument"])
-    program = program_of(Given(lambda: build(), data(), None), tmp_path)
-    assert program == Program("script", path=path, arguments=("an argument",))
+    program = program_of(FunctionWorkload(lambda: build(), data(), None), tmp_path)
+    assert program == Workload("script", path=path, arguments=("an argument",))
     calls = []
     run_program(program, calls.append)
     assert calls[0].where == f"{path}:5"
@@ -262,7 +262,7 @@ def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, m
     ],
 )
 def test_what_is_no_model_or_no_data_is_told(tmp_path, given, message):
-    program = Program("script", path=script(tmp_path, f"lockstep.scaling_report({given})"))
+    program = Workload("script", path=script(tmp_path, f"lockstep.scaling_report({given})"))
     with pytest.raises(OptionError, match=message):
         run_program(program, print)
 
@@ -280,7 +280,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
 
 def test_what_builds_a_model_may_have_no_name_of_its_own(monkeypatch):
     titles = []
-    monkeypatch.setattr(api, "program_of", lambda given, folder: Program("script"))
+    monkeypatch.setattr(api, "program_of", lambda given, folder: Workload("script"))
     monkeypatch.setattr(api, "_measured", lambda *asked: titles.append(asked[5]))
     for one in (build, functools.partial(build, 3), types.SimpleNamespace, operator.itemgetter(1)):
         lockstep.scaling_report(one, data)
@@ -290,7 +290,7 @@ def test_what_builds_a_model_may_have_no_name_of_its_own(monkeypatch):
 def test_a_module_that_asks_for_a_report_on_import_is_told(tmp_path, monkeypatch):
     (tmp_path / "asks_at_once.py").write_text("import lockstep\nlockstep.scaling_report(print, ())\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    program = Program("names", build="asks_at_once:build", folders=(str(tmp_path), *sys.path))
+    program = Workload("names", build="asks_at_once:build", folders=(str(tmp_path), *sys.path))
     with pytest.raises(OptionError, match="it is called while a module is imported"):
         run_program(program, print)
 
@@ -314,11 +314,11 @@ def test_the_command_measures_a_script_without_a_strategy(tmp_path, capsys, monk
 
 @pytest.mark.slow
 def test_an_input_with_batches_of_its_own_is_measured_once(tmp_path):
-    program, told = Program("script", path=script(tmp_path, OWN_BATCHES)), []
-    settings = [Setting(2, 64), Setting(2, 128)]
+    program, told = Workload("script", path=script(tmp_path, OWN_BATCHES)), []
+    settings = [ScalingSetting(2, 64), ScalingSetting(2, 128)]
     (one,) = measure_all(program, settings, Budget(limit=120), os.environ, lambda *words: told.append(words))
-    assert isinstance(one, Measured), one
-    assert one.setting == Setting(2, 50)
+    assert isinstance(one, SettingResult), one
+    assert one.setting == ScalingSetting(2, 50)
     assert one.rows_per_epoch == 600
     assert any("batches of its own" in note for note in one.notes)
     assert one.curve
@@ -338,8 +338,8 @@ def test_an_input_with_batches_of_its_own_is_measured_once(tmp_path):
 def test_a_setting_that_fails_is_a_row_with_the_reason(tmp_path, code, limit, reason):
     path = tmp_path / "train.py"
     path.write_text(code)
-    one = measure_in_child(Program("script", path=str(path)), Setting(1, 64), Budget(limit=limit), os.environ)
-    assert isinstance(one, Failed)
+    one = measure_in_child(Workload("script", path=str(path)), ScalingSetting(1, 64), Budget(limit=limit), os.environ)
+    assert isinstance(one, SettingFailure)
     assert re.match(reason, one.reason), one.reason
 
 
@@ -348,7 +348,7 @@ def test_a_terminal_gets_a_bar_and_a_line_for_each_setting():
         def isatty(self):
             return True
 
-    stream, failed = Terminal(), Failed(Setting(1, 64), "a [red]reason")
+    stream, failed = Terminal(), SettingFailure(ScalingSetting(1, 64), "a [red]reason")
     with telling(1, stream) as tell:
         tell(failed.setting, None)
         tell(failed.setting, failed)

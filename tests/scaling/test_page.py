@@ -14,9 +14,8 @@ import pytest
 from lockstep import OptionError
 from lockstep.tools.scaling.html_report import page_of
 from lockstep.tools.scaling.report import Question, report_of
-from lockstep.tools.scaling.results import Failed, Setting
-from lockstep.tools.scaling.results import Point as Measured
-from lockstep.tools.scaling.svg import Axis, Bar, Point, Series, bar_chart, line_chart, standalone, ticks_of
+from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingFailure
+from lockstep.tools.scaling.svg import Axis, Bar, ChartPoint, Series, bar_chart, line_chart, standalone, ticks_of
 
 from .made import by_formula, measured
 
@@ -39,7 +38,7 @@ document.title = ["PROBE", innerWidth, root.scrollWidth, root.scrollHeight, reac
 def report():
     settings = [(devices, batch) for devices in (1, 2, 4) for batch in (64, 128, 256)]
     found = [by_formula(*one, (1e-3, 2e-5, 3e-5, 2e-4), (1e-4, 0, 1e-6, 0), (3e-4, 0, 0, 1e-4)) for one in settings]
-    return report_of(EVIL, f"lockstep scale {EVIL}", [*found, Failed(Setting(8, 64), EVIL)], Question())
+    return report_of(EVIL, f"lockstep scale {EVIL}", [*found, SettingFailure(ScalingSetting(8, 64), EVIL)], Question())
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +179,9 @@ def test_it_prints_on_a_few_pages(browser, page, tmp_path):
 
 @pytest.mark.parametrize("diverged", [(0,), (1,), (0, 1)], ids=str)
 def test_what_has_diverged_is_left_out_of_the_charts(diverged):
-    curves = [(Measured(0, 0.0, 1.0), Measured(640, 0.1, float("nan") if one in diverged else 0.5)) for one in (0, 1)]
+    curves = [
+        (CurvePoint(0, 0.0, 1.0), CurvePoint(640, 0.1, float("nan") if one in diverged else 0.5)) for one in (0, 1)
+    ]
     both = [measured(1, 64 + one, metric="loss", is_higher_better=False, curve=curves[one]) for one in (0, 1)]
     page = page_of(report_of("a net", "command", both, Question()))
     assert not re.search(r'(d|cx|cy)="[^"]*nan', page)
@@ -207,7 +208,7 @@ def test_a_chart_by_itself_is_xml_and_its_places_are_those_of_the_axes():
     assert (x.share(1), x.share(2), x.share(4)) == pytest.approx((0, 0.5, 1))
     assert (y.share(0), y.share(5), y.share(99)) == pytest.approx((0, 0.5, 1))
     assert Axis("", {1.0: "1"}).share(1) == 0.5
-    chart = line_chart("<T>", x, y, [Series("a & b", [Point(1, 2, "<p>"), Point(4, 9, "q")], 0, 1)])
+    chart = line_chart("<T>", x, y, [Series("a & b", [ChartPoint(1, 2, "<p>"), ChartPoint(4, 9, "q")], 0, 1)])
     circles = parseString(standalone(chart)).getElementsByTagName("circle")
     across = [float(circle.getAttribute("cx")) for circle in circles]
     up = [float(circle.getAttribute("cy")) for circle in circles]

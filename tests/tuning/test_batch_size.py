@@ -11,7 +11,7 @@ from keras import layers
 
 import lockstep
 from lockstep.devices.host_memory import host_memory
-from lockstep.tuning.batch_sizes import BatchSizes, Measurement
+from lockstep.tuning.batch_sizes import BatchMeasurement, BatchSizes
 from lockstep.tuning.size_search import find_largest, powers_of_two
 
 ROWS = 44
@@ -156,10 +156,10 @@ def test_a_device_without_memory_is_no_error_and_others_are():
 def test_the_table_ends_with_the_recommendation():
     found = BatchSizes(
         (
-            Measurement(8, True, 900, 0.001),
-            Measurement(16, True, 12_345, 0.00102),
-            Measurement(32, True, 2_000_000, 0.002),
-            Measurement(64, False, None, None, "no memory"),
+            BatchMeasurement(8, True, 900, 0.001),
+            BatchMeasurement(16, True, 12_345, 0.00102),
+            BatchMeasurement(32, True, 2_000_000, 0.002),
+            BatchMeasurement(64, False, None, None, "no memory"),
         ),
         largest=32,
         available_bytes=3 * 10**9,
@@ -247,5 +247,5 @@ def test_servers_are_refused():
     ("nbytes", "shown"), [(999_499, "999 kB"), (999_950, "1 MB"), (1_234_567, "1.23 MB"), (12, "12 B")]
 )
 def test_memory_changes_its_unit_where_it_is_rounded(nbytes, shown):
-    found = BatchSizes((Measurement(8, True, nbytes, 0.001),), 8, None, is_estimate=False, is_all=True)
+    found = BatchSizes((BatchMeasurement(8, True, nbytes, 0.001),), 8, None, is_estimate=False, is_all=True)
     assert shown in str(found).splitlines()[1]

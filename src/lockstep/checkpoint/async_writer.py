@@ -10,7 +10,7 @@ from lockstep._errors import CheckpointError, LockstepError
 from lockstep._logging import announce as announce_line
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.distributed.control.wait_logger import Notice
+from lockstep.distributed.control.wait_logger import WaitLogger
 
 __all__ = ["BackgroundWriter"]
 
@@ -124,7 +124,7 @@ class BackgroundWriter:
         return is_done
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> bool:
-        notice = Notice(self._announce)
+        notice = WaitLogger(self._announce)
         while not self._changed.wait_for(condition, min(_POLL_SECONDS, max(0.0, seconds - notice.seconds))):
             if notice.seconds >= seconds:
                 return False

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Piece", "pack", "plan_packs", "unpack"]
+__all__ = ["BucketSlice", "pack", "plan_packs", "unpack"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketSlice:
     """Elements ``start`` to ``stop`` of the flattened array at ``position``."""
 
     position: int
@@ -19,7 +19,7 @@ class Piece:
     stop: int
 
 
-Plan = list[list[Piece]]
+Plan = list[list[BucketSlice]]
 
 
 def plan_packs(values: Sequence[jax.Array], num_packs: int = 1, bytes_per_pack: int = 0) -> Plan:
@@ -79,7 +79,7 @@ def _filled(values: Sequence[jax.Array], positions: list[int], capacity: int) ->
                 plan.append([])
                 room = capacity
             stop = min(size, start + room)
-            plan[-1].append(Piece(position, start, stop))
+            plan[-1].append(BucketSlice(position, start, stop))
             room -= stop - start
             start = stop
     return plan

@@ -13,13 +13,13 @@ import numpy as np
 
 from lockstep._errors import OptionError, whole_number
 from lockstep.collectives.hierarchical_copy import group_size
-from lockstep.collectives.message_trace import Traffic, crossing
+from lockstep.collectives.message_trace import MessageTrace, crossing
 
 __all__ = [
     "FORMULAS",
-    "Link",
-    "Measurement",
+    "AllReduceMeasurement",
     "Network",
+    "NetworkLink",
     "Stage",
     "fit",
     "not_negative",
@@ -29,7 +29,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A way for messages.
 
     Args:
@@ -52,8 +52,8 @@ class Network:
         seconds_per_added_byte: γ, for adding one array to another.
     """
 
-    within: Link
-    between: Link
+    within: NetworkLink
+    between: NetworkLink
     devices_per_machine: int
     seconds_per_added_byte: float = 0.0
 
@@ -86,7 +86,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class AllReduceMeasurement:
     """What an all-reduce took.
 
     Args:
@@ -115,8 +115,8 @@ def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> fl
         OptionError: there is no formula of that name.
 
     Example:
-        >>> from lockstep.collectives.cost_model import Link, Network, predict
-        >>> network = Network(Link(5e-6, 1 / 200e9), Link(20e-6, 1 / 25e9), devices_per_machine=8)
+        >>> from lockstep.collectives.cost_model import NetworkLink, Network, predict
+        >>> network = Network(NetworkLink(5e-6, 1 / 200e9), Link(20e-6, 1 / 25e9), devices_per_machine=8)
         >>> predict("ring", 1e8, 64, network) < predict("reduce_to_one", 1e8, 64, network)
         True
     """
@@ -127,12 +127,12 @@ def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> fl
     )
 
 
-def seconds_on_the_way(traffic: Traffic, network: Network) -> float:
+def seconds_on_the_way(traffic: MessageTrace, network: Network) -> float:
     """What the messages of a counted program take, without the adding."""
     return sum(network.seconds(np.asarray(turn.pairs), turn.nbytes) for turn in traffic.rounds)
 
 
-def fit(measurements: Sequence[Measurement]) -> tuple[Network, float]:
+def fit(measurements: Sequence[AllReduceMeasurement]) -> tuple[Network, float]:
     """Latency, bandwidth and cost of adding within a machine, from measured times.
 
     Least squares of the relative errors; what would come out negative is zero.
@@ -147,12 +147,12 @@ def fit(measurements: Sequence[Measurement]) -> tuple[Network, float]:
     seconds = np.array([one.seconds for one in measurements])
     alpha, beta, gamma = map(float, not_negative(counts / seconds[:, None], np.ones(len(counts))))
     errors = np.abs(counts @ [alpha, beta, gamma] / seconds - 1)
-    link = Link(alpha, beta)
+    link = NetworkLink(alpha, beta)
     most = max(one.devices for one in measurements)
     return Network(link, link, most, gamma), float(np.median(errors))
 
 
-def _counts(one: Measurement) -> tuple[float, float, float]:
+def _counts(one: AllReduceMeasurement) -> tuple[float, float, float]:
     stages = _stages(one.algorithm, one.devices)
     rounds = sum(stage.rounds for stage in stages)
     sent = sum(stage.rounds * stage.sent for stage in stages)

@@ -11,14 +11,14 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from lockstep._errors import OptionError, whole_number
 from lockstep.collectives.base import CrossDeviceOps
 
-__all__ = ["Round", "Traffic", "traffic_of"]
+__all__ = ["MessageRound", "MessageTrace", "traffic_of"]
 
 _AXIS = "device"
 Pairs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Round:
+class MessageRound:
     """Messages that travel at the same time: each of ``pairs`` is a sender and a receiver of ``nbytes``."""
 
     pairs: Pairs
@@ -26,7 +26,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MessageTrace:
     """The rounds of an all-reduce, one after the other.
 
     Args:
@@ -35,7 +35,7 @@ class Traffic:
     """
 
     devices: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[MessageRound, ...]
 
     @property
     def sent(self) -> list[float]:
@@ -60,7 +60,7 @@ class Traffic:
         return total
 
 
-def traffic_of(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | jax.Array], count: int) -> Traffic:
+def traffic_of(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | jax.Array], count: int) -> MessageTrace:
     """Rounds of messages of one all-reduce.
 
     A ``ppermute`` is one round. For the platform's collectives, which may do otherwise, the usual algorithms are
@@ -88,10 +88,10 @@ def traffic_of(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | jax.
         out_specs=whole,
         check_vma=False,
     )
-    return Traffic(count, tuple(_rounds(jax.make_jaxpr(run)(list(values)).jaxpr, count)))
+    return MessageTrace(count, tuple(_rounds(jax.make_jaxpr(run)(list(values)).jaxpr, count)))
 
 
-def _rounds(program: Jaxpr, count: int) -> Iterator[Round]:
+def _rounds(program: Jaxpr, count: int) -> Iterator[MessageRound]:
     for equation in program.eqns:
         name = equation.primitive.name
         if _AXIS in _axes(equation) and name != "axis_index":
@@ -105,7 +105,7 @@ def _rounds(program: Jaxpr, count: int) -> Iterator[Round]:
         yield from inner * (equation.params["length"] if name == "scan" else 1)
 
 
-def _rounds_of_collective(equation: JaxprEqn, count: int) -> list[Round]:
+def _rounds_of_collective(equation: JaxprEqn, count: int) -> list[MessageRound]:
     if equation.params.get("axis_index_groups") is not None:
         raise OptionError("traffic: collectives with axis_index_groups are not counted; use jax.lax.ppermute.")
     arrays = [operand.aval for operand in equation.invars]
@@ -113,15 +113,15 @@ def _rounds_of_collective(equation: JaxprEqn, count: int) -> list[Round]:
     ring, slices = _shift(1, count), nbytes / count
     match equation.primitive.name:
         case "ppermute":
-            return [Round(tuple((int(a), int(b)) for a, b in equation.params["perm"] if a != b), nbytes)]
+            return [MessageRound(tuple((int(a), int(b)) for a, b in equation.params["perm"] if a != b), nbytes)]
         case "all_gather":
-            return [Round(ring, nbytes)] * (count - 1)
+            return [MessageRound(ring, nbytes)] * (count - 1)
         case "reduce_scatter":
-            return [Round(ring, slices)] * (count - 1)
+            return [MessageRound(ring, slices)] * (count - 1)
         case "psum" | "psum_invariant":
-            return [Round(ring, slices)] * (2 * (count - 1))
+            return [MessageRound(ring, slices)] * (2 * (count - 1))
         case "all_to_all":
-            return [Round(_shift(step, count), slices) for step in range(1, count)]
+            return [MessageRound(_shift(step, count), slices) for step in range(1, count)]
         case other:
             raise OptionError(f"traffic: what {other!r} sends is not known here; use another collective to count it.")
 

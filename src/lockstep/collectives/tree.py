@@ -17,13 +17,13 @@ from jax import lax
 
 from lockstep.collectives.base import CrossDeviceOps
 
-__all__ = ["Branch", "TreeAllReduce", "branches", "tree_sum"]
+__all__ = ["PartialSum", "TreeAllReduce", "branches", "tree_sum"]
 
 SMALL = 4096  # elements; smaller values travel whole, and together
 
 
 @dataclass(frozen=True)
-class Branch:
+class PartialSum:
     """The pieces ``start`` to ``stop``, added up: it lies in a slot of a device."""
 
     start: int
@@ -48,7 +48,7 @@ class TreeAllReduce(CrossDeviceOps):
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
         """Sum of each array over the devices; see :class:`CrossDeviceOps`."""
-        one_each = [Branch(device, device + 1, device, 0) for device in range(len(devices))]
+        one_each = [PartialSum(device, device + 1, device, 0) for device in range(len(devices))]
         return tree_sum([value[None] for value in values], one_each, axis)
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
@@ -70,7 +70,7 @@ def branches(start: int, stop: int, total: int) -> list[tuple[int, int]]:
     return within(0, total)
 
 
-def tree_sum(values: Sequence[jax.Array], where: Sequence[Branch], axis: str) -> list[jax.Array]:
+def tree_sum(values: Sequence[jax.Array], where: Sequence[PartialSum], axis: str) -> list[jax.Array]:
     """Add pieces that lie on the devices; called inside ``jax.shard_map``.
 
     Args:
@@ -95,18 +95,18 @@ def tree_sum(values: Sequence[jax.Array], where: Sequence[Branch], axis: str) ->
     return [sums[i].reshape(value.shape[1:]) for i, value in enumerate(values)]
 
 
-def _sum_whole(slots: jax.Array, where: Sequence[Branch], axis: str) -> jax.Array:
+def _sum_whole(slots: jax.Array, where: Sequence[PartialSum], axis: str) -> jax.Array:
     return _sum(lax.all_gather(slots, axis), where)
 
 
-def _sum_slices(slots: jax.Array, where: Sequence[Branch], axis: str) -> jax.Array:
+def _sum_slices(slots: jax.Array, where: Sequence[PartialSum], axis: str) -> jax.Array:
     devices, size = lax.axis_size(axis), slots.shape[1]
     padded = jnp.pad(slots, [(0, 0), (0, -size % devices)])
     slices = lax.all_to_all(padded.reshape(len(slots), devices, -1), axis, split_axis=1, concat_axis=0)
     return lax.all_gather(_sum(slices, where), axis, tiled=True)[:size]
 
 
-def _sum(slots: jax.Array, where: Sequence[Branch]) -> jax.Array:
+def _sum(slots: jax.Array, where: Sequence[PartialSum]) -> jax.Array:
     """The sum of ``slots``, ``(devices, slots, n)``."""
     ready = {(branch.start, branch.stop): slots[branch.device, branch.slot] for branch in where}
 

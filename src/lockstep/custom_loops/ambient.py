@@ -21,19 +21,19 @@ from lockstep.custom_loops.replica_context import (
     inside,
     with_fractions,
 )
-from lockstep.custom_loops.strategy_api import LoopTools
+from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.custom_loops.value_checks import check_arrays, check_axis
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import Together
+from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.input_options import InputOptions
 
 __all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context"]
 
 
-class _NoStrategy(LoopTools):
+class _NoStrategy(StrategyApi):
     """What :func:`get_strategy` returns where there is none: one replica, on JAX's default device."""
 
-    _ops, _together, _input_options = AutoAllReduce(), Together(), InputOptions()
+    _ops, _together, _input_options = AutoAllReduce(), ProcessGroup(), InputOptions()
 
     @cached_property
     def _placement(self) -> Placement:  # type: ignore[override]  # made when it is used: it starts JAX

@@ -15,9 +15,9 @@ from lockstep._errors import OptionError, ScopeError, whole_number
 from lockstep.custom_loops.per_replica import rows_of_batch
 from lockstep.custom_loops.replica_context import current_replica
 from lockstep.data.device_placement import Placement, count_rows
-from lockstep.data.pass_iterator import Check, Epoch
-from lockstep.data.sources import Source
-from lockstep.data.wait_meter import Meter
+from lockstep.data.pass_iterator import BatchCheck, PassIterator
+from lockstep.data.sources import InputSource
+from lockstep.data.wait_meter import WaitMeter
 
 __all__ = ["DistributedDataset", "DistributedIterator", "InputContext", "ValueContext"]
 
@@ -90,7 +90,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-class DistributedDataset(Source):
+class DistributedDataset(InputSource):
     """Batches of :class:`PerReplica`, one pass for each ``iter``: ``tf.distribute.DistributedDataset``.
 
     ``fit``, ``evaluate`` and ``predict`` take it, too.
@@ -103,7 +103,7 @@ class DistributedDataset(Source):
     """
 
     def __init__(
-        self, source: Source, placement: Placement, depth: int, new_check: Callable[[], Check] | None = None
+        self, source: InputSource, placement: Placement, depth: int, new_check: Callable[[], BatchCheck] | None = None
     ) -> None:
         super().__init__(source.name)
         self._source, self._placement, self._depth, self._new_check = source, placement, depth, new_check
@@ -127,23 +127,23 @@ class DistributedDataset(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._source.num_batches
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._source.batches()
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.give_back(batches)
 
     def begin_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.begin_epoch()
 
     def end_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.end_epoch()
 
 
@@ -160,9 +160,11 @@ class DistributedIterator(Iterator[Any]):
         check: looks at each batch before.
     """
 
-    def __init__(self, source: Source, place: Callable[[Any], Any], depth: int, check: Check | None = None) -> None:
+    def __init__(
+        self, source: InputSource, place: Callable[[Any], Any], depth: int, check: BatchCheck | None = None
+    ) -> None:
         self._source = source
-        self._epoch = Epoch(source, place, depth, Meter(), check)
+        self._epoch = PassIterator(source, place, depth, WaitMeter(), check)
         self._epoch.allow(math.inf)
         self._close = weakref.finalize(self, _close, self._epoch)
         self._close.atexit = False
@@ -226,5 +228,5 @@ class Optional:
         return self._value
 
 
-def _close(epoch: Epoch) -> None:
+def _close(epoch: PassIterator) -> None:
     epoch.close(failed=sys.exception() is not None)

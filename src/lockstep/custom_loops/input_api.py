@@ -8,23 +8,23 @@ import jax
 from lockstep._errors import OptionError
 from lockstep.custom_loops.distributed_dataset import DistributedDataset, InputContext, ValueContext
 from lockstep.custom_loops.per_replica import of_replicas
-from lockstep.custom_loops.per_replica_dataset import OwnBatches
+from lockstep.custom_loops.per_replica_dataset import PerReplicaDataset
 from lockstep.custom_loops.replica_context import refuse_in_replica
 from lockstep.custom_loops.value_checks import check_structures
 from lockstep.data.device_placement import Placement
-from lockstep.data.fit_entry import Together
+from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.input_options import InputOptions
 from lockstep.data.source_factory import source_of_trees
 
-__all__ = ["LoopInputs"]
+__all__ = ["InputApi"]
 
 
-class LoopInputs:
-    """Base of :class:`~lockstep.custom_loops.strategy_api.LoopTools`: give every replica its own."""
+class InputApi:
+    """Base of :class:`~lockstep.custom_loops.strategy_api.StrategyApi`: give every replica its own."""
 
     _placement: Placement
     _input_options: InputOptions
-    _together: Together
+    _together: ProcessGroup
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """One value for each replica.
@@ -102,7 +102,7 @@ class LoopInputs:
         together = self._together
         context = InputContext(together.processes, together.process, self._placement.replicas)
         source = source_of_trees(dataset_fn(context))
-        return OwnBatches(source, self._placement, self._ahead(options), together.gathering(source.name))
+        return PerReplicaDataset(source, self._placement, self._ahead(options), together.gathering(source.name))
 
     def _ahead(self, options: InputOptions | None) -> int:
         if options is not None and not isinstance(options, InputOptions):

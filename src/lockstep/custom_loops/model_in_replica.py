@@ -11,7 +11,7 @@ from lockstep._keras.layers import with_mask_of
 from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.custom_loops.replica_context import ReplicaContext
 from lockstep.execution.call_splitter import merge_of
-from lockstep.execution.replica import Merge
+from lockstep.execution.replica import OutputMerge
 from lockstep.execution.replica_rng import seed_of_replica
 
 __all__ = ["call_on_replica"]
@@ -35,7 +35,7 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
         merges = [merge_of(variable) for variable in model.non_trainable_variables]
         replica = context.replica_id_in_sync_group
         own = [
-            seed_of_replica(value, replica) if merge is Merge.SEED else value
+            seed_of_replica(value, replica) if merge is OutputMerge.SEED else value
             for value, merge in zip(non_trainable, merges, strict=True)
         ]
         outputs, state, *losses = original(trainable, own, *args, **kwargs)
@@ -61,19 +61,19 @@ def _without_rows(model: keras.Model, losses: list[Any]) -> list[Any]:
     return [jnp.zeros_like(loss) if i < of_rows else loss for i, loss in enumerate(losses)]
 
 
-def _share(new: jax.Array, old: Any, merge: Merge, replica: jax.Array, rows: int) -> jax.Array:
+def _share(new: jax.Array, old: Any, merge: OutputMerge, replica: jax.Array, rows: int) -> jax.Array:
     """What a replica adds to the sum over all; one without rows adds nothing, whatever it has computed."""
     new = jax.lax.stop_gradient(new) if jnp.issubdtype(new.dtype, jnp.inexact) else new
-    if merge is Merge.MEAN:
+    if merge is OutputMerge.MEAN:
         return (
             new.astype(jnp.promote_types(new.dtype, jnp.float32)) * rows if rows else jnp.zeros(new.shape, jnp.float32)
         )
-    if merge is Merge.SUM:
+    if merge is OutputMerge.SUM:
         return new - old if rows else jnp.zeros_like(new)
     return jnp.where(replica == 0, new, jnp.zeros_like(new))
 
 
-def _merged(total: jax.Array, old: Any, merge: Merge, rows: jax.Array) -> jax.Array:
-    if merge is Merge.MEAN:
+def _merged(total: jax.Array, old: Any, merge: OutputMerge, rows: jax.Array) -> jax.Array:
+    if merge is OutputMerge.MEAN:
         return (total / rows).astype(old.dtype)
-    return old + total if merge is Merge.SUM else total.astype(old.dtype)
+    return old + total if merge is OutputMerge.SUM else total.astype(old.dtype)

@@ -19,14 +19,14 @@ from lockstep.custom_loops.per_replica import of_own_replicas, of_replicas, with
 from lockstep.custom_loops.pytree_exchange import gathered_trees
 from lockstep.custom_loops.value_checks import check_structures
 from lockstep.data.device_placement import Placement, count_rows
-from lockstep.data.pass_iterator import Gather
-from lockstep.data.sources import Source
-from lockstep.distributed.control.wait_logger import GivenUpError
+from lockstep.data.pass_iterator import BatchGather
+from lockstep.data.sources import InputSource
+from lockstep.distributed.control.wait_logger import CancelledError
 
-__all__ = ["OwnBatches"]
+__all__ = ["PerReplicaDataset"]
 
 
-class OwnBatches(DistributedDataset):
+class PerReplicaDataset(DistributedDataset):
     """As :class:`DistributedDataset`; every replica draws a batch of its own.
 
     Args:
@@ -39,10 +39,12 @@ class OwnBatches(DistributedDataset):
     is_shared = False
 
     def __init__(
-        self, source: Source, placement: Placement, depth: int, new_gather: Callable[[], Gather] | None
+        self, source: InputSource, placement: Placement, depth: int, new_gather: Callable[[], BatchGather] | None
     ) -> None:
         drawn = (
-            _Drawn(source, placement.replicas) if new_gather is None else _DrawnTogether(source, placement, new_gather)
+            _PerReplicaIterator(source, placement.replicas)
+            if new_gather is None
+            else _ProcessGroupIterator(source, placement, new_gather)
         )
         super().__init__(drawn, placement, depth)
         # Batches that fit has read ahead, and what they were made of: it may give them back.
@@ -64,48 +66,48 @@ class OwnBatches(DistributedDataset):
             yield batch
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.give_back([drawn for known, drawn in self._recent if any(known is batch for batch in batches)])
 
 
-class _Drawn(Source):
+class _PerReplicaIterator(InputSource):
     """As many batches at a time as there are replicas; those for which none is left get 0 rows."""
 
-    def __init__(self, source: Source, replicas: int) -> None:
+    def __init__(self, source: InputSource, replicas: int) -> None:
         super().__init__(source.name)
         self._source, self._replicas = source, replicas
         self.restarts = source.restarts
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         batches = self._source.num_batches
         return None if batches is None else -(-batches // self._replicas)
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         batches = self._source.batches()
         while drawn := _next_of(batches, self._replicas):
             check_structures("distribute_datasets_from_function", drawn)
             yield _filled(drawn, self._replicas, drawn[0])
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.give_back([batch for drawn in batches for batch in drawn if _rows(batch)])
 
     def begin_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.begin_epoch()
 
     def end_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.end_epoch()
 
 
-class _DrawnTogether(_Drawn):
-    """As :class:`_Drawn`, in several processes: the batches of this process's replicas, or, where they are uneven, of all."""
+class _ProcessGroupIterator(_PerReplicaIterator):
+    """As :class:`_PerReplicaIterator`, in several processes: the batches of this process's replicas, or, where they are uneven, of all."""
 
-    def __init__(self, source: Source, placement: Placement, new_gather: Callable[[], Gather]) -> None:
+    def __init__(self, source: InputSource, placement: Placement, new_gather: Callable[[], BatchGather]) -> None:
         super().__init__(source, len(placement.own_replicas))
         self._all, self._new_gather = placement.replicas, new_gather
         self._divides = placement.replicas % len(placement.devices) == 0
@@ -116,7 +118,7 @@ class _DrawnTogether(_Drawn):
         return
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         batches, gather = self._source.batches(), self._new_gather()
         try:
             while drawn := self._together(_next_of(batches, self._replicas), gather):
@@ -125,7 +127,7 @@ class _DrawnTogether(_Drawn):
         finally:
             gather.close()
 
-    def _together(self, drawn: list[Any], gather: Gather) -> list[Any]:
+    def _together(self, drawn: list[Any], gather: BatchGather) -> list[Any]:
         """What this process has drawn, or all have; nothing where all have come to their ends, or nobody takes batches any more."""
         try:
             rows = gather([self._replicas, [count_rows(batch) for batch in drawn]])
@@ -135,12 +137,12 @@ class _DrawnTogether(_Drawn):
             if self._divides and len(every) == self._all and len(set(every)) == 1:
                 return drawn
             return _exchanged(drawn, [replicas for replicas, _ in rows], gather)
-        except GivenUpError:
+        except CancelledError:
             self._source.give_back(drawn)
             return []
 
 
-def _exchanged(drawn: list[Any], replicas: list[int], gather: Gather) -> list[Any]:
+def _exchanged(drawn: list[Any], replicas: list[int], gather: BatchGather) -> list[Any]:
     found = gathered_trees(drawn, gather)
     example = next(batch for own in found for batch in own)
     return [batch for own, count in zip(found, replicas, strict=True) for batch in _filled(list(own), count, example)]

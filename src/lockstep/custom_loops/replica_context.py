@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lockstep._errors import ScopeError, member_of
 from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.custom_loops.per_replica import countable, is_array, is_per_replica, sum_over_replicas, value_of
-from lockstep.custom_loops.sync_points import Meeting, meet
+from lockstep.custom_loops.sync_points import SyncPoint, meet
 from lockstep.custom_loops.value_checks import check_arrays, check_axis, check_shapes
 from lockstep.execution.train_functions import is_in_step, trace_for
 
@@ -101,7 +101,7 @@ class ReplicaContext:
             sums = [sum_over_replicas(value, count, add) for value in values]
             return [total / count for total in sums] if op is ReduceOp.MEAN else sums
 
-        meeting = Meeting(f"all_reduce({op.name})", combine, is_linear=True)
+        meeting = SyncPoint(f"all_reduce({op.name})", combine, is_linear=True)
         return meet(meeting, leaves, [jax.typeof(leaf) for leaf in leaves])
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -187,7 +187,7 @@ class ReplicaContext:
         every = [self.strategy._each(jax.typeof(leaf)) for leaf in leaves]
         shapes = [self.strategy._one(shape) for shape in jax.eval_shape(combine, every)]
         name = f"merge_call of {others}" if others else "merge_call"
-        found = meet(Meeting(name, combine), leaves, shapes)
+        found = meet(SyncPoint(name, combine), leaves, shapes)
         return jax.tree.unflatten(returned[0], found)
 
     def _refuse_elsewhere(self, method: str) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from lockstep._errors import ModelError
 from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
-from lockstep.custom_loops.sync_points import Meeting, meet_p
+from lockstep.custom_loops.sync_points import SyncPoint, meet_p
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.execution.jaxpr_utils import part_of
 from lockstep.execution.program_partition import marks_outside
@@ -46,10 +46,10 @@ def run_on_replicas(function: Function, leaves: list[Any], placement: Placement)
     """
     kinds = _kinds(leaves, placement.replicas)
     known: Shapes = []
-    lanes = [_Lane(function, leaves, kind, placement, known) for kind in kinds]
+    lanes = [_ReplicaBatch(function, leaves, kind, placement, known) for kind in kinds]
     while len(lanes) > 1 and (seen := _seen(lanes, placement.replicas)) != known:
         known = seen  # What one kind gathers has the shapes of the others, which are known now.
-        lanes = [_Lane(function, leaves, kind, placement, known) for kind in kinds]
+        lanes = [_ReplicaBatch(function, leaves, kind, placement, known) for kind in kinds]
     names = [[meeting.name for meeting in lane.meetings] for lane in lanes]
     for kind, own in zip(kinds, names, strict=True):
         if own != names[0]:
@@ -74,7 +74,7 @@ def _kinds(leaves: list[Any], replicas: int) -> list[Replicas]:
     return [tuple(kind) for kind in kinds.values()]
 
 
-def _seen(lanes: "list[_Lane]", replicas: int) -> Shapes:
+def _seen(lanes: "list[_ReplicaBatch]", replicas: int) -> Shapes:
     shapes: Shapes = []
     for own in zip(*(lane.seen for lane in lanes), strict=False):
         by_replica = {r: shape for lane, shape in zip(lanes, own, strict=True) for r in lane.replicas}
@@ -82,7 +82,7 @@ def _seen(lanes: "list[_Lane]", replicas: int) -> Shapes:
     return shapes
 
 
-class _Lane:
+class _ReplicaBatch:
     """The replicas of one kind, side by side, from meeting to meeting.
 
     A value is either shared by them, or stands once for each, ``(replicas of the lane, …)``.
@@ -111,7 +111,7 @@ class _Lane:
         self.jaxpr, self.structure = closed.jaxpr, jax.tree.structure(results)
         self.parts, marks = _cut(self.jaxpr.eqns)
         self.marks = marks
-        self.meetings: list[Meeting] = [mark.params["meeting"] for mark in marks]
+        self.meetings: list[SyncPoint] = [mark.params["meeting"] for mark in marks]
         self.values: dict[Var, Any] = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
         self.values.update(zip(self.jaxpr.invars, [np.asarray(replicas, "int32"), *values], strict=True))
         self.own = {
@@ -203,7 +203,7 @@ class _Lane:
         return [value[:count] for value in found]
 
 
-def _meet(lanes: list[_Lane], position: int, meeting: Meeting) -> None:
+def _meet(lanes: list[_ReplicaBatch], position: int, meeting: SyncPoint) -> None:
     for lane in lanes:
         lane.advance(position)
     operands = zip(*(lane.marks[position].invars for lane in lanes), strict=True)
@@ -218,7 +218,7 @@ def _meet(lanes: list[_Lane], position: int, meeting: Meeting) -> None:
                 lane.origin[var] = ("meeting", position, turn)
 
 
-def _brought(lanes: list[_Lane], atoms: list[Any]) -> Any:
+def _brought(lanes: list[_ReplicaBatch], atoms: list[Any]) -> Any:
     """What all lanes bring: one value if they share it."""
     if not any(lane.is_own(atom) or lane.is_constant(atom) for lane, atom in zip(lanes, atoms, strict=True)):
         sources = [lane.source(atom) for lane, atom in zip(lanes, atoms, strict=True)]
@@ -228,7 +228,7 @@ def _brought(lanes: list[_Lane], atoms: list[Any]) -> Any:
     return PerReplica(groups, tuple(lane.replicas for lane in lanes))
 
 
-def _results(lanes: list[_Lane]) -> list[Any]:
+def _results(lanes: list[_ReplicaBatch]) -> list[Any]:
     return [_brought(lanes, list(atoms)) for atoms in zip(*(lane.jaxpr.outvars for lane in lanes), strict=True)]
 
 

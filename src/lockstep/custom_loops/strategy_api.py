@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from lockstep._errors import ModelError, OptionError, member_of
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.reduce_op import ReduceOp
-from lockstep.custom_loops.input_api import LoopInputs
+from lockstep.custom_loops.input_api import InputApi
 from lockstep.custom_loops.per_replica import (
     PerReplica,
     countable,
@@ -37,10 +37,10 @@ from lockstep.custom_loops.value_checks import (
 from lockstep.data.device_placement import DEVICE_AXIS
 from lockstep.distributed.resolvers import ClusterResolver
 
-__all__ = ["LoopTools"]
+__all__ = ["StrategyApi"]
 
 
-class LoopTools(LoopInputs):
+class StrategyApi(InputApi):
     """Base of the strategies: run a function on every replica, and bring values together."""
 
     _ops: CrossDeviceOps
@@ -124,7 +124,7 @@ class LoopTools(LoopInputs):
                 structure, [next(arrays) if value else next(others) for value in are_values]
             )
             context = ReplicaContext(self, replica, gathering)
-            with inside(self, context), self._models_in_replica(context), _Assigned() as assigned:
+            with inside(self, context), self._models_in_replica(context), _AssignedVariables() as assigned:
                 found = fn(*args, **kwargs)
             assigned.refuse()
             return jax.tree.map(checked_result, found, is_leaf=is_per_replica)
@@ -284,7 +284,7 @@ class LoopTools(LoopInputs):
         return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
 
 
-class _Assigned(keras.StatelessScope):
+class _AssignedVariables(keras.StatelessScope):
     """Notes which variables are assigned to while it is open, and keeps them as they are."""
 
     def __init__(self) -> None:

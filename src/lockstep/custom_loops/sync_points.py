@@ -12,13 +12,13 @@ from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
 
-__all__ = ["Meeting", "meet", "meet_p"]
+__all__ = ["SyncPoint", "meet", "meet_p"]
 
 Shape = jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class SyncPoint:
     """One place where all replicas bring values together.
 
     Args:
@@ -37,16 +37,16 @@ meet_p.multiple_results = True
 meet_p.def_abstract_eval(lambda *_, meeting, outputs: [ShapedArray(shape, dtype) for shape, dtype in outputs])
 
 
-def meet(meeting: Meeting, values: Sequence[Any], outputs: Sequence[Shape]) -> list[Any]:
+def meet(meeting: SyncPoint, values: Sequence[Any], outputs: Sequence[Shape]) -> list[Any]:
     """Mark a meeting; ``outputs`` are the shapes of its results, as this replica gets them."""
     return meet_p.bind(*values, meeting=meeting, outputs=tuple((tuple(x.shape), x.dtype) for x in outputs))
 
 
-def _same(values: Sequence[Any], meeting: Meeting) -> list[Any]:
+def _same(values: Sequence[Any], meeting: SyncPoint) -> list[Any]:
     return meet(meeting, values, [jax.typeof(value) for value in values])
 
 
-def _tangents(primals: Any, tangents: Any, *, meeting: Meeting, outputs: Any) -> tuple[list[Any], list[Any]]:
+def _tangents(primals: Any, tangents: Any, *, meeting: SyncPoint, outputs: Any) -> tuple[list[Any], list[Any]]:
     found = meet_p.bind(*primals, meeting=meeting, outputs=outputs)
     if not meeting.is_linear:
         if all(isinstance(tangent, ad.Zero) for tangent in tangents):
@@ -57,14 +57,14 @@ def _tangents(primals: Any, tangents: Any, *, meeting: Meeting, outputs: Any) ->
     return found, [moved.get(position, tangent) for position, tangent in enumerate(tangents)]
 
 
-def _cotangents(cotangents: Any, *values: Any, meeting: Meeting, outputs: Any) -> list[Any]:
+def _cotangents(cotangents: Any, *values: Any, meeting: SyncPoint, outputs: Any) -> list[Any]:
     """The derivative of a sum over all replicas is the sum of all replicas' derivatives."""
     known = [position for position, cotangent in enumerate(cotangents) if not isinstance(cotangent, ad.Zero)]
     moved = dict(zip(known, _same([cotangents[position] for position in known], meeting), strict=True))
     return [moved.get(position) for position in range(len(values))]
 
 
-def _refuse(*_: Any, meeting: Meeting, **__: Any) -> Any:
+def _refuse(*_: Any, meeting: SyncPoint, **__: Any) -> Any:
     raise ModelError(f"{meeting.name} cannot stand inside jax.vmap: all replicas must meet once, in the same place.")
 
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from lockstep._errors import OptionError
 from lockstep.data.device_placement import Placement
-from lockstep.data.sources import Source
+from lockstep.data.sources import InputSource
 
-__all__ = ["CachedSource", "DeviceSource", "FileStore", "MemoryStore", "Store"]
+__all__ = ["BatchStore", "CachedSource", "DeviceSource", "FileBatchStore", "MemoryBatchStore"]
 
 
-class Store(Protocol):
+class BatchStore(Protocol):
     """Keeps batches in order."""
 
     def append(self, batch: Any) -> None:
@@ -28,26 +28,26 @@ class Store(Protocol):
         """Keep nothing."""
 
 
-class MemoryStore:
+class MemoryBatchStore:
     """Batches in a list; what lies on devices stays there."""
 
     def __init__(self) -> None:
         self._batches: list[Any] = []
 
     def append(self, batch: Any) -> None:
-        """See :class:`Store`."""
+        """See :class:`BatchStore`."""
         self._batches.append(batch)
 
     def read(self) -> Iterator[Any]:
-        """See :class:`Store`."""
+        """See :class:`BatchStore`."""
         yield from self._batches
 
     def clear(self) -> None:
-        """See :class:`Store`."""
+        """See :class:`BatchStore`."""
         self._batches.clear()
 
 
-class FileStore:
+class FileBatchStore:
     """Batches in a file, which exists as long as something is kept.
 
     Args:
@@ -67,7 +67,7 @@ class FileStore:
             )
 
     def append(self, batch: Any) -> None:
-        """See :class:`Store`."""
+        """See :class:`BatchStore`."""
         leaves, tree = jax.tree.flatten(batch)
         with self._path.open("ab" if self._trees else "xb") as file:
             for leaf in leaves:
@@ -75,20 +75,20 @@ class FileStore:
         self._trees.append(tree)
 
     def read(self) -> Iterator[Any]:
-        """See :class:`Store`."""
+        """See :class:`BatchStore`."""
         with self._path.open("rb") as file:
             for tree in self._trees:
                 leaves = [np.lib.format.read_array(file, allow_pickle=False) for _ in range(tree.num_leaves)]
                 yield jax.tree.unflatten(tree, leaves)
 
     def clear(self) -> None:
-        """See :class:`Store`."""
+        """See :class:`BatchStore`."""
         if self._trees:
             self._trees.clear()
             self._path.unlink()
 
 
-class CachedSource(Source):
+class CachedSource(InputSource):
     """The first whole pass reads ``source``; later ones read what was kept.
 
     Args:
@@ -97,23 +97,25 @@ class CachedSource(Source):
         change: is done to each batch before it is kept.
     """
 
-    def __init__(self, source: Source, store: Store, change: Callable[[Any], Any] = lambda batch: batch) -> None:
+    def __init__(
+        self, source: InputSource, store: BatchStore, change: Callable[[Any], Any] = lambda batch: batch
+    ) -> None:
         self.source, self._store, self._change = source, store, change
         self._kept: int | None = None
         super().__init__(source.name)
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]  # it does once everything is kept
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._kept is not None or self.source.restarts
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self.source.num_batches if self._kept is None else self._kept
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         if self._kept is not None:
             yield from self._store.read()
             return
@@ -127,24 +129,24 @@ class CachedSource(Source):
         self._kept = number
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         if self._kept is None:
             self.source.give_back(batches)
 
     def begin_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self.source.begin_epoch()
 
     def end_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self.source.end_epoch()
 
     def close(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._store.clear()
 
 
-class DeviceSource(Source):
+class DeviceSource(InputSource):
     """Arrays that lie on every device as a whole; only the numbers of a batch's rows travel.
 
     Args:
@@ -156,7 +158,7 @@ class DeviceSource(Source):
         OptionError: they do not fit.
     """
 
-    def __init__(self, numbers: Source, data: Any, placement: Placement) -> None:
+    def __init__(self, numbers: InputSource, data: Any, placement: Placement) -> None:
         super().__init__(numbers.name)
         self._numbers, self._placement = numbers, placement
         _refuse_too_large(sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(data)), placement)
@@ -164,11 +166,11 @@ class DeviceSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._numbers.num_batches
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         for numbers in self._numbers.batches():
             yield self._placement.select(self._data, np.asarray(numbers))
 

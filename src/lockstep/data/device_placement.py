@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._errors import InputError
 from lockstep.devices.layout import Layout
 
-__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "Placement", "Rows", "count_rows", "gather_rows", "joined"]
+__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "PlacedRows", "Placement", "count_rows", "gather_rows", "joined"]
 
 DEVICE_AXIS = "device"
 REPLICATE_BELOW = 1 << 20  # bytes; larger arrays stay cut over the devices
@@ -26,7 +26,7 @@ REPLICATE_BELOW = 1 << 20  # bytes; larger arrays stay cut over the devices
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
 @dataclass(frozen=True)
-class Rows:
+class PlacedRows:
     """Rows of a global batch laid over the devices: ``array`` is ``(devices * capacity, …)``, cut on its first axis."""
 
     array: jax.Array
@@ -144,7 +144,7 @@ class Placement:
         """
         rows = count_rows(batch) // len(self.own_replicas) * self.replicas
         layout = self.layout(rows)
-        return jax.tree.map(lambda leaf: Rows(self.put_own(np.asarray(leaf), rows), layout), batch)
+        return jax.tree.map(lambda leaf: PlacedRows(self.put_own(np.asarray(leaf), rows), layout), batch)
 
     def layout(self, rows: int) -> Layout:
         """Layout of a global batch of ``rows`` rows."""
@@ -158,7 +158,7 @@ class Placement:
                 that was placed already is returned as it is.
 
         Returns:
-            The same tree; what is cut over the devices is wrapped in :class:`Rows`.
+            The same tree; what is cut over the devices is wrapped in :class:`PlacedRows`.
 
         Raises:
             InputError: the arrays have different lengths, or none.
@@ -199,7 +199,7 @@ class Placement:
 
         def rows(tree: Any) -> Any:
             return jax.tree.map(
-                lambda leaf: Rows(_take(leaf, wanted, self.mesh, PartitionSpec(DEVICE_AXIS)), layout), tree
+                lambda leaf: PlacedRows(_take(leaf, wanted, self.mesh, PartitionSpec(DEVICE_AXIS)), layout), tree
             )
 
         def targets(leaf: jax.Array) -> Any:
@@ -212,12 +212,12 @@ class Placement:
         return (rows(data[0]), *(jax.tree.map(targets, tree) for tree in data[1:]))
 
     def _laid_out(self, batch: Any) -> Any:
-        """A batch on the host as it will lie on the devices; what will be cut over them is wrapped in :class:`Rows`."""
+        """A batch on the host as it will lie on the devices; what will be cut over them is wrapped in :class:`PlacedRows`."""
         layout = self.layout(count_rows(batch))
 
         def rows(leaf: Any) -> Any:
             array: Any = _host(leaf)
-            return Rows(array if layout.is_full else array[layout.row_index()], layout)
+            return PlacedRows(array if layout.is_full else array[layout.row_index()], layout)
 
         def targets(leaf: Any) -> Any:
             array = _host(leaf)
@@ -260,7 +260,7 @@ def count_rows(batch: Any) -> int:
 
 
 def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Rows)
+    return isinstance(leaf, PlacedRows)
 
 
 def _is_placed(batch: Any) -> bool:
@@ -278,7 +278,7 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(map(str, shapes)) or "missing (there is no array at all)"
 
 
-def joined(rows: Rows) -> jax.Array:
+def joined(rows: PlacedRows) -> jax.Array:
     """The global batch, ``(rows, …)``, out of its places on the devices. Used while a step is traced."""
     return gather_rows(rows.array, rows.layout)
 

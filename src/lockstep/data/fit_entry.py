@@ -1,6 +1,6 @@
 """``fit``, ``evaluate`` and ``predict`` of a model get their input through a strategy.
 
-The methods are shadowed on the model itself: what was given as input is wrapped in an :class:`Input`, and Keras's method
+The methods are shadowed on the model itself: what was given as input is wrapped in an :class:`KerasInput`, and Keras's method
 does the rest. No class is changed.
 """
 
@@ -20,23 +20,23 @@ import numpy as np
 from lockstep._errors import OptionError
 from lockstep._keras import trainer
 from lockstep._keras.fit_interception import takeable
-from lockstep.data.cache import CachedSource, DeviceSource, FileStore, MemoryStore
+from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore, MemoryBatchStore
 from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.input_options import InputOptions
-from lockstep.data.keras_adapter import Input
-from lockstep.data.pass_iterator import Check, Gather
+from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.pass_iterator import BatchCheck, BatchGather
 from lockstep.data.source_factory import source_of
-from lockstep.data.sources import AdapterSource, Pending, Source
-from lockstep.data.wait_meter import Onlooker
-from lockstep.distributed.control.failure_detector import Beat
+from lockstep.data.sources import AdapterSource, InputSource, Pending
+from lockstep.data.wait_meter import FitObserver
+from lockstep.distributed.control.failure_detector import WorkerStatus
 
-__all__ = ["Inputs", "Together"]
+__all__ = ["InputFactory", "ProcessGroup"]
 
 Tell = Callable[[str], None]
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 
-class Together:
+class ProcessGroup:
     """What surrounds a call and the batches of its input; this one does nothing. Processes that train together do more.
 
     Attributes:
@@ -56,7 +56,7 @@ class Together:
         """What the call gives: ``proceed()`` is Keras's own, with the arguments as they are then."""
         return proceed()
 
-    def checking(self, name: str, has_known_length: bool) -> Callable[[], Check] | None:
+    def checking(self, name: str, has_known_length: bool) -> Callable[[], BatchCheck] | None:
         """Gives, for each pass over an input, what looks at the batches, in the thread that reads them."""
         return None
 
@@ -68,16 +68,16 @@ class Together:
         """The values of all processes, each of which calls this for that topic."""
         return [value]
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[WorkerStatus]:
         """What the chief has last heard of all processes; nothing on the others, and where there is one process."""
         return []
 
-    def gathering(self, name: str) -> Callable[[], Gather] | None:
+    def gathering(self, name: str) -> Callable[[], BatchGather] | None:
         """Gives, for each pass over an input, what brings values of all processes together; None where there is one process."""
         return None
 
 
-class Inputs:
+class InputFactory:
     """Makes the inputs of one strategy's models.
 
     Args:
@@ -92,9 +92,9 @@ class Inputs:
         self,
         placement: Placement,
         options: InputOptions,
-        together: Together,
+        together: ProcessGroup,
         around_fit: Callable[[keras.Model, dict[str, Any]], AbstractContextManager[None]],
-        onlooker: Onlooker,
+        onlooker: FitObserver,
     ) -> None:
         self._placement, self._options, self._together = placement, options, together
         self._around_fit, self._onlooker = around_fit, onlooker
@@ -120,7 +120,7 @@ class Inputs:
                 notes.append(f"{owner.__name__} has its own {name}, to which input_options do not apply")
         return notes
 
-    def to_look_at(self, model: keras.Model, data: tuple[Any, Any, Any], **options: Any) -> Input:
+    def to_look_at(self, model: keras.Model, data: tuple[Any, Any, Any], **options: Any) -> KerasInput:
         """The input that ``fit`` would get, without a cache, for somebody who reads some batches and closes it.
 
         Args:
@@ -138,7 +138,7 @@ class Inputs:
         def method(*args: Any, **kwargs: Any) -> Any:
             call = signature.bind(model, *args, **kwargs)
             given = call.arguments
-            if given.get("x") is None or isinstance(given["x"], Input):
+            if given.get("x") is None or isinstance(given["x"], KerasInput):
                 return original(*call.args, **call.kwargs)
             with ExitStack() as stack:
                 make = functools.partial(self._input, model, tell, name == "fit")
@@ -171,13 +171,13 @@ class Inputs:
         path_ending: str = "",
         look: Callable[[Any], None] | None = None,
         **options: Any,
-    ) -> Input:
+    ) -> KerasInput:
         given = options | {"pending": self._pending_of}
         source = source_of(*data, **given)
         is_compiled = model.jit_compile and not model.run_eagerly
         if is_fit and self._options.cache:
             source = self._kept(source, data, is_compiled, path_ending, given)
-        return Input(
+        return KerasInput(
             source,
             self._placement.hand_over if is_compiled else (lambda batch: batch),
             self._depth(source, options["shuffle"]),
@@ -190,7 +190,7 @@ class Inputs:
     def _pending_of(self, generator: Any) -> Pending:
         return self._pending.setdefault(generator, deque())
 
-    def _depth(self, source: Source, shuffle: bool | str) -> int:
+    def _depth(self, source: InputSource, shuffle: bool | str) -> int:
         """Number of batches to place ahead."""
         if isinstance(source, AdapterSource) and source.is_arrays:
             # On a CPU the rows are there already, and a thread only takes time from the step. And Keras draws the order
@@ -200,7 +200,9 @@ class Inputs:
             on_the_spot = isinstance(source, DeviceSource)
         return 0 if on_the_spot else self._options.prefetch
 
-    def _kept(self, source: Source, data: tuple[Any, ...], is_compiled: bool, path_ending: str, given: Any) -> Source:
+    def _kept(
+        self, source: InputSource, data: tuple[Any, ...], is_compiled: bool, path_ending: str, given: Any
+    ) -> InputSource:
         """``source`` with the cache that was asked for."""
         cache, steps = self._options.cache, given["steps_per_epoch"]
         on_devices = cache == "device" and is_compiled
@@ -212,12 +214,12 @@ class Inputs:
                 f"end before the {source.name} does. Leave out the steps (validation_steps for validation data), or the cache."
             )
         if on_devices:
-            return CachedSource(source, MemoryStore(), self._placement.place)
+            return CachedSource(source, MemoryBatchStore(), self._placement.place)
         return CachedSource(
-            source, MemoryStore() if cache in ("memory", "device") else FileStore(f"{cache}{path_ending}")
+            source, MemoryBatchStore() if cache in ("memory", "device") else FileBatchStore(f"{cache}{path_ending}")
         )
 
-    def _on_devices(self, data: tuple[Any, ...], given: dict[str, Any]) -> Source:
+    def _on_devices(self, data: tuple[Any, ...], given: dict[str, Any]) -> InputSource:
         """Arrays on the devices; the same code as always says in which order their rows come."""
         everything = given | {"shuffle": False, "batch_size": sys.maxsize, "steps_per_epoch": None}
         whole = next(source_of(*data, **everything).batches())
@@ -240,7 +242,7 @@ def _hold_out(given: dict[str, Any]) -> None:
         given.update(zip(("x", "y", "sample_weight"), kept, strict=True), validation_data=held_out)
 
 
-def _replace_validation(given: dict[str, Any], make: Callable[..., Input]) -> None:
+def _replace_validation(given: dict[str, Any], make: Callable[..., KerasInput]) -> None:
     if given.get("validation_data") is None:
         return
     data = trainer.unpack_x_y_sample_weight(given["validation_data"])
@@ -255,7 +257,7 @@ def _replace_validation(given: dict[str, Any], make: Callable[..., Input]) -> No
 
 
 @contextmanager
-def _closing(opened: Input) -> Iterator[Input]:
+def _closing(opened: KerasInput) -> Iterator[KerasInput]:
     try:
         yield opened
     except BaseException:

@@ -6,12 +6,12 @@ from typing import Any
 
 from lockstep._errors import InputError
 from lockstep.data.random_state import restore_random_state
-from lockstep.data.sources import Source
+from lockstep.data.sources import InputSource
 
-__all__ = ["NumberedBatches", "UnreadBatches"]
+__all__ = ["IndexedBatches", "UnreadBatchCounter"]
 
 
-class UnreadBatches(Source):
+class UnreadBatchCounter(InputSource):
     """An input of which this process counts the batches, while others read them: each is the first one.
 
     Args:
@@ -20,37 +20,37 @@ class UnreadBatches(Source):
 
     can_seek = True
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: InputSource) -> None:
         super().__init__(source.name)
         self._source, self.has_hooks = source, source.has_hooks
         self._first: Any = None
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._source.num_batches
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         pick = self._source.picker()  # Draws the order, as elsewhere.
         if self._first is None and pick is not None:
             self._first = pick(0)
         return itertools.repeat(self._first, self.num_batches or 0)
 
     def begin_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.begin_epoch()
 
     def end_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.end_epoch()
 
     def close(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._source.close()
 
 
-class NumberedBatches:
+class IndexedBatches:
     """Reads an input as another process does, and gives the batches that are asked for.
 
     Where a batch cannot be read without those before it, all are read, and kept as long as they may still be asked for.
@@ -59,7 +59,7 @@ class NumberedBatches:
         source: the input.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: InputSource) -> None:
         self._source = source
         self._batches: Iterator[Any] | None = None
         self._pick: Callable[[int], Any] | None = None
@@ -90,7 +90,7 @@ class NumberedBatches:
         """Do what the data's own code did elsewhere where epochs began and ended, and what was not done here yet.
 
         Args:
-            hooks: all of the call, each with its random state: see :attr:`lockstep.data.keras_adapter.Input.hooks`.
+            hooks: all of the call, each with its random state: see :attr:`lockstep.data.keras_adapter.KerasInput.hooks`.
         """
         for kind, state in hooks[self._hooks_done :]:
             restore_random_state(state)

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from lockstep.data.keras_adapter import Input
+from lockstep.data.keras_adapter import KerasInput
 
 __all__ = ["InputListener", "listening"]
 
@@ -20,12 +20,12 @@ class InputListener(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.data: Input | None = None
+        self.data: KerasInput | None = None
 
 
 @contextmanager
 def listening(arguments: dict[str, Any]) -> Iterator[None]:
-    """Is open during a call of ``fit`` with these arguments, of which x is an :class:`Input`."""
+    """Is open during a call of ``fit`` with these arguments, of which x is an :class:`KerasInput`."""
     callbacks = arguments.get("callbacks")
     given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
     found = [callback for callback in given if isinstance(callback, InputListener)]

@@ -9,11 +9,11 @@ import numpy as np
 
 from lockstep._errors import InputError
 
-__all__ = ["Position", "digest_of_batch", "refuse_other_batch"]
+__all__ = ["IteratorState", "digest_of_batch", "refuse_other_batch"]
 
 
 @dataclass(frozen=True)
-class Position:
+class IteratorState:
     """Where a pass stands; of values of JSON.
 
     Args:
@@ -45,7 +45,7 @@ def digest_of_batch(batch: Any) -> str | None:
     return found.hexdigest()
 
 
-def refuse_other_batch(name: str, position: Position, batch: Any) -> None:
+def refuse_other_batch(name: str, position: IteratorState, batch: Any) -> None:
     """Refuse to go on in an input that gives another batch than the one that was used last.
 
     Raises:

@@ -1,6 +1,6 @@
 """The input of one call of ``fit``, ``evaluate`` or ``predict``, as Keras's loop and the step see it.
 
-Keras takes an :class:`Input` for a data adapter of its own kind. Its loop asks it for an iterator and hands that on to the
+Keras takes an :class:`KerasInput` for a data adapter of its own kind. Its loop asks it for an iterator and hands that on to the
 step, which takes placed batches from it; Keras itself looks at no more than the first batch, to learn shapes.
 """
 
@@ -14,20 +14,20 @@ import jax
 import numpy as np
 
 from lockstep._keras import trainer
-from lockstep.data.device_placement import Rows
-from lockstep.data.indexed_batches import NumberedBatches, UnreadBatches
-from lockstep.data.iterator_state import Position
-from lockstep.data.pass_iterator import Check, Epoch, Place
+from lockstep.data.device_placement import PlacedRows
+from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter
+from lockstep.data.iterator_state import IteratorState
+from lockstep.data.pass_iterator import BatchCheck, PassIterator, Place
 from lockstep.data.random_state import captured_random_state, restore_random_state
-from lockstep.data.sources import DatasetSource, Source
-from lockstep.data.wait_meter import Meter
+from lockstep.data.sources import DatasetSource, InputSource
+from lockstep.data.wait_meter import WaitMeter
 
-__all__ = ["Hook", "Input", "next_batch"]
+__all__ = ["Hook", "KerasInput", "next_batch"]
 
 Hook = list[Any]  # "begin" or "end" of an epoch, and the random state then; where the source has code for these
 
 
-class Input(trainer.DataAdapter):
+class KerasInput(trainer.DataAdapter):
     """What Keras gets in place of the user's input.
 
     Args:
@@ -46,41 +46,41 @@ class Input(trainer.DataAdapter):
 
     def __init__(
         self,
-        source: Source,
+        source: InputSource,
         place: Place,
         depth: int,
         steps: int | None,
         tell: Callable[[str], None],
         look: Callable[[Any], None] | None = None,
-        new_check: Callable[[], Check] | None = None,
+        new_check: Callable[[], BatchCheck] | None = None,
     ) -> None:
         self._source, self._place, self._depth = source, place, depth
         self._steps = math.inf if steps is None else steps
         self._tell, self._look, self._new_check = tell, look, new_check
-        self._start: Position | None = None
+        self._start: IteratorState | None = None
         self._done, self._is_kept = 0, False
         self._is_expecting = self.goes_on = False
         self.hooks: list[Hook] = []
-        self.meter = Meter()
-        self._epoch: Epoch | None = None
+        self.meter = WaitMeter()
+        self._epoch: PassIterator | None = None
         self._passes = self._taken_before = 0
-        self._handed_out: Epoch | None = None  # the pass that Keras has
+        self._handed_out: PassIterator | None = None  # the pass that Keras has
         self._is_going_on = False  # whether this process began in the middle of a pass of several epochs
         self._within = False
         self.rows: int | None = None  # of the first batch that was taken
 
-    def get_jax_iterator(self) -> Epoch:
+    def get_jax_iterator(self) -> PassIterator:
         """A new pass; what an earlier one has left goes back to the source."""
         self._handed_out = self._new_pass()
         return self._handed_out
 
-    def _new_pass(self) -> Epoch:
+    def _new_pass(self) -> PassIterator:
         if self._epoch:
             self._epoch.close()
             self._taken_before += self._epoch.position
         self._passes += 1
         before, start, self._start = self._epoch, self._start, None
-        self._epoch = Epoch(
+        self._epoch = PassIterator(
             self._source,
             self._placed,
             self._depth,
@@ -116,14 +116,14 @@ class Input(trainer.DataAdapter):
         """Number of batches that are placed ahead."""
         return self._depth
 
-    def numbered(self) -> NumberedBatches:
+    def numbered(self) -> IndexedBatches:
         """The batches by pass and number, for a process that takes some of them; this object gives none then."""
-        return NumberedBatches(self._source)
+        return IndexedBatches(self._source)
 
     def leave_reading_to_others(self) -> None:
         """Count batches from now on, where they need not be read for that."""
         if isinstance(self._source, DatasetSource) and self._source.num_batches is not None:
-            self._source = UnreadBatches(self._source)
+            self._source = UnreadBatchCounter(self._source)
 
     def look(self) -> Any:
         """The first batch, on the host; where it cannot be read again, it comes first in the next pass."""
@@ -152,7 +152,7 @@ class Input(trainer.DataAdapter):
         return self._taken_before + (self._epoch.position if self._epoch else 0)
 
     def facts_of_pass(self) -> dict[str, Any]:
-        """What another process needs to know of the pass, to read the same batches: see :class:`NumberedBatches`."""
+        """What another process needs to know of the pass, to read the same batches: see :class:`IndexedBatches`."""
         begun_with = self._epoch.at_begin if self._epoch else {}
         return {"pass": self._passes, "at_begin": begun_with, "hooks": self.hooks, "taken_before": self._taken_before}
 
@@ -166,7 +166,7 @@ class Input(trainer.DataAdapter):
         """Whether a pass can begin in the middle, without reading what comes before."""
         return self._source.can_seek
 
-    def keep_position(self, earlier: Position | None, is_expecting: bool) -> None:
+    def keep_position(self, earlier: IteratorState | None, is_expecting: bool) -> None:
         """From now on :meth:`where` will be asked.
 
         Args:
@@ -178,7 +178,7 @@ class Input(trainer.DataAdapter):
         if earlier and not self._source.restarts:
             restore_random_state(earlier.at_begin)  # The first look is the begin of the pass.
 
-    def go_on_from(self, position: Position | None, steps: int, hooks: list[Hook]) -> None:
+    def go_on_from(self, position: IteratorState | None, steps: int, hooks: list[Hook]) -> None:
         """Begin where another process stood.
 
         Args:
@@ -192,7 +192,7 @@ class Input(trainer.DataAdapter):
             (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
         self.hooks = list(hooks)
 
-    def where(self, is_epoch_over: bool) -> Position | None:
+    def where(self, is_epoch_over: bool) -> IteratorState | None:
         """Where the pass stands; None where a new one begins next.
 
         Args:
@@ -271,8 +271,8 @@ class Input(trainer.DataAdapter):
 
 
 def _rows_of(batch: Any) -> int | None:
-    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
-    shapes = [leaf.shape if isinstance(leaf, Rows) else np.shape(leaf) for leaf in leaves]
+    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+    shapes = [leaf.shape if isinstance(leaf, PlacedRows) else np.shape(leaf) for leaf in leaves]
     return int(shapes[0][0]) if shapes and shapes[0] else None
 
 
@@ -287,4 +287,4 @@ def next_batch(iterator: Any, after: Any) -> Any:
         StopIteration: there is none.
     """
     own = trainer.on_its_way(iterator)
-    return own.take(after) if isinstance(own, Epoch) else next(iterator)
+    return own.take(after) if isinstance(own, PassIterator) else next(iterator)

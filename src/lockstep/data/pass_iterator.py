@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 import jax
 
-from lockstep.data.iterator_state import Position, digest_of_batch, refuse_other_batch
-from lockstep.data.prefetch import Direct, Feed, Reader
+from lockstep.data.iterator_state import IteratorState, digest_of_batch, refuse_other_batch
+from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher
 from lockstep.data.random_state import captured_random_state, restore_random_state
-from lockstep.data.sources import Source
-from lockstep.data.wait_meter import Meter
+from lockstep.data.sources import InputSource
+from lockstep.data.wait_meter import WaitMeter
 
-__all__ = ["Check", "Epoch", "Gather", "Place"]
+__all__ = ["BatchCheck", "BatchGather", "PassIterator", "Place"]
 
 Place = Callable[[Any], Any]
 
 
-class Check(Protocol):
+class BatchCheck(Protocol):
     """Looks at the batches of one pass before they are placed."""
 
     def __call__(self, number: int, batch: Any) -> None:
@@ -30,7 +30,7 @@ class Check(Protocol):
         """The pass is over."""
 
 
-class Gather(Protocol):
+class BatchGather(Protocol):
     """Brings values together that the processes have for the batches of one pass."""
 
     def __call__(self, value: Any) -> list[Any]:
@@ -41,13 +41,13 @@ class Gather(Protocol):
 
 
 @dataclass(frozen=True)
-class _Read:
+class _HostBatch:
     placed: Any
     host: Any  # None where nobody will ask for it
     after: dict[str, Any] | None = None  # the random state after it was read, where a thread reads ahead
 
 
-class Epoch:
+class PassIterator:
     """Iterator over the batches of one pass, which may last several epochs where those have a number of steps.
 
     ``next`` looks at the next batch on the host, and what was looked at is not taken yet; :meth:`take` takes a placed one.
@@ -64,30 +64,32 @@ class Epoch:
 
     def __init__(
         self,
-        source: Source,
+        source: InputSource,
         place: Place,
         depth: int,
-        meter: Meter,
-        check: Check | None = None,
-        start: Position | None = None,
+        meter: WaitMeter,
+        check: BatchCheck | None = None,
+        start: IteratorState | None = None,
         is_kept: bool = False,
     ) -> None:
         self._source, self._place, self._depth, self._meter = source, place, depth, meter
         self._check, self._start, self._is_kept = check, start, is_kept
         self._number = start.batches if start else 0
         self.at_begin: dict[str, Any] = {}  # the random state
-        self._last: _Read | None = None
+        self._last: _HostBatch | None = None
         self._batches: Iterator[Any] | None = None
         self._looked: deque[Any] = deque()
         self._allowance: float | None = None
         self._running: deque[Any] = deque()
         self._closed = False
-        self.successor: Epoch | None = None  # gives the batches from now on
-        self._reader: Reader = (
-            Feed(self._read, self._finish, depth, source.name) if depth else Direct(self._read, self._finish)
+        self.successor: PassIterator | None = None  # gives the batches from now on
+        self._reader: BatchReader = (
+            Prefetcher(self._read, self._finish, depth, source.name)
+            if depth
+            else InlineReader(self._read, self._finish)
         )
 
-    def __iter__(self) -> "Epoch":
+    def __iter__(self) -> "PassIterator":
         return self
 
     def __next__(self) -> Any:
@@ -106,14 +108,14 @@ class Epoch:
         """Go to where the earlier process stood, before a step asks for a batch."""
         self._batches = self._batches or self._begin()
 
-    def where(self) -> Position | None:
+    def where(self) -> IteratorState | None:
         """Where the pass stands; None before its first batch was taken."""
         if self._last is None:
             if self._start is None or self._depth:
                 return self._start
             return replace(self._start, after=captured_random_state())
         after = self._last.after or captured_random_state()
-        return Position(self.position, self.at_begin, after, digest_of_batch(self._last.host))
+        return IteratorState(self.position, self.at_begin, after, digest_of_batch(self._last.host))
 
     def allow(self, batches: float) -> None:
         """Let ``batches`` more batches be read than were taken, from the next :meth:`take` on."""
@@ -177,7 +179,7 @@ class Epoch:
         restore_random_state(start.after)
         return batches
 
-    def _read(self) -> _Read:
+    def _read(self) -> _HostBatch:
         begun = time.monotonic()
         try:
             host = self._looked.popleft() if self._looked else self._next()
@@ -194,7 +196,7 @@ class Epoch:
             jax.block_until_ready(placed)
         is_ahead = self._is_kept and self._depth > 0
         kept = host if self._is_kept or not self._source.restarts else None
-        return _Read(placed, kept, captured_random_state() if is_ahead else None)
+        return _HostBatch(placed, kept, captured_random_state() if is_ahead else None)
 
     def _finish(self) -> None:
         if inspect.isgenerator(self._batches):

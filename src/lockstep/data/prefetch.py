@@ -1,6 +1,6 @@
 """Batches of one input in order, read and placed ahead of the steps that take them.
 
-A :class:`Feed` has a thread; :class:`Direct` does the same in the thread that takes. Neither ever asks for a batch that
+A :class:`Prefetcher` has a thread; :class:`InlineReader` does the same in the thread that takes. Neither ever asks for a batch that
 was not allowed: what a generator yields is left in it until an epoch needs it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from lockstep._logging import announce
 from lockstep.distributed.control.wait_logger import is_given_up
 
-__all__ = ["PATIENCE", "Direct", "Feed", "Reader"]
+__all__ = ["PATIENCE", "BatchReader", "InlineReader", "Prefetcher"]
 
 PATIENCE = 60.0  # seconds without a batch after which a wait is told, and again after each doubling
 _GRACE = 0.5  # seconds that a thread in somebody's code gets to end after an error or Ctrl-C
@@ -22,7 +22,7 @@ _GRACE = 0.5  # seconds that a thread in somebody's code gets to end after an er
 Read = Callable[[], Any]  # the next batch; StopIteration where there is none
 
 
-class Reader(Protocol):
+class BatchReader(Protocol):
     """Gives batches in order, as many as are allowed."""
 
     taken: int
@@ -40,7 +40,7 @@ class Reader(Protocol):
         """End all work; gives the batches that were read and not taken. After a failure it does not wait for long."""
 
 
-class Direct:
+class InlineReader:
     """Reads a batch when it is taken.
 
     Args:
@@ -54,15 +54,15 @@ class Direct:
         self.taken = 0
 
     def allow(self, batches: float) -> None:
-        """See :class:`Reader`."""
+        """See :class:`BatchReader`."""
         self._allowed = self.taken + batches
 
     def is_waiting(self) -> bool:
-        """See :class:`Reader`."""
+        """See :class:`BatchReader`."""
         return False  # Reading is work and no wait: it takes the time of the thread that also starts the steps.
 
     def take(self) -> Any:
-        """See :class:`Reader`."""
+        """See :class:`BatchReader`."""
         if self.taken >= self._allowed:
             raise StopIteration
         batch = self._read()
@@ -70,12 +70,12 @@ class Direct:
         return batch
 
     def close(self, failed: bool) -> list[Any]:
-        """See :class:`Reader`."""
+        """See :class:`BatchReader`."""
         self._finish()
         return []
 
 
-class Feed:
+class Prefetcher:
     """Reads up to ``depth`` batches ahead in a thread of its own.
 
     What the reading raises is raised by the :meth:`take` that would have given the batch, with the traceback that it had.
@@ -103,17 +103,17 @@ class Feed:
         self.taken = 0
 
     def allow(self, batches: float) -> None:
-        """See :class:`Reader`."""
+        """See :class:`BatchReader`."""
         with self._changed:
             self._allowed = self.taken + batches
             self._changed.notify_all()
 
     def is_waiting(self) -> bool:
-        """See :class:`Reader`."""
+        """See :class:`BatchReader`."""
         return not self._ready
 
     def take(self) -> Any:
-        """See :class:`Reader`."""
+        """See :class:`BatchReader`."""
         with self._changed:
             if self._thread is None:
                 self._start()
@@ -125,7 +125,7 @@ class Feed:
             return self._ready.popleft()
 
     def close(self, failed: bool) -> list[Any]:
-        """See :class:`Reader`."""
+        """See :class:`BatchReader`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -13,9 +13,9 @@ from lockstep.data.sources import (
     CallableSource,
     DatasetSource,
     GeneratorSource,
+    InputSource,
     IterableSource,
     Pending,
-    Source,
 )
 
 __all__ = ["source_of", "source_of_trees"]
@@ -30,7 +30,7 @@ def source_of(
     class_weight: Any = None,
     pending: Callable[[Any], Pending],
     **options: Any,
-) -> Source:
+) -> InputSource:
     """The source for what was given to ``fit``, ``evaluate`` or ``predict``.
 
     Args:
@@ -47,7 +47,7 @@ def source_of(
         ValueError: from Keras, likewise for its kinds of input.
     """
     is_generator = isinstance(x, GeneratorType)
-    if isinstance(x, Source):
+    if isinstance(x, InputSource):
         _refuse_besides(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         return x
     if is_generator or (callable(x) and not isinstance(x, (trainer.DataAdapter, keras.utils.PyDataset))):
@@ -59,13 +59,13 @@ def source_of(
     return AdapterSource(adapter, type(x).__name__)
 
 
-def source_of_trees(dataset: Any) -> Source:
+def source_of_trees(dataset: Any) -> InputSource:
     """The source for batches of any form: an iterable, a ``keras.utils.PyDataset``, or a function of the step.
 
     Raises:
         InputError: it is none of them.
     """
-    if isinstance(dataset, Source):
+    if isinstance(dataset, InputSource):
         return dataset
     if isinstance(dataset, keras.utils.PyDataset):
         return DatasetSource(dataset)

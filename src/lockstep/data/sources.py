@@ -21,12 +21,20 @@ import numpy as np
 from lockstep._errors import InputError
 from lockstep._keras import trainer
 
-__all__ = ["AdapterSource", "CallableSource", "DatasetSource", "GeneratorSource", "IterableSource", "Pending", "Source"]
+__all__ = [
+    "AdapterSource",
+    "CallableSource",
+    "DatasetSource",
+    "GeneratorSource",
+    "InputSource",
+    "IterableSource",
+    "Pending",
+]
 
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
 
 
-class Source:
+class InputSource:
     """An input. What a kind has no use for, it leaves as it is here.
 
     Args:
@@ -71,7 +79,7 @@ class Source:
         """The call that this is the input of has ended."""
 
 
-class AdapterSource(Source):
+class AdapterSource(InputSource):
     """What one of Keras's adapters reads.
 
     Args:
@@ -85,7 +93,7 @@ class AdapterSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._adapter.num_batches
 
     @property
@@ -95,23 +103,23 @@ class AdapterSource(Source):
 
     @property
     def can_seek(self) -> bool:  # type: ignore[override]
-        """See :class:`Source`: arrays are sliced, which costs next to nothing."""
+        """See :class:`InputSource`: arrays are sliced, which costs next to nothing."""
         return self.is_arrays
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return iter(self._adapter.get_jax_iterator())
 
     def begin_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._adapter.on_epoch_begin()
 
     def end_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._adapter.on_epoch_end()
 
 
-class _MadeSource(Source):
+class _UserCodeSource(InputSource):
     """A source whose batches are made by somebody's Python code."""
 
     def _made(self) -> Iterator[Any]:
@@ -122,11 +130,11 @@ class _MadeSource(Source):
         return itertools.islice(self._made(), number, None)
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._copied(self._made_from(0))
 
     def batches_from(self, number: int) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._copied(self._made_from(number))
 
     def _picking(self, made: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -138,7 +146,7 @@ class _MadeSource(Source):
             yield jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
-class _LeavingSource(_MadeSource):
+class _LeftoverSource(_UserCodeSource):
     """One that may leave batches over: what was read and not used comes first in the next pass."""
 
     def __init__(self, name: str, pending: Pending) -> None:
@@ -146,19 +154,19 @@ class _LeavingSource(_MadeSource):
         self._pending = pending
 
     def batches(self) -> Iterator[Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         while self._pending:
             yield self._pending.popleft()
         yield from super().batches()
 
-    batches_from = Source.batches_from  # Not from a number on, as what was left comes first.
+    batches_from = InputSource.batches_from  # Not from a number on, as what was left comes first.
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._pending.extendleft(reversed(batches))
 
 
-class GeneratorSource(_LeavingSource):
+class GeneratorSource(_LeftoverSource):
     """A Python generator: one pass, which goes on from epoch to epoch and from one ``fit`` to the next.
 
     Args:
@@ -190,12 +198,12 @@ class GeneratorSource(_LeavingSource):
         self._yielded = False  # The next pass, if there is one, has nothing to begin with.
 
     def give_back(self, batches: list[Any]) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         super().give_back(batches)
         self._yielded = self._yielded or bool(batches)
 
 
-class DatasetSource(_MadeSource):
+class DatasetSource(_UserCodeSource):
     """A ``keras.utils.PyDataset``, whose batches ``workers`` threads read.
 
     Args:
@@ -214,7 +222,7 @@ class DatasetSource(_MadeSource):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._dataset.num_batches
 
     def _made_from(self, number: int) -> Iterator[Any]:
@@ -222,7 +230,7 @@ class DatasetSource(_MadeSource):
         return map(self._standard, read(itertools.islice(self._order(), number, None)))
 
     def picker(self) -> Callable[[int], Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         order = None if self.num_batches is None else list(self._order())
         return self._picking(lambda number: self._standard(self._dataset[order[number] if order else number]))
 
@@ -253,15 +261,15 @@ class DatasetSource(_MadeSource):
             pool.join()
 
     def begin_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._dataset.on_epoch_begin()
 
     def end_epoch(self) -> None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         self._dataset.on_epoch_end()
 
 
-class CallableSource(_MadeSource):
+class CallableSource(_UserCodeSource):
     """A function of the number of the step: None, or StopIteration, is the end.
 
     Args:
@@ -285,7 +293,7 @@ class CallableSource(_MadeSource):
             yield tuple(batch) if isinstance(batch, list) else batch
 
     def picker(self) -> Callable[[int], Any]:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         return self._picking(lambda number: next(self._made_from(number)))
 
 
@@ -293,7 +301,7 @@ def _name_of(function: Callable[..., Any]) -> str:
     return function.__name__ if isinstance(function, (FunctionType, MethodType)) else type(function).__name__
 
 
-class IterableSource(_LeavingSource):
+class IterableSource(_LeftoverSource):
     """Any iterable of batches; one that can be gone through once goes on from pass to pass.
 
     Args:
@@ -307,7 +315,7 @@ class IterableSource(_LeavingSource):
 
     @property
     def num_batches(self) -> int | None:
-        """See :class:`Source`."""
+        """See :class:`InputSource`."""
         known = length_hint(self._iterable, -1) if self.restarts else -1
         return known if known >= 0 else None
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import keras
 
-__all__ = ["BOUND", "Meter", "Onlooker", "about_waiting", "meters_observed"]
+__all__ = ["BOUND", "FitObserver", "WaitMeter", "about_waiting", "meters_observed"]
 
 BOUND = 0.2  # share of the time that may be spent waiting for data before it is told
 _LEAST = 2.0  # seconds of waiting below which nothing is told: it is not worth a sentence
 
-_observed: ContextVar["list[Meter] | None"] = ContextVar("observed", default=None)
+_observed: ContextVar["list[WaitMeter] | None"] = ContextVar("observed", default=None)
 
 
 @contextmanager
-def meters_observed() -> Iterator["list[Meter]"]:
+def meters_observed() -> Iterator["list[WaitMeter]"]:
     """Gives a list that each meter joins which is made in this context."""
-    made: list[Meter] = []
+    made: list[WaitMeter] = []
     token = _observed.set(made)
     try:
         yield made
@@ -27,7 +27,7 @@ def meters_observed() -> Iterator["list[Meter]"]:
         _observed.reset(token)
 
 
-class Meter:
+class WaitMeter:
     """Measures how much of the time no step could run because the next batch was not there.
 
     The clock starts with the third step: the first two are compiled.
@@ -92,7 +92,7 @@ def about_waiting(share: float) -> tuple[str, str]:
     )
 
 
-class Onlooker:
+class FitObserver:
     """Is shown each call of ``fit``; this one does not look."""
 
     def called(

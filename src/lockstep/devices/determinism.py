@@ -20,12 +20,12 @@ GPU_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
 @dataclass
-class _Setting:
+class _DeterminismSetting:
     enabled: bool = False
     cpu_threads: int = CPU_THREADS
 
 
-_setting = _Setting()  # of the process; only set_deterministic changes it
+_setting = _DeterminismSetting()  # of the process; only set_deterministic changes it
 
 
 def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -> None:

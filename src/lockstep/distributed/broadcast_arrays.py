@@ -10,14 +10,16 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.distributed.control.control_client import Session
+from lockstep.distributed.control.control_client import ControlClient
 
 __all__ = ["shared_arrays"]
 
 _PIECE = 1 << 22  # numbers of 4 bytes that travel at once
 
 
-def shared_arrays(session: Session, placement: Placement, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def shared_arrays(
+    session: ControlClient, placement: Placement, arrays: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """The chief's arrays; all workers call it, and what the others give is not looked at.
 
     Args:

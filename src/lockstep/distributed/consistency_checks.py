@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep._version import used_versions
-from lockstep.distributed.control.control_client import Session
+from lockstep.distributed.control.control_client import ControlClient
 
 __all__ = ["agree_on_random_numbers", "described_model", "identity"]
 
@@ -31,7 +31,7 @@ def _script() -> str | None:
     return f"{Path(path).name}, sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}"
 
 
-def agree_on_random_numbers(session: Session, announce: Callable[[str], None]) -> None:
+def agree_on_random_numbers(session: ControlClient, announce: Callable[[str], None]) -> None:
     """See that every worker draws the same numbers, for its weights and for the order of its rows.
 
     Where no seed was set, all go on with the chief's numbers.

@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 
 from lockstep.data.device_placement import Placement
-from lockstep.distributed.control.control_client import Session
-from lockstep.execution.per_device import OnEachDevice, local
+from lockstep.distributed.control.control_client import ControlClient
+from lockstep.execution.per_device import PerDeviceProgram, local
 
 __all__ = ["DriftCheck"]
 
@@ -25,9 +25,9 @@ class DriftCheck:
         placement: the devices.
     """
 
-    def __init__(self, session: Session, placement: Placement) -> None:
+    def __init__(self, session: ControlClient, placement: Placement) -> None:
         self._session, self._placement = session, placement
-        self._sums = OnEachDevice(lambda arrays: [jnp.stack([_checksum(array) for array in arrays])], placement)
+        self._sums = PerDeviceProgram(lambda arrays: [jnp.stack([_checksum(array) for array in arrays])], placement)
 
     def __call__(self, step: int, names: Sequence[str], arrays: Sequence[Any]) -> None:
         """Compare.

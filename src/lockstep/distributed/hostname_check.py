@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.addresses import is_loopback, split_address
-from lockstep.distributed.control.control_client import Session
+from lockstep.distributed.control.control_client import ControlClient
 
 __all__ = ["refuse_unreachable_names"]
 
@@ -18,7 +18,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 
 
-def refuse_unreachable_names(session: Session) -> None:
+def refuse_unreachable_names(session: ControlClient) -> None:
     """Refuse to go on where there are several machines and the name of one leads nowhere, or back to itself.
 
     Args:
@@ -66,7 +66,7 @@ def _address_of_own_name() -> str | None:
     return None
 
 
-def _address_towards(session: Session) -> str | None:
+def _address_towards(session: ControlClient) -> str | None:
     """The address with which this machine goes to worker 0; nothing is sent."""
     try:
         family, _, _, _, address = socket.getaddrinfo(

@@ -8,16 +8,16 @@ from itertools import count
 from typing import Any
 
 from lockstep.data.iterator_state import digest_of_batch
-from lockstep.distributed.control.control_client import Session
-from lockstep.distributed.control.wait_logger import GivenUpError
+from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.control.wait_logger import CancelledError
 
-__all__ = ["Comparison", "Gathering", "of_each_pass"]
+__all__ = ["BatchComparison", "BatchGathering", "of_each_pass"]
 
 _FIRST, _EVERY = 3, 100  # which batches are compared: the first ones, then one in a hundred
 
 
-def of_each_pass(kind: Callable[..., Any], session: Session, lane: str, *options: Any) -> Callable[[], Any]:
-    """Makes a :class:`Comparison` or :class:`Gathering` for each pass over one input.
+def of_each_pass(kind: Callable[..., Any], session: ControlClient, lane: str, *options: Any) -> Callable[[], Any]:
+    """Makes a :class:`BatchComparison` or :class:`BatchGathering` for each pass over one input.
 
     Args:
         kind: of the two.
@@ -29,7 +29,7 @@ def of_each_pass(kind: Callable[..., Any], session: Session, lane: str, *options
     return lambda: kind(session, f"{lane}, pass {next(numbers)}", *options)
 
 
-class Comparison:
+class BatchComparison:
     """Compares the batches that all workers should have read alike.
 
     Digests are compared now and then. That there is a batch at all is agreed on each time, unless the workers have agreed on the
@@ -42,7 +42,7 @@ class Comparison:
         has_known_length: whether its length was agreed on.
     """
 
-    def __init__(self, session: Session, lane: str, name: str, has_known_length: bool) -> None:
+    def __init__(self, session: ControlClient, lane: str, name: str, has_known_length: bool) -> None:
         self._session, self._lane, self._name, self._has_known_length = session, lane, name, has_known_length
 
     def __call__(self, number: int, batch: Any) -> None:
@@ -57,7 +57,7 @@ class Comparison:
         found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
         try:
             self._session.agree(f"batch {number + 1} of {self._name}", found, cure=_CURE, lane=self._lane)
-        except GivenUpError:
+        except CancelledError:
             return  # The batch is nobody's: it goes back to the input.
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class Comparison:
         self._session.forget(self._lane)
 
 
-class Gathering:
+class BatchGathering:
     """Brings values together that the workers have for the batches of one pass; to be called by one thread at a time.
 
     Args:
@@ -74,14 +74,14 @@ class Gathering:
         name: of the input.
     """
 
-    def __init__(self, session: Session, lane: str, name: str) -> None:
+    def __init__(self, session: ControlClient, lane: str, name: str) -> None:
         self._session, self._lane, self._name = session, lane, name
 
     def __call__(self, value: Any) -> list[Any]:
         """The values of all, which are of JSON.
 
         Raises:
-            GivenUpError: nobody takes batches any more.
+            CancelledError: nobody takes batches any more.
         """
         return self._session.gather(f"the batches of {self._name}", value, lane=self._lane)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
-from lockstep.distributed.cluster.env_reader import Variables
-from lockstep.distributed.control.control_client import Session
+from lockstep.distributed.cluster.env_reader import EnvReader
+from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.listener import open_listener
 
 __all__ = ["JAX_PORT", "address_of_jax"]
@@ -19,7 +19,7 @@ JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default 
 _REACH_SECONDS = 10.0
 
 
-def address_of_jax(session: Session, environ: Mapping[str, str], announce: Callable[[str], None]) -> str:
+def address_of_jax(session: ControlClient, environ: Mapping[str, str], announce: Callable[[str], None]) -> str:
     """``host:port`` of JAX's service, at which nothing listens any more.
 
     Args:
@@ -44,7 +44,7 @@ def address_of_jax(session: Session, environ: Mapping[str, str], announce: Calla
 
 @contextlib.contextmanager
 def _tried(
-    session: Session, environ: Mapping[str, str], announce: Callable[[str], None]
+    session: ControlClient, environ: Mapping[str, str], announce: Callable[[str], None]
 ) -> Iterator[tuple[str, str | None]]:
     """The address while the chief listens there, and why it cannot."""
     host = host_of(session.group.coordinator)
@@ -59,7 +59,7 @@ def _tried(
 
 
 def _fixed_port(environ: Mapping[str, str]) -> int | None:
-    own = Variables("Lockstep", environ, "Set it to a free port, or leave it out.")
+    own = EnvReader("Lockstep", environ, "Set it to a free port, or leave it out.")
     return own.whole(JAX_PORT, "the port of JAX's service", least=1, most=65535) if JAX_PORT in environ else None
 
 

@@ -14,7 +14,7 @@ from lockstep._errors import ClusterError
 from lockstep.devices.cpu_devices import has_started, reserve_threads
 from lockstep.devices.malloc_tuning import NVIDIA_GPUS
 from lockstep.distributed.cluster.addresses import host_of, is_loopback
-from lockstep.distributed.control.control_client import Session
+from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.wait_logger import listed
 from lockstep.distributed.hostname_check import refuse_unreachable_names
 from lockstep.distributed.jax_coordinator import address_of_jax
@@ -26,7 +26,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def start_jax(
-    session: Session,
+    session: ControlClient,
     cpu_devices: int,
     timeout_seconds: float,
     environ: Mapping[str, str],
@@ -74,7 +74,7 @@ def start_jax(
         ) from error
 
 
-def _refuse_started(session: Session) -> None:
+def _refuse_started(session: ControlClient) -> None:
     """Refuse to go on where JAX runs already in a worker, on its own devices alone."""
     started = session.gather("whether JAX has started", has_started())
     names = [str(peer) for peer, has in zip(session.peers, started, strict=True) if has]

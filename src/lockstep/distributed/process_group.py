@@ -12,16 +12,16 @@ from lockstep.data.device_placement import Placement
 from lockstep.distributed.broadcast_arrays import shared_arrays
 from lockstep.distributed.chief_only_io import leave_printing_to_the_chief, refuse_backup
 from lockstep.distributed.consistency_checks import described_model
-from lockstep.distributed.control.control_client import Session
-from lockstep.distributed.control.failure_detector import Beat
-from lockstep.distributed.input_agreement import Comparison, Gathering, of_each_pass
+from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.control.failure_detector import WorkerStatus
+from lockstep.distributed.input_agreement import BatchComparison, BatchGathering, of_each_pass
 
-__all__ = ["Together"]
+__all__ = ["WorkerProcessGroup"]
 
 _PLAIN = (int, float, str, bool, type(None))
 
 
-class Together(fit_entry.Together):
+class WorkerProcessGroup(fit_entry.ProcessGroup):
     """What the workers do together besides the steps.
 
     Args:
@@ -29,7 +29,7 @@ class Together(fit_entry.Together):
         placement: their devices.
     """
 
-    def __init__(self, session: Session, placement: Placement) -> None:
+    def __init__(self, session: ControlClient, placement: Placement) -> None:
         self._session, self._placement, self._inputs = session, placement, count(1)
         self.processes, self.process = session.group.workers, session.group.index
 
@@ -54,9 +54,9 @@ class Together(fit_entry.Together):
             self._session.facts = lambda: {"waited": meter.waited, "read": meter.read}
         yield
 
-    def checking(self, name: str, has_known_length: bool) -> Callable[[], Comparison]:
+    def checking(self, name: str, has_known_length: bool) -> Callable[[], BatchComparison]:
         """See the base class."""
-        return of_each_pass(Comparison, self._session, f"input {next(self._inputs)}", name, has_known_length)
+        return of_each_pass(BatchComparison, self._session, f"input {next(self._inputs)}", name, has_known_length)
 
     def shared(self, found: Any) -> Any:
         """See the base class: a checkpoint, which the chief has read, or None."""
@@ -68,10 +68,10 @@ class Together(fit_entry.Together):
         """See the base class."""
         return self._session.gather(topic, value)
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[WorkerStatus]:
         """See the base class."""
         return self._session.beats()
 
-    def gathering(self, name: str) -> Callable[[], Gathering]:
+    def gathering(self, name: str) -> Callable[[], BatchGathering]:
         """See the base class."""
-        return of_each_pass(Gathering, self._session, f"own input {next(self._inputs)}", name)
+        return of_each_pass(BatchGathering, self._session, f"own input {next(self._inputs)}", name)

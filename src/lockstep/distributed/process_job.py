@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import jax
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.consistency_checks import identity
-from lockstep.distributed.control.control_client import Session
+from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.join import join
 from lockstep.distributed.control.sigabrt_handler import last_words_before_abort
-from lockstep.distributed.control.termination import Guard
+from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.jax_init import start_jax
 
-__all__ = ["Job", "job_of_this_process"]
+__all__ = ["ProcessJob", "job_of_this_process"]
 
 GENERATION = "LOCKSTEP_GENERATION"  # how many times the launcher has started the job again
 SECRET = "LOCKSTEP_SECRET"  # known to the workers of the job alone; they then prove it to each other
@@ -27,7 +27,7 @@ LONG_SECONDS = 1800.0  # limit of compiling, and of what a worker does alone at 
 
 
 @dataclass(frozen=True)
-class Job:
+class ProcessJob:
     """What a process has joined.
 
     Args:
@@ -35,8 +35,8 @@ class Job:
         guard: ends the process after an exception that nobody caught.
     """
 
-    session: Session
-    guard: Guard
+    session: ControlClient
+    guard: ExitGuard
 
     @property
     def group(self) -> WorkerGroup:
@@ -53,7 +53,7 @@ class Job:
         self.guard.restore()
 
 
-_joined: list[Job] = []  # at most one: JAX joins its processes once, for as long as they live
+_joined: list[ProcessJob] = []  # at most one: JAX joins its processes once, for as long as they live
 _lock = threading.Lock()
 
 
@@ -63,7 +63,7 @@ def job_of_this_process(
     timeout_seconds: float,
     announce: Callable[[str], None],
     environ: Mapping[str, str] = os.environ,
-) -> Job:
+) -> ProcessJob:
     """Join the other workers, or find the job that was joined before.
 
     Args:
@@ -95,8 +95,8 @@ def _join(
     timeout_seconds: float,
     announce: Callable[[str], None],
     environ: Mapping[str, str],
-) -> Job:
-    own, guard = Variables("Lockstep", environ, "lockstep run sets it."), Guard()
+) -> ProcessJob:
+    own, guard = EnvReader("Lockstep", environ, "lockstep run sets it."), ExitGuard()
     guard.install()  # First, so that the process also has the right exit code where nobody comes.
     session = join(
         group,
@@ -109,7 +109,7 @@ def _join(
         announce=announce,
     )
     guard.session = session
-    job = Job(session, guard)
+    job = ProcessJob(session, guard)
     last_words_before_abort(session)
     start_jax(session, cpu_devices, timeout_seconds, environ, announce)
     atexit.register(job.leave)

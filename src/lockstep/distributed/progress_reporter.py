@@ -5,15 +5,15 @@ from typing import Any
 import jax
 import keras
 
-from lockstep.data.device_placement import Placement, Rows
-from lockstep.distributed.control.control_client import Session
+from lockstep.data.device_placement import PlacedRows, Placement
+from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.drift_check import DriftCheck
 from lockstep.execution.train_functions import STATE, StepListener
 
-__all__ = ["Progress"]
+__all__ = ["ProgressReporter"]
 
 
-class Progress(StepListener):
+class ProgressReporter(StepListener):
     """Counts the steps of all calls of a strategy, and reports each.
 
     Args:
@@ -22,7 +22,7 @@ class Progress(StepListener):
         check_every: number of training steps from one comparison of the variables to the next; 0: never.
     """
 
-    def __init__(self, session: Session, placement: Placement, check_every: int) -> None:
+    def __init__(self, session: ControlClient, placement: Placement, check_every: int) -> None:
         self._session, self._check_every = session, check_every
         self._check = DriftCheck(session, placement)
         self._steps = self._trained = 0
@@ -60,7 +60,7 @@ def _variables(model: keras.Model, name: str) -> list[keras.Variable]:
 
 
 def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Rows)
+    return isinstance(leaf, PlacedRows)
 
 
 def _kind(leaf: Any) -> Any:

@@ -7,14 +7,14 @@ import keras
 from lockstep._keras import trainer
 from lockstep._keras.graph import layers_of
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import Program
+from lockstep.doctor.fit_call import FitCall
 
 __all__ = ["about_few_rows", "about_normalization"]
 
 FEW = 8  # rows; below, the error of ResNet-50 on ImageNet rises: figure 1 of Wu & He, "Group Normalization" (2018)
 
 
-def about_few_rows(program: Program) -> Iterator[Finding]:
+def about_few_rows(program: FitCall) -> Iterator[Finding]:
     """About a batch with fewer rows than there are replicas."""
     rows, replicas = program.rows, program.setting.replicas
     if rows is not None and rows < replicas:
@@ -27,7 +27,7 @@ def about_few_rows(program: Program) -> Iterator[Finding]:
         )
 
 
-def about_normalization(program: Program) -> Iterator[Finding]:
+def about_normalization(program: FitCall) -> Iterator[Finding]:
     """About a BatchNormalization that computes its mean and variance from few rows."""
     rows, replicas = program.rows, program.setting.replicas
     alone = set(trainer.unsynchronized_normalizations(program.model))

@@ -1,13 +1,13 @@
 """All checks, in the order in which their findings are told: what makes the result wrong stands before what makes it slow.
 
-A check is a function of a :class:`Program` that yields findings, costs little, and changes nothing.
+A check is a function of a :class:`FitCall` that yields findings, costs little, and changes nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 
 from lockstep.doctor.batch_size_check import about_few_rows, about_normalization
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import Program
+from lockstep.doctor.fit_call import FitCall
 from lockstep.doctor.labels_check import (
     about_finite_inputs,
     about_finite_labels,
@@ -26,7 +26,7 @@ from lockstep.doctor.runtime_env import (
 
 __all__ = ["ABOUT_BATCHES", "ABOUT_THE_CALL", "ABOUT_THE_PROCESS", "Check", "findings_of"]
 
-Check = Callable[[Program], Iterable[Finding]]
+Check = Callable[[FitCall], Iterable[Finding]]
 
 # What a batch alone shows, too: of an input that does not lie in memory the first one is looked at.
 ABOUT_BATCHES: tuple[Check, ...] = (
@@ -46,7 +46,7 @@ ABOUT_THE_CALL: tuple[Check, ...] = (
 )
 
 # Not at fit, as a strategy has refused the worst of it when it was made. They read the environment, too.
-ABOUT_THE_PROCESS: tuple[Callable[[Program, Mapping[str, str]], Iterable[Finding]], ...] = (
+ABOUT_THE_PROCESS: tuple[Callable[[FitCall, Mapping[str, str]], Iterable[Finding]], ...] = (
     about_versions,  # First, as other findings may follow from it.
     about_thread_pool,  # The process would hang.
     about_allocator,
@@ -54,6 +54,6 @@ ABOUT_THE_PROCESS: tuple[Callable[[Program, Mapping[str, str]], Iterable[Finding
 )
 
 
-def findings_of(program: Program, checks: Iterable[Check]) -> list[Finding]:
+def findings_of(program: FitCall, checks: Iterable[Check]) -> list[Finding]:
     """What the checks find, in their order."""
     return [finding for check in checks for finding in check(program)]

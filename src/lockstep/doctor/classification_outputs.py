@@ -9,9 +9,9 @@ import keras
 import numpy as np
 
 from lockstep._keras.graph import Output, has_own, outputs_of
-from lockstep.doctor.fit_call import Program, in_memory
+from lockstep.doctor.fit_call import FitCall, in_memory
 
-__all__ = ["CrossEntropy", "Head", "heads_of"]
+__all__ = ["ClassificationOutput", "CrossEntropy", "heads_of"]
 
 _KINDS: dict[Any, str] = {
     keras.losses.SparseCategoricalCrossentropy: "sparse",
@@ -45,7 +45,7 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
-class Head:
+class ClassificationOutput:
     """An output with its loss.
 
     Args:
@@ -66,7 +66,7 @@ class Head:
         return f"layer {self.output.layer!r}" if self.output.layer else "the output"
 
 
-def heads_of(program: Program) -> list[Head]:
+def heads_of(program: FitCall) -> list[ClassificationOutput]:
     """The outputs whose loss is a cross-entropy of Keras's, in a model that trains as Keras does; others are left out."""
     model = program.model
     if has_own(model, "train_step", "compute_loss", "compute_loss_and_updates"):
@@ -78,7 +78,9 @@ def heads_of(program: Program) -> list[Head]:
         pick = functools.partial(_part, number=number, outputs=outputs)
         loss = _cross_entropy(pick(model.loss, is_shared=True))
         if loss is not None:
-            found.append(Head(output, loss, in_memory(pick(program.y)), in_memory(pick(program.sample_weight))))
+            found.append(
+                ClassificationOutput(output, loss, in_memory(pick(program.y)), in_memory(pick(program.sample_weight)))
+            )
     return found
 
 

@@ -14,14 +14,14 @@ from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.control.listener import open_listener
 from lockstep.doctor.finding import Finding
 
-__all__ = ["Peer", "about_network", "peers_of"]
+__all__ = ["ClusterPeer", "about_network", "peers_of"]
 
 LIMIT = 4.0  # seconds for all of them together
 _NOT_YET = "nothing listens there yet"
 
 
 @dataclass(frozen=True)
-class Peer:
+class ClusterPeer:
     """A process of the cluster.
 
     Args:
@@ -37,7 +37,7 @@ class Peer:
     listens: bool
 
 
-def peers_of(membership: Membership) -> list[Peer]:
+def peers_of(membership: Membership) -> list[ClusterPeer]:
     """All processes whose address is known.
 
     Workers that train in step meet at worker 0 alone; where there are servers of variables, every process but the workers is called.
@@ -51,12 +51,14 @@ def peers_of(membership: Membership) -> list[Peer]:
             first = address == group.coordinator if group else job == "chief"
             listens = job in ("chief", "ps") if has_servers else first
             found.append(
-                Peer(f"{job} {index}", address, (job, index) == (membership.task_type, membership.task_id), listens)
+                ClusterPeer(
+                    f"{job} {index}", address, (job, index) == (membership.task_type, membership.task_id), listens
+                )
             )
     return found
 
 
-def about_network(peers: Sequence[Peer], limit: float = LIMIT) -> Iterator[Finding]:
+def about_network(peers: Sequence[ClusterPeer], limit: float = LIMIT) -> Iterator[Finding]:
     """About addresses that lead nowhere, or not to where they should.
 
     Args:
@@ -74,7 +76,7 @@ def about_network(peers: Sequence[Peer], limit: float = LIMIT) -> Iterator[Findi
         yield from _reached(peer, answer, limit)
 
 
-def _loopback(peer: Peer, other: Peer) -> Finding:
+def _loopback(peer: ClusterPeer, other: ClusterPeer) -> Finding:
     return Finding(
         "loopback-in-cluster",
         f"{peer.name} is at {peer.address}, and {other.name} at {other.address}, on another machine",
@@ -84,7 +86,7 @@ def _loopback(peer: Peer, other: Peer) -> Finding:
     )
 
 
-def _own_port(peer: Peer) -> Iterator[Finding]:
+def _own_port(peer: ClusterPeer) -> Iterator[Finding]:
     try:
         open_listener(peer.address, None, lambda _: None, peer.name).close()
     except (ClusterError, OSError) as error:
@@ -97,7 +99,7 @@ def _own_port(peer: Peer) -> Iterator[Finding]:
         )
 
 
-def _reached(peer: Peer, answer: str | None, limit: float) -> Iterator[Finding]:
+def _reached(peer: ClusterPeer, answer: str | None, limit: float) -> Iterator[Finding]:
     """What an answer means: None is a connection, a refusal comes from a machine that is there."""
     if answer is None or (answer == _NOT_YET and not peer.listens):
         return
@@ -115,7 +117,7 @@ def _reached(peer: Peer, answer: str | None, limit: float) -> Iterator[Finding]:
     yield Finding("worker-not-reached", what, f"from this machine, within {limit:g} s", why, cure)
 
 
-def _answers(peers: Sequence[Peer], limit: float) -> list[str | None]:
+def _answers(peers: Sequence[ClusterPeer], limit: float) -> list[str | None]:
     """For each the outcome of a connection."""
     deadline = time.monotonic() + limit
     found: queue.Queue[tuple[int, str | None]] = queue.Queue()

@@ -12,14 +12,14 @@ import numpy as np
 
 from lockstep.data.input_options import InputOptions
 
-__all__ = ["ROWS", "Program", "Setting", "caller", "in_memory", "spread", "step_of"]
+__all__ = ["ROWS", "FitCall", "RuntimeSettings", "caller", "in_memory", "spread", "step_of"]
 
 ROWS = 32  # of a batch of arrays, where nothing else is said: Keras's own
 _PACKAGES = (*(str(Path(module.__file__ or "").parent) for module in (keras, jax)), str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
-class Setting:
+class RuntimeSettings:
     """Where a program runs.
 
     Args:
@@ -38,7 +38,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Program:
+class FitCall:
     """A call of ``fit``.
 
     Args:
@@ -59,7 +59,7 @@ class Program:
     y: Any = None
     sample_weight: Any = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    setting: Setting = field(default_factory=Setting)
+    setting: RuntimeSettings = field(default_factory=RuntimeSettings)
     fit_at: str = ""
     compiled_at: str = ""
     numbers: int = 1_000_000

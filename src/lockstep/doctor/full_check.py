@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep._errors import ModelError
-from lockstep.data.fit_entry import Inputs
+from lockstep.data.fit_entry import InputFactory
 from lockstep.distributed.control.failures import summary_of
 from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL, ABOUT_THE_PROCESS, findings_of
 from lockstep.doctor.finding import Finding, Report
-from lockstep.doctor.fit_call import Program
+from lockstep.doctor.fit_call import FitCall
 from lockstep.doctor.fit_checks import of_batch
 from lockstep.doctor.memory_check import about_memory, bytes_at_least, bytes_of_data
-from lockstep.doctor.probe import Read, about_input, measure, read_some, waiting_share
+from lockstep.doctor.probe import ProbedBatches, about_input, measure, read_some, waiting_share
 from lockstep.execution.train_functions import StepFunctions
 
 __all__ = ["examine"]
@@ -20,7 +20,7 @@ _NUMBERS = 200_000_000  # of an array that are looked at: some seconds
 _OPTIONS = ("batch_size", "shuffle", "class_weight", "steps_per_epoch")
 
 
-def examine(program: Program, functions: StepFunctions, inputs: Inputs, environ: Mapping[str, str]) -> Report:
+def examine(program: FitCall, functions: StepFunctions, inputs: InputFactory, environ: Mapping[str, str]) -> Report:
     """Look at a program, and run some of its steps on a copy of its state.
 
     Args:
@@ -54,7 +54,7 @@ def examine(program: Program, functions: StepFunctions, inputs: Inputs, environ:
     return Report(tuple(found), (*_looked_at(program, seen), *lines), tuple(left_out))
 
 
-def _looked_at(program: Program, seen: Read) -> list[str]:
+def _looked_at(program: FitCall, seen: ProbedBatches) -> list[str]:
     setting, model = program.setting, program.model
     where = f"replicas: {setting.replicas}, devices: {len(setting.devices)}, processes: {setting.processes}"
     rows = "its arrays" if program.rows is not None else f"{len(seen.batches)} batches of {seen.name}"
@@ -65,7 +65,9 @@ def _looked_at(program: Program, seen: Read) -> list[str]:
     ]
 
 
-def _steps(program: Program, functions: StepFunctions, seen: Read) -> tuple[list[Finding], list[str], list[str]]:
+def _steps(
+    program: FitCall, functions: StepFunctions, seen: ProbedBatches
+) -> tuple[list[Finding], list[str], list[str]]:
     """Findings, what was looked at, and what was not."""
     if not seen.batches or not program.model.built:
         reason = (

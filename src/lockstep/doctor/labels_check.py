@@ -8,9 +8,9 @@ import numpy as np
 
 from lockstep._keras.graph import is_kerases_own, layers_of, outputs_of
 from lockstep._keras.layers import operations_of
-from lockstep.doctor.classification_outputs import Head, heads_of
+from lockstep.doctor.classification_outputs import ClassificationOutput, heads_of
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import Program, in_memory, spread, step_of
+from lockstep.doctor.fit_call import FitCall, in_memory, spread, step_of
 
 __all__ = ["about_finite_inputs", "about_finite_labels", "about_form_of_labels", "about_range_of_labels"]
 
@@ -18,7 +18,7 @@ __all__ = ["about_finite_inputs", "about_finite_labels", "about_form_of_labels",
 _ANYTHING = (keras.layers.Lambda, keras.layers.Masking, keras.layers.Discretization)
 
 
-def about_form_of_labels(program: Program) -> Iterator[Finding]:
+def about_form_of_labels(program: FitCall) -> Iterator[Finding]:
     """About numbers of classes where a row for each class is expected, and the reverse."""
     for head in heads_of(program):
         shape, labels = head.output.shape, head.labels
@@ -43,7 +43,7 @@ def about_form_of_labels(program: Program) -> Iterator[Finding]:
             )
 
 
-def about_range_of_labels(program: Program) -> Iterator[Finding]:
+def about_range_of_labels(program: FitCall) -> Iterator[Finding]:
     """About classes that the output does not have, and targets of a binary loss outside 0 … 1."""
     for head in heads_of(program):
         if head.labels is None or head.labels.dtype.kind not in "iufb" or not len(head.labels):
@@ -54,7 +54,7 @@ def about_range_of_labels(program: Program) -> Iterator[Finding]:
             yield from _binary(head, program)
 
 
-def about_finite_labels(program: Program) -> Iterator[Finding]:
+def about_finite_labels(program: FitCall) -> Iterator[Finding]:
     """About NaN and Inf among the targets."""
     for head in heads_of(program):
         if head.labels is None or head.labels.dtype.kind != "f":
@@ -70,7 +70,7 @@ def about_finite_labels(program: Program) -> Iterator[Finding]:
             )
 
 
-def about_finite_inputs(program: Program) -> Iterator[Finding]:
+def about_finite_inputs(program: FitCall) -> Iterator[Finding]:
     """About NaN and Inf among the inputs of a model that has nothing to deal with them."""
     if not _takes_numbers_only(program.model):
         return
@@ -89,7 +89,7 @@ def about_finite_inputs(program: Program) -> Iterator[Finding]:
             )
 
 
-def _classes(head: Head, program: Program) -> Iterator[Finding]:
+def _classes(head: ClassificationOutput, program: FitCall) -> Iterator[Finding]:
     shape = head.output.shape
     if not shape or shape[-1] is None or shape[-1] == 1 or head.labels.shape[1:] not in (shape[:-1], (*shape[:-1], 1)):
         return
@@ -107,7 +107,7 @@ def _classes(head: Head, program: Program) -> Iterator[Finding]:
         )
 
 
-def _binary(head: Head, program: Program) -> Iterator[Finding]:
+def _binary(head: ClassificationOutput, program: FitCall) -> Iterator[Finding]:
     wrong, said = _wrong(head, program, lambda y: (y < 0) | (y > 1))
     if wrong.size:
         yield Finding(
@@ -119,7 +119,9 @@ def _binary(head: Head, program: Program) -> Iterator[Finding]:
         )
 
 
-def _wrong(head: Head, program: Program, is_wrong: Callable[[Any], Any], ignored: int | None = None) -> Any:
+def _wrong(
+    head: ClassificationOutput, program: FitCall, is_wrong: Callable[[Any], Any], ignored: int | None = None
+) -> Any:
     """Labels that are wrong and have a weight, and what was looked at."""
     labels, said = spread(head.labels, program.numbers)
     labels = labels.astype("float64")

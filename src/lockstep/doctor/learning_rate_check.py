@@ -9,9 +9,9 @@ import numpy as np
 
 from lockstep._keras.graph import is_kerases_own
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import ROWS, Program
+from lockstep.doctor.fit_call import ROWS, FitCall
 
-__all__ = ["Fitted", "about_changed_batch", "fitted", "rate_of"]
+__all__ = ["FitRecord", "about_changed_batch", "fitted", "rate_of"]
 
 _FACTOR = 2  # of the batch; less is lost among other noise
 _CHANGING = (  # callbacks that may set the rate
@@ -22,7 +22,7 @@ _CHANGING = (  # callbacks that may set the rate
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitRecord:
     """How a model was trained.
 
     Args:
@@ -34,15 +34,15 @@ class Fitted:
     rate: float
 
 
-def fitted(program: Program, rate: float | None) -> Fitted | None:
+def fitted(program: FitCall, rate: float | None) -> FitRecord | None:
     """How it will be trained; None where the batch is not known, or the rate changes by itself."""
     if program.rows is None or rate is None:
         return None
     meant = program.arguments.get("batch_size") or ROWS  # also where there are fewer rows in all
-    return Fitted(program.rows if program.is_read else meant, rate)
+    return FitRecord(program.rows if program.is_read else meant, rate)
 
 
-def rate_of(program: Program) -> float | None:
+def rate_of(program: FitCall) -> float | None:
     """The rate of learning; None where it may change by itself. To be asked before steps run, when variables have no values."""
     optimizer = program.model.optimizer
     if optimizer is None or _may_change(program.arguments.get("callbacks")):
@@ -54,7 +54,7 @@ def rate_of(program: Program) -> float | None:
 
 
 def about_changed_batch(
-    now: Fitted | None, earlier: Fitted | None, where: str, since: str = "the last fit"
+    now: FitRecord | None, earlier: FitRecord | None, where: str, since: str = "the last fit"
 ) -> Iterator[Finding]:
     """About a model that goes on with another batch at the same rate.
 

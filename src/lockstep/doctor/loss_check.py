@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from lockstep.doctor.classification_outputs import Head, heads_of
+from lockstep.doctor.classification_outputs import ClassificationOutput, heads_of
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import Program
+from lockstep.doctor.fit_call import FitCall
 
 __all__ = ["about_logits"]
 
 
-def about_logits(program: Program) -> Iterator[Finding]:
+def about_logits(program: FitCall) -> Iterator[Finding]:
     """About probabilities that are taken for logits, logits that are taken for probabilities, and a softmax of one number.
 
     Keras's TensorFlow backend repairs the first by looking behind the activation; on JAX nothing does.
@@ -35,7 +35,7 @@ def _softmax_of_one(where: str) -> Finding:
     )
 
 
-def _activated_twice(head: Head, ending: str, where: str) -> Finding:
+def _activated_twice(head: ClassificationOutput, ending: str, where: str) -> Finding:
     return Finding(
         "softmax-from-logits",
         f"the output is a {ending}, and {head.loss.shown} takes it for logits",
@@ -45,7 +45,7 @@ def _activated_twice(head: Head, ending: str, where: str) -> Finding:
     )
 
 
-def _never_activated(head: Head, where: str) -> Finding:
+def _never_activated(head: ClassificationOutput, where: str) -> Finding:
     activation = "sigmoid" if head.loss.kind == "binary" else "softmax"
     return Finding(
         "logits-as-probabilities",

@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.devices.host_memory import HostMemory, host_memory
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import Program, in_memory
+from lockstep.doctor.fit_call import FitCall, in_memory
 
 __all__ = ["about_memory", "bytes_at_least", "bytes_of_data"]
 
@@ -17,7 +17,7 @@ _GIB = 2**30
 
 
 def about_memory(
-    program: Program,
+    program: FitCall,
     of_a_step: int | None = None,
     batches: tuple[int, int] | None = None,
     host: HostMemory | None = None,
@@ -64,7 +64,7 @@ def bytes_of_data(data: Any) -> int:
     return sum(int(array.nbytes) for array in arrays if array is not None)
 
 
-def bytes_of_cache(program: Program, batches: tuple[int, int] | None) -> int:
+def bytes_of_cache(program: FitCall, batches: tuple[int, int] | None) -> int:
     """What ``InputOptions(cache=…)`` keeps in memory."""
     cache = program.setting.input_options.cache
     if cache not in ("memory", "device"):
@@ -74,7 +74,7 @@ def bytes_of_cache(program: Program, batches: tuple[int, int] | None) -> int:
     return batches[0] * batches[1] if batches else 0
 
 
-def _on_a_device(program: Program, devices: list[jax.Device], need: int, said: str) -> Iterator[Finding]:
+def _on_a_device(program: FitCall, devices: list[jax.Device], need: int, said: str) -> Iterator[Finding]:
     for device in devices[:1]:  # They are alike.
         limit = (device.memory_stats() or {}).get("bytes_limit")
         if limit and need > limit:

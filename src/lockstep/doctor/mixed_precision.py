@@ -6,12 +6,12 @@ import keras
 
 from lockstep._keras.graph import layers_of
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import Program
+from lockstep.doctor.fit_call import FitCall
 
 __all__ = ["about_loss_scale"]
 
 
-def about_loss_scale(program: Program) -> Iterator[Finding]:
+def about_loss_scale(program: FitCall) -> Iterator[Finding]:
     """About layers that compute in float16 and an optimizer that does not scale the loss."""
     optimizer = program.model.optimizer
     if optimizer is None or isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor:

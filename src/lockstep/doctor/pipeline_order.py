@@ -7,12 +7,12 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import Program
+from lockstep.doctor.fit_call import FitCall
 
 __all__ = ["about_kept_order", "about_order"]
 
 
-def about_kept_order(program: Program) -> Iterator[Finding]:
+def about_kept_order(program: FitCall) -> Iterator[Finding]:
     """About a cache of ours that keeps batches whose order should change."""
     cache, shuffle = program.setting.input_options.cache, program.arguments.get("shuffle", True)
     if cache and shuffle and isinstance(program.x, keras.utils.PyDataset):
@@ -25,7 +25,7 @@ def about_kept_order(program: Program) -> Iterator[Finding]:
         )
 
 
-def about_order(program: Program) -> Iterator[Finding]:
+def about_order(program: FitCall) -> Iterator[Finding]:
     """About ``shuffle``, ``cache`` and ``prefetch`` of a ``tf.data.Dataset`` in an order that defeats them."""
     if not trainer.is_tf_dataset(program.x):
         return

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from lockstep._keras import trainer
-from lockstep.data.keras_adapter import Input
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.data.wait_meter import BOUND, about_waiting
 from lockstep.doctor.finding import Finding
-from lockstep.execution.executors import FastPlan
-from lockstep.execution.step_probe import StrategyTrials, copies, usual_seconds
+from lockstep.execution.executors import SpmdExecutor
+from lockstep.execution.step_probe import StrategyProbes, copies, usual_seconds
 from lockstep.execution.train_functions import StepFunctions
 
-__all__ = ["BATCHES", "Read", "Steps", "about_input", "measure", "read_some", "waiting_share"]
+__all__ = ["BATCHES", "ProbedBatches", "StepTimings", "about_input", "measure", "read_some", "waiting_share"]
 
 BATCHES = 6  # that are read and trained on; the first step is compiled, and not counted
 _LEAST = 0.002  # seconds that a step waits; less is not worth a sentence
@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Read:
+class ProbedBatches:
     """Batches of an input.
 
     Args:
@@ -44,7 +44,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepTimings:
     """What training steps took.
 
     Args:
@@ -56,7 +56,7 @@ class Steps:
     bytes: int | None
 
 
-def read_some(made: Input, clock: Clock = time.perf_counter) -> Read:
+def read_some(made: KerasInput, clock: Clock = time.perf_counter) -> ProbedBatches:
     """Read the first batches of an input and give them back.
 
     The global random numbers are then what they were, but for a generator: what it has drawn belongs to the rows that it will give.
@@ -77,32 +77,32 @@ def read_some(made: Input, clock: Clock = time.perf_counter) -> Read:
         if made.restarts:
             restore_random_state(before)
     usual = float(np.median(seconds[1:])) if len(seconds) > 1 else None
-    return Read(batches, usual, made.depth > 0, made.name, made.num_batches)
+    return ProbedBatches(batches, usual, made.depth > 0, made.name, made.num_batches)
 
 
-def measure(functions: StepFunctions, read: Read) -> Steps:
+def measure(functions: StepFunctions, read: ProbedBatches) -> StepTimings:
     """Train on the first batch that was read, with copies of all values."""
     random, steps = captured_random_state(), max(1, len(read.batches) - 1)
     try:
-        if isinstance(functions.plan, FastPlan) and functions.model.jit_compile and not functions.model.run_eagerly:
-            trials = StrategyTrials(functions.model, functions.placement, functions.plan, functions.plan)
+        if isinstance(functions.plan, SpmdExecutor) and functions.model.jit_compile and not functions.model.run_eagerly:
+            trials = StrategyProbes(functions.model, functions.placement, functions.plan, functions.plan)
             trial = trials.of(read.batches[0])
-            return Steps(trial.seconds(steps), trial.memory)
+            return StepTimings(trial.seconds(steps), trial.memory)
         train, state = functions.make("train"), copies(trainer.training_state(functions.model, read.batches[0]))
         step = lambda state, batch: train(state, iter([batch]))  # noqa: E731
-        return Steps(usual_seconds(step, state, read.batches[0], steps), None)
+        return StepTimings(usual_seconds(step, state, read.batches[0], steps), None)
     finally:
         restore_random_state(random)
 
 
-def waiting_share(read: Read, steps: Steps) -> float:
+def waiting_share(read: ProbedBatches, steps: StepTimings) -> float:
     """The part of the time in which no step can run, as its batch is not there yet."""
     if read.seconds is None or not read.is_ahead:
         return 0.0
     return max(0.0, 1 - steps.seconds / read.seconds)
 
 
-def about_input(read: Read, steps: Steps, where: str) -> list[Finding]:
+def about_input(read: ProbedBatches, steps: StepTimings, where: str) -> list[Finding]:
     """About an input that is slower than the step."""
     share = waiting_share(read, steps)
     if share < BOUND or (read.seconds or 0) - steps.seconds < _LEAST:

@@ -11,7 +11,7 @@ from lockstep._errors import DeviceError
 from lockstep.devices.cpu_devices import check_thread_pool, usable_cores
 from lockstep.devices.malloc_tuning import gives_memory_back
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import Program
+from lockstep.doctor.fit_call import FitCall
 
 __all__ = [
     "BAD_VERSIONS",
@@ -54,7 +54,7 @@ BAD_VERSIONS = (
 )
 
 
-def about_versions(program: Program, environ: Mapping[str, str]) -> Iterator[Finding]:
+def about_versions(program: FitCall, environ: Mapping[str, str]) -> Iterator[Finding]:
     """About packages of a version that is known to be bad."""
     for bad in BAD_VERSIONS:
         found = version(bad.package)
@@ -65,7 +65,7 @@ def about_versions(program: Program, environ: Mapping[str, str]) -> Iterator[Fin
             yield Finding("bad-version", f"{bad.package} {found}", "the environment", why, f"pip install '{wanted}'")
 
 
-def about_thread_pool(program: Program, environ: Mapping[str, str]) -> Iterator[Finding]:
+def about_thread_pool(program: FitCall, environ: Mapping[str, str]) -> Iterator[Finding]:
     """About several CPU devices that plain Keras uses together, on threads that will wait for each other for ever."""
     distribution = keras.distribution.distribution()
     if program.setting.has_strategy or distribution is None or jax.default_backend() != "cpu":
@@ -82,7 +82,7 @@ def about_thread_pool(program: Program, environ: Mapping[str, str]) -> Iterator[
         )
 
 
-def about_allocator(program: Program, environ: Mapping[str, str]) -> Iterator[Finding]:
+def about_allocator(program: FitCall, environ: Mapping[str, str]) -> Iterator[Finding]:
     """About an allocator that gives the memory of each step back to the system."""
     on_cpus = any(device.platform == "cpu" for device in program.setting.devices)
     reason = gives_memory_back(environ) if on_cpus and program.setting.has_strategy else None
@@ -97,7 +97,7 @@ def about_allocator(program: Program, environ: Mapping[str, str]) -> Iterator[Fi
 
 
 def about_devices_and_cores(
-    program: Program, environ: Mapping[str, str], cores: int | None = None
+    program: FitCall, environ: Mapping[str, str], cores: int | None = None
 ) -> Iterator[Finding]:
     """About as many CPU devices as there are cores, of which each could have used all."""
     own = [device for device in program.setting.devices if device.process_index == jax.process_index()]

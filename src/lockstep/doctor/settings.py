@@ -10,11 +10,11 @@ VARIABLE = "LOCKSTEP_DOCTOR"  # "0" switches it off
 
 
 @dataclass
-class _Setting:
+class _DoctorSetting:
     enabled: bool = True
 
 
-_setting = _Setting()  # of the process; only set_doctor changes it
+_setting = _DoctorSetting()  # of the process; only set_doctor changes it
 
 
 def set_doctor(enabled: bool = True) -> None:

@@ -17,12 +17,12 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep._keras.layers import arrays_kept, keep_arrays, without_batch_statistics
-from lockstep.execution.replica import Merge, Result
+from lockstep.execution.replica import OutputMerge, ReplicaResult
 from lockstep.execution.rowwise import (
-    Along,
-    Average,
     Mixed,
     Place,
+    RowAxis,
+    RowMean,
     Trace,
     places_of,
     traced,
@@ -30,17 +30,17 @@ from lockstep.execution.rowwise import (
     with_rows_first,
 )
 
-__all__ = ["CannotSplit", "SplitCall", "merge_of"]
+__all__ = ["CallSplitter", "CannotSplitError", "merge_of"]
 
 
 _DRAWS = ("random_bits", "random_gamma", "random_seed", "random_wrap", "random_split", "random_fold_in")
 
 
-class CannotSplit(Exception):  # noqa: N818  # a way to go on, not an error that anyone sees
+class CannotSplitError(Exception):  # a way to go on, not an error that anyone sees
     """The call must see the global batch; the message says why."""
 
 
-class SplitCall:
+class CallSplitter:
     """One call of a model's ``stateless_call``, to be made once for each replica.
 
     What layers keep in their attributes while they are called is a result like others: the rest of a step may use it.
@@ -65,7 +65,7 @@ class SplitCall:
         self.masked: list[bool] = []
         self.kept: list[Any] = []  # the attributes
         # For outputs, then losses, then what is kept, then masks: where the rows are; None: it has none, and is averaged.
-        self.places: list[Along | None] = []
+        self.places: list[RowAxis | None] = []
         self.dtypes: list[Any] = []
 
     @property
@@ -84,13 +84,13 @@ class SplitCall:
         """Trace the call on all rows, which says in how many calls it may be made.
 
         Raises:
-            CannotSplit: that is not possible. Where the step is compiled, the call will then say the same.
+            CannotSplitError: that is not possible. Where the step is compiled, the call will then say the same.
         """
         self._values = trainable, non_trainable
         try:
             self._whole = self._traced(self.rows)
         except Exception as error:
-            raise CannotSplit(f"it cannot be traced ({_reason(error)})") from error
+            raise CannotSplitError(f"it cannot be traced ({_reason(error)})") from error
 
     def _traced(self, rows: int) -> Trace:
         """The call on so many rows, with BatchNormalization that uses its moving statistics."""
@@ -133,7 +133,7 @@ class SplitCall:
         """Prove of each result how it follows from the rows, and see that calls with ``sizes`` rows run.
 
         Raises:
-            CannotSplit: a result follows from several rows, or a call does not run.
+            CannotSplitError: a result follows from several rows, or a call does not run.
         """
         whole = self._whole
         # Of one row a call is traced in other words, as an axis of one may be stretched: what is proved then is another number.
@@ -154,7 +154,7 @@ class SplitCall:
             expected = [_shape(*one, part.rows) for one in zip(shapes, self.places, strict=True)]
             got = [one.shape for one in part.shapes[: len(shapes)]]
             if got != expected or any(places != self.places for places in found):
-                raise CannotSplit(
+                raise CannotSplitError(
                     f"what it returns for {part.rows} of its rows lies otherwise than what it returns for all"
                 )
 
@@ -163,14 +163,18 @@ class SplitCall:
         try:
             yield
         except Exception as error:  # whatever it is: the same call has run on all rows
-            raise CannotSplit(f"it runs on {self.rows} rows but not on {size} of them ({_reason(error)})") from error
+            raise CannotSplitError(
+                f"it runs on {self.rows} rows but not on {size} of them ({_reason(error)})"
+            ) from error
 
-    def __call__(self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> Result:
+    def __call__(
+        self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]
+    ) -> ReplicaResult:
         """One replica's forward pass."""
         values, masks, state = self._call(trainable, non_trainable, inputs, shared)
         placed = list(zip((*values, *masks), self.places, strict=True))
         rows = len(inputs[0])
-        return Result(
+        return ReplicaResult(
             rows=[with_rows_first(value, place, rows) for value, place in placed if place is not None],
             means=[value for value, place in placed if place is None],
             state=[None if new is old else jnp.asarray(new) for new, old in zip(state, non_trainable, strict=True)],
@@ -199,7 +203,7 @@ class SplitCall:
             state,
         )
 
-    def joined(self, result: Result) -> tuple[Any, list[Any]]:
+    def joined(self, result: ReplicaResult) -> tuple[Any, list[Any]]:
         """Outputs, with their masks, and losses, of the whole batch; what is kept is left in its attributes."""
         rows, means = iter(result.rows), iter(result.means)
         values = [
@@ -222,18 +226,18 @@ def _followed(whole: Trace, part: Trace) -> list[Place]:
     try:
         return places_of(whole, part)
     except Exception as error:
-        raise CannotSplit(f"its rows cannot be followed ({type(error).__name__}: {_reason(error)})") from error
+        raise CannotSplitError(f"its rows cannot be followed ({type(error).__name__}: {_reason(error)})") from error
 
 
-def _place(whole: jax.ShapeDtypeStruct, place: Place) -> Along | None:
+def _place(whole: jax.ShapeDtypeStruct, place: Place) -> RowAxis | None:
     """Where the rows of a result are, or None for what replicas average."""
-    if isinstance(place, Along):
+    if isinstance(place, RowAxis):
         return place
     if isinstance(place, Mixed):
-        raise CannotSplit(f"it mixes the rows of its batch: {place}")
-    is_averaged = place is None or isinstance(place, Average)
+        raise CannotSplitError(f"it mixes the rows of its batch: {place}")
+    is_averaged = place is None or isinstance(place, RowMean)
     if not is_averaged or not jnp.issubdtype(whole.dtype, jnp.floating):
-        raise CannotSplit(
+        raise CannotSplitError(
             f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
         )
     return None
@@ -241,12 +245,12 @@ def _place(whole: jax.ShapeDtypeStruct, place: Place) -> Along | None:
 
 def _check_state(path: str, place: Place) -> None:
     """That replicas may be averaged in a variable whose layer does not say how they meet."""
-    if not (place is None or isinstance(place, Average)):
+    if not (place is None or isinstance(place, RowMean)):
         reason = place if isinstance(place, Mixed) else "it gets no average over the rows"
-        raise CannotSplit(f"variable {path!r} has no aggregation, and {reason}")
+        raise CannotSplitError(f"variable {path!r} has no aggregation, and {reason}")
 
 
-def _shape(whole: jax.ShapeDtypeStruct, place: Along | None, rows: int) -> tuple[int, ...]:
+def _shape(whole: jax.ShapeDtypeStruct, place: RowAxis | None, rows: int) -> tuple[int, ...]:
     """That of a result for a part of the rows."""
     return whole.shape if place is None else place.shape(whole.shape, rows)
 
@@ -263,12 +267,12 @@ def _reason(error: Exception) -> str:
     return re.sub(r" with shape \S+$", "", said[0]) if said else type(error).__name__
 
 
-def merge_of(variable: keras.Variable) -> Merge:
+def merge_of(variable: keras.Variable) -> OutputMerge:
     """How the replicas' values of a non-trainable variable become one."""
     if trainer.is_seed(variable):
-        return Merge.SEED
+        return OutputMerge.SEED
     if variable.aggregation == "sum":
-        return Merge.SUM
+        return OutputMerge.SUM
     if variable.aggregation == "only_first_replica" or "float" not in variable.dtype:
-        return Merge.FIRST
-    return Merge.MEAN
+        return OutputMerge.FIRST
+    return OutputMerge.MEAN

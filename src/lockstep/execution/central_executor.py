@@ -10,17 +10,17 @@ from jax.sharding import SingleDeviceSharding
 
 from lockstep.collectives import CrossDeviceOps
 from lockstep.data.device_placement import Placement
-from lockstep.execution.executors import FastPlan
+from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.gradient_extraction import GradientPrograms
-from lockstep.execution.nonfinite_gate import Gate, losses_of
-from lockstep.execution.train_state import Step, Training, changes_of, dispatch_lock, with_changes, without_aliases
+from lockstep.execution.nonfinite_gate import NonFiniteGate, losses_of
+from lockstep.execution.train_state import Step, TrainState, changes_of, dispatch_lock, with_changes, without_aliases
 
-__all__ = ["CentralPlan"]
+__all__ = ["CentralExecutor"]
 
 Parts = Sequence[Sequence[Any]]
 
 
-class CentralPlan(FastPlan):
+class CentralExecutor(SpmdExecutor):
     """Forward pass and gradients on the devices of ``placement``, variables and update at ``home``.
 
     Args:
@@ -36,12 +36,12 @@ class CentralPlan(FastPlan):
 
     @property
     def uncompiled_on(self) -> jax.Device:
-        """See :class:`Plan`."""
+        """See :class:`Executor`."""
         (device,) = self._home.device_set
         return device
 
-    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
-        """See :class:`Plan`."""
+    def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
+        """See :class:`Executor`."""
         run = self._training(step, gate) if kind == "train" else self._evaluating(step)
 
         def placed(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ class CentralPlan(FastPlan):
 
         return placed
 
-    def _training(self, step: Step, gate: Gate | None) -> Step:
+    def _training(self, step: Step, gate: NonFiniteGate | None) -> Step:
         # Where a device of the placement is home too, it does not copy what it is sent, and so cannot give it away.
         donated = self.uncompiled_on not in self.placement.devices
         programs = GradientPrograms(step, self._model, self.placement, donated=donated)
@@ -63,7 +63,7 @@ class CentralPlan(FastPlan):
             return (), optimizer.stateless_apply(values[1], gradients, values[0])
 
         places = (self._home, self._home)
-        update = Training(apply, lambda values: places, self.placement.platform, donated=gate is None)
+        update = TrainState(apply, lambda values: places, self.placement.platform, donated=gate is None)
 
         def run(state: _CentralState, batch: Any) -> tuple[Any, Any]:
             program = programs.of(state, batch)

@@ -19,14 +19,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lockstep.collectives.tree import Branch, tree_sum
-from lockstep.data.device_placement import DEVICE_AXIS, Placement, Rows
-from lockstep.execution.per_device import Local, cut_array, local
+from lockstep.collectives.tree import PartialSum, tree_sum
+from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
+from lockstep.execution.per_device import PerDevice, cut_array, local
 from lockstep.execution.program_partition import run_apart
-from lockstep.execution.replica import Result, run_replicas
-from lockstep.execution.replica_program import AloneProgram
+from lockstep.execution.replica import ReplicaResult, run_replicas
+from lockstep.execution.replica_program import ReplicaProgram
 from lockstep.execution.replica_schedule import rounds_of
-from lockstep.execution.spmd import Forward, finished
+from lockstep.execution.spmd import SpmdForward, finished
 from lockstep.execution.tree_accumulate import TreeAdder
 
 __all__ = ["ReplicasBackward", "ReplicasForward", "forward_apart"]
@@ -34,7 +34,7 @@ __all__ = ["ReplicasBackward", "ReplicasForward", "forward_apart"]
 Shape = jax.ShapeDtypeStruct
 
 
-def forward_apart(forward: Forward, inputs: list[Any], placement: Placement) -> Result:
+def forward_apart(forward: SpmdForward, inputs: list[Any], placement: Placement) -> ReplicaResult:
     """One forward pass by replicas, each a program of its own; called while a step is traced.
 
     Args:
@@ -77,7 +77,7 @@ class ReplicasForward:
     """
 
     def __init__(
-        self, forward: Forward, whole: list[Shape], cut: list[Shape], placement: Placement, wrt: tuple[int, ...]
+        self, forward: SpmdForward, whole: list[Shape], cut: list[Shape], placement: Placement, wrt: tuple[int, ...]
     ) -> None:
         self.layout, self.placement, self.wrt = forward.layout, placement, wrt
         self.whole, self.cut = whole, cut
@@ -100,7 +100,7 @@ class ReplicasForward:
             return jax.tree.leaves(result)
 
         self.alone = {
-            rows: AloneProgram(
+            rows: ReplicaProgram(
                 partial(replica, rows),
                 whole,
                 [_rows(leaf, rows) for leaf in cut],
@@ -116,13 +116,13 @@ class ReplicasForward:
         self.outputs = [*joined, *first.outputs[self.row_results :], *left]
 
     @cached_property
-    def numbers(self) -> list[list[Local]]:
+    def numbers(self) -> list[list[PerDevice]]:
         """For each round, on each device: replica, its first row on the device, its first row in the batch."""
         return [[self._on_each_device(column) for column in one.numbers(self.layout)] for one in self.rounds]
 
-    def _on_each_device(self, column: np.ndarray) -> Local:
+    def _on_each_device(self, column: np.ndarray) -> PerDevice:
         devices, own = self.placement.devices, self.placement.own_places
-        return Local(
+        return PerDevice(
             jax.device_put(number, devices[place]) if place in own else None for place, number in enumerate(column)
         )
 
@@ -140,7 +140,7 @@ class ReplicasForward:
         sums = [[outputs[i] for outputs in rounds] for i in range(self.row_results, len(rounds[0]))]
         return [*self.collect(rows, sums), *residuals]
 
-    def collect(self, rows: list[list[Local]], sums: list[list[Local]]) -> list[jax.Array]:
+    def collect(self, rows: list[list[PerDevice]], sums: list[list[PerDevice]]) -> list[jax.Array]:
         """Join rows and add sums, each given as what its rounds yield, on every device."""
         arrays = [[[cut_array(part, self.placement) for part in parts] for parts in kind] for kind in (rows, sums)]
         return list(self._collected(*arrays))
@@ -151,7 +151,7 @@ class ReplicasForward:
         order = sorted(
             (r, t, d) for t, one in enumerate(self.rounds) for d, r in enumerate(one.replicas) if r is not None
         )
-        where = [Branch(position, position + 1, device, turn) for position, (_, turn, device) in enumerate(order)]
+        where = [PartialSum(position, position + 1, device, turn) for position, (_, turn, device) in enumerate(order)]
 
         def on_one_device(rows: list[list[Any]], sums: list[list[Any]]) -> list[jax.Array]:
             joined = [_join(parts, [(turn, device) for _, turn, device in order]) for parts in rows]
@@ -167,11 +167,11 @@ class ReplicasForward:
         found = iter(run_apart(ReplicasBackward(self), [*of_outputs, *residuals, *values]))
         return tuple(next(found) if i in self.wrt else None for i in range(len(self.whole) + len(self.cut)))
 
-    def split(self, values: list[Any]) -> tuple[list[Local], list[Local], list[bool]]:
+    def split(self, values: list[Any]) -> tuple[list[PerDevice], list[PerDevice], list[bool]]:
         """The whole values; the others, and whether each lies where its replicas run or whole on every device."""
         whole, cut = values[: len(self.whole)], values[len(self.whole) :]
-        in_place = [isinstance(value, Rows) for value in cut]
-        parts = [value.array if isinstance(value, Rows) else value for value in cut]
+        in_place = [isinstance(value, PlacedRows) for value in cut]
+        parts = [value.array if isinstance(value, PlacedRows) else value for value in cut]
         placement = self.placement
         return [local(value, placement) for value in whole], [local(part, placement) for part in parts], in_place
 
@@ -188,12 +188,12 @@ class ReplicasBackward:
 
     def run(self, values: list[Any]) -> list[Any]:
         """Gradients of the batch."""
-        rows: list[list[Local]] = []
+        rows: list[list[PerDevice]] = []
         sums = self.add(self._rounds(values, rows))
         parts = [list(parts) for parts in zip(*rows, strict=True)]
         return [*sums, *(self.forward.collect(parts, []) if parts else [])]
 
-    def _rounds(self, values: list[Any], rows: list[list[Local]]) -> Iterator[list[Local]]:
+    def _rounds(self, values: list[Any], rows: list[list[PerDevice]]) -> Iterator[list[PerDevice]]:
         """Run round by round: yields the gradients to be added, and appends those of rows to ``rows``."""
         forward = self.forward
         varies = forward.alone[forward.rounds[0].rows].varies

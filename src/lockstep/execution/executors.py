@@ -12,33 +12,33 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.collectives import CrossDeviceOps
-from lockstep.data.device_placement import Placement, Rows, joined
+from lockstep.data.device_placement import PlacedRows, Placement, joined
 from lockstep.devices.cpu_devices import usable_cores
 from lockstep.devices.layout import Layout, rows_of_replicas
 from lockstep.devices.xla_options import compiler_options
-from lockstep.execution.call_splitter import SplitCall
+from lockstep.execution.call_splitter import CallSplitter
 from lockstep.execution.cpu_rewrites import rewritten
 from lockstep.execution.deterministic_executor import forward_apart
-from lockstep.execution.nonfinite_gate import Gate
-from lockstep.execution.program_partition import Programs
-from lockstep.execution.replica import Result
-from lockstep.execution.spmd import Forward, forward_eagerly, forward_on_devices
+from lockstep.execution.nonfinite_gate import NonFiniteGate
+from lockstep.execution.program_partition import ProgramPartition
+from lockstep.execution.replica import ReplicaResult
+from lockstep.execution.spmd import SpmdForward, forward_eagerly, forward_on_devices
 from lockstep.execution.train_state import (
+    StateValues,
     Step,
-    Training,
-    Values,
+    TrainState,
     changes_of,
     dispatch_lock,
     with_changes,
     without_aliases,
 )
 
-__all__ = ["DeterministicPlan", "EagerPlan", "FastPlan", "Plan"]
+__all__ = ["DeterministicExecutor", "EagerExecutor", "Executor", "SpmdExecutor"]
 
 Calls = tuple[tuple[int, ...], ...]
 
 
-class Plan(Protocol):
+class Executor(Protocol):
     """One way to run a step.
 
     Attributes:
@@ -53,23 +53,23 @@ class Plan(Protocol):
     def uncompiled_on(self) -> jax.Device:
         """Where steps run that are not to be compiled."""
 
-    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
+    def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """``step`` as a function of a batch on the host; ``kind`` is "train", "test" or "predict".
 
         A training step with a gate gives the state that this lets through or keeps.
         """
 
-    def calls_of(self, layout: Layout, split: SplitCall) -> Calls:
+    def calls_of(self, layout: Layout, split: CallSplitter) -> Calls:
         """For each device the rows of each call that the forward pass is made in."""
 
-    def joined(self, rows: Rows) -> jax.Array:
+    def joined(self, rows: PlacedRows) -> jax.Array:
         """The global batch, while a step is traced."""
 
-    def forward(self, forward: Forward, inputs: list[Any], places: list[Rows | None]) -> Result:
+    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
         """The forward pass on inputs that are joined, ``(rows, …)``, and that may lie on the devices already."""
 
 
-class FastPlan:
+class SpmdExecutor:
     """One program for all devices; equal replicas of a device are one batch of the compiler's.
 
     Args:
@@ -86,19 +86,19 @@ class FastPlan:
 
     @property
     def uncompiled_on(self) -> jax.Device:
-        """See :class:`Plan`."""
+        """See :class:`Executor`."""
         return self.placement.first_own_device
 
-    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
-        """See :class:`Plan`."""
+    def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
+        """See :class:`Executor`."""
         if kind == "train":
             return _placing(self.training(step, gate), self.placement, self._places, gate)
 
         return _placing(self.reading(step), self.placement)
 
-    def training(self, step: Step, gate: Gate | None = None) -> Training:
+    def training(self, step: Step, gate: NonFiniteGate | None = None) -> TrainState:
         """A training step, on placed arrays."""
-        return Training(step, self._places, self.placement.platform, donated=gate is None)
+        return TrainState(step, self._places, self.placement.platform, donated=gate is None)
 
     def reading(self, step: Step) -> Step:
         """A step that changes little or nothing, on placed arrays: the state is kept, and what did not change is not copied either."""
@@ -116,7 +116,7 @@ class FastPlan:
 
         return run
 
-    def calls_of(self, layout: Layout, split: SplitCall) -> Calls:
+    def calls_of(self, layout: Layout, split: CallSplitter) -> Calls:
         """As many as replicas, where something tells these apart; else one on each device.
 
         XLA for CPUs runs several convolutions at once faster than one of as many rows: of these there are as many as cores, and two
@@ -136,12 +136,12 @@ class FastPlan:
         sliced = [self.placement.sliced(value.shape) for value in state[2]]
         return (*places[:2], sliced, places[3])
 
-    def joined(self, rows: Rows) -> jax.Array:
-        """See :class:`Plan`."""
+    def joined(self, rows: PlacedRows) -> jax.Array:
+        """See :class:`Executor`."""
         return joined(rows)
 
-    def forward(self, forward: Forward, inputs: list[Any], places: list[Rows | None]) -> Result:
-        """See :class:`Plan`."""
+    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
+        """See :class:`Executor`."""
         arrays = [
             leaf.array if leaf is not None else self._placed(value, forward.layout)
             for value, leaf in zip(inputs, places, strict=True)
@@ -155,7 +155,7 @@ class FastPlan:
         return jax.lax.with_sharding_constraint(array, self.placement.cut)
 
 
-class DeterministicPlan:
+class DeterministicExecutor:
     """Programs that do not depend on the number of devices (law 2).
 
     Args:
@@ -170,29 +170,29 @@ class DeterministicPlan:
 
     @property
     def uncompiled_on(self) -> jax.Device:
-        """See :class:`Plan`."""
+        """See :class:`Executor`."""
         return self.placement.first_own_device
 
-    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
-        """See :class:`Plan`."""
+    def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
+        """See :class:`Executor`."""
         donated = kind == "train" and gate is None
-        return _placing(Programs(step, self.placement, donated=donated), self.placement, gate=gate)
+        return _placing(ProgramPartition(step, self.placement, donated=donated), self.placement, gate=gate)
 
-    def calls_of(self, layout: Layout, split: SplitCall) -> Calls:
-        """See :class:`Plan`: each replica is one."""
+    def calls_of(self, layout: Layout, split: CallSplitter) -> Calls:
+        """See :class:`Executor`: each replica is one."""
         return layout.per_device
 
-    def joined(self, rows: Rows) -> jax.Array:
-        """See :class:`Plan`."""
+    def joined(self, rows: PlacedRows) -> jax.Array:
+        """See :class:`Executor`."""
         return rows.array
 
-    def forward(self, forward: Forward, inputs: list[Any], places: list[Rows | None]) -> Result:
-        """See :class:`Plan`."""
+    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
+        """See :class:`Executor`."""
         forward = replace(forward, call=rewritten(forward.call, self.placement.platform))
         return forward_apart(forward, inputs, self.placement)
 
 
-class EagerPlan:
+class EagerExecutor:
     """Nothing is compiled, and replicas run one after the other on one device: for debugging.
 
     Args:
@@ -207,11 +207,11 @@ class EagerPlan:
 
     @property
     def uncompiled_on(self) -> jax.Device:
-        """See :class:`Plan`."""
+        """See :class:`Executor`."""
         return self.device
 
-    def compile(self, step: Step, kind: str, gate: Gate | None = None) -> Step:
-        """See :class:`Plan`."""
+    def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
+        """See :class:`Executor`."""
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             with jax.default_device(self.device):
@@ -221,16 +221,16 @@ class EagerPlan:
 
         return run
 
-    def calls_of(self, layout: Layout, split: SplitCall) -> Calls:
-        """See :class:`Plan`: each replica is one."""
+    def calls_of(self, layout: Layout, split: CallSplitter) -> Calls:
+        """See :class:`Executor`: each replica is one."""
         return layout.per_device
 
-    def joined(self, rows: Rows) -> jax.Array:
-        """See :class:`Plan`."""
+    def joined(self, rows: PlacedRows) -> jax.Array:
+        """See :class:`Executor`."""
         return joined(rows)
 
-    def forward(self, forward: Forward, inputs: list[Any], places: list[Rows | None]) -> Result:
-        """See :class:`Plan`."""
+    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
+        """See :class:`Executor`."""
         return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
 
 
@@ -241,7 +241,7 @@ class _PlacedState(tuple[Any, ...]):
 
 
 def _placing(
-    run: Step, placement: Placement, places: Callable[[Any], Any] | None = None, gate: Gate | None = None
+    run: Step, placement: Placement, places: Callable[[Any], Any] | None = None, gate: NonFiniteGate | None = None
 ) -> Step:
     """``run``, with batch and state put on the devices first, and one step at a time where there are several.
 
@@ -259,6 +259,6 @@ def _placing(
         with dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
             result, new = run(tuple(list(part) for part in state), placed)
             new = gate(state, new, result) if gate else new
-        return result, _PlacedState(Values(part) for part in new)
+        return result, _PlacedState(StateValues(part) for part in new)
 
     return step

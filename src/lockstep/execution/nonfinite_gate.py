@@ -14,14 +14,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-__all__ = ["Gate", "GatedStep", "losses_of"]
+__all__ = ["GatedStep", "NonFiniteGate", "losses_of"]
 
 _LOOKED_AT = 3  # parts of the state: trainable, non-trainable and the optimizer's; a metric may be what it likes
 
 Place = tuple[int, int]  # a part of the state and a position in it
 
 
-class Gate:
+class NonFiniteGate:
     """Takes the old or the new state.
 
     A number is bad where it is NaN or Inf and was not so before; a mask of ``-inf`` may thus be kept in a variable.
@@ -79,7 +79,7 @@ class _Choice:
         where: parts of the state and positions in it that change in a step.
         values: the new values there.
         losses: names of losses.
-        donated: see :class:`Gate`.
+        donated: see :class:`NonFiniteGate`.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class GatedStep:
 
     Args:
         compile_with: compiles the step, given the gate.
-        donated: see :class:`Gate`.
+        donated: see :class:`NonFiniteGate`.
     """
 
-    def __init__(self, compile_with: Callable[[Gate], Callable[[Any, Any], Any]], *, donated: bool) -> None:
-        self.gate = Gate(donated=donated)
+    def __init__(self, compile_with: Callable[[NonFiniteGate], Callable[[Any, Any], Any]], *, donated: bool) -> None:
+        self.gate = NonFiniteGate(donated=donated)
         self._step = compile_with(self.gate)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from lockstep.data.device_placement import Placement
 from lockstep.devices.xla_options import compiler_options
 
-__all__ = ["Local", "OnEachDevice", "cut_array", "local", "whole_array"]
+__all__ = ["PerDevice", "PerDeviceProgram", "cut_array", "local", "whole_array"]
 
 
-class Local(tuple[Any, ...]):
+class PerDevice(tuple[Any, ...]):
     """A value of which each device has its own: an array on each device, in their order.
 
     None where there is none, and where the device belongs to another process.
@@ -28,7 +28,7 @@ class Local(tuple[Any, ...]):
     __slots__ = ()
 
 
-class OnEachDevice:
+class PerDeviceProgram:
     """A function that is compiled for one device and run on several.
 
     Args:
@@ -44,20 +44,20 @@ class OnEachDevice:
         self._compiled: set[int] = set()
         self._lock = threading.Lock()
 
-    def __call__(self, *values: Any, places: Sequence[int] | None = None) -> list[Local]:
+    def __call__(self, *values: Any, places: Sequence[int] | None = None) -> list[PerDevice]:
         """Run on the devices at ``places``.
 
         Args:
-            values: the function's, with a :class:`Local` for each array.
+            values: the function's, with a :class:`PerDevice` for each array.
             places: numbers of the devices, by default all. A process that has none of them runs it on its first device: nobody
                 reads that result, but it says what the results look like.
 
         Returns:
-            For each result a :class:`Local`, None elsewhere.
+            For each result a :class:`PerDevice`, None elsewhere.
         """
         own = self._placement.own_places
         places = [place for place in own if places is None or place in places] or own[:1]
-        leaves, structure = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, Local))
+        leaves, structure = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, PerDevice))
         calls = [jax.tree.unflatten(structure, [leaf[place] for leaf in leaves]) for place in places]
         with self._lock:
             known = self._compiled.issuperset(places)
@@ -70,28 +70,28 @@ class OnEachDevice:
         count = len(self._placement.devices)
         by_place = dict(zip(places, found, strict=True))
         return [
-            Local(by_place[place][i] if place in by_place else None for place in range(count))
+            PerDevice(by_place[place][i] if place in by_place else None for place in range(count))
             for i in range(len(found[0]))
         ]
 
 
-def local(value: Any, placement: Placement) -> Local:
+def local(value: Any, placement: Placement) -> PerDevice:
     """Each device's part of an array that is cut over the devices, or its copy; numbers are copied to each."""
-    if isinstance(value, Local):
+    if isinstance(value, PerDevice):
         return value
     if not isinstance(value, jax.Array):
         value = placement.put(value)
     parts = {shard.device: shard.data for shard in value.addressable_shards}
-    return Local(parts.get(device) for device in placement.devices)
+    return PerDevice(parts.get(device) for device in placement.devices)
 
 
-def whole_array(value: Local, sharding: NamedSharding) -> jax.Array:
+def whole_array(value: PerDevice, sharding: NamedSharding) -> jax.Array:
     """One array of the devices' copies."""
     parts = [part for part in value if part is not None]
     return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, parts)
 
 
-def cut_array(value: Local, placement: Placement) -> jax.Array:
+def cut_array(value: PerDevice, placement: Placement) -> jax.Array:
     """One array of the devices' parts, joined on their first axis; a device without one gets zeros, which nobody reads."""
     shape, dtype = next((part.shape, part.dtype) for part in value if part is not None)
     parts = [

@@ -1,7 +1,7 @@
 """A step as a row of programs: it is traced once and cut wherever a part of it is marked to run apart.
 
 XLA compiles each piece between two marks alone, for one device, and every device runs it on the same inputs; what is
-marked runs as its own :class:`Apart` says. The step itself, Keras's or a user's, knows nothing of it.
+marked runs as its own :class:`IsolatedCall` says. The step itself, Keras's or a user's, knows nothing of it.
 """
 
 from collections import Counter
@@ -15,20 +15,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
-from lockstep.data.device_placement import Placement, Rows, joined
+from lockstep.data.device_placement import PlacedRows, Placement, joined
 from lockstep.execution.jaxpr_utils import evaluate, is_literal, part_of
-from lockstep.execution.per_device import Local, OnEachDevice, local, whole_array
+from lockstep.execution.per_device import PerDevice, PerDeviceProgram, local, whole_array
 
-__all__ = ["Apart", "Piece", "Programs", "marks_outside", "run_apart"]
+__all__ = ["IsolatedCall", "ProgramPart", "ProgramPartition", "marks_outside", "run_apart"]
 
 
-class Apart(Protocol):
+class IsolatedCall(Protocol):
     """A part of a step that is not compiled into it but run by itself."""
 
     outputs: list[jax.ShapeDtypeStruct]
 
     def run(self, values: list[Any]) -> list[Any]:
-        """The outputs, on the devices, from arrays that every device holds or from :class:`Rows`."""
+        """The outputs, on the devices, from arrays that every device holds or from :class:`PlacedRows`."""
 
 
 _apart = Primitive("lockstep_apart")
@@ -49,16 +49,16 @@ ad.primitive_jvps[_apart] = partial(_refuse, "differentiated twice or in forward
 batching.primitive_batchers[_apart] = partial(_refuse, "called under jax.vmap")
 
 
-def run_apart(work: Apart, values: Sequence[Any]) -> list[Any]:
-    """Mark ``work`` on ``values`` to run apart; used while a step is traced for :class:`Programs`."""
+def run_apart(work: IsolatedCall, values: Sequence[Any]) -> list[Any]:
+    """Mark ``work`` on ``values`` to run apart; used while a step is traced for :class:`ProgramPartition`."""
     return _apart.bind(*values, work=work)
 
 
-class Programs:
+class ProgramPartition:
     """Runs a step by pieces, traced anew for each kind of batch.
 
     Args:
-        step: ``(state, batch) -> results``. A leaf of the batch that is :class:`Rows` holds its joined array while the
+        step: ``(state, batch) -> results``. A leaf of the batch that is :class:`PlacedRows` holds its joined array while the
             step is traced.
         placement: the devices.
         donated: whether the memory of the state may be used for the results.
@@ -85,7 +85,7 @@ class _Traced:
         self, step: Callable[..., Any], leaves: list[Any], structure: Any, donated: int, on: Placement
     ) -> None:
         def flat(*values: Any) -> Any:
-            own = [Rows(v, leaf.layout) if _is_rows(leaf) else v for v, leaf in zip(values, leaves, strict=True)]
+            own = [PlacedRows(v, leaf.layout) if _is_rows(leaf) else v for v, leaf in zip(values, leaves, strict=True)]
             return step(*jax.tree.unflatten(structure, own))
 
         closed, results = jax.make_jaxpr(flat, return_shape=True)(*map(_global_shape, leaves))
@@ -111,7 +111,7 @@ class _Traced:
                     array.delete()  # Its parts were given away, one by one; now the array knows it too.
         return jax.tree.unflatten(self._structure, self._found(values))
 
-    def _joined(self, values: dict[Var, Any], atom: Var, piece: "Piece") -> Any:
+    def _joined(self, values: dict[Var, Any], atom: Var, piece: "ProgramPart") -> Any:
         """A value; rows that lie on the devices are joined, but for what takes them as they lie."""
         if _is_rows(values[atom]) and not piece.is_apart:
             values[atom] = self._join(values[atom])
@@ -126,13 +126,13 @@ class _Traced:
                 found.append(self._on.put(atom.val))
                 continue
             value = self._join(values[atom]) if _is_rows(values[atom]) else values[atom]
-            array = whole_array(value, self._on.replicated) if isinstance(value, Local) else value
+            array = whole_array(value, self._on.replicated) if isinstance(value, PerDevice) else value
             found.append(jax.numpy.copy(array) if atom in handed_out else array)
             handed_out.add(atom)
         return found
 
 
-class Piece:
+class ProgramPart:
     """Some equations in a row: one marked to run apart, or others, which are one program."""
 
     def __init__(self, equations: list[JaxprEqn], live: set[Var]) -> None:
@@ -153,7 +153,7 @@ class Piece:
         """Make the program of equations that are not marked; ``donated`` inputs give their memory to outputs."""
         function = part_of(jaxpr, self.equations, self.inputs, self.outputs)
         self.donated = self._usable(donated)
-        program = OnEachDevice(function, on, self.donated)
+        program = PerDeviceProgram(function, on, self.donated)
         self.run = lambda values: program(*(local(value, on) for value in values))
 
     def _usable(self, donated: set[Var]) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class Piece:
         return tuple(chosen)
 
 
-def _cut(jaxpr: Jaxpr, donated: set[Var], on: Placement) -> list[Piece]:
+def _cut(jaxpr: Jaxpr, donated: set[Var], on: Placement) -> list[ProgramPart]:
     results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     live = set(results)
     groups: list[list[JaxprEqn]] = []
@@ -181,7 +181,7 @@ def _cut(jaxpr: Jaxpr, donated: set[Var], on: Placement) -> list[Piece]:
         groups[-1].append(equation)
     pieces, live = [], results
     for group in groups:
-        piece = Piece(group[::-1], live)
+        piece = ProgramPart(group[::-1], live)
         if not piece.is_apart:
             piece.compile(jaxpr, donated, on)
         live = live | {atom for atom in piece.inputs if not is_literal(atom)}
@@ -230,7 +230,7 @@ def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:
 
 
 def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Rows)
+    return isinstance(leaf, PlacedRows)
 
 
 def _kind(leaf: Any) -> Any:

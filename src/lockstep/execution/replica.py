@@ -10,7 +10,7 @@ What comes back is one of three things:
 - **rows**: outputs and masks, ``(rows, …)``; the replicas' are joined in order;
 - **means**: losses that layers add and scalar outputs; they are averaged by number of rows, so a regularizer, which
   is the same on each replica, counts once;
-- **state**: non-trainable variables; :class:`Merge` says how the replicas' values meet.
+- **state**: non-trainable variables; :class:`OutputMerge` says how the replicas' values meet.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +25,10 @@ import jax.numpy as jnp
 
 from lockstep.execution.replica_rng import seed_of_replica
 
-__all__ = ["Merge", "ReplicaCall", "Result", "run_replicas"]
+__all__ = ["OutputMerge", "ReplicaCall", "ReplicaResult", "run_replicas"]
 
 
-class Merge(Enum):
+class OutputMerge(Enum):
     """How the replicas' values of a non-trainable variable become one."""
 
     MEAN = "mean over the replicas, weighted by rows"
@@ -39,7 +39,7 @@ class Merge(Enum):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows", "means", "state"], meta_fields=[])
 @dataclass(frozen=True)
-class Result:
+class ReplicaResult:
     """Result of one replica, of one device or of all; a variable that did not change is None in ``state``.
 
     That of a device holds its rows joined, and of each mean and each variable its share of the sum over devices.
@@ -51,12 +51,12 @@ class Result:
 
 
 # (trainable values, non-trainable values, this replica's inputs) -> result
-ReplicaCall = Callable[..., Result]
+ReplicaCall = Callable[..., ReplicaResult]
 
 
 def run_replicas(
     call: ReplicaCall,
-    merges: tuple[Merge, ...],
+    merges: tuple[OutputMerge, ...],
     trainable: list[jax.Array],
     non_trainable: list[jax.Array],
     inputs: Any,
@@ -65,7 +65,7 @@ def run_replicas(
     first_replica: jax.Array | int,
     global_rows: int,
     vectorize: bool = True,
-) -> Result:
+) -> ReplicaResult:
     """Run the replicas of one device.
 
     Args:
@@ -80,9 +80,9 @@ def run_replicas(
         vectorize: run equal neighbours under ``vmap``; else one after the other.
     """
 
-    def one(replica: jax.Array, replica_inputs: Any) -> Result:
+    def one(replica: jax.Array, replica_inputs: Any) -> ReplicaResult:
         own = [
-            seed_of_replica(value, replica) if merge is Merge.SEED else value
+            seed_of_replica(value, replica) if merge is OutputMerge.SEED else value
             for value, merge in zip(non_trainable, merges, strict=True)
         ]
         return call(trainable, own, replica_inputs)
@@ -117,10 +117,10 @@ def _pieces(leaf: jax.Array, *, start: int, count: int, size: int) -> jax.Array:
 
 
 def _share(
-    result: Result, merges: tuple[Merge, ...], old: list[jax.Array], replicas: jax.Array, weight: float
-) -> Result:
+    result: ReplicaResult, merges: tuple[OutputMerge, ...], old: list[jax.Array], replicas: jax.Array, weight: float
+) -> ReplicaResult:
     """Share of ``count`` replicas of equal size; every leaf of ``result`` has a leading axis of that length."""
-    return Result(
+    return ReplicaResult(
         rows=[leaf.reshape((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])) for leaf in result.rows],
         means=[_weighted(leaf, weight) for leaf in result.means],
         state=[
@@ -130,10 +130,10 @@ def _share(
     )
 
 
-def _state_share(new: jax.Array, merge: Merge, old: jax.Array, replicas: jax.Array, weight: float) -> jax.Array:
-    if merge is Merge.MEAN:
+def _state_share(new: jax.Array, merge: OutputMerge, old: jax.Array, replicas: jax.Array, weight: float) -> jax.Array:
+    if merge is OutputMerge.MEAN:
         return _weighted(new, weight)
-    if merge is Merge.SUM:
+    if merge is OutputMerge.SUM:
         return (new - old).sum(axis=0, dtype=new.dtype)
     return jnp.where(replicas[0] == 0, new[0], jnp.zeros_like(new[0]))
 
@@ -144,10 +144,10 @@ def _weighted(leaf: jax.Array, weight: float) -> jax.Array:
     return (wide * weight).sum(axis=0)
 
 
-def _combine(shares: list[Result]) -> Result:
+def _combine(shares: list[ReplicaResult]) -> ReplicaResult:
     if len(shares) == 1:
         return shares[0]
-    summed = [Result(rows=[], means=share.means, state=share.state) for share in shares]
+    summed = [ReplicaResult(rows=[], means=share.means, state=share.state) for share in shares]
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], start=leaves[0]), *summed)
     rows = [jnp.concatenate(leaves) for leaves in zip(*(share.rows for share in shares), strict=True)]
-    return Result(rows=rows, means=total.means, state=total.state)
+    return ReplicaResult(rows=rows, means=total.means, state=total.state)

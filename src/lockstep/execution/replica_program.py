@@ -15,14 +15,14 @@ from jax.extend.core import Var, jaxpr_as_fun
 
 from lockstep._errors import ModelError
 from lockstep.data.device_placement import Placement
-from lockstep.execution.per_device import OnEachDevice
+from lockstep.execution.per_device import PerDeviceProgram
 
-__all__ = ["AloneProgram"]
+__all__ = ["ReplicaProgram"]
 
 Shape = jax.ShapeDtypeStruct
 
 
-class AloneProgram:
+class ReplicaProgram:
     """A function of one replica, and its gradient, each as one program of one device.
 
     Args:
@@ -61,8 +61,8 @@ class AloneProgram:
         self.varies = [jnp.issubdtype(output.dtype, jnp.inexact) for output in self.outputs]
         self._sort_residuals([id(var) for var in self._traced.jaxpr.invars[1:]])
         self.rows = cut[0].shape[0]
-        self.forward = OnEachDevice(self._forward, placement)
-        self.backward = OnEachDevice(self._backward, placement)
+        self.forward = PerDeviceProgram(self._forward, placement)
+        self.backward = PerDeviceProgram(self._backward, placement)
 
     @property
     def residuals(self) -> list[Shape]:

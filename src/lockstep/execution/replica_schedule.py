@@ -9,14 +9,14 @@ from itertools import accumulate
 
 import numpy as np
 
-from lockstep.collectives.tree import Branch, branches
+from lockstep.collectives.tree import PartialSum, branches
 from lockstep.devices.layout import Layout
 
-__all__ = ["Round", "merges_of", "rounds_of"]
+__all__ = ["ReplicaRound", "merges_of", "rounds_of"]
 
 
 @dataclass(frozen=True)
-class Round:
+class ReplicaRound:
     """One program on several devices: ``replicas[d]`` is what device d runs, or None."""
 
     rows: int
@@ -38,7 +38,7 @@ class Round:
         return np.asarray(replica, "int32"), np.asarray(local, "int32"), np.asarray(first, "int32")
 
 
-def rounds_of(layout: Layout) -> list[Round]:
+def rounds_of(layout: Layout) -> list[ReplicaRound]:
     """The rounds of one batch; on each device the replicas come in their order."""
     rounds = []
     for size in sorted(set(layout.busy_replicas), reverse=True):
@@ -47,11 +47,11 @@ def rounds_of(layout: Layout) -> list[Round]:
             for device, own in enumerate(layout.per_device)
         ]
         for turn in range(max(map(len, waiting))):
-            rounds.append(Round(size, tuple(own[turn] if turn < len(own) else None for own in waiting)))
+            rounds.append(ReplicaRound(size, tuple(own[turn] if turn < len(own) else None for own in waiting)))
     return rounds
 
 
-def merges_of(layout: Layout) -> tuple[list[list[int]], list[Branch]]:
+def merges_of(layout: Layout) -> tuple[list[list[int]], list[PartialSum]]:
     """Adding up replicas as they come, in the order of the tree, in as few partial sums as the tree allows.
 
     A device keeps its partial sums on a stack. What a round yields is added to as many of them as the number says, from
@@ -69,7 +69,9 @@ def merges_of(layout: Layout) -> tuple[list[list[int]], list[Branch]]:
         ]
         for one in rounds_of(layout)
     ]
-    where = [Branch(*piece, device, slot) for device, stack in enumerate(stacks) for slot, piece in enumerate(stack)]
+    where = [
+        PartialSum(*piece, device, slot) for device, stack in enumerate(stacks) for slot, piece in enumerate(stack)
+    ]
     return merges, where
 
 

@@ -18,9 +18,9 @@ from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.platform import platform_sum_in_few
 from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, gather_rows
 from lockstep.devices.layout import Layout
-from lockstep.execution.replica import Merge, ReplicaCall, Result, run_replicas
+from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult, run_replicas
 
-__all__ = ["Forward", "finished", "forward_eagerly", "forward_on_devices"]
+__all__ = ["SpmdForward", "finished", "forward_eagerly", "forward_on_devices"]
 
 # XLA for CPUs runs several calls faster than one under vmap, and compiles each. So up to as many calls of a device, and as many
 # operations in all of them, each is of its own.
@@ -28,11 +28,11 @@ UNROLLED, UNROLLED_OPERATIONS = 4, 600
 
 
 @dataclass(frozen=True)
-class Forward:
+class SpmdForward:
     """One forward pass to be distributed: what to call, on which values, over which layout."""
 
     call: ReplicaCall
-    merges: tuple[Merge, ...]
+    merges: tuple[OutputMerge, ...]
     trainable: list[jax.Array]
     non_trainable: list[jax.Array]
     shared: list[jax.Array]  # other arguments that every replica gets whole
@@ -43,7 +43,7 @@ class Forward:
     operations: int  # of one call
 
 
-def forward_eagerly(forward: Forward, inputs: Any) -> Result:
+def forward_eagerly(forward: SpmdForward, inputs: Any) -> ReplicaResult:
     """One replica after the other, without compiling: for debugging, and the plain form that the fast one must equal.
 
     Args:
@@ -58,8 +58,8 @@ def forward_eagerly(forward: Forward, inputs: Any) -> Result:
 
 
 def forward_on_devices(
-    forward: Forward, inputs: Any, placement: Placement, ops: CrossDeviceOps, sliced: bool = False
-) -> Result:
+    forward: SpmdForward, inputs: Any, placement: Placement, ops: CrossDeviceOps, sliced: bool = False
+) -> ReplicaResult:
     """The devices of ``placement`` at the same time; called while a step is traced.
 
     Args:
@@ -79,23 +79,23 @@ def forward_on_devices(
 
     def on_one_device(
         trainable: list[jax.Array], non_trainable: list[jax.Array], shared: list[jax.Array], inputs: Any
-    ) -> Result:
+    ) -> ReplicaResult:
         own = replace(forward, trainable=[value[0] for value in trainable], non_trainable=non_trainable, shared=shared)
         result = _on_this_device(own, inputs, placement)
         changed, form = jax.tree.flatten(result.state)
         state = jax.tree.unflatten(form, platform_sum_in_few(changed, DEVICE_AXIS, placement.devices))
-        return Result(rows=result.rows, means=[share[None] for share in result.means], state=state)
+        return ReplicaResult(rows=result.rows, means=[share[None] for share in result.means], state=state)
 
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
     result = jax.shard_map(
         on_one_device,
         mesh=placement.mesh,
         in_specs=(cut, whole, whole, cut),
-        out_specs=Result(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
+        out_specs=ReplicaResult(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
         check_vma=False,
     )(_own_copies(forward.trainable, placement, ops, sliced), forward.non_trainable, forward.shared, inputs)
     rows = [_global_rows(leaf, layout, placement) for leaf in result.rows]
-    return finished(forward, Result(rows, [share.sum(axis=0) for share in result.means], result.state))
+    return finished(forward, ReplicaResult(rows, [share.sum(axis=0) for share in result.means], result.state))
 
 
 def _own_copies(trainable: list[jax.Array], placement: Placement, ops: CrossDeviceOps, sliced: bool) -> list[jax.Array]:
@@ -139,7 +139,7 @@ def _sum(pieces: list[jax.Array], axes: list[int | None], placement: Placement, 
     return [sums[position] for position in range(len(pieces))]
 
 
-def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Result:
+def _on_this_device(forward: SpmdForward, inputs: Any, placement: Placement) -> ReplicaResult:
     """Run this device's replicas; the devices run one program, which holds each distinct share of the rows once."""
     layout = forward.layout
     shares = sorted({share for share in forward.calls if sum(share)}, reverse=True)
@@ -152,7 +152,7 @@ def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Resu
             jnp.asarray([place.get(share, len(shares)) for share in forward.calls])[device],
         ]
     )
-    branches: list[Callable[[], Result]] = [
+    branches: list[Callable[[], ReplicaResult]] = [
         partial(_padded, forward, inputs, share, first_replica, _is_vectorized(forward, share, placement))
         for share in shares
     ]
@@ -165,7 +165,7 @@ def _on_this_device(forward: Forward, inputs: Any, placement: Placement) -> Resu
     return lax.switch(choice, branches)
 
 
-def _select(choice: jax.Array, branches: Sequence[Callable[[], Result]]) -> Result:
+def _select(choice: jax.Array, branches: Sequence[Callable[[], ReplicaResult]]) -> ReplicaResult:
     """``lax.switch`` that runs every branch and keeps one.
 
     XLA compiles a convolution inside a conditional to a naive loop on CPU, tens of times slower
@@ -179,13 +179,15 @@ def _select(choice: jax.Array, branches: Sequence[Callable[[], Result]]) -> Resu
     return chosen
 
 
-def _is_vectorized(forward: Forward, rows: tuple[int, ...], placement: Placement) -> bool:
+def _is_vectorized(forward: SpmdForward, rows: tuple[int, ...], placement: Placement) -> bool:
     """Whether equal calls of a device, which have so many rows each, run as one."""
     is_unrolled = len(rows) <= UNROLLED and len(rows) * forward.operations <= UNROLLED_OPERATIONS
     return placement.platform != "cpu" or not is_unrolled
 
 
-def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array, vectorize: bool) -> Result:
+def _padded(
+    forward: SpmdForward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array, vectorize: bool
+) -> ReplicaResult:
     """Run one share of the rows and fill its results up to the room that every device has."""
     result = _local(forward, inputs, share, first_replica, vectorize)
 
@@ -194,12 +196,12 @@ def _padded(forward: Forward, inputs: Any, share: tuple[int, ...], first_replica
     def fill(leaf: jax.Array) -> jax.Array:
         return jnp.pad(leaf, [(0, free)] + [(0, 0)] * (leaf.ndim - 1))
 
-    return Result(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)
+    return ReplicaResult(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)
 
 
 def _local(
-    forward: Forward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool
-) -> Result:
+    forward: SpmdForward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool
+) -> ReplicaResult:
     return run_replicas(
         partial(forward.call, shared=forward.shared),
         forward.merges,
@@ -220,12 +222,12 @@ def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.A
     return gather_rows(leaf, layout)
 
 
-def finished(forward: Forward, result: Result) -> Result:
+def finished(forward: SpmdForward, result: ReplicaResult) -> ReplicaResult:
     """The result of all replicas: unchanged variables get their old value back, sums of changes are added to it, and dtypes are as before."""
     state = []
     for new, old, merge in zip(result.state, forward.non_trainable, forward.merges, strict=True):
         if new is None:
             state.append(old)
         else:
-            state.append(old + new if merge is Merge.SUM else new.astype(old.dtype))
-    return Result(rows=result.rows, means=result.means, state=list(state))
+            state.append(old + new if merge is OutputMerge.SUM else new.astype(old.dtype))
+    return ReplicaResult(rows=result.rows, means=result.means, state=list(state))

@@ -15,16 +15,16 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.data.device_placement import Placement
-from lockstep.execution.executors import FastPlan, Plan
+from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions, StepListener
 from lockstep.execution.train_state import dispatch_lock, without_aliases
 
-__all__ = ["KerasTrials", "StrategyTrials", "Trial", "Trials", "copies", "usual_seconds"]
+__all__ = ["KerasProbes", "StepProbe", "StepProbes", "StrategyProbes", "copies", "usual_seconds"]
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-class Trial(Protocol):
+class StepProbe(Protocol):
     """One batch: its memory is known, and it can be run."""
 
     memory: int  # bytes that the step takes on each device
@@ -33,7 +33,7 @@ class Trial(Protocol):
         """Median time of so many training steps in a row, after one that does not count."""
 
 
-class Trials(Protocol):
+class StepProbes(Protocol):
     """The training step of a model.
 
     Attributes:
@@ -46,11 +46,11 @@ class Trials(Protocol):
     replicas: int
     is_estimate: bool
 
-    def of(self, batch: Any) -> Trial:
+    def of(self, batch: Any) -> StepProbe:
         """Compile the step for a batch on the host, and do not run it."""
 
 
-class StrategyTrials:
+class StrategyProbes:
     """Of a model of a strategy.
 
     Args:
@@ -60,14 +60,14 @@ class StrategyTrials:
         default: the plan whose one program says how much memory is needed; it may be ``plan``.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, plan: Plan, default: FastPlan) -> None:
+    def __init__(self, model: keras.Model, placement: Placement, plan: Executor, default: SpmdExecutor) -> None:
         self._model, self._placement, self._plan, self._default = model, placement, plan, default
         self._functions = StepFunctions(model, placement, plan, lambda _: None, StepListener())
         self.devices = tuple(placement.devices[place] for place in placement.own_places)
         self.replicas, self.is_estimate = placement.replicas, plan is not default
 
-    def of(self, batch: Any) -> Trial:
-        """See :class:`Trials`."""
+    def of(self, batch: Any) -> StepProbe:
+        """See :class:`StepProbes`."""
         with jax.default_device(self._plan.uncompiled_on):  # where Keras makes variables that are not made yet
             state = trainer.training_state(self._model, batch)
         functions = StepFunctions(self._model, self._placement, self._default, lambda _: None, StepListener())
@@ -75,17 +75,17 @@ class StrategyTrials:
         program = training.ahead(state, self._placement.described(batch))
         if not self.is_estimate:
             places = program.input_shardings[0][0]
-            return _Trial(
+            return _CompiledProbe(
                 program,
                 lambda: self._placement.put(copies(state), places),
                 lambda: self._placement.place(batch),
                 program,
             )
         step = self._plan.compile(self._functions.step_by(self._plan, "train"), "train")
-        return _Trial(program, lambda: copies(state), lambda: self._placement.place(batch), step)
+        return _CompiledProbe(program, lambda: copies(state), lambda: self._placement.place(batch), step)
 
 
-class KerasTrials:
+class KerasProbes:
     """Of a model in plain Keras, on JAX's default device."""
 
     replicas, is_estimate = 1, False
@@ -94,16 +94,16 @@ class KerasTrials:
         self._model = model
         self.devices = (jax.local_devices()[0],)
 
-    def of(self, batch: Any) -> Trial:
-        """See :class:`Trials`."""
+    def of(self, batch: Any) -> StepProbe:
+        """See :class:`StepProbes`."""
         state = trainer.training_state(self._model, batch)
         described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.typeof(leaf).dtype), batch)
         program = jax.jit(self._model.train_step, donate_argnums=0).lower(state, described).compile()
-        return _Trial(program, lambda: copies(state), lambda: jax.device_put(batch), program)
+        return _CompiledProbe(program, lambda: copies(state), lambda: jax.device_put(batch), program)
 
 
-class _Trial:
-    """See :class:`Trial`; ``state`` and ``batch`` make what the step is run on."""
+class _CompiledProbe:
+    """See :class:`StepProbe`; ``state`` and ``batch`` make what the step is run on."""
 
     def __init__(
         self, program: jax.stages.Compiled, state: Callable[[], Any], batch: Callable[[], Any], step: Step
@@ -118,7 +118,7 @@ class _Trial:
         )
 
     def seconds(self, steps: int) -> float:
-        """See :class:`Trial`."""
+        """See :class:`StepProbe`."""
         return usual_seconds(self._step, self._state(), self._batch(), steps)
 
 

@@ -17,13 +17,13 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep._keras.layers import models_within, replaced_call, replaced_methods
-from lockstep.data.device_placement import Placement, Rows
+from lockstep.data.device_placement import PlacedRows, Placement
 from lockstep.data.keras_adapter import next_batch
 from lockstep.devices.names import device_name
-from lockstep.execution.call_splitter import CannotSplit, SplitCall, merge_of
-from lockstep.execution.executors import EagerPlan, Plan
+from lockstep.execution.call_splitter import CallSplitter, CannotSplitError, merge_of
+from lockstep.execution.executors import EagerExecutor, Executor
 from lockstep.execution.nonfinite_gate import GatedStep
-from lockstep.execution.spmd import Forward
+from lockstep.execution.spmd import SpmdForward
 
 __all__ = ["STATE", "StepFunctions", "StepListener", "in_step", "is_in_step", "trace_for"]
 
@@ -88,7 +88,7 @@ class StepFunctions:
         self,
         model: keras.Model,
         placement: Placement,
-        plan: Plan,
+        plan: Executor,
         tell: Callable[[str], None],
         listener: StepListener,
     ) -> None:
@@ -153,20 +153,20 @@ class StepFunctions:
         step = self.step_by(plan, "train")
         return GatedStep(lambda gate: plan.compile(step, "train", gate), donated=plan is self.plan)
 
-    def _compiling_plan(self) -> Plan:
+    def _compiling_plan(self) -> Executor:
         if not self.model.run_eagerly and self.model.jit_compile:
             return self.plan
         device = self.plan.uncompiled_on
         self.tell(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
-        return EagerPlan(device)
+        return EagerExecutor(device)
 
-    def step_by(self, plan: Plan, kind: str) -> KerasStep:
+    def step_by(self, plan: Executor, kind: str) -> KerasStep:
         """The step of ``kind`` whose forward pass is done by ``plan``, to be compiled."""
         keras_step = _keras_step(self.model, kind)
 
         def step(state: Any, batch: Any) -> tuple[Any, Any]:
             forwarder = _Forwarder(self.model, self.placement, plan, self.tell)
-            data = jax.tree.map(forwarder.joined, batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
+            data = jax.tree.map(forwarder.joined, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
             with self._forward_pass(forwarder):
                 return keras_step(state, data)
 
@@ -191,14 +191,14 @@ class StepFunctions:
 class _Forwarder:
     """Stands in for ``stateless_call`` of a model, and of models within it, while one step is traced: the same results, by replicas."""
 
-    def __init__(self, model: keras.Model, placement: Placement, plan: Plan, tell: Callable[[str], None]) -> None:
+    def __init__(self, model: keras.Model, placement: Placement, plan: Executor, tell: Callable[[str], None]) -> None:
         self.model, self.placement, self.plan, self.tell = model, placement, plan, tell
         self._is_inside = False  # a call that is being made; it may call models in its turn
-        self._places: dict[int, tuple[jax.Array, Rows]] = {}
+        self._places: dict[int, tuple[jax.Array, PlacedRows]] = {}
 
     def joined(self, leaf: Any) -> Any:
         """The global array of a leaf of a placed batch; its places are remembered for the forward pass."""
-        if not isinstance(leaf, Rows):
+        if not isinstance(leaf, PlacedRows):
             return leaf
         array = self.plan.joined(leaf)
         self._places[id(array)] = (array, leaf)
@@ -224,8 +224,8 @@ class _Forwarder:
         with contextlib.ExitStack() as quiet:
             try:
                 if model is not self.model and not self.plan.is_differentiable_twice:
-                    raise CannotSplit("with deterministic=True only the model itself is run by replicas")
-                split = SplitCall(model, original, (args, kwargs))
+                    raise CannotSplitError("with deterministic=True only the model itself is run by replicas")
+                split = CallSplitter(model, original, (args, kwargs))
                 layout = self.placement.layout(split.rows)
                 if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.
                     return original(*values, *args, return_losses=return_losses, **kwargs)
@@ -237,14 +237,14 @@ class _Forwarder:
                     return original(*values, *args, return_losses=return_losses, **kwargs)
                 with _warnings(False):
                     split.learn({rows for own in calls for rows in own if rows})
-            except CannotSplit as reason:
+            except CannotSplitError as reason:
                 normalized = ", BatchNormalization included" if trainer.unsynchronized_normalizations(model) else ""
                 who = "it" if model is self.model else f"model {model.name!r} within it"
                 self.tell(f"{who} runs on the global batch{normalized}, {self.plan.of_global_batch}: {reason}")
                 return original(*values, *args, return_losses=return_losses, **kwargs)
             merges = tuple(merge_of(variable) for variable in model.non_trainable_variables)
             places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
-            forward = Forward(split, merges, *values, split.shared, layout, calls, split.operations)
+            forward = SpmdForward(split, merges, *values, split.shared, layout, calls, split.operations)
             result = self.plan.forward(forward, split.inputs, places)
         outputs, losses = split.joined(result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)

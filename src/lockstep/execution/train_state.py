@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lockstep.devices.xla_options import compiler_options
 
-__all__ = ["Step", "Training", "Values", "changes_of", "dispatch_lock", "with_changes", "without_aliases"]
+__all__ = ["StateValues", "Step", "TrainState", "changes_of", "dispatch_lock", "with_changes", "without_aliases"]
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
 
@@ -19,7 +19,7 @@ dispatch_lock = threading.RLock()
 
 
 @jax.tree_util.register_pytree_node_class
-class Values(Sequence[Any]):
+class StateValues(Sequence[Any]):
     """One part of a state that Keras is given.
 
     Keras hangs the state on the model after each step, which looks at each number of a list or tuple in Python; what is
@@ -45,12 +45,12 @@ class Values(Sequence[Any]):
         return self._values, None
 
     @classmethod
-    def tree_unflatten(cls, _: None, values: Iterable[Any]) -> "Values":
+    def tree_unflatten(cls, _: None, values: Iterable[Any]) -> "StateValues":
         """The opposite."""
         return cls(values)
 
 
-class Training:
+class TrainState:
     """A compiled training step, whose new state lies in the same places as the old, and has its memory where that is ``donated``.
 
     Args:

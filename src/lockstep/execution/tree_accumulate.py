@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from lockstep.collectives.tree import Branch, tree_sum
+from lockstep.collectives.tree import PartialSum, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.devices.layout import Layout
-from lockstep.execution.per_device import Local, cut_array
+from lockstep.execution.per_device import PerDevice, cut_array
 from lockstep.execution.replica_schedule import merges_of, rounds_of
 
 __all__ = ["TreeAdder"]
@@ -37,7 +37,7 @@ class TreeAdder:
         self.slots = 1 + max(branch.slot for branch in where)
         self._over_devices = _over_devices(placement.mesh, tuple(where))
 
-    def __call__(self, rounds: Iterable[list[Local]]) -> list[jax.Array]:
+    def __call__(self, rounds: Iterable[list[PerDevice]]) -> list[jax.Array]:
         """The sum of each value, ``(…)``, on every device.
 
         Args:
@@ -55,7 +55,7 @@ class TreeAdder:
             stacks[own_places[0]].append([value[own_places[0]] for value in values])
         slots = {p: _in_slots([*own, *[own[-1]] * (self.slots - len(own))]) for p, own in stacks.items() if own}
         places, count = range(len(self.placement.devices)), len(next(iter(slots.values())))
-        parts = [Local(slots[place][i] if place in slots else None for place in places) for i in range(count)]
+        parts = [PerDevice(slots[place][i] if place in slots else None for place in places) for i in range(count)]
         return self._over_devices([cut_array(part, self.placement) for part in parts])
 
 
@@ -74,7 +74,7 @@ def _in_slots(stack: list[Values]) -> Values:
 
 
 @lru_cache
-def _over_devices(mesh: Mesh, where: tuple[Branch, ...]) -> Any:
+def _over_devices(mesh: Mesh, where: tuple[PartialSum, ...]) -> Any:
     """Only moves bytes and adds pairs: no compiler can make other bits of it."""
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
     add = jax.shard_map(

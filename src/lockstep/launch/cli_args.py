@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import OptionError
-from lockstep.launch.launch_config import Job
+from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.malloc_selection import CHOICES
 from lockstep.launch.templates import PRINTERS
 
@@ -64,7 +64,7 @@ def _nodes(text: str) -> tuple[int | None, int]:
     return int(least) if is_range else None, int(most)
 
 
-def job_of(options: argparse.Namespace) -> Job:
+def job_of(options: argparse.Namespace) -> LaunchConfig:
     """The job that parsed options ask for.
 
     Raises:
@@ -73,7 +73,7 @@ def job_of(options: argparse.Namespace) -> Job:
     _check_servers(options)
     hosts = None if options.hosts is None else tuple(host.strip() for host in options.hosts.split(","))
     least, most = options.nnodes or (None, len(hosts or ("this",)))
-    return Job(
+    return LaunchConfig(
         program=(options.script, *options.arguments),
         is_module=options.is_module,
         workers=next((number for number in (options.workers, options.nproc_per_node) if number is not None), 1),

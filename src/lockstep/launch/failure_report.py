@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from lockstep.distributed.cluster.exit_codes import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
-from lockstep.launch.process_names import Task
+from lockstep.launch.process_names import ProcessName
 
-__all__ = ["USAGE", "ErrorRecord", "Failure", "first_of", "job_code"]
+__all__ = ["USAGE", "ErrorRecord", "ProcessFailure", "first_of", "job_code"]
 
 _CAUSE_SECONDS = 1.0  # The end of a process that ends because of another may be seen before the other's.
 USAGE = 2  # What argparse ends a program with; starting it again with the same arguments would not help.
@@ -58,7 +58,7 @@ class ErrorRecord:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ProcessFailure:
     """The end of a process that did not go well.
 
     Args:
@@ -69,11 +69,11 @@ class Failure:
         last_lines: of its output.
 
     Example:
-        >>> Failure(Task("worker", 3), -9, 0.0, None, "step 7").headline
+        >>> ProcessFailure(ProcessName("worker", 3), -9, 0.0, None, "step 7").headline
         "worker 3 was killed by SIGKILL (maybe this machine or the job ran out of memory: see 'dmesg', or what the scheduler says)"
     """
 
-    task: Task
+    task: ProcessName
     code: int
     when: float
     record: ErrorRecord | None
@@ -113,7 +113,7 @@ class Failure:
         return f"{self.headline}. It printed nothing.\n"
 
 
-def first_of(failures: Iterable[Failure]) -> Failure:
+def first_of(failures: Iterable[ProcessFailure]) -> ProcessFailure:
     """The failure that the others follow from: the earliest one that is not itself a consequence."""
     return min(failures, key=lambda failure: (failure.is_consequence, failure.when))
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.launch.process_names import Task, Tasks
+from lockstep.launch.process_names import ProcessName, ProcessNames
 
 __all__ = ["gpu_variables", "gpus_of", "share"]
 
@@ -29,14 +29,14 @@ def gpus_of(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[st
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
 
 
-def gpu_variables(gpus: list[str], task: Task, tasks: Tasks) -> Mapping[str, str]:
+def gpu_variables(gpus: list[str], task: ProcessName, tasks: ProcessNames) -> Mapping[str, str]:
     """What one process of this node is told of them.
 
     Example:
-        >>> tasks = Tasks([Task("ps", 0), Task("worker", 0), Task("worker", 1)])
-        >>> gpu_variables(["0", "1"], Task("worker", 1), tasks)
+        >>> tasks = ProcessNames([ProcessName("ps", 0), Task("worker", 0), Task("worker", 1)])
+        >>> gpu_variables(["0", "1"], ProcessName("worker", 1), tasks)
         {'CUDA_VISIBLE_DEVICES': '1'}
-        >>> gpu_variables(["0", "1"], Task("ps", 0), tasks)
+        >>> gpu_variables(["0", "1"], ProcessName("ps", 0), tasks)
         {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
     """
     if task not in tasks.workers:

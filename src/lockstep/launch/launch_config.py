@@ -8,13 +8,13 @@ from lockstep._errors import OptionError, whole_number
 from lockstep.distributed.cluster.addresses import join_address, split_address
 from lockstep.distributed.cluster.ports import DEFAULT_PORT
 
-__all__ = ["Job"]
+__all__ = ["LaunchConfig"]
 
 _LARGEST_PORT = 65535
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchConfig:
     """One program on all workers of all nodes, and which node this is.
 
     Args:
@@ -43,7 +43,7 @@ class Job:
         ClusterError: an address is none.
 
     Example:
-        >>> Job(("train.py",), workers=2, nodes=2, hosts=("a", "b:5000")).addresses
+        >>> LaunchConfig(("train.py",), workers=2, nodes=2, hosts=("a", "b:5000")).addresses
         ('a:12421', 'a:12422', 'b:5000', 'b:5001')
     """
 

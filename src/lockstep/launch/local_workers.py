@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Set
 from typing import Protocol
 
 from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
-from lockstep.launch.failure_report import Failure, first_of, job_code
-from lockstep.launch.process_names import Task, Tasks, names_of
+from lockstep.launch.failure_report import ProcessFailure, first_of, job_code
+from lockstep.launch.process_names import ProcessName, ProcessNames, names_of
 from lockstep.launch.process_tree import end_children
-from lockstep.launch.restart_budget import Restarts
-from lockstep.launch.signal_pipe import Signals
-from lockstep.launch.worker_loss_policy import Losses
-from lockstep.launch.worker_process import Worker
+from lockstep.launch.restart_budget import RestartBudget
+from lockstep.launch.signal_pipe import SignalPipe
+from lockstep.launch.worker_loss_policy import WorkerLossPolicy
+from lockstep.launch.worker_process import WorkerProcess
 
-__all__ = ["ENDING", "Generation", "News"]
+__all__ = ["ENDING", "LocalWorkers", "RemoteStop"]
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 _DUMP_SECONDS = 0.5  # For each to print where it is, before it is asked to end.
@@ -22,7 +22,7 @@ _BURY_SECONDS = 5.0
 _PRINT_SECONDS = 2.0  # For what was printed last to be written.
 
 
-class News(Protocol):
+class RemoteStop(Protocol):
     """Where others may say that all workers must end."""
 
     def fileno(self) -> int:
@@ -32,7 +32,7 @@ class News(Protocol):
         """Why all workers must end; None where that was not said."""
 
 
-class Generation:
+class LocalWorkers:
     """Starts processes and watches them until each has ended.
 
     Args:
@@ -49,20 +49,20 @@ class Generation:
 
     def __init__(
         self,
-        tasks: Tasks,
-        start: Callable[[Task], Worker],
-        restarts: Restarts,
-        received: Signals,
+        tasks: ProcessNames,
+        start: Callable[[ProcessName], WorkerProcess],
+        restarts: RestartBudget,
+        received: SignalPipe,
         grace: float,
         stop_at: float | None,
         spared: Set[int],
         say: Callable[[str], None],
-        news: News | None = None,
+        news: RemoteStop | None = None,
     ) -> None:
         self._tasks = tasks
         self._start = start
-        self._workers: list[Worker] = []  # Also those in whose place another one was started.
-        self._losses = Losses(tasks.can_lose, restarts, self._add, say)
+        self._workers: list[WorkerProcess] = []  # Also those in whose place another one was started.
+        self._losses = WorkerLossPolicy(tasks.can_lose, restarts, self._add, say)
         self._received = received
         self._grace = grace
         self._stop_at = stop_at
@@ -112,7 +112,7 @@ class Generation:
                 self._say(f"the log file of {worker.task.name} is not complete: {worker.log_error}.")
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> ProcessFailure | None:
         """The worker that failed first, where that is why all have ended."""
         failures = self._failures()
         return first_of(failures) if failures and self._why is None and not self.is_late else None
@@ -138,7 +138,7 @@ class Generation:
             yield self._news.fileno()
 
     @property
-    def _running(self) -> list[Worker]:
+    def _running(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.code is None]
 
     @property
@@ -146,13 +146,13 @@ class Generation:
         """Whether nobody is missed who ends now."""
         return self._asked_at is not None or self._done_at is not None
 
-    def _failures(self) -> list[Failure]:
+    def _failures(self) -> list[ProcessFailure]:
         """Whose failure ends the job: not of those who ended because we asked them to, or when all was done."""
         until = min(float("inf") if time is None else time for time in (self._asked_at, self._done_at))
         failures = [worker.failure for worker in self._workers]
         return self._losses.fatal(one for one in failures if one and one.when <= until)
 
-    def _add(self, task: Task) -> None:
+    def _add(self, task: ProcessName) -> None:
         self._workers.append(self._start(task))
 
     def _on_signal(self, number: int) -> None:

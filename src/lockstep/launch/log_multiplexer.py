@@ -8,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lockstep.launch.process_names import Task
+from lockstep.launch.process_names import ProcessName
 
-__all__ = ["Lines", "Pump", "Terminal"]
+__all__ = ["LineSplitter", "LogPump", "TerminalWriter"]
 
 _CHUNK = 65536
 _LONGEST_LINE = 65536  # bytes; a longer one is shown in pieces
@@ -19,7 +19,7 @@ _LAST_LINES = 30
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
-class Terminal:
+class TerminalWriter:
     """A stream that each line is written to in one piece, so that lines of several workers never mix.
 
     Args:
@@ -35,7 +35,7 @@ class Terminal:
         self._is_gone = False
         self._is_coloured = colours and stream.isatty()
 
-    def prefix(self, task: Task) -> bytes:
+    def prefix(self, task: ProcessName) -> bytes:
         """What stands before each line of a process."""
         name, colour = f"[{task.name}]", _COLOURS[task.colour % len(_COLOURS)]
         return (f"\033[{colour}m{name}\033[0m " if self._is_coloured else f"{name} ").encode()
@@ -60,11 +60,11 @@ class Terminal:
                 data = data[written:]
 
 
-class Lines:
+class LineSplitter:
     r"""Cuts a stream of bytes into the lines that a terminal would show.
 
     Example:
-        >>> lines = Lines()
+        >>> lines = LineSplitter()
         >>> lines.feed(b"one\ntwo: 10%\rtwo: 20%\nthr"), lines.rest()
         ([b'one', b'two: 20%'], [b'thr'])
     """
@@ -99,7 +99,7 @@ def _shown(line: bytes) -> bytes:
     return line.rstrip(b"\r\b").rpartition(b"\r")[2].lstrip(b"\b")
 
 
-class Pump:
+class LogPump:
     """A thread that carries what one worker prints.
 
     Args:
@@ -112,7 +112,7 @@ class Pump:
         self._source = source
         self._log = log
         self._show = show
-        self._lines = Lines()
+        self._lines = LineSplitter()
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self.log_error: OSError | None = None  # Why the log is not complete.
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from lockstep._errors import OptionError
 from lockstep.devices.malloc_tuning import SWITCH
 
-__all__ = ["CHOICES", "Allocator", "choose_allocator", "library_folders"]
+__all__ = ["CHOICES", "MallocSelection", "choose_allocator", "library_folders"]
 
 CHOICES = ("auto", "system", "jemalloc", "tcmalloc")
 _LIBRARIES = {"tcmalloc": ("libtcmalloc_minimal.so*", "libtcmalloc.so*"), "jemalloc": ("libjemalloc.so*",)}
@@ -28,7 +28,7 @@ _FIRST_GLIBC_WITH_HUGE_PAGES = (2, 35)
 
 
 @dataclass(frozen=True)
-class Allocator:
+class MallocSelection:
     """What was chosen, and the environment variables that choose it."""
 
     name: str
@@ -41,7 +41,7 @@ def choose_allocator(
     folders: Iterable[Path],
     glibc: tuple[int, ...] | None,
     uses_gpus: bool = False,
-) -> Allocator:
+) -> MallocSelection:
     """The allocator that is wanted, or for "auto" the fastest that is there; what the user has set stays.
 
     Args:
@@ -57,12 +57,12 @@ def choose_allocator(
     own = environment.get("LD_PRELOAD", "")
     if wanted == "system" or (wanted == "auto" and (uses_gpus or "malloc" in own)):
         as_it_is = {SWITCH: "0"} if wanted == "system" else {}
-        return Allocator(f"that of LD_PRELOAD ({own})" if "malloc" in own else "that of the system", as_it_is)
+        return MallocSelection(f"that of LD_PRELOAD ({own})" if "malloc" in own else "that of the system", as_it_is)
     folders = list(folders)
     for name in ("tcmalloc", "jemalloc") if wanted == "auto" else (wanted,):
         library = _find(name, folders)
         if library is not None:
-            return Allocator(f"{name} ({library})", _preload(name, library, environment))
+            return MallocSelection(f"{name} ({library})", _preload(name, library, environment))
     if wanted != "auto":
         raise OptionError(
             f"--allocator {wanted}: no {' or '.join(_LIBRARIES[wanted])} in {', '.join(map(str, folders))}; on Debian and "
@@ -103,11 +103,11 @@ def _preload(name: str, library: Path, environment: Mapping[str, str]) -> dict[s
     return {"LD_PRELOAD": ":".join(filter(None, (str(library), environment.get("LD_PRELOAD")))), variable: setting}
 
 
-def _system(environment: Mapping[str, str], glibc: tuple[int, ...] | None) -> Allocator:
+def _system(environment: Mapping[str, str], glibc: tuple[int, ...] | None) -> MallocSelection:
     own = environment.get("GLIBC_TUNABLES", "")
     if glibc is None or glibc < _FIRST_GLIBC_WITH_HUGE_PAGES:
-        return Allocator("that of the system", {})
+        return MallocSelection("that of the system", {})
     if _HUGE_PAGES in own:
-        return Allocator(f"glibc with {own}", {})
+        return MallocSelection(f"glibc with {own}", {})
     tunables = ":".join(filter(None, (own, f"{_HUGE_PAGES}=1")))
-    return Allocator("glibc with huge pages", {"GLIBC_TUNABLES": tunables})
+    return MallocSelection("glibc with huge pages", {"GLIBC_TUNABLES": tunables})

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from lockstep.distributed.cluster.cluster_spec import ALONE
 from lockstep.distributed.control.wait_logger import listed
 
-__all__ = ["Task", "Tasks", "counted", "names_of"]
+__all__ = ["ProcessName", "ProcessNames", "counted", "names_of"]
 
 _PLURALS = {"worker": "workers"}
 _FIRST_COLOURS = {"worker": 0, "ps": 2, "chief": 3, "evaluator": 5}
 
 
 @dataclass(frozen=True)
-class Task:
+class ProcessName:
     """One process of a job.
 
     Args:
@@ -21,7 +21,7 @@ class Task:
         index: its number in the job, from 0.
 
     Example:
-        >>> Task("ps", 1).name, Task("ps", 1).file_name, Task("chief", 0).name
+        >>> ProcessName("ps", 1).name, Task("ps", 1).file_name, Task("chief", 0).name
         ('ps 1', 'ps-1.log', 'chief')
     """
 
@@ -45,7 +45,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Tasks:
+class ProcessNames:
     """The processes of this node in one generation.
 
     Args:
@@ -54,12 +54,12 @@ class Tasks:
         leader: the job is done when this one is; None: when all are.
     """
 
-    all: Sequence[Task]
-    can_lose: frozenset[Task] = frozenset()
-    leader: Task | None = None
+    all: Sequence[ProcessName]
+    can_lose: frozenset[ProcessName] = frozenset()
+    leader: ProcessName | None = None
 
     @property
-    def workers(self) -> list[Task]:
+    def workers(self) -> list[ProcessName]:
         """Those that compute, and share the GPUs."""
         return [task for task in self.all if task.job == "worker"]
 
@@ -74,20 +74,20 @@ def counted(numbers: Mapping[str, int]) -> str:
     return listed(f"{number} {job if number == 1 else _PLURALS.get(job, job)}" for job, number in numbers.items())
 
 
-def names_of(tasks: Iterable[Task]) -> str:
+def names_of(tasks: Iterable[ProcessName]) -> str:
     """Several as a sentence lists them.
 
     Example:
-        >>> names_of([Task("chief", 0), Task("worker", 0), Task("worker", 2)])
+        >>> names_of([ProcessName("chief", 0), Task("worker", 0), Task("worker", 2)])
         'chief and workers 0, 2'
     """
-    jobs: dict[str, list[Task]] = {}
+    jobs: dict[str, list[ProcessName]] = {}
     for task in tasks:
         jobs.setdefault(task.job, []).append(task)
     return listed(_names(job, own) for job, own in jobs.items())
 
 
-def _names(job: str, tasks: Sequence[Task]) -> str:
+def _names(job: str, tasks: Sequence[ProcessName]) -> str:
     if len(tasks) == 1:
         return tasks[0].name
     return f"{_PLURALS.get(job, job)} {', '.join(str(task.index) for task in tasks)}"

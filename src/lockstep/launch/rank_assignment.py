@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.ports import COORDINATOR
-from lockstep.launch.launch_config import Job
-from lockstep.launch.process_names import Task, Tasks
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.process_names import ProcessName, ProcessNames
 
-__all__ = ["AnyPlace", "Place", "ServersPlace", "find_node", "is_here", "reserved_addresses"]
+__all__ = ["AnyPlace", "RankAssignment", "ServerRankAssignment", "find_node", "is_here", "reserved_addresses"]
 
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAssignment:
     """What the workers of this node are in one generation.
 
     Args:
@@ -44,9 +44,9 @@ class Place:
     addresses: Sequence[str] | None
 
     @property
-    def tasks(self) -> Tasks:
+    def tasks(self) -> ProcessNames:
         """The workers of this node, none of which can be spared."""
-        return Tasks([Task("worker", self.first + local) for local in range(self.workers)])
+        return ProcessNames([ProcessName("worker", self.first + local) for local in range(self.workers)])
 
     def variables(self, local: int) -> Mapping[str, str]:
         """What one worker is told: ``TF_CONFIG`` where all addresses are known, and always what torchrun would say.
@@ -55,7 +55,7 @@ class Place:
             local: the worker's number on this node.
 
         Example:
-            >>> Place(0, 0, 1, 2, 0, 2, "h:1", ("h:1", "h:2")).variables(1)["TF_CONFIG"]
+            >>> RankAssignment(0, 0, 1, 2, 0, 2, "h:1", ("h:1", "h:2")).variables(1)["TF_CONFIG"]
             '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": 1}}'
         """
         rank = self.first + local
@@ -80,7 +80,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class ServersPlace:
+class ServerRankAssignment:
     """What the processes are in one generation where servers keep the variables: all are on this machine.
 
     Args:
@@ -92,16 +92,16 @@ class ServersPlace:
     cluster: Mapping[str, Sequence[str]]
 
     @classmethod
-    def at(cls, generation: int, processes: Mapping[str, int], addresses: Iterable[str]) -> "ServersPlace":
+    def at(cls, generation: int, processes: Mapping[str, int], addresses: Iterable[str]) -> "ServerRankAssignment":
         """So many processes of each kind at these addresses."""
         rest = iter(addresses)
         return cls(generation, {job: list(itertools.islice(rest, number)) for job, number in processes.items()})
 
     @property
-    def tasks(self) -> Tasks:
+    def tasks(self) -> ProcessNames:
         """All processes: workers can be lost, and the job is done when its chief is."""
-        every = [Task(job, index) for job, addresses in self.cluster.items() for index in range(len(addresses))]
-        return Tasks(every, frozenset(task for task in every if task.job == "worker"), Task("chief", 0))
+        every = [ProcessName(job, index) for job, addresses in self.cluster.items() for index in range(len(addresses))]
+        return ProcessNames(every, frozenset(task for task in every if task.job == "worker"), ProcessName("chief", 0))
 
     def variables(self, local: int) -> Mapping[str, str]:
         """What one process is told: nothing that torchrun would say, as these are not alike.
@@ -110,7 +110,7 @@ class ServersPlace:
             local: its number among the tasks.
 
         Example:
-            >>> ServersPlace(0, {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}).variables(2)["TF_CONFIG"]
+            >>> ServerRankAssignment(0, {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}).variables(2)["TF_CONFIG"]
             '{"cluster": {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}, "task": {"type": "ps", "index": 0}}'
         """
         task = self.tasks.all[local]
@@ -118,10 +118,10 @@ class ServersPlace:
         return {"TF_CONFIG": json.dumps(config), "LOCKSTEP_GENERATION": str(self.generation)}
 
 
-AnyPlace = Place | ServersPlace
+AnyPlace = RankAssignment | ServerRankAssignment
 
 
-def find_node(job: Job) -> int | None:
+def find_node(job: LaunchConfig) -> int | None:
     """This node's rank: what was said, or which of the hosts is this machine; None where nodes that meet have not said it.
 
     Raises:
@@ -140,7 +140,7 @@ def find_node(job: Job) -> int | None:
     return None if job.is_elastic else 0
 
 
-def _find_among_hosts(job: Job) -> int:
+def _find_among_hosts(job: LaunchConfig) -> int:
     first_workers = (job.addresses or ())[:: job.workers]
     here = [rank for rank, address in enumerate(first_workers) if is_here(split_address("--hosts", address)[0])]
     if len(here) != 1:

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from lockstep.launch.process_tree import collect, end_children, send
-from lockstep.launch.signal_pipe import Signals
+from lockstep.launch.signal_pipe import SignalPipe
 
 __all__ = ["FORWARDED", "keep"]
 
@@ -20,7 +20,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 _LEFTOVER_SECONDS = 1.0  # Python's resource tracker outlives its process for a moment, to remove shared memory.
 
 
-def keep(worker: int, supervisor: int, received: Signals) -> None:
+def keep(worker: int, supervisor: int, received: SignalPipe) -> None:
     """Watch one worker until it ends, or until the supervisor does, and end all that is left of it.
 
     Args:
@@ -40,7 +40,7 @@ def keep(worker: int, supervisor: int, received: Signals) -> None:
     end_children(0 if status is None else _LEFTOVER_SECONDS)
 
 
-def _watch(worker: int, supervisor: int, received: Signals) -> int | None:
+def _watch(worker: int, supervisor: int, received: SignalPipe) -> int | None:
     """The worker's wait status; None when the supervisor has ended first."""
     while True:
         numbers, has_ended = received.wait(None, [supervisor])

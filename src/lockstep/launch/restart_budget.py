@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["Restarts", "pause_before"]
+__all__ = ["RestartBudget", "pause_before"]
 
 _LONGEST_PAUSE = 30.0  # seconds; the first pause is 1 s, each further one twice as long
 
@@ -18,14 +18,14 @@ def pause_before(restart: int) -> float:
 
 
 @dataclass
-class Restarts:
+class RestartBudget:
     """What is left of the restarts of a job, whether all of its processes start again or one.
 
     Args:
         most: number of all.
 
     Example:
-        >>> restarts = Restarts(1)
+        >>> restarts = RestartBudget(1)
         >>> restarts.take(), restarts.take()
         (1, None)
     """

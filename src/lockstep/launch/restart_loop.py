@@ -9,16 +9,16 @@ from typing import Protocol
 
 from lockstep.distributed.cluster.exit_codes import DONE
 from lockstep.launch.failure_report import USAGE
-from lockstep.launch.launch_config import Job
-from lockstep.launch.local_workers import ENDING, Generation, News
-from lockstep.launch.rank_assignment import AnyPlace, Place, ServersPlace, reserved_addresses
-from lockstep.launch.restart_budget import Restarts, pause_before
-from lockstep.launch.signal_pipe import Signals
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.local_workers import ENDING, LocalWorkers, RemoteStop
+from lockstep.launch.rank_assignment import AnyPlace, RankAssignment, ServerRankAssignment, reserved_addresses
+from lockstep.launch.restart_budget import RestartBudget, pause_before
+from lockstep.launch.signal_pipe import SignalPipe
 
-__all__ = ["Course", "OwnCourse", "is_final"]
+__all__ = ["LocalRestartLoop", "RestartLoop", "is_final"]
 
 
-class Course(Protocol):
+class RestartLoop(Protocol):
     """One generation after the other."""
 
     @property
@@ -26,26 +26,26 @@ class Course(Protocol):
         """What the job ends with on this node."""
 
     @property
-    def news(self) -> News | None:
+    def news(self) -> RemoteStop | None:
         """Where others say that a generation must end."""
 
     def places(self) -> Generator[AnyPlace, None, None]:
         """The place of this node in each generation; the next one is asked for when the workers of one have ended."""
 
-    def note(self, ended: Generation) -> None:
+    def note(self, ended: LocalWorkers) -> None:
         """How a generation has ended here."""
 
     def close(self) -> None:
         """Give back what is held."""
 
 
-def is_final(ended: Generation) -> bool:
+def is_final(ended: LocalWorkers) -> bool:
     """Whether starting again is not wanted or would not help."""
     return ended.code == USAGE or ended.is_late or ended.is_unwanted
 
 
 @dataclass
-class OwnCourse:
+class LocalRestartLoop:
     """That of a node which starts its workers again by itself.
 
     Args:
@@ -56,10 +56,10 @@ class OwnCourse:
         say: takes lines for the user.
     """
 
-    job: Job
+    job: LaunchConfig
     node: int
-    restarts: Restarts
-    received: Signals
+    restarts: RestartBudget
+    received: SignalPipe
     say: Callable[[str], None]
     news: None = None
     code: int = field(default=DONE, init=False)
@@ -75,7 +75,7 @@ class OwnCourse:
             if self._is_over:
                 return
 
-    def note(self, ended: Generation) -> None:
+    def note(self, ended: LocalWorkers) -> None:
         """How a generation has ended here."""
         self.code, self._is_over = ended.code, ended.code == DONE or is_final(ended)
 
@@ -87,11 +87,13 @@ class OwnCourse:
         workers, number = self.job.workers, self.job.nodes
         if self.job.servers is not None:
             with reserved_addresses(sum(self.job.processes.values())) as own:
-                yield ServersPlace.at(generation, self.job.processes, own)
+                yield ServerRankAssignment.at(generation, self.job.processes, own)
         else:
             with self._addresses() as (meeting, addresses):
                 first = self.node * workers
-                yield Place(generation, self.node, number, workers, first, number * workers, meeting, addresses)
+                yield RankAssignment(
+                    generation, self.node, number, workers, first, number * workers, meeting, addresses
+                )
 
     @contextlib.contextmanager
     def _addresses(self) -> Iterator[tuple[str, Sequence[str] | None]]:

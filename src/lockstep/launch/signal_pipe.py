@@ -6,10 +6,10 @@ import signal
 from collections.abc import Iterable
 from types import FrameType
 
-__all__ = ["Signals"]
+__all__ = ["SignalPipe"]
 
 
-class Signals:
+class SignalPipe:
     """From here to ``close``, these signals only wait to be read.
 
     Args:

@@ -15,27 +15,27 @@ from lockstep._errors import OptionError
 from lockstep.distributed.cluster.ports import COORDINATOR, PORT
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.gpus import gpu_variables, gpus_of
-from lockstep.launch.launch_config import Job
-from lockstep.launch.local_workers import Generation, News
-from lockstep.launch.log_multiplexer import Terminal
-from lockstep.launch.malloc_selection import Allocator, choose_allocator, glibc_version, library_folders
-from lockstep.launch.process_names import Task, counted
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.local_workers import LocalWorkers, RemoteStop
+from lockstep.launch.log_multiplexer import TerminalWriter
+from lockstep.launch.malloc_selection import MallocSelection, choose_allocator, glibc_version, library_folders
+from lockstep.launch.process_names import ProcessName, counted
 from lockstep.launch.process_tree import adopt_orphans, children
 from lockstep.launch.rank_assignment import AnyPlace, find_node
 from lockstep.launch.reaper import FORWARDED
-from lockstep.launch.rendezvous.rendezvous_client import End
+from lockstep.launch.rendezvous.rendezvous_client import NodeExit
 from lockstep.launch.rendezvous.rendezvous_join import arrive
-from lockstep.launch.restart_budget import Restarts
-from lockstep.launch.restart_loop import Course, OwnCourse
-from lockstep.launch.signal_pipe import Signals
-from lockstep.launch.worker_process import Worker
+from lockstep.launch.restart_budget import RestartBudget
+from lockstep.launch.restart_loop import LocalRestartLoop, RestartLoop
+from lockstep.launch.signal_pipe import SignalPipe
+from lockstep.launch.worker_process import WorkerProcess
 
 __all__ = ["SECRET", "supervise"]
 
 SECRET = "LOCKSTEP_SECRET"  # of the job: workers read it, and supervisors that meet
 
 
-def supervise(job: Job, environment: Mapping[str, str], output: io.RawIOBase, messages: io.RawIOBase) -> int:
+def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawIOBase, messages: io.RawIOBase) -> int:
     """Run a job's workers on this node until they have ended; no process is left then.
 
     The calling process belongs to this function: its signals, and on Linux the orphans below it.
@@ -63,18 +63,20 @@ def supervise(job: Job, environment: Mapping[str, str], output: io.RawIOBase, me
         job.allocator, environment, library_folders(environment), glibc_version(), uses_gpus=bool(gpus)
     )
     adopt_orphans()
-    received = Signals(FORWARDED)
+    received = SignalPipe(FORWARDED)
     with contextlib.closing(received):
         colours = not environment.get("NO_COLOR")
-        terminals = [Terminal(stream, lambda: received.post(signal.SIGPIPE), colours) for stream in (output, messages)]
+        terminals = [
+            TerminalWriter(stream, lambda: received.post(signal.SIGPIPE), colours) for stream in (output, messages)
+        ]
         inherited = {**_inherited(job, environment), **allocator.variables}
-        restarts = Restarts(job.max_restarts)
+        restarts = RestartBudget(job.max_restarts)
         supervisor = _Supervisor(job, inherited, gpus, restarts, received, stop_at, children(), *terminals)
         supervisor.say_what_starts(node, allocator, "TF_CONFIG" in environment)
         return supervisor.run(node)
 
 
-def _inherited(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+def _inherited(job: LaunchConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """All but what would contradict the options; and a secret, where no other machine has to know it."""
     replaced = {"TF_CONFIG"}
     if job.meeting_address is not None:
@@ -87,20 +89,20 @@ def _inherited(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Supervisor:
-    job: Job
+    job: LaunchConfig
     environment: Mapping[str, str]
     gpus: list[str]
-    restarts: Restarts
-    received: Signals
+    restarts: RestartBudget
+    received: SignalPipe
     stop_at: float | None
     spared: Set[int]
-    output: Terminal
-    messages: Terminal
+    output: TerminalWriter
+    messages: TerminalWriter
 
     def run(self, node: int | None) -> int:
         """Run one generation of workers after the other, until there are no more."""
         course = self._course(node)
-        if isinstance(course, End):
+        if isinstance(course, NodeExit):
             self._say(f"{course.sentence}." if course.sentence else "asked to end.")
             return course.code
         with contextlib.closing(course), contextlib.closing(course.places()) as places:
@@ -111,31 +113,31 @@ class _Supervisor:
                 course.note(ended)
         return course.code
 
-    def _course(self, node: int | None) -> Course | End:
+    def _course(self, node: int | None) -> RestartLoop | NodeExit:
         if not self.job.is_elastic:
-            return OwnCourse(self.job, node or 0, self.restarts, self.received, self._say)
+            return LocalRestartLoop(self.job, node or 0, self.restarts, self.received, self._say)
         secret = self.environment.get(SECRET)
         return arrive(self.job, node, secret.encode() if secret else None, self.received, self.stop_at, self._say)
 
-    def _run_once(self, place: AnyPlace, news: News | None) -> Generation:
+    def _run_once(self, place: AnyPlace, news: RemoteStop | None) -> LocalWorkers:
         start, times = partial(self._start, place), (self.job.grace, self.stop_at)
-        watched = Generation(place.tasks, start, self.restarts, self.received, *times, self.spared, self._say, news)
+        watched = LocalWorkers(place.tasks, start, self.restarts, self.received, *times, self.spared, self._say, news)
         try:
             watched.run()
         finally:
             watched.bury()
         return watched
 
-    def _start(self, place: AnyPlace, task: Task) -> Worker:
+    def _start(self, place: AnyPlace, task: ProcessName) -> WorkerProcess:
         told = place.variables(place.tasks.all.index(task))
         environment = {**self.environment, **told, **gpu_variables(self.gpus, task, place.tasks)}
         prefix = self.output.prefix(task)
         log = self._log(task)
         is_shown = log is None or self.job.tee
         show = (lambda line: self.output.write(prefix + line + b"\n")) if is_shown else None
-        return Worker(task, self.job, environment, log, show)
+        return WorkerProcess(task, self.job, environment, log, show)
 
-    def _log(self, task: Task) -> io.FileIO | None:
+    def _log(self, task: ProcessName) -> io.FileIO | None:
         if self.job.log_dir is None:
             return None
         try:
@@ -146,7 +148,7 @@ class _Supervisor:
                 f"--log-dir {self.job.log_dir}: {error}. Give a folder in which files can be written."
             ) from None
 
-    def say_what_starts(self, node: int | None, allocator: Allocator, is_config_replaced: bool) -> None:
+    def say_what_starts(self, node: int | None, allocator: MallocSelection, is_config_replaced: bool) -> None:
         """Tell the user what was found and chosen."""
         job = self.job
         where = f"node {node} of {job.nodes}" if job.nodes > 1 else "this machine"

@@ -20,7 +20,7 @@ from lockstep.launch import run_script
 from lockstep.launch.failure_report import ErrorRecord
 from lockstep.launch.process_tree import adopt_orphans, die_with_parent
 from lockstep.launch.reaper import FORWARDED, keep
-from lockstep.launch.signal_pipe import Signals
+from lockstep.launch.signal_pipe import SignalPipe
 
 _OURS = {__file__, run_script.__file__}
 
@@ -30,7 +30,7 @@ def main() -> None:
     supervisor, error = (int(number) for number in sys.argv[1:3])
     os.set_inheritable(error, False)
     adopt_orphans()
-    received = Signals([*FORWARDED, signal.SIGCHLD])
+    received = SignalPipe([*FORWARDED, signal.SIGCHLD])
     parent = os.getpid()
     worker = os.fork()
     if worker:

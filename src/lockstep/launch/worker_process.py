@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from lockstep.distributed.cluster.exit_codes import USER_ERROR
-from lockstep.launch.failure_report import ErrorRecord, Failure
-from lockstep.launch.launch_config import Job
-from lockstep.launch.log_multiplexer import Pump
-from lockstep.launch.process_names import Task
+from lockstep.launch.failure_report import ErrorRecord, ProcessFailure
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.log_multiplexer import LogPump
+from lockstep.launch.process_names import ProcessName
 from lockstep.launch.reaper import FORWARDED
 
-__all__ = ["Worker"]
+__all__ = ["WorkerProcess"]
 
 
-class Worker:
+class WorkerProcess:
     """Starts a worker, or another process of a job, which is watched as one.
 
     Args:
@@ -34,8 +34,8 @@ class Worker:
 
     def __init__(
         self,
-        task: Task,
-        job: Job,
+        task: ProcessName,
+        job: LaunchConfig,
         environment: Mapping[str, str],
         log: io.RawIOBase | None,
         show: Callable[[bytes], None] | None,
@@ -57,7 +57,7 @@ class Worker:
                 start_new_session=True,
                 pass_fds=files,
             )
-        self._pump = Pump(output, log, show)
+        self._pump = LogPump(output, log, show)
 
     @property
     def file(self) -> int:
@@ -65,15 +65,17 @@ class Worker:
         return self._socket.fileno()
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> ProcessFailure | None:
         """Why it failed; None while it runs and where all went well."""
         if not self.code:
             return None
         error = self._error.fileno()
         record = ErrorRecord.from_bytes(os.pread(error, os.fstat(error).st_size, 0))
         if record is None:
-            return Failure(self.task, self.code, self.ended_at, None, self._pump.last_lines)
-        return Failure(self.task, max(self.code, 0) or USER_ERROR, record.when, record, "")  # Maybe killed after that.
+            return ProcessFailure(self.task, self.code, self.ended_at, None, self._pump.last_lines)
+        return ProcessFailure(
+            self.task, max(self.code, 0) or USER_ERROR, record.when, record, ""
+        )  # Maybe killed after that.
 
     @property
     def log_error(self) -> OSError | None:
@@ -121,6 +123,6 @@ def _blocked(numbers: Iterable[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _command(job: Job, files: Iterable[int]) -> list[str]:
+def _command(job: LaunchConfig, files: Iterable[int]) -> list[str]:
     kind = "-m" if job.is_module else "-f"
     return [sys.executable, "-m", "lockstep.launch.worker_main", *map(str, files), kind, *job.program]

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import ModelError
-from lockstep.data.device_placement import Rows
+from lockstep.data.device_placement import PlacedRows
 from lockstep.devices.layout import rows_of_replicas
 from lockstep.fit.checkpointing.model_state import variables_of
 
@@ -18,7 +18,7 @@ _TOLERANCE = 1e-4  # Of a loss in float32, added up in another order.
 
 def count_batch_rows(batch: Any) -> int:
     """Number of rows of a batch, on the host or placed."""
-    first = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, Rows))[0]
+    first = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))[0]
     return int(first.shape[0])
 
 

@@ -14,14 +14,14 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.data.keras_adapter import Input
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.batch_shards import busy_parts, count_batch_rows
 from lockstep.parameter_server.evaluator import epoch_key
-from lockstep.parameter_server.staleness_metrics import Count
-from lockstep.parameter_server.state_sync import Exchange, State, differs
-from lockstep.parameter_server.tasks.task_dispatcher import Desk, Result
-from lockstep.parameter_server.variables.sharding import Plan
+from lockstep.parameter_server.staleness_metrics import UpdateCounters
+from lockstep.parameter_server.state_sync import State, StateSync, differs
+from lockstep.parameter_server.tasks.task_dispatcher import Result, TaskDispatcher
+from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
 __all__ = ["READY", "ChiefFit"]
@@ -79,10 +79,10 @@ class ChiefFit:
     def __init__(
         self,
         model: keras.Model,
-        data: Input,
-        desk: Desk,
+        data: KerasInput,
+        desk: TaskDispatcher,
         call: int,
-        connect: Callable[[], tuple[Plan, VariableClient]],
+        connect: Callable[[], tuple[ShardingPlan, VariableClient]],
         parts: int | None,
         tell: Callable[[str], None],
     ) -> None:
@@ -98,7 +98,7 @@ class ChiefFit:
         self._logs: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}  # what Keras was given last
         self._is_lost = False
-        self.count = Count()
+        self.count = UpdateCounters()
         data.keep_position(None, is_expecting=False)
         if parts is None:  # Else the number of rows of each batch must be known.
             data.leave_reading_to_others()
@@ -107,7 +107,7 @@ class ChiefFit:
     def begin(self) -> None:
         """Keras's loop has built the model, and is about to begin."""
         plan, self._client = self._connect()
-        self._exchange = Exchange(self._model, self._desk, plan, self._client)
+        self._exchange = StateSync(self._model, self._desk, plan, self._client)
 
     def step(self, state: Any, batch: Any) -> tuple[dict[str, Any], State]:
         """Keras's next step: hand out the batch that was taken just now."""
@@ -141,7 +141,7 @@ class ChiefFit:
         self._desk.tell("newest epoch", {"epoch": epoch})
         self._desk.tell(epoch_key(epoch), {"epoch": epoch}, others)
 
-    def statistics(self) -> Count:
+    def statistics(self) -> UpdateCounters:
         """What was counted until now."""
         if self._client is not None:
             self.count.take_staleness(self._client.statistics())

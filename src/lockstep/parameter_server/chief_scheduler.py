@@ -11,17 +11,17 @@ from lockstep._errors import ScopeError
 from lockstep.distributed.control.failures import summary_of
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.function_runner import number_of_push
-from lockstep.parameter_server.process_context import Member
+from lockstep.parameter_server.process_context import ProcessContext
 from lockstep.parameter_server.result_codec import VALUE, decoded, encoded
-from lockstep.parameter_server.scheduler_base import Arguments, Coordination, Outcome, Training, weights_of
-from lockstep.parameter_server.state_sync import Exchange, differs
-from lockstep.parameter_server.tasks.task_dispatcher import Desk, Result
+from lockstep.parameter_server.scheduler_base import Arguments, Outcome, SchedulerBase, TrainingModels, weights_of
+from lockstep.parameter_server.state_sync import StateSync, differs
+from lockstep.parameter_server.tasks.task_dispatcher import Result, TaskDispatcher
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
-__all__ = ["Coordinating"]
+__all__ = ["ChiefScheduler"]
 
 
-class Coordinating(Coordination):
+class ChiefScheduler(SchedulerBase):
     """The chief's.
 
     Args:
@@ -31,7 +31,9 @@ class Coordinating(Coordination):
         desk: where the others come.
     """
 
-    def __init__(self, member: Member, training: Training, next_call: Callable[[], int], desk: Desk) -> None:
+    def __init__(
+        self, member: ProcessContext, training: TrainingModels, next_call: Callable[[], int], desk: TaskDispatcher
+    ) -> None:
         super().__init__(member, training, next_call)
         self._desk, self._lock = desk, threading.Lock()
         self._client: VariableClient | None = None
@@ -41,7 +43,7 @@ class Coordinating(Coordination):
         try:
             plan = self._member.plan_for(model)
             self._client = self._member.go_to_servers(plan, call)
-            self._exchange = Exchange(model, self._desk, plan, self._client)
+            self._exchange = StateSync(model, self._desk, plan, self._client)
         except BaseException as error:
             self._desk.abort(f"the chief cannot begin a loop: {summary_of(error)}")
             raise
@@ -61,7 +63,7 @@ class Coordinating(Coordination):
                 self._client.close()
 
     def schedule(self, function: Callable[..., Any], arguments: Arguments) -> Outcome:
-        """See :class:`Coordination`."""
+        """See :class:`SchedulerBase`."""
         self.begin()
         self._spread_changes()
         outcome: Outcome = Outcome()
@@ -71,13 +73,13 @@ class Coordinating(Coordination):
         return outcome
 
     def join(self) -> None:
-        """See :class:`Coordination`."""
+        """See :class:`SchedulerBase`."""
         if self.is_open:
             self._settle()
             self._desk.tell_point({}, weights=weights_of(self._model))
 
     def done(self) -> bool:
-        """See :class:`Coordination`; waits for a moment before it says no, for a loop that only asks."""
+        """See :class:`SchedulerBase`; waits for a moment before it says no, for a loop that only asks."""
         if not self.is_open:
             return True
         asked: list[None] = []
@@ -92,7 +94,7 @@ class Coordinating(Coordination):
         return found
 
     def fetch(self, outcomes: Sequence[Outcome | None]) -> list[Any]:
-        """See :class:`Coordination`."""
+        """See :class:`SchedulerBase`."""
         self.begin()
         own = [outcome for outcome in outcomes if outcome is not None]
         self._desk.wait(lambda: all(outcome.done() for outcome in own))
@@ -101,7 +103,7 @@ class Coordinating(Coordination):
         return found
 
     def evaluated(self, proceed: Callable[[], Any]) -> Any:
-        """See :class:`Coordination`."""
+        """See :class:`SchedulerBase`."""
         try:
             found = proceed()
         except Exception as error:

@@ -9,19 +9,19 @@ import numpy as np
 
 from lockstep._errors import OptionError
 from lockstep.parameter_server.per_worker import PerWorkerDataset, PerWorkerValues
-from lockstep.parameter_server.scheduler_base import Coordination, Outcome
+from lockstep.parameter_server.scheduler_base import Outcome, SchedulerBase
 
-__all__ = ["ClusterCoordinator", "Coordinated", "RemoteValue"]
+__all__ = ["ClusterCoordinator", "RemoteValue", "SchedulingStrategy"]
 
 
-class Coordinated(ABC):
+class SchedulingStrategy(ABC):
     """A strategy whose workers do scheduled functions."""
 
     _coordinator: "ClusterCoordinator | None" = None
 
     @property
     @abstractmethod
-    def _coordination(self) -> Coordination:
+    def _coordination(self) -> SchedulerBase:
         """What this process does in such loops."""
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:
@@ -60,7 +60,7 @@ class Coordinated(ABC):
 class RemoteValue:
     """What a scheduled function will have returned. Counterpart of ``tf.distribute.coordinator.RemoteValue``."""
 
-    def __init__(self, coordination: Coordination, outcome: Outcome | None) -> None:
+    def __init__(self, coordination: SchedulerBase, outcome: Outcome | None) -> None:
         self._coordination, self._outcome = coordination, outcome
 
     def fetch(self) -> Any:
@@ -113,7 +113,7 @@ class ClusterCoordinator:
 
     def __new__(cls, strategy: Any) -> "ClusterCoordinator":
         """The one of this strategy."""
-        if not isinstance(strategy, Coordinated):
+        if not isinstance(strategy, SchedulingStrategy):
             raise OptionError(
                 f"ClusterCoordinator: expected a ParameterServerStrategy, got {strategy!r}. Other strategies train in step: use fit, or "
                 "strategy.run in a loop."
@@ -123,7 +123,7 @@ class ClusterCoordinator:
         return strategy._coordinator
 
     def __init__(self, strategy: Any) -> None:
-        self._strategy: Coordinated = strategy
+        self._strategy: SchedulingStrategy = strategy
 
     @property
     def strategy(self) -> Any:

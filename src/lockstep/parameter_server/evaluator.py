@@ -9,7 +9,7 @@ import numpy as np
 from lockstep._errors import ClusterError
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import names_of
-from lockstep.parameter_server.tasks.task_client import CallOver, DeskClient
+from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
 __all__ = ["epoch_key", "look_on"]
@@ -23,11 +23,11 @@ def epoch_key(epoch: int) -> str:
 def look_on(
     model: keras.Model,
     validation_data: Any,
-    desk: DeskClient,
+    desk: TaskClient,
     client: VariableClient,
     call: int,
     announce: Callable[[str], None],
-) -> CallOver:
+) -> CallEnded:
     """Evaluate the values that the servers have, after each epoch; epochs that end meanwhile are left out, but for the last one.
 
     Args:
@@ -41,7 +41,7 @@ def look_on(
     Returns:
         The end of the call.
     """
-    look, epoch = _Look(model, validation_data, announce), 0
+    look, epoch = _EvaluatorLoop(model, validation_data, announce), 0
     try:
         while True:
             what, others = desk.ask(call, epoch_key(epoch))
@@ -51,7 +51,7 @@ def look_on(
                 values = client.pull(takes_part=False)
                 trainable = [values[name] for name in names_of(model)]
                 look.at(trainable, _numbered(others, ""), epoch, f" and {max(client.versions)} updates")
-    except CallOver as found:
+    except CallEnded as found:
         over = found
     except ClusterError:
         over = desk.end_of(call)  # Servers stop when the call is over; else the chief says who was lost.
@@ -61,7 +61,7 @@ def look_on(
     return over
 
 
-class _Look:
+class _EvaluatorLoop:
     """Evaluates, and tells what it has found.
 
     Args:

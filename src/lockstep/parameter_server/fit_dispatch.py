@@ -15,7 +15,7 @@ from lockstep._errors import ClusterError
 from lockstep._keras import trainer
 from lockstep._keras.fit_state import settled_before_sync
 from lockstep.data import fit_entry
-from lockstep.data.keras_adapter import Input
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.failures import summary_of
 from lockstep.fit.checkpointing.checkpoint_hook import backup_among
@@ -23,29 +23,29 @@ from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.parameter_server import scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit
-from lockstep.parameter_server.chief_scheduler import Coordinating
+from lockstep.parameter_server.chief_scheduler import ChiefScheduler
 from lockstep.parameter_server.evaluator import look_on
-from lockstep.parameter_server.process_context import Member
-from lockstep.parameter_server.staleness_metrics import Statistics
-from lockstep.parameter_server.tasks.task_client import CallOver, DeskClient
-from lockstep.parameter_server.tasks.task_dispatcher import Desk
+from lockstep.parameter_server.process_context import ProcessContext
+from lockstep.parameter_server.staleness_metrics import StalenessMetrics
+from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient
+from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit
-from lockstep.parameter_server.worker_scheduler import TakingPart
+from lockstep.parameter_server.worker_scheduler import WorkerScheduler
 
-__all__ = ["AtTheChief", "Elsewhere", "Training"]
+__all__ = ["ChiefFitDispatch", "ServerTraining", "WorkerFitDispatch"]
 
 _KEPT = ("trainable", "non_trainable", "optimizer")
 
 
-class Training(scheduler_base.Training, Protocol):
+class ServerTraining(scheduler_base.TrainingModels, Protocol):
     """What the strategy knows of models."""
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
 
 
-class AtTheChief(fit_entry.Together):
+class ChiefFitDispatch(fit_entry.ProcessGroup):
     """The calls of the chief.
 
     Args:
@@ -54,13 +54,13 @@ class AtTheChief(fit_entry.Together):
         training: the strategy.
     """
 
-    def __init__(self, member: Member, desk: Desk, training: Training) -> None:
+    def __init__(self, member: ProcessContext, desk: TaskDispatcher, training: ServerTraining) -> None:
         self._member, self._desk, self._training = member, desk, training
         self._call, self._is_inside = 0, False
-        self.coordination: scheduler_base.Coordination = Coordinating(member, training, self._next_call, desk)
+        self.coordination: scheduler_base.SchedulerBase = ChiefScheduler(member, training, self._next_call, desk)
 
     def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
-        """See :class:`lockstep.data.fit_entry.Together`."""
+        """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
         if call == "predict" or self._is_inside:
             return proceed()
         self._is_inside = True
@@ -90,7 +90,7 @@ class AtTheChief(fit_entry.Together):
     def _fit(self, model: keras.Model, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         member = self._member
         parts = len(member.part.workers) if member.max_staleness == 0 else None
-        data: Input = arguments["x"]
+        data: KerasInput = arguments["x"]
 
         def connect() -> Any:
             plan = member.plan_for(model)
@@ -104,7 +104,7 @@ class AtTheChief(fit_entry.Together):
             "on_epoch_end": lambda epoch, logs: fit.tell_of_epoch(epoch),
         }
         _add_callback(arguments, keras.callbacks.LambdaCallback(**moments))
-        _add_callback(arguments, Statistics(fit.statistics, member.announce))
+        _add_callback(arguments, StalenessMetrics(fit.statistics, member.announce))
         if member.part.evaluator and arguments.get("validation_data") is not None:
             arguments["validation_data"] = None
             self._training.tell(
@@ -131,7 +131,7 @@ class AtTheChief(fit_entry.Together):
         return history
 
 
-class Elsewhere(fit_entry.Together):
+class WorkerFitDispatch(fit_entry.ProcessGroup):
     """The calls of a worker, a server and the evaluator.
 
     Args:
@@ -140,14 +140,14 @@ class Elsewhere(fit_entry.Together):
         training: the strategy.
     """
 
-    def __init__(self, member: Member, desk: DeskClient, training: Training) -> None:
+    def __init__(self, member: ProcessContext, desk: TaskClient, training: ServerTraining) -> None:
         self._member, self._desk, self._training = member, desk, training
         self._call = 0
-        self.coordination: scheduler_base.Coordination = TakingPart(member, training, self._next_call, desk)
+        self.coordination: scheduler_base.SchedulerBase = WorkerScheduler(member, training, self._next_call, desk)
         self._roles = {"worker": self._work, "ps": self._serve, "evaluator": self._look_on}
 
     def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
-        """See :class:`lockstep.data.fit_entry.Together`."""
+        """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
         if call == "predict" or self.coordination.is_in_function:
             arguments["verbose"] = 0
             return proceed()
@@ -166,12 +166,12 @@ class Elsewhere(fit_entry.Together):
         """Where there is a backup, the chief stops the job when all are asked to: it needs the others for its last checkpoint."""
         return Preemption(self) if backup_among(arguments.get("callbacks")) else nullcontext()
 
-    def _end_of(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallOver:
+    def _end_of(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallEnded:
         if call == "fit":  # Makes the variables, as Keras's loop does at the chief.
             trainer.training_state(model, arguments["x"].look())
         try:
             self._desk.enter(self._call)
-        except CallOver as over:
+        except CallEnded as over:
             return over
         if call != "fit":
             return self._desk.end_of(self._call)
@@ -185,7 +185,7 @@ class Elsewhere(fit_entry.Together):
         self._call += 1
         return self._call
 
-    def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
+    def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallEnded:
         batches = arguments["x"].numbered()
         with closing(self._go_to_servers(model)) as client:
             step = self._training.gradient_step(model)
@@ -194,14 +194,14 @@ class Elsewhere(fit_entry.Together):
         batches.skip_to(over.result["taken"])
         return over
 
-    def _serve(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
+    def _serve(self, model: keras.Model, arguments: dict[str, Any]) -> CallEnded:
         server = self._member.serve_variables(model, self._call)
         try:
             return self._desk.end_of(self._call)
         finally:
             server.stop()
 
-    def _look_on(self, model: keras.Model, arguments: dict[str, Any]) -> CallOver:
+    def _look_on(self, model: keras.Model, arguments: dict[str, Any]) -> CallEnded:
         with closing(self._go_to_servers(model)) as client:
             validation, announce = arguments.get("validation_data"), self._member.announce
             return look_on(model, validation, self._desk, client, self._call, announce)
@@ -210,7 +210,7 @@ class Elsewhere(fit_entry.Together):
         self._desk.ask(self._call, READY)
         return self._member.go_to_servers(self._member.plan_for(model), self._call)
 
-    def _taken_over(self, model: keras.Model, over: CallOver) -> keras.callbacks.History:
+    def _taken_over(self, model: keras.Model, over: CallEnded) -> keras.callbacks.History:
         """What ``fit`` gives here: the chief's history; the model has the chief's weights."""
         for name, variable in named(model).items():
             if name in over.arrays:

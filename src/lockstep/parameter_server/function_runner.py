@@ -9,19 +9,19 @@ import keras
 import numpy as np
 
 from lockstep._errors import InputError, ModelError, ScopeError
-from lockstep.execution.replica import Merge
+from lockstep.execution.replica import OutputMerge
 from lockstep.parameter_server.gradient_step import GradientStep, names_of
 from lockstep.parameter_server.per_worker import own_values
 from lockstep.parameter_server.result_codec import encoded
-from lockstep.parameter_server.scheduler_base import Arguments, Training
-from lockstep.parameter_server.seed_offsets import Draws
-from lockstep.parameter_server.state_deltas import Totals, differences, merges
+from lockstep.parameter_server.scheduler_base import Arguments, TrainingModels
+from lockstep.parameter_server.seed_offsets import SeedOffsets
+from lockstep.parameter_server.state_deltas import DeltaAccumulator, differences, merges
 from lockstep.parameter_server.state_sync import STATE
-from lockstep.parameter_server.tasks.task_client import DeskClient, Piece
+from lockstep.parameter_server.tasks.task_client import Task, TaskClient
 from lockstep.parameter_server.tasks.task_dispatcher import Result
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
-__all__ = ["FunctionWork", "number_of_push"]
+__all__ = ["FunctionRunner", "number_of_push"]
 
 _PUSHES = 2**20  # of one function, more than any makes
 
@@ -33,7 +33,7 @@ def number_of_push(piece: int, push: int) -> int:
     return piece * _PUSHES + push
 
 
-class FunctionWork:
+class FunctionRunner:
     """One worker, from the first function on that is scheduled after a call of ``fit``.
 
     Args:
@@ -48,8 +48,8 @@ class FunctionWork:
     def __init__(
         self,
         model: keras.Model,
-        training: Training,
-        desk: DeskClient,
+        training: TrainingModels,
+        desk: TaskClient,
         call: int,
         connect: Callable[[], VariableClient],
         name: str,
@@ -59,12 +59,12 @@ class FunctionWork:
         self._names, self._merges = names_of(model), merges(model)
         self._client: VariableClient | None = None
         self._step: GradientStep | None = None
-        self._draws: Draws | None = None
+        self._draws: SeedOffsets | None = None
         self._state, self._first = -1, 0
         self._base: Values = []
-        self._piece: Piece | None = None
+        self._piece: Task | None = None
 
-    def do(self, piece: Piece, function: Callable[..., Any], arguments: Arguments) -> Result:
+    def do(self, piece: Task, function: Callable[..., Any], arguments: Arguments) -> Result:
         """Do one function."""
         self._piece, self._others, self._changed = piece, list[np.ndarray](), dict[str, np.ndarray]()
         self._steps = self._pushes = 0
@@ -143,7 +143,7 @@ class FunctionWork:
             self._others = self._newest_others()
         if self._draws is None:
             found = step(values, self._others, metrics, batch, version)
-            self._draws = Draws(self._merges, found.others, self._others)
+            self._draws = SeedOffsets(self._merges, found.others, self._others)
         before = self._with_seeds()
         found = step(values, before, metrics, batch, version)
         self._pushed([found.gradients[name] for name in self._names])
@@ -159,7 +159,7 @@ class FunctionWork:
             what, arrays = self._desk.ask(self._call, STATE)
             self._state, self._first = what["number"], what["update"]
             self._base = [arrays[str(number)] for number in range(len(self._merges))]
-        return Totals.taken_over(self._base, piece.arrays)
+        return DeltaAccumulator.taken_over(self._base, piece.arrays)
 
     def _with_seeds(self) -> Values:
         if self._draws is None or self._piece is None:
@@ -173,7 +173,7 @@ class FunctionWork:
             is_sum = key in self._changed and not key.startswith("new/")
             self._changed[key] = np.add(self._changed[key], array, dtype=array.dtype) if is_sum else array
         self._others = [
-            old if merge is Merge.SEED else new
+            old if merge is OutputMerge.SEED else new
             for merge, new, old in zip(self._merges, after, self._others, strict=True)
         ]
         self._steps += 1

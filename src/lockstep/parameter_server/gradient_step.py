@@ -13,15 +13,15 @@ from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.execution.train_state import with_changes
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["Computed", "GradientStep", "names_of", "specs_of"]
+__all__ = ["GradientResult", "GradientStep", "names_of", "specs_of"]
 
 Values = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
-class Computed:
+class GradientResult:
     """What one step gives.
 
     Args:
@@ -68,7 +68,7 @@ class GradientStep:
 
     def __call__(
         self, values: Mapping[str, Any], others: Values, metrics: Values, batch: Any, version: int
-    ) -> Computed:
+    ) -> GradientResult:
         """Compute; nothing is changed.
 
         Args:
@@ -90,7 +90,7 @@ class GradientStep:
         new = with_changes((state[1], state[3]), changes)
         new_others, new_metrics = [[np.asarray(value) for value in part] for part in new]
         named = {name: np.asarray(gradient) for name, gradient in zip(self._names, gradients, strict=True)}
-        return Computed(named, _on_host(logs), _on_host(measured), new_others, new_metrics)
+        return GradientResult(named, _on_host(logs), _on_host(measured), new_others, new_metrics)
 
     def _measuring(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Keras's step, with what its metrics alone say among the logs."""
@@ -110,10 +110,10 @@ def names_of(model: keras.Model) -> list[str]:
     return names
 
 
-def specs_of(model: keras.Model) -> list[Spec]:
+def specs_of(model: keras.Model) -> list[VariableSpec]:
     """The trainable variables of a model, in their order."""
     pairs = zip(names_of(model), model.trainable_variables, strict=True)
-    return [Spec(name, tuple(variable.shape), str(variable.dtype)) for name, variable in pairs]
+    return [VariableSpec(name, tuple(variable.shape), str(variable.dtype)) for name, variable in pairs]
 
 
 def _on_host(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,24 +9,24 @@ from typing import Any
 import keras
 
 from lockstep._errors import OptionError
-from lockstep.distributed.cluster.process_role import Part
+from lockstep.distributed.cluster.process_role import ProcessRole
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.peer import Peer
 from lockstep.parameter_server.gradient_step import specs_of
-from lockstep.parameter_server.tasks.task_client import DeskClient
-from lockstep.parameter_server.tasks.task_dispatcher import Desk
+from lockstep.parameter_server.tasks.task_client import TaskClient
+from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
 from lockstep.parameter_server.variables.rpc_client import connect
 from lockstep.parameter_server.variables.serve import serve
-from lockstep.parameter_server.variables.sharding import PartitionFunction, Plan, plan
+from lockstep.parameter_server.variables.sharding import PartitionFunction, ShardingPlan, plan
 from lockstep.parameter_server.variables.tcp_server import ArrayServer
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
-__all__ = ["Member"]
+__all__ = ["ProcessContext"]
 
 
 @dataclass(frozen=True)
-class Member:
+class ProcessContext:
     """What a process knows of its job.
 
     Args:
@@ -39,7 +39,7 @@ class Member:
         announce: takes lines about waits.
     """
 
-    part: Part
+    part: ProcessRole
     identity: Mapping[str, Any]
     partitioner: PartitionFunction | None
     max_staleness: int | None
@@ -54,19 +54,19 @@ class Member:
         host, information = socket.gethostname(), {"job": self.part.job}
         return Peer(self.part.index, count, host, os.getpid(), identity=self.identity, information=information)
 
-    def serve_desk(self, desk: Desk) -> ArrayServer:
+    def serve_desk(self, desk: TaskDispatcher) -> ArrayServer:
         """Let the others come to the chief's desk."""
         listener = open_listener(self.part.chief, None, self.announce)
         server = ArrayServer(self.peer, desk, listener, secret=self.secret, announce=self.announce)
         server.start()
         return server
 
-    def go_to_desk(self) -> DeskClient:
+    def go_to_desk(self) -> TaskClient:
         """The way to the chief's desk."""
         name = self.part.name_of("chief", 0).partition(" ")[0]
-        return DeskClient(connect(name, self.part.chief, self.peer, self.secret, self.timeout_seconds, self.announce))
+        return TaskClient(connect(name, self.part.chief, self.peer, self.secret, self.timeout_seconds, self.announce))
 
-    def plan_for(self, model: keras.Model) -> Plan:
+    def plan_for(self, model: keras.Model) -> ShardingPlan:
         """Where the variables of a model are, which is built and compiled.
 
         Raises:
@@ -81,7 +81,7 @@ class Member:
         check_optimizer(model.optimizer, found)
         return found
 
-    def go_to_servers(self, where: Plan, call: int) -> VariableClient:
+    def go_to_servers(self, where: ShardingPlan, call: int) -> VariableClient:
         """The way to the servers.
 
         Args:

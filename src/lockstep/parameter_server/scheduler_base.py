@@ -18,15 +18,15 @@ import numpy as np
 from lockstep._errors import OptionError, ScopeError
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep
-from lockstep.parameter_server.process_context import Member
+from lockstep.parameter_server.process_context import ProcessContext
 
-__all__ = ["Arguments", "Coordination", "Outcome", "Training", "take_over_weights", "weights_of"]
+__all__ = ["Arguments", "Outcome", "SchedulerBase", "TrainingModels", "take_over_weights", "weights_of"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Outcome = Future[Mapping[str, np.ndarray]]  # of a scheduled function, at the chief, as it travels
 
 
-class Training(Protocol):
+class TrainingModels(Protocol):
     """What the strategy knows of models."""
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
@@ -41,7 +41,7 @@ class Training(Protocol):
         """The model whose variables the servers hold while functions are scheduled; ModelError where there is none."""
 
 
-class Coordination(ABC):
+class SchedulerBase(ABC):
     """One process in loops of one's own.
 
     Args:
@@ -54,7 +54,7 @@ class Coordination(ABC):
         is_in_function: whether a scheduled function runs in this process just now.
     """
 
-    def __init__(self, member: Member, training: Training, next_call: Callable[[], int]) -> None:
+    def __init__(self, member: ProcessContext, training: TrainingModels, next_call: Callable[[], int]) -> None:
         self._member, self._training, self._next_call = member, training, next_call
         self.is_open = self.is_in_function = False
         self._trained: tuple[Any, Any] = None, None  # the model and its optimizer, while it is open

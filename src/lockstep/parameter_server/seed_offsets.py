@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.execution.replica import Merge
+from lockstep.execution.replica import OutputMerge
 from lockstep.execution.replica_rng import seed_of_replica
 from lockstep.parameter_server.state_deltas import difference
 
-__all__ = ["Draws"]
+__all__ = ["SeedOffsets"]
 
 Values = Sequence[np.ndarray]
 
 
-class Draws:
+class SeedOffsets:
     """What a step adds to the state of each seed, as one step has shown.
 
     Args:
@@ -23,9 +23,9 @@ class Draws:
         before: those before.
     """
 
-    def __init__(self, merges: Sequence[Merge], after: Values, before: Values) -> None:
+    def __init__(self, merges: Sequence[OutputMerge], after: Values, before: Values) -> None:
         three = zip(merges, after, before, strict=True)
-        self._drawn = [difference(new, old) if merge is Merge.SEED else None for merge, new, old in three]
+        self._drawn = [difference(new, old) if merge is OutputMerge.SEED else None for merge, new, old in three]
 
     def seeded(self, values: Values, steps: int, part: int = 0) -> list[np.ndarray]:
         """The values with the seeds of one step: as if so many steps before it had been drawn for.

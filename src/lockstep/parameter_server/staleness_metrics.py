@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-__all__ = ["Count", "Statistics"]
+__all__ = ["StalenessMetrics", "UpdateCounters"]
 
 
-class Count:
+class UpdateCounters:
     """Numbers that only grow.
 
     Attributes:
@@ -32,14 +32,14 @@ class Count:
         """What the servers have counted."""
         self.staleness = Counter(dict(statistics[0]["staleness"]))
 
-    def copy(self) -> "Count":
+    def copy(self) -> "UpdateCounters":
         """These numbers, which do not grow."""
-        other = Count()
+        other = UpdateCounters()
         other.batches, other.traffic, other.staleness = self.batches, self.traffic, self.staleness.copy()
         return other
 
 
-class Statistics(keras.callbacks.Callback):
+class StalenessMetrics(keras.callbacks.Callback):
     """Adds ``updates_per_sec``, ``bytes_per_sec`` and ``staleness`` (its mean) to the logs of each epoch, and tells how it is spread.
 
     Args:
@@ -50,14 +50,14 @@ class Statistics(keras.callbacks.Callback):
 
     def __init__(
         self,
-        count: Callable[[], Count],
+        count: Callable[[], UpdateCounters],
         announce: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
         self._count, self._announce, self._clock = count, announce, clock
-        self._before, self._begun = Count(), 0.0
-        self._ended: tuple[Count, float] | None = None
+        self._before, self._begun = UpdateCounters(), 0.0
+        self._ended: tuple[UpdateCounters, float] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""

@@ -11,16 +11,16 @@ import keras
 import numpy as np
 
 from lockstep.execution.call_splitter import merge_of
-from lockstep.execution.replica import Merge
+from lockstep.execution.replica import OutputMerge
 
-__all__ = ["Totals", "difference", "differences", "is_sum", "merges"]
+__all__ = ["DeltaAccumulator", "difference", "differences", "is_sum", "merges"]
 
 _METRIC, _OTHER, _NEW = "metric/", "other/", "new/"
 
 Arrays = Mapping[str, np.ndarray]
 
 
-def merges(model: keras.Model) -> list[Merge]:
+def merges(model: keras.Model) -> list[OutputMerge]:
     """How the values of each variable that is not trained meet."""
     return [merge_of(variable) for variable in model.non_trainable_variables]
 
@@ -73,7 +73,7 @@ def is_sum(first: np.ndarray, start: np.ndarray, second: np.ndarray) -> bool:
     )
 
 
-class Totals:
+class DeltaAccumulator:
     """The chief's values of what is not trained and of the metrics.
 
     Args:
@@ -116,7 +116,7 @@ class Totals:
                 self.others[number] = parts[0][f"{_NEW}{number}"]
             else:
                 continue
-            if self._merges[number] is not Merge.SEED:
+            if self._merges[number] is not OutputMerge.SEED:
                 self.changing.add(number)
 
     def newest(self) -> dict[str, np.ndarray]:
@@ -129,11 +129,11 @@ class Totals:
         return [newest.get(f"{_OTHER}{number}", value) for number, value in enumerate(others)]
 
 
-def _met(found: Sequence[np.ndarray], weights: Sequence[float], merge: Merge) -> np.ndarray:
+def _met(found: Sequence[np.ndarray], weights: Sequence[float], merge: OutputMerge) -> np.ndarray:
     """One change out of those of all parts, as on the replicas of one process."""
-    if merge is Merge.SUM:
+    if merge is OutputMerge.SUM:
         return _sum(found)
-    if merge is not Merge.MEAN or len(found) == 1:
+    if merge is not OutputMerge.MEAN or len(found) == 1:
         return found[0]
     wide = np.promote_types(found[0].dtype, np.float32)
     total = _sum([one.astype(wide) * wide.type(weight) for one, weight in zip(found, weights, strict=True)])

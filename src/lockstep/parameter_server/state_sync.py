@@ -8,20 +8,20 @@ import keras
 import numpy as np
 
 from lockstep.parameter_server.gradient_step import names_of
-from lockstep.parameter_server.state_deltas import Totals
-from lockstep.parameter_server.tasks.task_dispatcher import Desk
+from lockstep.parameter_server.state_deltas import DeltaAccumulator
+from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
-from lockstep.parameter_server.variables.sharding import Plan
+from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
-__all__ = ["STATE", "Exchange", "State", "differs"]
+__all__ = ["STATE", "State", "StateSync", "differs"]
 
 STATE = "state"  # Under this the desk tells the values of what is not trained.
 
 State = tuple[list[Any], list[Any], list[Any], list[Any]]  # trainable, other, optimizer's and metrics' values
 
 
-class Exchange:
+class StateSync:
     """The chief's exchange with servers and workers.
 
     Args:
@@ -35,10 +35,10 @@ class Exchange:
         states: how often the values of what is not trained were told; the last one has this number.
     """
 
-    def __init__(self, model: keras.Model, desk: Desk, plan: Plan, client: VariableClient) -> None:
+    def __init__(self, model: keras.Model, desk: TaskDispatcher, plan: ShardingPlan, client: VariableClient) -> None:
         self._model, self._desk, self._plan, self._client = model, desk, plan, client
         self._optimizer = OptimizerState(model.optimizer, plan)
-        self.totals, self.states = Totals(model), 0
+        self.totals, self.states = DeltaAccumulator(model), 0
 
     def spread(self, changed: Sequence[bool], state: Sequence[Sequence[Any]], update: int, task: int) -> None:
         """Have everybody go on with other values; nobody works meanwhile.
@@ -75,7 +75,7 @@ def differs(new: Sequence[Any], old: Sequence[Any]) -> bool:
     return any(one is not other and np.asarray(one).tobytes() != np.asarray(other).tobytes() for one, other in pairs)
 
 
-def _joined(plan: Plan, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _joined(plan: ShardingPlan, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Each variable from its shards."""
     found = {}
     for name, shards in plan.shards.items():

@@ -20,15 +20,15 @@ from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.custom_loops.model_in_replica import call_on_replica
 from lockstep.custom_loops.replica_context import ReplicaContext, ReusableContext, open_scopes
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import Inputs, Together
+from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.data.input_callback import listening
 from lockstep.data.input_options import InputOptions
 from lockstep.devices.cpu_devices import has_started
 from lockstep.devices.determinism import describe_determinism, is_deterministic, prepare_determinism
 from lockstep.devices.malloc_tuning import keep_memory
 from lockstep.devices.names import device_name
-from lockstep.doctor.fit_checks import AtFit
-from lockstep.execution.executors import DeterministicPlan, FastPlan, Plan
+from lockstep.doctor.fit_checks import FitChecks
+from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions, StepListener, in_step, trace_for
 from lockstep.fit.checkpointing.checkpoint_hook import backed_up
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
@@ -36,7 +36,7 @@ from lockstep.fit.checkpointing.save_schedule import SaveFrequency
 from lockstep.fit.monitoring.monitor_hook import monitored
 from lockstep.fit.nan_guard.guard_hook import guard_among, guarded
 from lockstep.strategies.device_override import as_imposed, is_out_of_use
-from lockstep.strategies.diagnostics import Checkups
+from lockstep.strategies.diagnostics import Diagnostics
 from lockstep.strategies.validation import options_of, refuse_with_slices, resolve_ops
 
 __all__ = ["Strategy"]
@@ -54,7 +54,7 @@ def _current_claim() -> trainer.Claim | None:
     return strategy._claim if strategy and not is_out_of_use() else None
 
 
-class Strategy(Checkups):
+class Strategy(Diagnostics):
     """Base class of the strategies: synchronous data parallelism over a mesh of devices."""
 
     def __init__(
@@ -85,8 +85,8 @@ class Strategy(Checkups):
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._own_calls: dict[keras.Model, Any] = {}  # of the models, while replicas run
         self._input_options = options_of(input_options)
-        onlooker = AtFit(self._setting(), self._tell)
-        self._inputs = Inputs(self._placement, self._input_options, self._together, self._around_fit, onlooker)
+        onlooker = FitChecks(self._setting(), self._tell)
+        self._inputs = InputFactory(self._placement, self._input_options, self._together, self._around_fit, onlooker)
         self._announce(self._summary())
 
     @property
@@ -174,12 +174,12 @@ class Strategy(Checkups):
         """
         return Checkpoint(directory, SaveFrequency(save_freq), keep, self._placement, self._together, self._announce)
 
-    def _plan_for(self, placement: Placement, model: keras.Model) -> Plan:
+    def _plan_for(self, placement: Placement, model: keras.Model) -> Executor:
         """How the steps of a model run."""
         return (
-            DeterministicPlan(placement)
+            DeterministicExecutor(placement)
             if self._deterministic
-            else FastPlan(placement, self._ops, shard_optimizer=self._shard_optimizer)
+            else SpmdExecutor(placement, self._ops, shard_optimizer=self._shard_optimizer)
         )
 
     def _claim(self, model: keras.Model) -> None:
@@ -215,9 +215,9 @@ class Strategy(Checkups):
         return vars(model)[_FUNCTIONS]
 
     @cached_property
-    def _together(self) -> Together:  # type: ignore[override]  # made when it is first asked for
+    def _together(self) -> ProcessGroup:  # type: ignore[override]  # made when it is first asked for
         """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
-        return Together()
+        return ProcessGroup()
 
     @contextlib.contextmanager
     def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:

@@ -13,8 +13,8 @@ from lockstep.data.device_placement import Placement
 from lockstep.data.input_options import InputOptions
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import device_name, resolve_with_home
-from lockstep.execution.central_executor import CentralPlan
-from lockstep.execution.executors import Plan
+from lockstep.execution.central_executor import CentralExecutor
+from lockstep.execution.executors import Executor
 from lockstep.strategies.base import Strategy
 
 __all__ = ["CentralStorageStrategy"]
@@ -79,8 +79,8 @@ class CentralStorageStrategy(Strategy):
         """Name of the device that the variables are on."""
         return device_name(self._home)
 
-    def _plan_for(self, placement: Placement, model: keras.Model) -> Plan:
-        return CentralPlan(placement, self._ops, self._home, model)
+    def _plan_for(self, placement: Placement, model: keras.Model) -> Executor:
+        return CentralExecutor(placement, self._ops, self._home, model)
 
     @contextlib.contextmanager
     def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:

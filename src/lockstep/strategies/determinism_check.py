@@ -13,7 +13,7 @@ from lockstep._errors import DeterminismError
 from lockstep._keras import trainer
 from lockstep.data.device_placement import Placement
 from lockstep.devices.names import device_name
-from lockstep.execution.executors import Plan
+from lockstep.execution.executors import Executor
 from lockstep.execution.train_functions import StepFunctions, StepListener
 
 __all__ = ["compare_steps", "reference_batch", "reference_model"]
@@ -21,7 +21,7 @@ __all__ = ["compare_steps", "reference_batch", "reference_model"]
 Values = dict[str, np.ndarray]
 
 
-def compare_steps(model: keras.Model, batch: Any, ways: Sequence[tuple[Placement, Plan]]) -> str:
+def compare_steps(model: keras.Model, batch: Any, ways: Sequence[tuple[Placement, Executor]]) -> str:
     """Run one training step in each of the ``ways``, from the state that the model is in.
 
     Returns:

@@ -10,26 +10,26 @@ import keras
 
 from lockstep._errors import ModelError
 from lockstep._keras import trainer
-from lockstep.custom_loops.strategy_api import LoopTools
+from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.device_placement import Placement
-from lockstep.data.fit_entry import Inputs
+from lockstep.data.fit_entry import InputFactory
 from lockstep.doctor.finding import Report
-from lockstep.doctor.fit_call import Program, Setting, caller
+from lockstep.doctor.fit_call import FitCall, RuntimeSettings, caller
 from lockstep.doctor.full_check import examine
-from lockstep.execution.executors import Plan
+from lockstep.execution.executors import Executor
 from lockstep.execution.train_functions import StepFunctions, StepListener
 from lockstep.strategies.determinism_check import compare_steps, reference_batch, reference_model
 
-__all__ = ["Checkups", "examined"]
+__all__ = ["Diagnostics", "examined"]
 
 
-class Checkups(LoopTools):
+class Diagnostics(StrategyApi):
     """Base of the strategies: checks of a machine and of a program."""
 
-    _inputs: Inputs
+    _inputs: InputFactory
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
     _functions_of: Callable[[keras.Model], StepFunctions]
-    _plan_for: Callable[[Placement, keras.Model], Plan]
+    _plan_for: Callable[[Placement, keras.Model], Executor]
 
     def self_check(
         self, model: keras.Model | None = None, x: Any = None, y: Any = None, sample_weight: Any = None
@@ -121,7 +121,7 @@ class Checkups(LoopTools):
             "steps_per_epoch": steps_per_epoch,
         }
         data = (x, y, sample_weight)
-        return examined(self, Program(model, *data, options, fit_at=caller()))
+        return examined(self, FitCall(model, *data, options, fit_at=caller()))
 
     def _refuse_foreign(self, model: keras.Model, call: str) -> None:
         if trainer.adopted_by(model) is not self or not model.compiled:
@@ -129,19 +129,19 @@ class Checkups(LoopTools):
                 f"{call}: {model.name!r} is not a compiled model of {self}. Build and compile it in scope()."
             )
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> RuntimeSettings:
         """What the checks of a program need to know."""
         placement = self._placement
         processes = len({device.process_index for device in placement.devices})
-        return Setting(placement.replicas, placement.devices, processes, self._input_options)
+        return RuntimeSettings(placement.replicas, placement.devices, processes, self._input_options)
 
     def _tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
         self._functions_of(model).tell(sentence)
 
 
-def examined(strategy: Checkups, program: Program) -> Report:
-    """As :meth:`Checkups.doctor`, of a call of ``fit`` that somebody has written down.
+def examined(strategy: Diagnostics, program: FitCall) -> Report:
+    """As :meth:`Diagnostics.doctor`, of a call of ``fit`` that somebody has written down.
 
     Raises:
         ModelError: the model is not compiled.

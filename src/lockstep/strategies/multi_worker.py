@@ -17,10 +17,10 @@ from lockstep.devices.names import count_cpu_devices, resolve_devices
 from lockstep.distributed.chief_only_io import leave_files_to_the_chief
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.consistency_checks import agree_on_random_numbers
-from lockstep.distributed.control.control_client import Session
-from lockstep.distributed.process_group import Together
-from lockstep.distributed.process_job import Job, job_of_this_process
-from lockstep.distributed.progress_reporter import Progress
+from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.process_group import WorkerProcessGroup
+from lockstep.distributed.process_job import ProcessJob, job_of_this_process
+from lockstep.distributed.progress_reporter import ProgressReporter
 from lockstep.distributed.resolvers import ClusterResolver, resolve
 from lockstep.execution.train_functions import StepListener
 from lockstep.strategies.base import Strategy
@@ -81,7 +81,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
         self._resolver = _resolver(cluster_resolver)
         self._group = self._resolver.group() if self._resolver else _ALONE
-        self._job: Job | None = None
+        self._job: ProcessJob | None = None
         asked = replace(options, timeout_seconds=None)
         ops = None if asked == CommunicationOptions() else choose_cross_device_ops(None, asked)
         find = partial(self._find_devices, devices)
@@ -96,7 +96,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._resolver
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> ControlClient | None:
         """This worker's end of the control channel; None where it trains alone."""
         return self._job.session if self._job else None
 
@@ -125,14 +125,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         }
 
     @cached_property
-    def _together(self) -> fit_entry.Together:  # type: ignore[override]
-        return Together(self._job.session, self._placement) if self._job else fit_entry.Together()
+    def _together(self) -> fit_entry.ProcessGroup:  # type: ignore[override]
+        return WorkerProcessGroup(self._job.session, self._placement) if self._job else fit_entry.ProcessGroup()
 
     @cached_property
     def _listener(self) -> StepListener:
         if self._job is None:
             return StepListener()
-        return Progress(self._job.session, self._placement, self._check_every)
+        return ProgressReporter(self._job.session, self._placement, self._check_every)
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)

@@ -16,20 +16,20 @@ from lockstep.data.random_state import captured_random_state, restore_random_sta
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
 from lockstep.distributed.chief_only_io import leave_files_to_the_chief
-from lockstep.distributed.cluster.env_reader import Variables
-from lockstep.distributed.cluster.process_role import Part, part_of
+from lockstep.distributed.cluster.env_reader import EnvReader
+from lockstep.distributed.cluster.process_role import ProcessRole, part_of
 from lockstep.distributed.consistency_checks import identity
-from lockstep.distributed.control.termination import Guard
+from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_job import GENERATION, SECRET
 from lockstep.distributed.resolvers import ClusterResolver, resolve
 from lockstep.fit.nan_guard.guard_hook import guard_among
-from lockstep.parameter_server.cluster_coordinator import Coordinated
-from lockstep.parameter_server.fit_dispatch import AtTheChief, Elsewhere
+from lockstep.parameter_server.cluster_coordinator import SchedulingStrategy
+from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
 from lockstep.parameter_server.gradient_step import GradientStep
-from lockstep.parameter_server.process_context import Member
-from lockstep.parameter_server.scheduler_base import Coordination
-from lockstep.parameter_server.tasks.task_client import CallOver
-from lockstep.parameter_server.tasks.task_dispatcher import Desk
+from lockstep.parameter_server.process_context import ProcessContext
+from lockstep.parameter_server.scheduler_base import SchedulerBase
+from lockstep.parameter_server.tasks.task_client import CallEnded
+from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.sharding import PartitionFunction
 from lockstep.strategies.base import Strategy
 
@@ -38,7 +38,7 @@ __all__ = ["ParameterServerStrategy"]
 TIMEOUT_SECONDS = 60.0
 
 
-class ParameterServerStrategy(Coordinated, Strategy):
+class ParameterServerStrategy(SchedulingStrategy, Strategy):
     """Trains one model on several workers that do not wait for each other; its variables are kept on servers.
 
     Counterpart of ``tf.distribute.ParameterServerStrategy``. The same script runs on every process: the chief runs Keras's loop, workers
@@ -95,7 +95,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
             )
         self._resolver = cluster_resolver or resolve(os.environ)
         self._part = part_of(self._resolver)
-        self._member = Member(
+        self._member = ProcessContext(
             self._part,
             identity() | {"generation": _generation()},
             variable_partitioner,
@@ -112,7 +112,7 @@ class ParameterServerStrategy(Coordinated, Strategy):
         return self._resolver
 
     @property
-    def part(self) -> Part:
+    def part(self) -> ProcessRole:
         """What this process is, and where the others are."""
         return self._part
 
@@ -136,34 +136,34 @@ class ParameterServerStrategy(Coordinated, Strategy):
         return weakref.WeakKeyDictionary()
 
     @property
-    def _coordination(self) -> Coordination:
+    def _coordination(self) -> SchedulerBase:
         return self._together.coordination
 
     @cached_property
-    def _together(self) -> AtTheChief | Elsewhere:  # type: ignore[override]
+    def _together(self) -> ChiefFitDispatch | WorkerFitDispatch:  # type: ignore[override]
         together = self._met()
         self._closing.callback(together.coordination.end)
         return together
 
-    def _met(self) -> AtTheChief | Elsewhere:
-        self._guard = Guard()
+    def _met(self) -> ChiefFitDispatch | WorkerFitDispatch:
+        self._guard = ExitGuard()
         self._guard.install()
         if self.is_chief:
-            desk = Desk(timeout_seconds=self._member.timeout_seconds, announce=self._announce)
+            desk = TaskDispatcher(timeout_seconds=self._member.timeout_seconds, announce=self._announce)
             self._guard.before_end = lambda summary, code: desk.abort(f"the chief has failed: {summary}", code)
             self._closing.callback(self._member.serve_desk(desk).stop)
             desk.open(0)
             desk.close({"seed": trainer.get_random_seed(), "random": captured_random_state()})
-            return AtTheChief(self._member, desk, self)
+            return ChiefFitDispatch(self._member, desk, self)
         client = self._member.go_to_desk()
         self._closing.callback(client.close)
         try:
             client.enter(0)
-        except CallOver as begun:
+        except CallEnded as begun:
             _take_over_random_numbers(self._part, begun.result)
-        return Elsewhere(self._member, client, self)
+        return WorkerFitDispatch(self._member, client, self)
 
-    # What the calls know of a model: lockstep.parameter_server.fit_dispatch.Training.
+    # What the calls know of a model: lockstep.parameter_server.fit_dispatch.ServerTraining.
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
         """Computes gradients on the devices of this process."""
@@ -251,11 +251,11 @@ def _refuse_to_train_here(state: Any, batch: Any) -> Any:
 
 
 def _generation() -> int:
-    own = Variables("Lockstep", os.environ, "lockstep run sets it.")
+    own = EnvReader("Lockstep", os.environ, "lockstep run sets it.")
     return own.whole(GENERATION, "the number of restarts", least=0) if GENERATION in os.environ else 0
 
 
-def _take_over_random_numbers(part: Part, told: dict[str, Any]) -> None:
+def _take_over_random_numbers(part: ProcessRole, told: dict[str, Any]) -> None:
     """Draw the chief's numbers from here on: rows must come in its order.
 
     Raises:

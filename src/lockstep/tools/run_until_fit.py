@@ -36,7 +36,7 @@ class FirstFit:
     where: str
 
 
-class _EnoughError(BaseException):  # Not an Exception: the script may catch those.
+class _FirstFitReached(BaseException):  # Not an Exception: the script may catch those.
     """The script has come to its first fit, and need not go on."""
 
 
@@ -63,12 +63,12 @@ def run_until_fit(path: str, arguments: Sequence[str], look: Callable[[FirstFit]
                 ended.append(None)
             except Exception as error:  # Out of the script's reach, as it may catch those.
                 ended.append(error)
-        raise _EnoughError
+        raise _FirstFitReached
 
     with _as_main(path, arguments), fits_taken(take):
         try:
             runpy.run_path(path, run_name="__main__")
-        except BaseException as end:  # Where a script has caught _EnoughError all the same, anything may come.
+        except BaseException as end:  # Where a script has caught _FirstFitReached all the same, anything may come.
             if isinstance(end, KeyboardInterrupt) or not (ended or isinstance(end, SystemExit)):
                 raise
     if ended:

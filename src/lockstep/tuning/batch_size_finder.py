@@ -10,14 +10,14 @@ import keras
 from lockstep._errors import ClusterError, InputError, ModelError, OptionError, ScopeError, whole_number
 from lockstep._keras import trainer
 from lockstep.data.device_placement import count_rows
-from lockstep.data.fit_entry import Together
+from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.source_factory import source_of
 from lockstep.data.sources import AdapterSource
-from lockstep.execution.executors import FastPlan
-from lockstep.execution.step_probe import KerasTrials, StrategyTrials, Trial, Trials
+from lockstep.execution.executors import SpmdExecutor
+from lockstep.execution.step_probe import KerasProbes, StepProbe, StepProbes, StrategyProbes
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
-from lockstep.tuning.batch_sizes import BatchSizes, Measurement
+from lockstep.tuning.batch_sizes import BatchMeasurement, BatchSizes
 from lockstep.tuning.free_memory import free_memory
 from lockstep.tuning.size_search import find_largest, powers_of_two
 
@@ -82,7 +82,7 @@ def batch_size_finder(
     rows, steps = count_rows(data), whole_number("batch_size_finder: steps", steps)
     trials = _trials(model, owner)
     sizes = powers_of_two(rows, trials.replicas) if batch_sizes is None else _asked(batch_sizes, rows)
-    together = owner._together if owner else Together()
+    together = owner._together if owner else ProcessGroup()
     pauses = owner._listener.pauses if owner else lambda: None
     _agree(together, [sizes, steps, rows, batch_sizes is None])
     hosts = together.gathered("batch_size_finder: the machines", socket.gethostname())
@@ -118,11 +118,11 @@ class _Search:
 
     def __init__(
         self,
-        trials: Trials,
+        trials: StepProbes,
         batch: Callable[[int], Any],
         steps: int,
         available: int | None,
-        together: Together,
+        together: ProcessGroup,
         pauses: Callable[[], None],
         *,
         stops: bool,
@@ -130,7 +130,7 @@ class _Search:
         self._trials, self._batch, self._steps, self._available = trials, batch, steps, available
         self._together, self._pauses, self._stops = together, pauses, stops
         self._best, self._slower = 0.0, 0
-        self.found: list[Measurement] = []
+        self.found: list[BatchMeasurement] = []
 
     def fits(self, rows: int) -> bool:
         """Try a size."""
@@ -145,10 +145,10 @@ class _Search:
         elif trial and not why:
             seconds, why = self._timed(trial, rows)
             note = why
-        self.found.append(Measurement(rows, not why, memory, seconds, note))
+        self.found.append(BatchMeasurement(rows, not why, memory, seconds, note))
         return not why
 
-    def _compiled(self, rows: int) -> tuple[Trial | None, int | None, str]:
+    def _compiled(self, rows: int) -> tuple[StepProbe | None, int | None, str]:
         """What is ready to run, its memory, and why it does not fit, if so."""
         try:
             trial = self._trials.of(self._batch(rows))
@@ -160,7 +160,7 @@ class _Search:
             return trial, memory, ""
         return trial, memory, f"it takes {memory:,} bytes, and there are {self._available:,}"
 
-    def _timed(self, trial: Trial, rows: int) -> tuple[float | None, str]:
+    def _timed(self, trial: StepProbe, rows: int) -> tuple[float | None, str]:
         """Seconds of a step on the slowest process, or why there are none."""
         try:
             own: tuple[float | None, str] = trial.seconds(self._steps), ""
@@ -186,20 +186,20 @@ def _reason(error: jax.errors.JaxRuntimeError) -> str:
     return f"the device has no memory for it: {str(error).splitlines()[0]}"
 
 
-def _least(together: Together, available: int | None) -> int | None:
+def _least(together: ProcessGroup, available: int | None) -> int | None:
     """What the process with least memory has; None where nobody says."""
     return min(
         (own for own in together.gathered("batch_size_finder: memory", available) if own is not None), default=None
     )
 
 
-def _trials(model: keras.Model, strategy: Strategy | None) -> Trials:
+def _trials(model: keras.Model, strategy: Strategy | None) -> StepProbes:
     if strategy is None:
-        return KerasTrials(model)
+        return KerasProbes(model)
     placement = strategy._placement
     plan = strategy._plan_for(placement, model)
-    default = plan if type(plan) is FastPlan else FastPlan(placement, strategy.cross_device_ops)
-    return StrategyTrials(model, placement, plan, default)
+    default = plan if type(plan) is SpmdExecutor else SpmdExecutor(placement, strategy.cross_device_ops)
+    return StrategyProbes(model, placement, plan, default)
 
 
 def _batch(data: tuple[Any, ...], rows: int) -> Any:
@@ -230,7 +230,7 @@ def _asked(batch_sizes: Sequence[int], rows: int) -> list[int]:
     return sizes
 
 
-def _agree(together: Together, value: list[Any]) -> None:
+def _agree(together: ProcessGroup, value: list[Any]) -> None:
     found = together.gathered("batch_size_finder", value)
     for index, other in enumerate(found):
         if other != found[0]:

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["BatchSizes", "Measurement"]
+__all__ = ["BatchMeasurement", "BatchSizes"]
 
 CLOSE = 0.05  # a share of the most rows a second
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BatchMeasurement:
     """One batch that was tried.
 
     Args:
@@ -45,7 +45,7 @@ class BatchSizes:
         is_all: whether ``largest`` is all the rows there are.
     """
 
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[BatchMeasurement, ...]
     largest: int
     available_bytes: int | None
     is_estimate: bool
@@ -86,7 +86,7 @@ class BatchSizes:
         ]
 
 
-def _line(found: Measurement) -> str:
+def _line(found: BatchMeasurement) -> str:
     time = f"{1000 * found.seconds:,.2f}" if found.seconds else "-"
     rate = f"{found.rows_per_second:,.0f}" if found.rows_per_second else "-"
     memory = "-" if found.memory_bytes is None else _size(found.memory_bytes)

@@ -8,7 +8,7 @@ from collections import Counter
 import keras
 
 import lockstep.checkpoint.atomic_write as writing
-from lockstep.fit.checkpointing.fit_checkpoint import BackedUpFit
+from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from tests.workers.program import tell
 
 DAY = 24 * 3600.0
@@ -36,7 +36,7 @@ class Fault:
     def install(self):
         """Take the place of the functions that write, and of what hears that a step was started."""
         write_arrays, rename, delete = writing.write_arrays, os.rename, writing._delete
-        stepped = BackedUpFit.stepped
+        stepped = FitCheckpoint.stepped
 
         def started(run, state):
             stepped(run, state)
@@ -60,7 +60,7 @@ class Fault:
             self.come_by("an old one is deleted")
             delete(path)
 
-        BackedUpFit.stepped = started
+        FitCheckpoint.stepped = started
         writing.write_arrays, writing._delete, os.rename = written, deleted, renamed
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from lockstep._errors import ClusterError
 
-__all__ = ["Variables"]
+__all__ = ["EnvReader"]
 
 
 @dataclass(frozen=True)
-class Variables:
+class EnvReader:
     """The variables of one scheduler.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from zlib import crc32
 
 from lockstep.distributed.cluster.addresses import join_address, split_address
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 
 __all__ = ["COORDINATOR", "DEFAULT_PORT", "JOB_PORTS", "PORT", "chosen_coordinator", "coordinator_at", "port_of_job"]
 
@@ -52,7 +52,7 @@ def chosen_coordinator(environ: Mapping[str, str]) -> str | None:
 
 def chosen_port(environ: Mapping[str, str], port: int) -> int:
     """The port that the user has fixed for worker 0, else ``port``."""
-    own = Variables("Lockstep", environ, "Set it to a free port, or leave it out.")
+    own = EnvReader("Lockstep", environ, "Set it to a free port, or leave it out.")
     return own.whole(PORT, "the port of worker 0", least=1, most=65535) if PORT in environ else port
 
 

@@ -11,7 +11,7 @@ from lockstep.distributed.cluster.cluster_spec import ALONE, ClusterSpec
 from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.resolvers.base import ClusterResolver
 
-__all__ = ["Part", "part_of"]
+__all__ = ["ProcessRole", "part_of"]
 
 _STRATEGY = "lockstep.ParameterServerStrategy"
 _EXAMPLE = {
@@ -25,7 +25,7 @@ _CURE = (
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessRole:
     """What one process is in a cluster whose variables are on servers, and where the others are.
 
     Args:
@@ -38,8 +38,8 @@ class Part:
         source: what said so, for messages: ``TF_CONFIG``.
 
     Example:
-        >>> from lockstep.distributed.cluster.process_role import Part
-        >>> part = Part("ps", 1, "a:1", ("b:1",), ("c:1", "d:1"))
+        >>> from lockstep.distributed.cluster.process_role import ProcessRole
+        >>> part = ProcessRole("ps", 1, "a:1", ("b:1",), ("c:1", "d:1"))
         >>> part.name, part.name_of("chief", 0)
         ('ps 1 of 2 (d:1)', 'chief (a:1)')
     """
@@ -68,7 +68,7 @@ class Part:
         return {"chief": (self.chief,), "worker": self.workers, "ps": self.servers, "evaluator": evaluators}[job]
 
 
-def part_of(resolver: ClusterResolver | None) -> Part:
+def part_of(resolver: ClusterResolver | None) -> ProcessRole:
     """What this process is where variables are kept on servers.
 
     Args:
@@ -95,7 +95,7 @@ def part_of(resolver: ClusterResolver | None) -> Part:
         )
     _check_that_all_are_there(membership)
     addresses = {job: _addresses(membership, job) for job in membership.spec.jobs}
-    return Part(
+    return ProcessRole(
         job=membership.task_type,
         index=membership.task_id,
         chief=addresses["chief"][0],

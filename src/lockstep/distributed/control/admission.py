@@ -6,11 +6,11 @@ from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.control.consistency import first_difference
 from lockstep.distributed.control.peer import Peer
 
-__all__ = ["Refusal", "Roster"]
+__all__ = ["Admission", "JoinRejection"]
 
 
 @dataclass(frozen=True)
-class Refusal:
+class JoinRejection:
     """Why a worker may not join.
 
     Args:
@@ -26,7 +26,7 @@ class Refusal:
     exit_code: int | None = None
 
 
-class Roster:
+class Admission:
     """The workers that have joined.
 
     Args:
@@ -44,18 +44,18 @@ class Roster:
         """Whether all workers are here."""
         return len(self.peers) == self._group.workers
 
-    def judge(self, peer: Peer) -> Refusal | None:
+    def judge(self, peer: Peer) -> JoinRejection | None:
         """Why ``peer`` may not join; None where it may."""
         if peer.generation != self._chief.generation:
             return self._of_another_generation(peer)
         if peer.workers != self._group.workers:
-            return Refusal(
+            return JoinRejection(
                 f"{peer} was started with {_workers(peer.workers)}, the chief ({self._chief.process}) with "
                 f"{_workers(self._group.workers)}: start all with the same number.",
                 everyone=not self.is_complete,
             )
         if not 0 <= peer.index < self._group.workers:
-            return Refusal(
+            return JoinRejection(
                 f"{peer} has no place: the indices of {_workers(peer.workers)} are 0 to {peer.workers - 1}.",
                 everyone=not self.is_complete,
             )
@@ -69,35 +69,35 @@ class Roster:
         """A worker as the scheduler named it, whether it is here or not."""
         return self._group.name_of(index)
 
-    def _of_another_generation(self, peer: Peer) -> Refusal:
+    def _of_another_generation(self, peer: Peer) -> JoinRejection:
         ours = self._chief.generation
         if peer.generation > ours:
-            return Refusal(
+            return JoinRejection(
                 f"the chief ({self._chief.process}) is of start {ours} of the job and this worker of start "
                 f"{peer.generation}: an earlier chief still runs",
                 again=True,
             )
-        return Refusal(
+        return JoinRejection(
             f"{peer} is left over from start {peer.generation} of the job, the chief ({self._chief.process}) is of start "
             f"{ours}: end it."
         )
 
-    def _of_a_duplicate(self, peer: Peer) -> Refusal | None:
+    def _of_a_duplicate(self, peer: Peer) -> JoinRejection | None:
         first = self.peers.get(peer.index)
         if first is None:
             return None
-        return Refusal(
+        return JoinRejection(
             f"Two processes say that they are worker {peer.index} of {peer.workers}: {first.process} and {peer.process}: "
             f"start each worker once, with an index of its own.",
             everyone=not self.is_complete,
         )
 
-    def _of_another_identity(self, peer: Peer) -> Refusal | None:
+    def _of_another_identity(self, peer: Peer) -> JoinRejection | None:
         found = first_difference(peer.identity, self._chief.identity)
         if found is None:
             return None
         entry, here, there = found
-        return Refusal(
+        return JoinRejection(
             f"{peer} differs from the chief ({self._chief.process}) in {entry!r}: it has {here}, the chief {there}. All "
             f"workers need the same.",
             everyone=True,

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.control.wait_logger import GivenUpError, is_given_up
+from lockstep.distributed.control.wait_logger import CancelledError, is_given_up
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["Channel", "Channels"]
 
 
 @dataclass
-class Lane:
+class Channel:
     """One sequence, and the call that waits on it.
 
     Attributes:
@@ -37,11 +37,11 @@ class Lane:
         self.done.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the answer is here; GivenUpError where nobody wants it any more."""
+        """Whether the answer is here; CancelledError where nobody wants it any more."""
         if self.done.wait(seconds):
             return True
         if is_given_up.get()():
-            raise GivenUpError(self.name)
+            raise CancelledError(self.name)
         return False
 
     def begin(self) -> None:
@@ -50,14 +50,14 @@ class Lane:
         self.done.clear()
 
 
-class Lanes:
+class Channels:
     """All lanes of a session; one is made when it is first named."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, Channel] = {}
 
-    def __getitem__(self, name: str) -> Lane:
-        return self._lanes.setdefault(name, Lane(name))
+    def __getitem__(self, name: str) -> Channel:
+        return self._lanes.setdefault(name, Channel(name))
 
     def forget(self, name: str) -> None:
         """Nobody will name that lane again."""
@@ -74,7 +74,7 @@ class Lanes:
             lane.finish([], error)
 
     @contextmanager
-    def only_here(self, name: str, what: str) -> Iterator[Lane]:
+    def only_here(self, name: str, what: str) -> Iterator[Channel]:
         """The lane, which serves one thread at a time; ``what`` names the call in the error of a second one."""
         lane = self[name]
         if not lane.turn.acquire(blocking=False):

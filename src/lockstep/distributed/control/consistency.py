@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.distributed.control.wait_logger import listed
 
-__all__ = ["Split", "digest", "first_difference", "split"]
+__all__ = ["Disagreement", "digest", "first_difference", "split"]
 
 _ABSENT = "nothing"
 _LONGEST = 200  # Characters of a value in a sentence.
@@ -37,7 +37,7 @@ def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, str, s
 
 
 @dataclass(frozen=True)
-class Split:
+class Disagreement:
     """Who differs from whom.
 
     Args:
@@ -73,7 +73,7 @@ class Split:
         return f"The workers do not agree on {topic!r}: {who}{place}: {here}, {others} {there}."
 
 
-def split(values: Sequence[Any]) -> Split | None:
+def split(values: Sequence[Any]) -> Disagreement | None:
     """Who differs; None where all workers have equal values.
 
     Args:
@@ -90,7 +90,7 @@ def split(values: Sequence[Any]) -> Split | None:
         return None
     is_majority = 2 * count > len(texts)
     usual = texts.index(most) if is_majority else 0
-    return Split(tuple(n for n, text in enumerate(texts) if text != texts[usual]), usual, is_majority)
+    return Disagreement(tuple(n for n, text in enumerate(texts) if text != texts[usual]), usual, is_majority)
 
 
 def digest(value: Any) -> str:

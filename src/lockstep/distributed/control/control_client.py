@@ -11,20 +11,28 @@ from typing import Any
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.channels import Lane, Lanes
+from lockstep.distributed.control.channels import Channel, Channels
 from lockstep.distributed.control.consistency import digest, split
-from lockstep.distributed.control.coordinator import LEAVE, Server
-from lockstep.distributed.control.event_loop import Loop
-from lockstep.distributed.control.failure_detector import BEAT_SECONDS, QUIET, WAITING, Awake, Beat, Limits, failure
-from lockstep.distributed.control.failures import Failure, Kind, summary_of
-from lockstep.distributed.control.framed_socket import Connection
-from lockstep.distributed.control.heartbeat import Pulse
+from lockstep.distributed.control.coordinator import LEAVE, Coordinator
+from lockstep.distributed.control.event_loop import EventLoop
+from lockstep.distributed.control.failure_detector import (
+    BEAT_SECONDS,
+    QUIET,
+    WAITING,
+    Limits,
+    SuspendDetector,
+    WorkerStatus,
+    failure,
+)
+from lockstep.distributed.control.failures import Failure, FailureKind, summary_of
+from lockstep.distributed.control.framed_socket import FramedSocket
+from lockstep.distributed.control.heartbeat import HeartbeatState
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.pending_collectives import BARRIER, BROADCAST, GATHER
 from lockstep.distributed.control.protocol import encode, plain
-from lockstep.distributed.control.wait_logger import GivenUpError, Notice, listed
+from lockstep.distributed.control.wait_logger import CancelledError, WaitLogger, listed
 
-__all__ = ["Session"]
+__all__ = ["ControlClient"]
 
 MAIN = "main"
 _POLL_SECONDS = 0.2
@@ -32,7 +40,7 @@ _GOODBYE_SECONDS = 2.0  # For the chief to note an end or a failure.
 _LONGEST_SUMMARY = 4000  # characters
 
 
-class Session:
+class ControlClient:
     """One worker's end of the control channel; :func:`lockstep.distributed.control.join.join` makes it.
 
     All methods may be called from any thread. Calls that meet the other workers are counted by lane: on each lane all workers
@@ -58,8 +66,8 @@ class Session:
         self,
         group: WorkerGroup,
         peers: tuple[Peer, ...],
-        connection: Connection,
-        server: Server | None,
+        connection: FramedSocket,
+        server: Coordinator | None,
         limits: Limits,
         on_failure: Callable[[Failure], None],
         announce: Callable[[str], None],
@@ -72,19 +80,19 @@ class Session:
         self._connection, self._server, self._limits = connection, server, limits
         self._on_failure, self._announce, self._clock = on_failure, announce, clock
         self._process = os.getpid()
-        self._pulse = Pulse(peers[0], clock)
+        self._pulse = HeartbeatState(peers[0], clock)
         self._missing: dict[str, dict[str, Any]] = {}
-        self._lanes = Lanes()
+        self._lanes = Channels()
         self._ending = threading.Lock()
         self._noted = threading.Event()
         self._failing = self._left = self._is_alone = False
-        self._loop = Loop("lockstep-cluster", clock)
+        self._loop = EventLoop("lockstep-cluster", clock)
         self._loop.add(connection, self._received, self._closed)
         self._loop.later(0.0, self._beat)
         self._loop.start()
         atexit.register(self.leave)
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "ControlClient":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
@@ -102,7 +110,7 @@ class Session:
         """
         self._pulse.report(step, activity)
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[WorkerStatus]:
         """What the chief, where this is one, has last heard of all workers."""
         return self._server.beats() if self._server else []
 
@@ -120,7 +128,7 @@ class Session:
 
         Raises:
             ClusterError: somebody is missing, has left, or asks something else; or the job has failed.
-            GivenUpError: nobody wants the answer any more (:data:`~lockstep.distributed.control.wait_logger.is_given_up`): forget the lane.
+            CancelledError: nobody wants the answer any more (:data:`~lockstep.distributed.control.wait_logger.is_given_up`): forget the lane.
             OptionError: the value is not of JSON, or too large.
         """
         return self._meet(GATHER, topic, value, lane, timeout_seconds)
@@ -213,7 +221,7 @@ class Session:
             self._loop.call(lambda: self._connection.send(frame))
             try:
                 self._await(call, what, self._limits.timeout if timeout_seconds is None else timeout_seconds)
-            except GivenUpError:
+            except CancelledError:
                 self._send({"kind": "abandon", "lane": lane})
                 raise
             return call.values
@@ -230,14 +238,14 @@ class Session:
             if lane == MAIN:
                 self.report(step, activity)
 
-    def _await(self, call: Lane, what: str, seconds: float) -> None:
-        notice, awake = Notice(self._announce, self._clock), Awake(self._clock)
+    def _await(self, call: Channel, what: str, seconds: float) -> None:
+        notice, awake = WaitLogger(self._announce, self._clock), SuspendDetector(self._clock)
         while not call.wait(_POLL_SECONDS):
             names = listed(missing["names"]) if (missing := self._missing.get(call.name)) else str(self.peers[0])
             limit = max(seconds, self._limits.long) if missing and missing["long"] else seconds
             if not awake.tick() - awake.since <= limit:  # Also where the limit is not a number.
                 self._send({"kind": "overdue", "lane": call.name, "what": what, "seconds": limit})
-                if call.wait(_GOODBYE_SECONDS) and self.failure and self.failure.kind is not Kind.STUCK:
+                if call.wait(_GOODBYE_SECONDS) and self.failure and self.failure.kind is not FailureKind.STUCK:
                     break  # The chief knows more: that one of them gives no sign of life, say.
                 late = f"{names}: did not come to {what} within {limit:g} s. See what they print, or raise timeout_seconds."
                 raise ClusterError(late, exit_codes.NO_PROGRESS)
@@ -248,7 +256,7 @@ class Session:
 
     def _say_goodbye(self, wait_seconds: float) -> None:
         self._send_last({"kind": "leave"})
-        notice = Notice(self._announce, self._clock)
+        notice = WaitLogger(self._announce, self._clock)
         seconds = wait_seconds if self.group.is_chief else _GOODBYE_SECONDS
         while not self._noted.wait(_POLL_SECONDS):
             others = listed(missing["names"]) if (missing := self._missing.get(LEAVE)) else ""
@@ -275,7 +283,7 @@ class Session:
 
     # What happens in the session's thread.
 
-    def _received(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _received(self, connection: FramedSocket, message: dict[str, Any]) -> None:
         self._pulse.heard()
         try:
             self._read(message)
@@ -294,10 +302,12 @@ class Session:
         elif message["kind"] == "failure":
             self._lose(Failure.from_message(message["failure"]))
 
-    def _closed(self, connection: Connection) -> None:
+    def _closed(self, connection: FramedSocket) -> None:
         if 0 not in self.departed and not self._left:
             self._lose(
-                failure(Kind.DIED, self.peers[0], f"died: {connection.ended} without a goodbye. It was the chief.")
+                failure(
+                    FailureKind.DIED, self.peers[0], f"died: {connection.ended} without a goodbye. It was the chief."
+                )
             )
         self._is_alone = True
         self._lanes.finish(self._alone())

@@ -13,29 +13,29 @@ from typing import Any
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.admission import Refusal, Roster
-from lockstep.distributed.control.event_loop import Loop
+from lockstep.distributed.control.admission import Admission, JoinRejection
+from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.failure_detector import (
     BEAT_SECONDS,
     MAY_TAKE_LONG,
     START,
-    Awake,
-    Beat,
     Limits,
+    SuspendDetector,
+    WorkerStatus,
     cause,
     failure,
     look,
     overdue,
 )
-from lockstep.distributed.control.failures import Failure, Kind
-from lockstep.distributed.control.framed_socket import Connection
-from lockstep.distributed.control.handshake_server import Door
+from lockstep.distributed.control.failures import Failure, FailureKind
+from lockstep.distributed.control.framed_socket import FramedSocket
+from lockstep.distributed.control.handshake_server import HandshakeServer
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.pending_collectives import Calls, Reply
+from lockstep.distributed.control.pending_collectives import CollectiveReply, PendingCollectives
 from lockstep.distributed.control.protocol import FIRST_BYTES, MAX_BYTES, encode
 from lockstep.distributed.control.wait_logger import listed
 
-__all__ = ["LEAVE", "LINGER_SECONDS", "Server"]
+__all__ = ["LEAVE", "LINGER_SECONDS", "Coordinator"]
 
 LEAVE = "leave"  # Names the wait of a chief for the others' ends, as lanes name the waits of calls.
 
@@ -44,10 +44,10 @@ _SETTLE_SECONDS = 0.25  # After an exception, as it may come of a death of which
 
 
 @dataclass
-class _Seat:
+class _WorkerRecord:
     """A worker that has joined, and what was last heard of it."""
 
-    connection: Connection
+    connection: FramedSocket
     peer: Peer
     heard: float
     since: float
@@ -59,7 +59,7 @@ class _Seat:
     facts: Mapping[str, float] = field(default_factory=dict)  # Numbers that it says of itself.
 
 
-class Server:
+class Coordinator:
     """Serves one job.
 
     Args:
@@ -88,10 +88,10 @@ class Server:
     ) -> None:
         self._group, self._limits, self._clock = group, limits, clock
         self._deadline = clock() + limits.until_all_are_here
-        self._loop = Loop("lockstep-chief", clock)
-        self._roster = Roster(group, chief)
-        self._door = Door(self._loop, chief, secret, self._arrived, announce)
-        self._calls = Calls(group.workers)
+        self._loop = EventLoop("lockstep-chief", clock)
+        self._roster = Admission(group, chief)
+        self._door = HandshakeServer(self._loop, chief, secret, self._arrived, announce)
+        self._calls = PendingCollectives(group.workers)
         self._handlers = {
             "beat": self._beat,
             "call": self._call,
@@ -100,17 +100,17 @@ class Server:
             "fail": self._fail,
             "leave": self._leave,
         }
-        self._awake = Awake(clock)
-        self._seats: dict[int, _Seat] = {}
+        self._awake = SuspendDetector(clock)
+        self._seats: dict[int, _WorkerRecord] = {}
         self._started = False
-        self._refusal: Refusal | None = None
+        self._refusal: JoinRejection | None = None
         self._told: set[int] = set()
         self._to_tell = 0
         self._failure: Failure | None = None
         self.all_told = threading.Event()
         here, there = socket.socketpair()
-        self.connection = Connection(there)
-        self._sit(Connection(here), chief)
+        self.connection = FramedSocket(there)
+        self._sit(FramedSocket(here), chief)
         if listener is not None:
             self._loop.listen(listener, self._door.knock, FIRST_BYTES)
         self._loop.later(0.0, self._tick)
@@ -120,13 +120,13 @@ class Server:
         """Close all connections and end."""
         self._loop.stop()
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[WorkerStatus]:
         """What is known of all workers that have joined, in order; may be asked from any thread."""
         return [self._known(seat) for _, seat in sorted(self._seats.items())]
 
     # Joining.
 
-    def _arrived(self, connection: Connection, peer: Peer) -> None:
+    def _arrived(self, connection: FramedSocket, peer: Peer) -> None:
         refusal = self._refusal or self._roster.judge(peer)
         if refusal is None:
             self._sit(connection, peer)
@@ -137,9 +137,9 @@ class Server:
         self._loop.remove(connection)
         self._tell(peer.index)
 
-    def _sit(self, connection: Connection, peer: Peer) -> None:
+    def _sit(self, connection: FramedSocket, peer: Peer) -> None:
         now = self._clock()
-        self._seats[peer.index] = seat = _Seat(connection, peer, heard=now, since=now)
+        self._seats[peer.index] = seat = _WorkerRecord(connection, peer, heard=now, since=now)
         self._roster.peers[peer.index] = peer
         connection.allow(MAX_BYTES)
         self._loop.add(connection, lambda _, message: self._received(seat, message), lambda _: self._closed(seat))
@@ -156,7 +156,7 @@ class Server:
         peers = [{name: vars(seat.peer)[name] for name in told} for _, seat in sorted(self._seats.items())]
         self._send_all({"kind": "welcome", "peers": peers})
 
-    def _give_up(self, refusal: Refusal, to_tell: int) -> None:
+    def _give_up(self, refusal: JoinRejection, to_tell: int) -> None:
         """The job cannot start: say so to all that are here, and for a while to those that come, ``to_tell`` in all."""
         self._refusal, self._to_tell = refusal, to_tell
         self._send_all(_refuse(refusal))
@@ -168,10 +168,10 @@ class Server:
         if self._refusal is not None and len(self._told) >= self._to_tell:
             self.all_told.set()
 
-    def _missing_at_start(self) -> Refusal:
+    def _missing_at_start(self) -> JoinRejection:
         away = "".join(f" {address} was turned away: {reason}." for reason, address in self._door.turned_away.items())
         missing = self._roster.missing()
-        return Refusal(
+        return JoinRejection(
             f"{listed(missing)} did not join within {self._limits.until_all_are_here:g} s: {'are they' if missing[1:] else 'is it'} "
             f"started, and can {self._group.coordinator} be reached from there?{away}",
             exit_code=exit_codes.PEER_LOST,
@@ -179,7 +179,7 @@ class Server:
 
     # What the workers say.
 
-    def _received(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def _received(self, seat: _WorkerRecord, message: dict[str, Any]) -> None:
         seat.heard = self._clock()
         try:
             if self._started and message["kind"] in self._handlers:
@@ -187,16 +187,16 @@ class Server:
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             seat.connection.ended = f"it sent a {message['kind']!r} that cannot be read ({error!r})"
 
-    def _beat(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def _beat(self, seat: _WorkerRecord, message: dict[str, Any]) -> None:
         seat.step, seat.activity = int(message["step"]), str(message["activity"])
         seat.since = seat.heard - float(message["seconds"])
         seat.facts = {str(name): float(value) for name, value in message.get("facts", seat.facts).items()}
 
-    def _call(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def _call(self, seat: _WorkerRecord, message: dict[str, Any]) -> None:
         asked = [message[name] for name in ("lane", "number", "operation", "topic", "value")]
         self._reply(self._calls.put(seat.peer.index, *asked))
 
-    def _overdue(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def _overdue(self, seat: _WorkerRecord, message: dict[str, Any]) -> None:
         missing = self._calls.missing(seat.peer.index).get(message["lane"])
         if self._awake.tick() - self._awake.since < float(message["seconds"]):
             return  # This process was stopped while that one waited, perhaps for this one; the answer is its silence.
@@ -206,15 +206,15 @@ class Server:
                 overdue(self._clock(), [self._known(self._seats[index]) for index in missing], seat.peer, what)
             )
 
-    def _abandon(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def _abandon(self, seat: _WorkerRecord, message: dict[str, Any]) -> None:
         self._calls.abandon(seat.peer.index, message["lane"])
 
-    def _fail(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def _fail(self, seat: _WorkerRecord, message: dict[str, Any]) -> None:
         seat.failed = True
-        found = failure(Kind.FAILED, seat.peer, f"failed: {message['summary']}")
+        found = failure(FailureKind.FAILED, seat.peer, f"failed: {message['summary']}")
         self._loop.later(_SETTLE_SECONDS, lambda: self._declare(found))
 
-    def _leave(self, seat: _Seat, message: dict[str, Any]) -> None:
+    def _leave(self, seat: _WorkerRecord, message: dict[str, Any]) -> None:
         seat.left = True
         self._send_all({"kind": "departed", "worker": seat.peer.index})
         self._reply(self._calls.leave(seat.peer.index, str(seat.peer)))
@@ -222,17 +222,17 @@ class Server:
             seat.connection.send(encode({"kind": "noted"}))
         self._let_the_chief_go()
 
-    def _closed(self, seat: _Seat) -> None:
+    def _closed(self, seat: _WorkerRecord) -> None:
         seat.gone = True
         if not self._started:
             sentence = f"{seat.peer} went away before all workers had joined: {seat.connection.ended}."
             if self._refusal is None:
-                gone = Refusal(sentence, everyone=True, exit_code=exit_codes.PEER_LOST)
+                gone = JoinRejection(sentence, everyone=True, exit_code=exit_codes.PEER_LOST)
                 self._give_up(gone, self._group.workers)
         elif not seat.left and not seat.failed:
             self._declare(
                 failure(
-                    Kind.DIED,
+                    FailureKind.DIED,
                     seat.peer,
                     f"died: {seat.connection.ended} without a goodbye, last {self._known(seat).doing}.",
                 )
@@ -263,13 +263,13 @@ class Server:
             waits[LEAVE] = [other for other, seat in self._seats.items() if not (seat.left or seat.gone)]
         return {lane: self._described([self._seats[other] for other in others]) for lane, others in waits.items()}
 
-    def _described(self, seats: list[_Seat]) -> dict[str, Any]:
+    def _described(self, seats: list[_WorkerRecord]) -> dict[str, Any]:
         names = [f"{seat.peer}, {self._known(seat).doing}" for seat in seats]
         return {"names": names, "long": any(seat.activity in MAY_TAKE_LONG for seat in seats)}
 
-    def _known(self, seat: _Seat) -> Beat:
+    def _known(self, seat: _WorkerRecord) -> WorkerStatus:
         heard, since = max(seat.heard, self._awake.since), max(seat.since, self._awake.since)
-        return Beat(seat.peer, heard, seat.step, seat.activity, since, seat.left, seat.facts)
+        return WorkerStatus(seat.peer, heard, seat.step, seat.activity, since, seat.left, seat.facts)
 
     def _declare(self, found: Failure) -> None:
         """The job has failed: the first cause is told to all, last to this process, which may end at once."""
@@ -278,7 +278,7 @@ class Server:
             self._send_all({"kind": "failure", "failure": self._failure.as_message()})
             self._let_the_chief_go()
 
-    def _reply(self, replies: list[Reply]) -> None:
+    def _reply(self, replies: list[CollectiveReply]) -> None:
         for reply in replies:
             frame = _result(reply)
             for index in reply.to:
@@ -296,12 +296,12 @@ class Server:
             self._seats[0].connection.send(encode({"kind": "noted"}))
 
 
-def _refuse(refusal: Refusal) -> dict[str, Any]:
+def _refuse(refusal: JoinRejection) -> dict[str, Any]:
     known = {"sentence": refusal.sentence, "again": refusal.again, "exit_code": refusal.exit_code}
     return {"kind": "refuse", **known}
 
 
-def _result(reply: Reply) -> bytes:
+def _result(reply: CollectiveReply) -> bytes:
     message = {"kind": "result", "lane": reply.lane, "values": reply.values, "error": reply.error}
     try:
         return encode(message)

@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.distributed.control.framed_socket import Connection
+from lockstep.distributed.control.framed_socket import FramedSocket
 
-__all__ = ["Loop"]
+__all__ = ["EventLoop"]
 
-Received = Callable[[Connection, dict[str, Any]], None]
-Closed = Callable[[Connection], None]
+Received = Callable[[FramedSocket, dict[str, Any]], None]
+Closed = Callable[[FramedSocket], None]
 Work = Callable[[], None]
 
 
-class Loop:
+class EventLoop:
     """A daemon thread that waits for connections, for work of other threads, and for the time of later work.
 
     Args:
@@ -33,7 +33,7 @@ class Loop:
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._handlers: dict[Connection, tuple[Received, Closed]] = {}
+        self._handlers: dict[FramedSocket, tuple[Received, Closed]] = {}
         self._listeners: list[socket.socket] = []
         self._work: deque[Work] = deque()
         self._later: list[tuple[float, int, Work]] = []
@@ -60,7 +60,7 @@ class Loop:
         """Have ``work`` done after some time; from the thread itself, or before it starts."""
         heapq.heappush(self._later, (self._clock() + seconds, next(self._order), work))
 
-    def add(self, connection: Connection, received: Received, closed: Closed) -> None:
+    def add(self, connection: FramedSocket, received: Received, closed: Closed) -> None:
         """Serve a connection: ``received`` gets each message, and ``closed`` is told once of an end that is not ours.
 
         One that is served already changes hands.
@@ -69,7 +69,7 @@ class Loop:
             self._selector.register(connection, selectors.EVENT_READ, lambda events: self._serve(connection, events))
         self._handlers[connection] = (received, closed)
 
-    def listen(self, listener: socket.socket, accepted: Callable[[Connection], None], limit: int) -> None:
+    def listen(self, listener: socket.socket, accepted: Callable[[FramedSocket], None], limit: int) -> None:
         """Take in who connects; their messages may be of ``limit`` bytes."""
         listener.setblocking(False)
         self._listeners.append(listener)
@@ -78,11 +78,11 @@ class Loop:
             with contextlib.suppress(
                 OSError
             ):  # Gone again, or no descriptors are left: others are served all the same.
-                accepted(Connection(listener.accept()[0], limit))
+                accepted(FramedSocket(listener.accept()[0], limit))
 
         self._selector.register(listener, selectors.EVENT_READ, accept)
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: FramedSocket) -> None:
         """Close a connection."""
         if self._handlers.pop(connection, None):
             connection.flush()
@@ -125,7 +125,7 @@ class Loop:
             unsent = selectors.EVENT_WRITE if connection.has_unsent else 0
             self._selector.modify(connection, selectors.EVENT_READ | unsent, self._selector.get_key(connection).data)
 
-    def _serve(self, connection: Connection, events: int) -> None:
+    def _serve(self, connection: FramedSocket, events: int) -> None:
         if connection not in self._handlers:
             return  # Removed by what came before in the same turn.
         connection.flush()
@@ -151,7 +151,7 @@ class Loop:
         self.forget()
 
 
-def _forget_in_children(loop: Loop) -> None:
+def _forget_in_children(loop: EventLoop) -> None:
     """A forked child's copies of our sockets would keep them open, and so hide this process's death: it closes them."""
     reference = weakref.ref(loop)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep._errors import OptionError
-from lockstep.distributed.control.failures import Failure, Kind
+from lockstep.distributed.control.failures import Failure, FailureKind
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.wait_logger import listed
 
@@ -21,9 +21,9 @@ __all__ = [
     "START",
     "STEP",
     "WAITING",
-    "Awake",
-    "Beat",
     "Limits",
+    "SuspendDetector",
+    "WorkerStatus",
     "cause",
     "failure",
     "look",
@@ -74,7 +74,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Beat:
+class WorkerStatus:
     """What is known of one worker.
 
     Args:
@@ -101,12 +101,12 @@ class Beat:
         return f"in {self.activity!r} at step {self.step}"
 
 
-def look(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
+def look(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
     """Why the job cannot go on; None where all is well.
 
     Example:
         >>> here, there = Peer(0, 2, "a", 70), Peer(1, 2, "b", 71)
-        >>> look(65.0, [Beat(here, 65, 8, "step", 4), Beat(there, 64.8, 7, "data", 3)], Limits(60, 1800)).sentence
+        >>> look(65.0, [WorkerStatus(here, 65, 8, "step", 4), Beat(there, 64.8, 7, "data", 3)], Limits(60, 1800)).sentence
         "worker 1 of 2 (b, process 71) is stuck: in 'data' at step 7 for 62 s; worker 0 waits for it in step 8."
     """
     return (
@@ -117,7 +117,7 @@ def look(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
     )
 
 
-def overdue(now: float, missing: Sequence[Beat], waits: Peer, what: str) -> Failure:
+def overdue(now: float, missing: Sequence[WorkerStatus], waits: Peer, what: str) -> Failure:
     """Why a wait has come to its limit.
 
     Args:
@@ -130,10 +130,10 @@ def overdue(now: float, missing: Sequence[Beat], waits: Peer, what: str) -> Fail
     if now - beat.heard > QUIET:
         return _silence(now, beat)
     done = f"{beat.doing} for {now - beat.since:.0f} s; worker {waits.index} waits for it at {what}."
-    return failure(Kind.STUCK, beat.peer, f"is stuck: {done}")
+    return failure(FailureKind.STUCK, beat.peer, f"is stuck: {done}")
 
 
-def cause(now: float, found: Failure, beats: Sequence[Beat]) -> Failure:
+def cause(now: float, found: Failure, beats: Sequence[WorkerStatus]) -> Failure:
     """What ``found`` comes of: a death or an exception may be what another worker's silence, or early end, has led to.
 
     Args:
@@ -141,7 +141,7 @@ def cause(now: float, found: Failure, beats: Sequence[Beat]) -> Failure:
         found: what was seen first.
         beats: of all workers.
     """
-    if found.kind not in (Kind.DIED, Kind.FAILED):
+    if found.kind not in (FailureKind.DIED, FailureKind.FAILED):
         return found
     quiet = [beat for beat in beats if not beat.left and beat.peer.index != found.worker and now - beat.heard > QUIET]
     own = [beat for beat in beats if beat.peer.index == found.worker]
@@ -149,27 +149,27 @@ def cause(now: float, found: Failure, beats: Sequence[Beat]) -> Failure:
     return found if first is None else replace(first, sentence=f"{first.sentence} Then {found.sentence}")
 
 
-def _silent(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
+def _silent(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
     found = [beat for beat in beats if not beat.left and now - beat.heard > limits.timeout]
     if not found:
         return None
     return _silence(now, min(found, key=lambda beat: beat.heard))
 
 
-def _silence(now: float, beat: Beat) -> Failure:
+def _silence(now: float, beat: WorkerStatus) -> Failure:
     return failure(
-        Kind.SILENT,
+        FailureKind.SILENT,
         beat.peer,
         f"does not answer: no sign of life for {now - beat.heard:.0f} s, last {beat.doing} "
         f"(stopped, or cut off from the network).",
     )
 
 
-def _left_too_early(now: float, beats: Sequence[Beat]) -> Failure | None:
+def _left_too_early(now: float, beats: Sequence[WorkerStatus]) -> Failure | None:
     return _left_before([beat for beat in beats if _has_waited(now, beat, QUIET)], beats)
 
 
-def _left_before(going_on: Sequence[Beat], beats: Sequence[Beat]) -> Failure | None:
+def _left_before(going_on: Sequence[WorkerStatus], beats: Sequence[WorkerStatus]) -> Failure | None:
     """The end of a worker before a step to which one of those that go on has come."""
     first = max(going_on, key=lambda beat: beat.step, default=None)
     early = [beat for beat in beats if first is not None and beat.left and beat.step < first.step]
@@ -177,10 +177,10 @@ def _left_before(going_on: Sequence[Beat], beats: Sequence[Beat]) -> Failure | N
         return None
     beat = min(early, key=lambda beat: beat.step)
     what = f"came to its end after step {beat.step}; worker {first.peer.index} waits for it in step {first.step}."
-    return failure(Kind.LEFT, beat.peer, what)
+    return failure(FailureKind.LEFT, beat.peer, what)
 
 
-def _stuck(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
+def _stuck(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
     waiting = [beat for beat in beats if _has_waited(now, beat, limits.timeout)]
     if not waiting:
         return None
@@ -191,11 +191,11 @@ def _stuck(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
     beat = min(behind, key=lambda beat: (beat.activity.startswith(WAITING), beat.step, beat.since))
     waits = f"worker {first.peer.index} waits for it in step {first.step}."
     if beat.left:
-        return failure(Kind.LEFT, beat.peer, f"came to its end after step {beat.step}; {waits}")
-    return failure(Kind.STUCK, beat.peer, f"is stuck: {beat.doing} for {now - beat.since:.0f} s; {waits}")
+        return failure(FailureKind.LEFT, beat.peer, f"came to its end after step {beat.step}; {waits}")
+    return failure(FailureKind.STUCK, beat.peer, f"is stuck: {beat.doing} for {now - beat.since:.0f} s; {waits}")
 
 
-def _standstill(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | None:
+def _standstill(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
     staying = [beat for beat in beats if not beat.left]
     if len(staying) < 2 or not any(_has_waited(now, beat, limits.long) for beat in staying):
         return None
@@ -203,29 +203,29 @@ def _standstill(now: float, beats: Sequence[Beat], limits: Limits) -> Failure | 
         return None
     beat = min(staying, key=lambda beat: (beat.step, beat.since))
     places = listed(f"worker {other.peer.index} {other.doing}" for other in staying)
-    return failure(Kind.STUCK, beat.peer, f"is stuck for {now - beat.since:.0f} s, as are all others: {places}.")
+    return failure(FailureKind.STUCK, beat.peer, f"is stuck for {now - beat.since:.0f} s, as are all others: {places}.")
 
 
-def failure(kind: Kind, peer: Peer, what: str) -> Failure:
+def failure(kind: FailureKind, peer: Peer, what: str) -> Failure:
     """A failure of ``peer``; ``what`` ends the sentence that begins with its name."""
     return Failure(kind, peer.index, peer.host, peer.pid, f"{peer} {what}")
 
 
-def _is_behind(beat: Beat, step: int) -> bool:
+def _is_behind(beat: WorkerStatus, step: int) -> bool:
     """Whether it has not come to ``step``: there it may still read the data."""
     return beat.step < step or (beat.step == step and beat.activity != STEP)
 
 
-def _has_waited(now: float, beat: Beat, seconds: float) -> bool:
+def _has_waited(now: float, beat: WorkerStatus, seconds: float) -> bool:
     return not beat.left and beat.activity == STEP and now - beat.since > seconds
 
 
-def _goes_on(now: float, beat: Beat, limits: Limits) -> bool:
+def _goes_on(now: float, beat: WorkerStatus, limits: Limits) -> bool:
     limit = limits.long if beat.activity in MAY_TAKE_LONG else limits.timeout
     return not beat.left and now - beat.since <= limit
 
 
-class Awake:
+class SuspendDetector:
     """Since when this process runs without a pause: one that was stopped itself has heard nobody, and means nothing.
 
     Args:

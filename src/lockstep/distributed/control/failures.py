@@ -6,10 +6,10 @@ from typing import Any
 
 from lockstep.distributed.cluster import exit_codes
 
-__all__ = ["Failure", "Kind", "summary_of"]
+__all__ = ["Failure", "FailureKind", "summary_of"]
 
 
-class Kind(enum.StrEnum):
+class FailureKind(enum.StrEnum):
     """What became of the worker that a failure names."""
 
     DIED = "died"  # Its connection closed without a goodbye.
@@ -20,19 +20,19 @@ class Kind(enum.StrEnum):
 
 
 _CODES = {
-    Kind.DIED: exit_codes.PEER_LOST,
-    Kind.SILENT: exit_codes.PEER_LOST,
-    Kind.STUCK: exit_codes.NO_PROGRESS,
-    Kind.LEFT: exit_codes.USER_ERROR,
-    Kind.FAILED: exit_codes.USER_ERROR,
+    FailureKind.DIED: exit_codes.PEER_LOST,
+    FailureKind.SILENT: exit_codes.PEER_LOST,
+    FailureKind.STUCK: exit_codes.NO_PROGRESS,
+    FailureKind.LEFT: exit_codes.USER_ERROR,
+    FailureKind.FAILED: exit_codes.USER_ERROR,
 }
 _AGAIN = "Start the job again: with lockstep.callbacks.BackupAndRestore it goes on from its last checkpoint."
 _CURES = {
-    Kind.DIED: f"What it printed last says why; one that was killed for lack of memory says nothing. {_AGAIN}",
-    Kind.SILENT: f"See whether that process, its machine and the network are well. {_AGAIN}",
-    Kind.STUCK: "The stacks in its output say where; if it was only slow, raise CommunicationOptions(timeout_seconds=…).",
-    Kind.LEFT: "Give all workers the same number of epochs and of batches.",
-    Kind.FAILED: "",  # What it raised says it.
+    FailureKind.DIED: f"What it printed last says why; one that was killed for lack of memory says nothing. {_AGAIN}",
+    FailureKind.SILENT: f"See whether that process, its machine and the network are well. {_AGAIN}",
+    FailureKind.STUCK: "The stacks in its output say where; if it was only slow, raise CommunicationOptions(timeout_seconds=…).",
+    FailureKind.LEFT: "Give all workers the same number of epochs and of batches.",
+    FailureKind.FAILED: "",  # What it raised says it.
 }
 
 
@@ -48,11 +48,11 @@ class Failure:
         sentence: all of this for the user.
 
     Example:
-        >>> Failure(Kind.DIED, 1, "node1", 77, "worker 1 of 2 (node1, process 77) died.").exit_code
+        >>> Failure(FailureKind.DIED, 1, "node1", 77, "worker 1 of 2 (node1, process 77) died.").exit_code
         75
     """
 
-    kind: Kind
+    kind: FailureKind
     worker: int
     host: str
     pid: int
@@ -75,7 +75,7 @@ class Failure:
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "Failure":
         """What :meth:`as_message` gave."""
-        return cls(**{**message, "kind": Kind(message["kind"])})
+        return cls(**{**message, "kind": FailureKind(message["kind"])})
 
 
 def summary_of(error: BaseException) -> str:

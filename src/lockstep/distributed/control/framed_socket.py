@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.distributed.cluster.addresses import join_address
-from lockstep.distributed.control.protocol import MAX_BYTES, Frames, MalformedError
+from lockstep.distributed.control.protocol import MAX_BYTES, FrameDecoder, ProtocolError
 
-__all__ = ["CLOSED", "Connection"]
+__all__ = ["CLOSED", "FramedSocket"]
 
 CLOSED = "its connection closed"
 _CHUNK = 2**18
@@ -18,7 +18,7 @@ _CHUNK = 2**18
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 
 
-class Connection:
+class FramedSocket:
     """One end of a connection; used by one thread at a time.
 
     Args:
@@ -33,7 +33,7 @@ class Connection:
     def __init__(self, connected: socket.socket, limit: int = MAX_BYTES) -> None:
         connected.setblocking(False)
         self._socket = connected
-        self._frames = Frames(limit)
+        self._frames = FrameDecoder(limit)
         self._unsent = bytearray()
         self._is_deaf = False
         self.ended: str | None = None
@@ -81,7 +81,7 @@ class Connection:
         """Messages that are here; sets :attr:`ended` where nothing more will come."""
         try:
             yield from self._frames.feed(self._read())
-        except MalformedError as error:
+        except ProtocolError as error:
             self.ended = f"it sent what is no message: {error}"
 
     def wait(self, seconds: float) -> dict[str, Any] | None:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.distributed.control.event_loop import Loop
-from lockstep.distributed.control.framed_socket import Connection
+from lockstep.distributed.control.event_loop import EventLoop
+from lockstep.distributed.control.framed_socket import FramedSocket
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.protocol import FIRST_BYTES, PROTOCOL, encode, new_nonce, proof, proves
 
-__all__ = ["HANDSHAKE_SECONDS", "Door", "StrangerError", "answer", "hello", "introduction", "other_secret"]
+__all__ = ["HANDSHAKE_SECONDS", "HandshakeError", "HandshakeServer", "answer", "hello", "introduction", "other_secret"]
 
 HANDSHAKE_SECONDS = 5.0
 _TOLD = 3  # Causes for which strangers were turned away; a scanner of ports must not fill the log.
@@ -29,11 +29,11 @@ _FIELDS = {
 }
 
 
-class StrangerError(Exception):
+class HandshakeError(Exception):
     """The other end is not one that this job can talk to."""
 
 
-class Door:
+class HandshakeServer:
     """Makes peers of connections.
 
     Args:
@@ -49,18 +49,18 @@ class Door:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         chief: Peer,
         secret: bytes | None,
-        arrived: Callable[[Connection, Peer], None],
+        arrived: Callable[[FramedSocket, Peer], None],
         announce: Callable[[str], None],
     ) -> None:
         self._loop, self._chief, self._secret = loop, chief, secret
         self._arrived, self._announce = arrived, announce
-        self._nonces: dict[Connection, tuple[str, str]] = {}  # Of who knocks: ours and theirs.
+        self._nonces: dict[FramedSocket, tuple[str, str]] = {}  # Of who knocks: ours and theirs.
         self.turned_away: dict[str, str] = {}
 
-    def knock(self, connection: Connection) -> None:
+    def knock(self, connection: FramedSocket) -> None:
         """Somebody has connected."""
         self._nonces[connection] = (new_nonce(), "")
         self._loop.add(connection, self._received, lambda _: self._turn_away(connection, connection.ended or ""))
@@ -68,13 +68,13 @@ class Door:
             HANDSHAKE_SECONDS, lambda: self._turn_away(connection, f"it said nothing for {HANDSHAKE_SECONDS:.0f} s")
         )
 
-    def _received(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _received(self, connection: FramedSocket, message: dict[str, Any]) -> None:
         try:
             self._read(connection, message)
-        except StrangerError as error:
+        except HandshakeError as error:
             self._turn_away(connection, str(error))
 
-    def _read(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _read(self, connection: FramedSocket, message: dict[str, Any]) -> None:
         ours, theirs = self._nonces[connection]
         if message["kind"] == "hello" and not theirs:
             theirs = _nonce_of(message)
@@ -83,20 +83,20 @@ class Door:
             _check_protocol(message)
         elif message["kind"] == "join" and theirs:
             if self._secret is not None and not proves(message.get("proof"), self._secret, "worker", theirs, ours):
-                raise StrangerError("it does not know the secret of this job")
+                raise HandshakeError("it does not know the secret of this job")
             peer = _peer_of(message.get("peer"), connection.address)
             del self._nonces[connection]
             self._arrived(connection, peer)
         elif message["kind"] == "other secret":
-            raise StrangerError("it was given another secret than this process, or one of them none")
+            raise HandshakeError("it was given another secret than this process, or one of them none")
         else:
-            raise StrangerError(f"it began with {message['kind']!r}")
+            raise HandshakeError(f"it began with {message['kind']!r}")
 
     def _challenge(self, ours: str, theirs: str) -> dict[str, Any]:
         known = {"kind": "challenge", "protocol": PROTOCOL, "nonce": ours, "process": self._chief.process}
         return known | {"proof": None if self._secret is None else proof(self._secret, "chief", theirs, ours)}
 
-    def _turn_away(self, connection: Connection, reason: str) -> None:
+    def _turn_away(self, connection: FramedSocket, reason: str) -> None:
         if self._nonces.pop(connection, None) is None:
             return
         self._loop.remove(connection)
@@ -120,15 +120,15 @@ def answer(challenge: dict[str, Any], nonce: str, me: Peer, secret: bytes | None
         secret: of the job.
 
     Raises:
-        StrangerError: whoever answered is not this job's chief.
+        HandshakeError: whoever answered is not this job's chief.
     """
     theirs = _nonce_of(challenge)
     _check_protocol(challenge)
     if (challenge.get("proof") is None) != (secret is None):
         who = "it asks for a secret that this process was not given"
-        raise StrangerError(who if secret is None else "it was given no secret, this process was")
+        raise HandshakeError(who if secret is None else "it was given no secret, this process was")
     if secret is not None and not proves(challenge["proof"], secret, "chief", nonce, theirs):
-        raise StrangerError("it and this process were given different secrets")
+        raise HandshakeError("it and this process were given different secrets")
     return introduction(me, None if secret is None else proof(secret, "worker", nonce, theirs))
 
 
@@ -146,18 +146,18 @@ def other_secret() -> bytes:
 def _nonce_of(message: dict[str, Any]) -> str:
     nonce = message.get("nonce")
     if not isinstance(nonce, str) or not nonce:
-        raise StrangerError("it sent no nonce")
+        raise HandshakeError("it sent no nonce")
     return nonce
 
 
 def _check_protocol(message: dict[str, Any]) -> None:
     if message.get("protocol") != PROTOCOL:
-        raise StrangerError(
+        raise HandshakeError(
             f"it speaks protocol {message.get('protocol')!r}, this process {PROTOCOL}: install the same Lockstep on all workers"
         )
 
 
 def _peer_of(said: Any, address: str) -> Peer:
     if not isinstance(said, dict) or {name: type(value) for name, value in said.items()} != _FIELDS:
-        raise StrangerError("it did not say who it is")
+        raise HandshakeError("it did not say who it is")
     return Peer(**said, address=address)

@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.distributed.control.failure_detector import START, Awake, failure
-from lockstep.distributed.control.failures import Failure, Kind
+from lockstep.distributed.control.failure_detector import START, SuspendDetector, failure
+from lockstep.distributed.control.failures import Failure, FailureKind
 from lockstep.distributed.control.peer import Peer
 
-__all__ = ["Pulse"]
+__all__ = ["HeartbeatState"]
 
 
-class Pulse:
+class HeartbeatState:
     """The heartbeats of one worker.
 
     Args:
@@ -21,7 +21,7 @@ class Pulse:
 
     def __init__(self, chief: Peer, clock: Callable[[], float] = time.monotonic) -> None:
         self._chief, self._clock = chief, clock
-        self._awake, self._heard = Awake(clock), clock()
+        self._awake, self._heard = SuspendDetector(clock), clock()
         self.report(0, START)
 
     def report(self, step: int, activity: str) -> None:
@@ -56,4 +56,4 @@ class Pulse:
     def silent_chief(self) -> Failure:
         """That the chief is silent."""
         what = f"does not answer: no sign of life for {self.silence:.0f} s (stopped, or cut off from the network)."
-        return failure(Kind.SILENT, self._chief, f"{what} It was the chief.")
+        return failure(FailureKind.SILENT, self._chief, f"{what} It was the chief.")

@@ -11,25 +11,25 @@ from lockstep._errors import ClusterError
 from lockstep._logging import announce as announce_line
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.control_client import Session
-from lockstep.distributed.control.coordinator import LINGER_SECONDS, Server
+from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.control.coordinator import LINGER_SECONDS, Coordinator
 from lockstep.distributed.control.failure_detector import START, Limits
 from lockstep.distributed.control.failures import Failure
-from lockstep.distributed.control.framed_socket import Connection
-from lockstep.distributed.control.handshake_client import NotYetError, connect, introduce
-from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, StrangerError, introduction
+from lockstep.distributed.control.framed_socket import FramedSocket
+from lockstep.distributed.control.handshake_client import RetryableConnectError, connect, introduce
+from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, HandshakeError, introduction
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.protocol import plain
-from lockstep.distributed.control.termination import Guard
-from lockstep.distributed.control.wait_logger import Notice, listed
+from lockstep.distributed.control.termination import ExitGuard
+from lockstep.distributed.control.wait_logger import WaitLogger, listed
 
 __all__ = ["join"]
 
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 
-Met = tuple[Connection, tuple[Peer, ...]]  # The way to the chief, and all workers.
+Met = tuple[FramedSocket, tuple[Peer, ...]]  # The way to the chief, and all workers.
 
 
 def join(
@@ -48,13 +48,13 @@ def join(
     announce: Callable[[str], None] = announce_line,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Session:
+) -> ControlClient:
     """Meet the other workers of the job at the chief's address, and check that all were started alike.
 
     Args:
         group: who takes part. The chief, worker 0, listens at ``group.coordinator``; all others connect to it.
         identity: what must be equal on all workers, values of JSON: versions, the script's digest, options.
-        information: what the others may know of this worker, in :attr:`Session.peers`.
+        information: what the others may know of this worker, in :attr:`ControlClient.peers`.
         generation: how many times this job was started again. Leftovers of an earlier start are turned away.
         secret: the workers prove to each other that they know it. None: whoever reaches the port may join. Nothing is encrypted.
         timeout_seconds: limit of every wait but the two that follow.
@@ -63,7 +63,7 @@ def join(
         bind_host: address of this machine that the chief listens on; None: chosen by the coordinator's host.
         listener: a socket that listens already, for the chief; then nothing is bound.
         on_failure: is called once, in the session's thread, when the job cannot go on; None: the process says why and ends
-            (:class:`lockstep.distributed.control.termination.Guard`).
+            (:class:`lockstep.distributed.control.termination.ExitGuard`).
         announce: takes the lines about waits.
         clock: gives seconds, and is not set back.
         sleep: waits between two tries to connect.
@@ -84,33 +84,35 @@ def join(
     )
     introduction(me)
     limits = Limits(timeout_seconds, long_seconds, start_seconds)
-    wait = _Wait(group, me, secret, limits, Notice(announce, clock), clock, sleep)
+    wait = _Join(group, me, secret, limits, WaitLogger(announce, clock), clock, sleep)
     server = None
     if group.is_chief:
         if listener is None and group.workers > 1:
             listener = open_listener(group.coordinator, bind_host, announce)
-        server = Server(group, me, listener, secret, limits, announce, clock)
+        server = Coordinator(group, me, listener, secret, limits, announce, clock)
         connection, peers = wait.as_chief(server)
     else:
         connection, peers = wait.as_worker()
     if wait.notice.was_told:
         announce(f"all {group.workers} workers are here after {wait.notice.seconds:.0f} s")
-    return Session(group, peers, connection, server, limits, on_failure or Guard().on_failure, announce, clock)
+    return ControlClient(
+        group, peers, connection, server, limits, on_failure or ExitGuard().on_failure, announce, clock
+    )
 
 
 @dataclass(frozen=True)
-class _Wait:
+class _Join:
     """The wait of one worker until all are here: its arguments are those of :func:`join`."""
 
     group: WorkerGroup
     me: Peer
     secret: bytes | None
     limits: Limits
-    notice: Notice
+    notice: WaitLogger
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 
-    def as_chief(self, server: Server) -> Met:
+    def as_chief(self, server: Coordinator) -> Met:
         """Wait for the others; where the job cannot start, stay until they have heard why."""
         try:
             try:
@@ -128,7 +130,7 @@ class _Wait:
         while True:
             try:
                 return self._try()
-            except NotYetError as error:
+            except RetryableConnectError as error:
                 reason = str(error)
             if self.notice.seconds > self.limits.until_all_are_here:
                 raise ClusterError(
@@ -148,7 +150,7 @@ class _Wait:
         try:
             introduce(connection, self.me, self.secret, self._at_most(HANDSHAKE_SECONDS))
             return self._until_all_are_here(connection)
-        except StrangerError as error:
+        except HandshakeError as error:
             connection.close()
             raise ClusterError(f"{self.group.name} cannot join {self._chief} {error}.") from None
         except BaseException:
@@ -159,7 +161,7 @@ class _Wait:
         """A limit that also ends this wait in time, and gives the last try a chance."""
         return min(seconds, max(_RETRY_SECONDS, self.limits.until_all_are_here - self.notice.seconds))
 
-    def _until_all_are_here(self, connection: Connection) -> Met:
+    def _until_all_are_here(self, connection: FramedSocket) -> Met:
         """All workers, as soon as the chief says that they are here; it also says when the wait is over."""
         heard = self.clock()
         while True:
@@ -177,7 +179,7 @@ class _Wait:
         if message["kind"] == "beat" and START in message["missing"]:
             self.notice.tell(listed(message["missing"][START]["names"]))
         elif message["kind"] == "refuse" and message["again"]:
-            raise NotYetError(message["sentence"])
+            raise RetryableConnectError(message["sentence"])
         elif message["kind"] == "refuse":
             raise ClusterError(message["sentence"], message["exit_code"])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.addresses import is_loopback, split_address
-from lockstep.distributed.control.framed_socket import Connection
+from lockstep.distributed.control.framed_socket import FramedSocket
 from lockstep.distributed.control.handshake_server import hello
 from lockstep.distributed.control.protocol import new_nonce
 
@@ -84,7 +84,7 @@ def _capital(who: str) -> str:
 def _who_is_there(host: str, port: int) -> str | None:
     """Which process of Lockstep listens there, by its own words; None where it is something else."""
     with contextlib.suppress(OSError):
-        connection = Connection(socket.create_connection((host, port), timeout=_ASK_SECONDS))
+        connection = FramedSocket(socket.create_connection((host, port), timeout=_ASK_SECONDS))
         with contextlib.closing(connection):
             connection.send(hello(new_nonce()))
             deadline = time.monotonic() + _ASK_SECONDS

@@ -6,13 +6,13 @@ from typing import Any
 
 from lockstep.distributed.control.wait_logger import listed
 
-__all__ = ["BARRIER", "BROADCAST", "GATHER", "Calls", "Reply"]
+__all__ = ["BARRIER", "BROADCAST", "GATHER", "CollectiveReply", "PendingCollectives"]
 
 GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"
 
 
 @dataclass(frozen=True)
-class Reply:
+class CollectiveReply:
     """What some workers are answered.
 
     Args:
@@ -29,7 +29,7 @@ class Reply:
 
 
 @dataclass
-class _Call:
+class _PendingCollective:
     """The n-th call on a lane, whose workers are still coming."""
 
     lane: str
@@ -40,28 +40,28 @@ class _Call:
     error: str | None = None
 
 
-class Calls:
+class PendingCollectives:
     """All calls that are under way.
 
     Args:
         workers: number of workers that must come.
 
     Example:
-        >>> calls = Calls(2)
+        >>> calls = PendingCollectives(2)
         >>> calls.put(0, "main", 0, "gather", "rows", 7)
         []
         >>> calls.put(1, "main", 0, "gather", "rows", 9)
-        [Reply(to=(0, 1), lane='main', values=[7, 9], error=None)]
+        [CollectiveReply(to=(0, 1), lane='main', values=[7, 9], error=None)]
     """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._calls: dict[tuple[str, int], _Call] = {}
+        self._calls: dict[tuple[str, int], _PendingCollective] = {}
         self._left: dict[int, str] = {}
 
-    def put(self, worker: int, lane: str, number: int, operation: str, topic: str, value: Any) -> list[Reply]:
+    def put(self, worker: int, lane: str, number: int, operation: str, topic: str, value: Any) -> list[CollectiveReply]:
         """A worker has come to its call ``number`` on a lane; gives what can be answered now."""
-        call = self._calls.setdefault((lane, number), _Call(lane, worker, (operation, topic)))
+        call = self._calls.setdefault((lane, number), _PendingCollective(lane, worker, (operation, topic)))
         call.values[worker] = value
         call.waiting.add(worker)
         if (operation, topic) != call.asks and call.error is None:
@@ -73,7 +73,7 @@ class Calls:
             del self._calls[lane, number]
         return self._answered([call])
 
-    def leave(self, worker: int, name: str) -> list[Reply]:
+    def leave(self, worker: int, name: str) -> list[CollectiveReply]:
         """A worker will make no more calls; gives what is answered to those that wait for it."""
         self._left[worker] = name
         return self._answered(self._calls.values())
@@ -94,7 +94,7 @@ class Calls:
             if worker in call.waiting
         }
 
-    def _answered(self, calls: Iterable[_Call]) -> list[Reply]:
+    def _answered(self, calls: Iterable[_PendingCollective]) -> list[CollectiveReply]:
         replies = []
         for call in calls:
             gone = [name for worker, name in self._left.items() if worker not in call.values]
@@ -105,12 +105,12 @@ class Calls:
                 )
             if call.error is not None or len(call.values) == self._workers:
                 values = [] if call.error else _result(call)
-                replies.append(Reply(tuple(sorted(call.waiting)), call.lane, values, call.error))
+                replies.append(CollectiveReply(tuple(sorted(call.waiting)), call.lane, values, call.error))
                 call.waiting.clear()
         return [reply for reply in replies if reply.to]
 
 
-def _result(call: _Call) -> list[Any]:
+def _result(call: _PendingCollective) -> list[Any]:
     operation, _ = call.asks
     if operation == BARRIER:
         return []

@@ -18,8 +18,8 @@ __all__ = [
     "FIRST_BYTES",
     "MAX_BYTES",
     "PROTOCOL",
-    "Frames",
-    "MalformedError",
+    "FrameDecoder",
+    "ProtocolError",
     "encode",
     "new_nonce",
     "plain",
@@ -34,7 +34,7 @@ FIRST_BYTES = 2**16  # Of a message from somebody who is not known yet.
 _LENGTH = struct.Struct(">I")
 
 
-class MalformedError(Exception):
+class ProtocolError(Exception):
     """What arrived is no message of this protocol."""
 
 
@@ -62,7 +62,7 @@ def _text(value: Any) -> bytes:
         raise OptionError(f"Only values of JSON can be sent to other workers: {error}.") from None
 
 
-class Frames:
+class FrameDecoder:
     """Cuts a stream of bytes into messages.
 
     Args:
@@ -74,12 +74,12 @@ class Frames:
         self._bytes = bytearray()
 
     def feed(self, received: bytes) -> Iterator[dict[str, Any]]:
-        """Messages that are complete now; MalformedError where something else comes."""
+        """Messages that are complete now; ProtocolError where something else comes."""
         self._bytes += received
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
             if length > self.limit:
-                raise MalformedError(
+                raise ProtocolError(
                     f"{bytes(self._bytes[:16])!r} is no beginning of a message of at most {self.limit:,} bytes"
                 )
             end = _LENGTH.size + length
@@ -94,9 +94,9 @@ def _decode(text: bytes) -> dict[str, Any]:
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
-        raise MalformedError(f"{text[:16]!r} is not JSON") from None
+        raise ProtocolError(f"{text[:16]!r} is not JSON") from None
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-        raise MalformedError(f"{text[:16]!r} is no object with a kind")
+        raise ProtocolError(f"{text[:16]!r} is no object with a kind")
     return message
 
 

@@ -21,13 +21,13 @@ _POLL_SECONDS = 0.05
 _STANDARD_ERROR = 2
 
 
-class Knowing(Protocol):
+class FailureSource(Protocol):
     """What is needed of a session."""
 
     failure: Failure | None
 
 
-def last_words_before_abort(session: Knowing) -> Callable[[int], Any]:
+def last_words_before_abort(session: FailureSource) -> Callable[[int], Any]:
     """From now on ``abort()`` in any thread waits for the session to end this process.
 
     A handler of Python's own would not do: those run in the main thread, which hangs. This one is called in the thread that

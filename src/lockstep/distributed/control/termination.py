@@ -16,17 +16,17 @@ from typing import Any
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.control.control_client import Session
-from lockstep.distributed.control.failures import Failure, Kind, summary_of
+from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.control.failures import Failure, FailureKind, summary_of
 
-__all__ = ["GRACE_SECONDS", "Guard"]
+__all__ = ["GRACE_SECONDS", "ExitGuard"]
 
 GRACE_SECONDS = 1.5
 _WRITE_SECONDS = 1.0  # A pipe that nobody reads, or a lock of the main thread, must not hold the process.
 _STANDARD_ERROR = 2
 
 
-class Guard:
+class ExitGuard:
     """Ends the process when its job cannot go on, and when nobody has caught an exception; then it tells the other workers.
 
     A failure of the job (:meth:`on_failure`): calls of the session have raised ClusterError by then, so Python code can unwind and
@@ -49,7 +49,7 @@ class Guard:
     Example:
         >>> import sys
         >>> before = sys.excepthook
-        >>> guard = Guard()
+        >>> guard = ExitGuard()
         >>> guard.install()
         >>> sys.excepthook == guard.hook
         True
@@ -60,7 +60,7 @@ class Guard:
 
     def __init__(
         self,
-        session: Session | None = None,
+        session: ControlClient | None = None,
         *,
         grace_seconds: float = GRACE_SECONDS,
         end: Callable[[int], Any] = os._exit,
@@ -117,12 +117,12 @@ class Guard:
 
     def _say_last(self, failure: Failure) -> None:
         """An error that all workers raise alike stands in the traceback above."""
-        if not (failure.kind is Kind.FAILED and failure.sentence.endswith(self._raised)):
+        if not (failure.kind is FailureKind.FAILED and failure.sentence.endswith(self._raised)):
             with self._speaking:
                 self._say(failure)
 
     def _say(self, failure: Failure) -> None:
-        if failure.kind is Kind.STUCK and not self._has_said:
+        if failure.kind is FailureKind.STUCK and not self._has_said:
             faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
         self._has_said = True
         _flush()
@@ -134,11 +134,11 @@ class Guard:
             stream.flush()
 
 
-def _cause(session: Session, summary: str) -> Failure | None:
+def _cause(session: ControlClient, summary: str) -> Failure | None:
     """Tell the others; gives what has become of one of them first, if that is the cause."""
     session.fail(summary)
     failure = session.failure
-    is_own = failure is not None and failure.kind is Kind.FAILED and failure.worker == session.group.index
+    is_own = failure is not None and failure.kind is FailureKind.FAILED and failure.worker == session.group.index
     return None if is_own else failure
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
-__all__ = ["GivenUpError", "Notice", "is_given_up", "listed"]
+__all__ = ["CancelledError", "WaitLogger", "is_given_up", "listed"]
 
 _FIRST = 2.0  # seconds
 
@@ -13,11 +13,11 @@ _FIRST = 2.0  # seconds
 is_given_up: ContextVar[Callable[[], bool]] = ContextVar("is_given_up", default=lambda: False)
 
 
-class GivenUpError(Exception):
+class CancelledError(Exception):
     """Nobody wants what was waited for any more."""
 
 
-class Notice:
+class WaitLogger:
     """One wait.
 
     Args:
@@ -26,7 +26,7 @@ class Notice:
 
     Example:
         >>> times = iter([0.0, 1.0, 2.5, 3.0, 14.0])
-        >>> notice = Notice(print, clock=lambda: next(times))
+        >>> notice = WaitLogger(print, clock=lambda: next(times))
         >>> for _ in range(4):
         ...     notice.tell("worker 2 of 3 at b:12421")
         waiting for worker 2 of 3 at b:12421, 2 s

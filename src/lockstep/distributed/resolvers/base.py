@@ -8,7 +8,7 @@ from copy import copy
 from typing import ClassVar, Self
 
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 
@@ -167,7 +167,7 @@ class EnvironmentResolver(ClusterResolver, ABC):
     cure: ClassVar[str]  # A sentence for the user who lacks one.
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        super().__init__(self._read(Variables(self.source, environ, self.cure)))
+        super().__init__(self._read(EnvReader(self.source, environ, self.cure)))
 
     @classmethod
     @abstractmethod
@@ -175,7 +175,7 @@ class EnvironmentResolver(ClusterResolver, ABC):
         """True where the variables say that this scheduler started the process, rightly or wrongly."""
 
     @abstractmethod
-    def _read(self, variables: Variables) -> Membership:
+    def _read(self, variables: EnvReader) -> Membership:
         """What this process is, according to the variables."""
 
 

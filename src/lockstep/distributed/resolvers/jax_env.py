@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from lockstep.distributed.cluster.addresses import split_address
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, membership_of
 from lockstep.distributed.cluster.ports import DEFAULT_PORT, coordinator_at
 from lockstep.distributed.cluster.worker_group import WorkerGroup
@@ -41,7 +41,7 @@ class JaxClusterResolver(EnvironmentResolver):
         """True where the number of processes or that of this one is set; JAX reads the address in other cases, too."""
         return "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ
 
-    def _read(self, variables: Variables) -> Membership:
+    def _read(self, variables: EnvReader) -> Membership:
         index, workers = variables.index_and_count("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 
         def find() -> tuple[str, int]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from lockstep.distributed.cluster.addresses import join_address
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, membership_of
 from lockstep.distributed.cluster.ports import DEFAULT_PORT, coordinator_at
 from lockstep.distributed.cluster.worker_group import WorkerGroup
@@ -48,7 +48,7 @@ class KubernetesClusterResolver(EnvironmentResolver):
         """True in a pod of an Indexed Job."""
         return "JOB_COMPLETION_INDEX" in environ
 
-    def _read(self, variables: Variables) -> Membership:
+    def _read(self, variables: EnvReader) -> Membership:
         pod, pods = variables.index_and_count("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS", "pods")
         job, jobs = (0, 1)
         if "JOBSET_NAME" in variables.environ:
@@ -64,7 +64,7 @@ class KubernetesClusterResolver(EnvironmentResolver):
         return membership_of(WorkerGroup(pods * jobs, index, coordinator, addresses, source=self.source))
 
 
-def _job_names(variables: Variables, jobs: int) -> list[str]:
+def _job_names(variables: EnvReader, jobs: int) -> list[str]:
     """Of all jobs whose pods train; their pods are called after them."""
     if "JOBSET_NAME" not in variables.environ:
         return [variables.text("JOB_NAME", "the name of the Job")]
@@ -73,7 +73,7 @@ def _job_names(variables: Variables, jobs: int) -> list[str]:
     return [f"{jobset}-{name}-{number}" for number in range(jobs)]
 
 
-def _service(variables: Variables) -> str:
+def _service(variables: EnvReader) -> str:
     """The headless service that gives pods their names; a JobSet makes one of its own name."""
     given = "SERVICE_NAME" in variables.environ or "JOBSET_NAME" not in variables.environ
     return variables.text("SERVICE_NAME", "the headless service") if given else variables.environ["JOBSET_NAME"]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, membership_of
 from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, coordinator_at, port_of_job
 from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
@@ -54,7 +54,7 @@ class OpenMpiClusterResolver(EnvironmentResolver):
         """True where ``mpirun`` numbered the process."""
         return "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ
 
-    def _read(self, variables: Variables) -> Membership:
+    def _read(self, variables: EnvReader) -> Membership:
         index, workers = variables.index_and_count("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
         local, here = variables.index_and_count(
             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "processes here"
@@ -66,7 +66,7 @@ class OpenMpiClusterResolver(EnvironmentResolver):
         return membership_of(group)
 
 
-def _found(variables: Variables, index: int, is_one_machine: bool) -> tuple[str, int]:
+def _found(variables: EnvReader, index: int, is_one_machine: bool) -> tuple[str, int]:
     """Host and port of worker 0, who is where mpirun is."""
     environ = variables.environ
     port = port_of_job(environ[_NAMESPACE]) if _NAMESPACE in environ else DEFAULT_PORT

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, membership_of
 from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, coordinator_at, port_of_job
 from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
@@ -104,7 +104,7 @@ class RayClusterResolver(EnvironmentResolver):
         """True in a training function of Ray Train."""
         return _JOB in environ and (ray or RayTrain()).context() is not None
 
-    def _read(self, variables: Variables) -> Membership:
+    def _read(self, variables: EnvReader) -> Membership:
         job, context = variables.text(_JOB, "the job of Ray"), self._ray.context()
         if context is None:
             raise ClusterError(f"{self.source}: this is no worker of Ray Train. {self.cure}")

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.addresses import join_address, split_address
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, membership_of
 from lockstep.distributed.cluster.ports import DEFAULT_PORT, coordinator_at, port_of_job
 from lockstep.distributed.cluster.worker_group import WorkerGroup
@@ -59,13 +59,13 @@ class SlurmClusterResolver(EnvironmentResolver):
         """True in any job, also where this process is none of its tasks."""
         return "SLURM_JOB_ID" in environ
 
-    def _read(self, variables: Variables) -> Membership:
+    def _read(self, variables: EnvReader) -> Membership:
         step = variables.environ.get("SLURM_STEP_ID", "0")
         is_task = _TASKS in variables.environ and not (step.isdecimal() and int(step) >= _SPECIAL_STEPS)
         return membership_of(_task_of_step(variables) if is_task else _alone(variables))
 
 
-def _alone(variables: Variables) -> WorkerGroup:
+def _alone(variables: EnvReader) -> WorkerGroup:
     environ = variables.environ
     given = [f"{environ[name]} {what}" for name, what in _GIVEN if environ.get(name, "1") != "1"]
     note = (
@@ -76,7 +76,7 @@ def _alone(variables: Variables) -> WorkerGroup:
     return WorkerGroup(1, 0, coordinator, source=variables.source, notes=(note,) if given else ())
 
 
-def _task_of_step(variables: Variables) -> WorkerGroup:
+def _task_of_step(variables: EnvReader) -> WorkerGroup:
     index, workers = variables.index_and_count("SLURM_PROCID", _TASKS, "tasks")
     hosts = _expanded(variables, _NODES, "the nodes of the step", expand_node_list)
     tasks = _expanded(variables, _PER_NODE, "the number of tasks on each node", expand_counts)
@@ -102,7 +102,7 @@ def _task_of_step(variables: Variables) -> WorkerGroup:
 
 
 def _expanded(
-    variables: Variables, name: str, meaning: str, expand: Callable[[str], tuple[Value, ...]]
+    variables: EnvReader, name: str, meaning: str, expand: Callable[[str], tuple[Value, ...]]
 ) -> tuple[Value, ...]:
     try:
         return expand(variables.text(name, meaning))
@@ -110,7 +110,7 @@ def _expanded(
         raise ClusterError(f"{variables.source}: {name}, {meaning}: {error}") from None
 
 
-def _found(variables: Variables, hosts: tuple[str, ...], index: int, node: int) -> tuple[str, int]:
+def _found(variables: EnvReader, hosts: tuple[str, ...], index: int, node: int) -> tuple[str, int]:
     """Host and port of worker 0, who is on the first node unless the tasks were distributed by hand."""
     if index == 0 and node != 0:
         raise ClusterError(
@@ -123,7 +123,7 @@ def _found(variables: Variables, hosts: tuple[str, ...], index: int, node: int) 
 
 
 def _addresses(
-    variables: Variables, hosts: tuple[str, ...], tasks: tuple[int, ...], port: int, index: int, own: Place
+    variables: EnvReader, hosts: tuple[str, ...], tasks: tuple[int, ...], port: int, index: int, own: Place
 ) -> tuple[str, ...] | None:
     """Addresses of all tasks, by number; None where it is not known which task is on which node."""
     ways = {"block": _by_block, "*": _by_block, "cyclic": _in_turn}

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, membership_in
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
@@ -69,7 +69,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
             return True
         return not (isinstance(config, dict) and (not config or config.get("cluster") == {}))
 
-    def _read(self, variables: Variables) -> Membership:
+    def _read(self, variables: EnvReader) -> Membership:
         config = _parsed(variables.text("TF_CONFIG", "the cluster and this process's task"))
         if "cluster" not in config:
             raise ClusterError(f"TF_CONFIG: 'cluster' is missing; it has {list(config)}. {self.cure}")

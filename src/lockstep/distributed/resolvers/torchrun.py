@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.env_reader import Variables
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, membership_of
 from lockstep.distributed.cluster.ports import DEFAULT_PORT, coordinator_at, port_of_job
 from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
@@ -49,12 +49,12 @@ class TorchrunClusterResolver(EnvironmentResolver):
         """True where two of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` are set, as one alone may mean anything."""
         return "PET_NNODES" in environ or sum(name in environ for name in _OF_PROCESS) >= 2
 
-    def _read(self, variables: Variables) -> Membership:
+    def _read(self, variables: EnvReader) -> Membership:
         is_configured_only = "PET_NNODES" in variables.environ and "WORLD_SIZE" not in variables.environ
         return membership_of(_of_machine(variables) if is_configured_only else _of_process(variables))
 
 
-def _of_process(variables: Variables) -> WorkerGroup:
+def _of_process(variables: EnvReader) -> WorkerGroup:
     index, workers = variables.index_and_count("RANK", "WORLD_SIZE")
     is_known = "LOCAL_WORLD_SIZE" in variables.environ
     local = variables.index_and_count("LOCAL_RANK", "LOCAL_WORLD_SIZE", "processes here") if is_known else (0, 1)
@@ -67,7 +67,7 @@ def _of_process(variables: Variables) -> WorkerGroup:
     return group
 
 
-def _of_machine(variables: Variables) -> WorkerGroup:
+def _of_machine(variables: EnvReader) -> WorkerGroup:
     """Nobody has started torchrun, so that its machine has one process."""
     nodes = variables.text("PET_NNODES", "the number of machines")
     if ":" in nodes:
@@ -89,7 +89,7 @@ def _of_machine(variables: Variables) -> WorkerGroup:
     return group
 
 
-def _coordinator(variables: Variables, address: str, port: str, workers: int) -> str:
+def _coordinator(variables: EnvReader, address: str, port: str, workers: int) -> str:
     """Where worker 0 is reached; a process that trains alone needs no address."""
 
     def find() -> tuple[str, int]:

@@ -10,11 +10,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from lockstep.execution.rowwise.row_axes import MixesError
 
-__all__ = ["Both", "check_params", "is_tracer", "same"]
+__all__ = ["EquationPair", "check_params", "is_tracer", "same"]
 
 
 @dataclass(frozen=True)
-class Both:
+class EquationPair:
     """One equation in both traces."""
 
     pair: tuple[JaxprEqn, JaxprEqn]
@@ -65,7 +65,7 @@ class Both:
         return count
 
 
-def check_params(both: Both, may_follow: Sequence[str] = ()) -> None:
+def check_params(both: EquationPair, may_follow: Sequence[str] = ()) -> None:
     """That an operation does the same for any number of rows; parameters that may follow it are left to its rule."""
     one, other = (equation.params for equation in both.pair)
     for name in one.keys() | other.keys():

@@ -5,66 +5,66 @@ from dataclasses import replace
 from math import prod
 
 from lockstep.execution.rowwise import indexing_rules
-from lockstep.execution.rowwise.equations import Both
-from lockstep.execution.rowwise.row_axes import Along, MixesError, Places, Total, common
+from lockstep.execution.rowwise.equations import EquationPair
+from lockstep.execution.rowwise.row_axes import MixesError, Places, RowAxis, RowSum, common
 
 __all__ = ["FOLLOW_ROWS", "RULES"]
 
 
-def _entrywise(both: Both, inputs: Places) -> Places:
+def _entrywise(both: EquationPair, inputs: Places) -> Places:
     return [common(inputs, both.name)] * len(both.pair[0].outvars)
 
 
-def _each_by_itself(both: Both, inputs: Places) -> Places:
+def _each_by_itself(both: EquationPair, inputs: Places) -> Places:
     return list(inputs)
 
 
-def _reduction(both: Both, inputs: Places) -> Places:
+def _reduction(both: EquationPair, inputs: Places) -> Places:
     axes = both.param("dimensions" if both.name == "reduce" else "axes")
     place = common(inputs[: len(both.pair[0].outvars)], both.name)
-    if not isinstance(place, Along):
+    if not isinstance(place, RowAxis):
         return [place] * len(both.pair[0].outvars)
     if place.axis in axes:
         if both.name == "reduce_sum" and place.outer == 1:
-            return [Total()]
+            return [RowSum()]
         raise MixesError(f"{both.name} goes over the rows")
     return [replace(place, axis=place.axis - sum(axis < place.axis for axis in axes))] * len(both.pair[0].outvars)
 
 
-def _along_an_axis(both: Both, inputs: Places) -> Places:
+def _along_an_axis(both: EquationPair, inputs: Places) -> Places:
     params = both.pair[0].params
     ndim = len(both.shapes(0)[0])
     axis = params.get("axis", params.get("dimension", ndim - 1))
     place = common(inputs, both.name)
-    if isinstance(place, Along) and place.axis == axis % ndim:
+    if isinstance(place, RowAxis) and place.axis == axis % ndim:
         raise MixesError(f"{both.name} goes along the rows")
     return [place] * len(both.pair[0].outvars)
 
 
-def _reverse(both: Both, inputs: Places) -> Places:
+def _reverse(both: EquationPair, inputs: Places) -> Places:
     (place,) = inputs
-    if isinstance(place, Along) and place.axis in both.param("dimensions") and not place.uniform:
+    if isinstance(place, RowAxis) and place.axis in both.param("dimensions") and not place.uniform:
         raise MixesError("rev turns the order of the rows")
     return [place]
 
 
-def _transpose(both: Both, inputs: Places) -> Places:
+def _transpose(both: EquationPair, inputs: Places) -> Places:
     (place,) = inputs
     order = tuple(both.param("permutation"))
-    return [replace(place, axis=order.index(place.axis)) if isinstance(place, Along) else place]
+    return [replace(place, axis=order.index(place.axis)) if isinstance(place, RowAxis) else place]
 
 
-def _squeeze(both: Both, inputs: Places) -> Places:
+def _squeeze(both: EquationPair, inputs: Places) -> Places:
     (place,) = inputs
     gone = both.param("dimensions")
-    if isinstance(place, Along):
+    if isinstance(place, RowAxis):
         place = replace(place, axis=place.axis - sum(axis < place.axis for axis in gone))
     return [place]
 
 
-def _reshape(both: Both, inputs: Places) -> Places:
+def _reshape(both: EquationPair, inputs: Places) -> Places:
     (place,) = inputs[:1]
-    if not isinstance(place, Along):
+    if not isinstance(place, RowAxis):
         return [place]
     shape, target = both.shapes(0)[0], both.result_shapes()
     before = prod(shape[: place.axis]) * place.outer
@@ -79,38 +79,38 @@ def _reshape(both: Both, inputs: Places) -> Places:
     # Where another axis is folded in, entries along the new one differ, and there is one way to read it.
     is_within = in_front % prod(shape[: place.axis]) == 0 and behind % prod(shape[place.axis + 1 :]) == 0
     uniform = place.uniform and is_within
-    return [Along(axis, before // in_front, after // behind, uniform)]
+    return [RowAxis(axis, before // in_front, after // behind, uniform)]
 
 
-def _broadcast(both: Both, inputs: Places) -> Places:
+def _broadcast(both: EquationPair, inputs: Places) -> Places:
     place, dimensions = inputs[0], both.param("broadcast_dimensions")
-    if isinstance(place, Along):
+    if isinstance(place, RowAxis):
         return [replace(place, axis=dimensions[place.axis])]
     return [place if place is not None else indexing_rules.filled(both)]
 
 
-def _counting(both: Both, inputs: Places) -> Places:
+def _counting(both: EquationPair, inputs: Places) -> Places:
     place = indexing_rules.filled(both)
-    if isinstance(place, Along) and place.axis == both.param("dimension"):
+    if isinstance(place, RowAxis) and place.axis == both.param("dimension"):
         raise MixesError("iota counts the rows")
     return [place]
 
 
-def _random(both: Both, inputs: Places) -> Places:
+def _random(both: EquationPair, inputs: Places) -> Places:
     place = inputs[0]
-    if isinstance(place, Along):  # a key for each row
+    if isinstance(place, RowAxis):  # a key for each row
         return [replace(place, uniform=True)] * len(both.pair[0].outvars)
     return [indexing_rules.filled(both)]
 
 
-def _keys(both: Both, inputs: Places) -> Places:
+def _keys(both: EquationPair, inputs: Places) -> Places:
     return [common(inputs, both.name)]
 
 
-def _product(both: Both, inputs: Places) -> Places:
+def _product(both: EquationPair, inputs: Places) -> Places:
     (left_axes, right_axes), (left_batch, right_batch) = both.param("dimension_numbers")
     left, right = inputs
-    if not (isinstance(left, Along) or isinstance(right, Along)):
+    if not (isinstance(left, RowAxis) or isinstance(right, RowAxis)):
         return [None]
     ranks = [len(both.shapes(number)[0]) for number in (0, 1)]
     free = [
@@ -122,10 +122,10 @@ def _product(both: Both, inputs: Places) -> Places:
         (left, left_axes, left_batch, free[0], len(left_batch)),
         (right, right_axes, right_batch, free[1], len(left_batch) + len(free[0])),
     ):
-        if not isinstance(place, Along):
+        if not isinstance(place, RowAxis):
             continue
         if place.axis in own:
-            both_summed = isinstance(left, Along) and isinstance(right, Along)
+            both_summed = isinstance(left, RowAxis) and isinstance(right, RowAxis)
             raise MixesError(f"dot_general sums over the rows{' of both its inputs' if both_summed else ''}")
         axis = batch.index(place.axis) if place.axis in batch else offset + others.index(place.axis)
         result.append(replace(place, axis=axis))
@@ -135,21 +135,21 @@ def _product(both: Both, inputs: Places) -> Places:
         raise MixesError("dot_general multiplies each row with all rows") from None
 
 
-def _convolution(both: Both, inputs: Places) -> Places:
+def _convolution(both: EquationPair, inputs: Places) -> Places:
     rows, kernel = inputs
     numbers = both.param("dimension_numbers")
     if kernel is not None or both.param("batch_group_count") != 1:
         raise MixesError("conv_general_dilated has a kernel that follows from the rows")
-    if isinstance(rows, Along):
+    if isinstance(rows, RowAxis):
         if rows.axis != numbers.lhs_spec[0]:
             raise MixesError("conv_general_dilated goes over the rows")
         return [replace(rows, axis=numbers.out_spec[0])]
     return [rows]
 
 
-def _window(both: Both, inputs: Places) -> Places:
+def _window(both: EquationPair, inputs: Places) -> Places:
     place = common([one for one in inputs if one is not None], both.name)
-    if isinstance(place, Along):
+    if isinstance(place, RowAxis):
         for name in ("window_dimensions", "window_strides", "base_dilation", "window_dilation"):
             values = both.param(name)
             if values is not None and values[place.axis] != 1:
@@ -159,25 +159,25 @@ def _window(both: Both, inputs: Places) -> Places:
     return [place] * len(both.pair[0].outvars)
 
 
-def _matrices(count: int) -> Callable[[Both, Places], Places]:
+def _matrices(count: int) -> Callable[[EquationPair, Places], Places]:
     """A rule for what works on the last ``count`` axes of each input, and so on each of those before by itself."""
 
-    def rule(both: Both, inputs: Places) -> Places:
+    def rule(both: EquationPair, inputs: Places) -> Places:
         place = common(inputs, both.name)
-        if isinstance(place, Along):
+        if isinstance(place, RowAxis):
             for number, one in enumerate(inputs):
-                if isinstance(one, Along) and one.axis >= len(both.shapes(number)[0]) - count:
+                if isinstance(one, RowAxis) and one.axis >= len(both.shapes(number)[0]) - count:
                     raise MixesError(f"{both.name} goes over the rows")
         return [place] * len(both.pair[0].outvars)
 
     return rule
 
 
-def _fourier(both: Both, inputs: Places) -> Places:
+def _fourier(both: EquationPair, inputs: Places) -> Places:
     return _matrices(len(both.param("fft_lengths")))(both, inputs)
 
 
-def _nothing(both: Both, inputs: Places) -> Places:
+def _nothing(both: EquationPair, inputs: Places) -> Places:
     return []
 
 
@@ -203,7 +203,7 @@ FOLLOW_ROWS = {
 }
 """Parameters that may follow the number of rows: the shapes of results, and what the rules look at."""
 
-RULES: dict[str, Callable[[Both, Places], Places]] = {
+RULES: dict[str, Callable[[EquationPair, Places], Places]] = {
     **dict.fromkeys(_ENTRYWISE, _entrywise),
     **dict.fromkeys(("device_put", "layout_constraint", "optimization_barrier", "reshard"), _each_by_itself),
     **dict.fromkeys(

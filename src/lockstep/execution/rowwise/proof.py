@@ -16,18 +16,18 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
-from lockstep.execution.rowwise.equations import Both, backward_of, check_params, is_tracer, same
+from lockstep.execution.rowwise.equations import EquationPair, backward_of, check_params, is_tracer, same
 from lockstep.execution.rowwise.primitive_rules import FOLLOW_ROWS, RULES
 from lockstep.execution.rowwise.row_axes import (
-    Along,
-    Average,
-    Count,
     Mixed,
     MixesError,
     Never,
     Place,
     Places,
-    Total,
+    RowAxis,
+    RowCount,
+    RowMean,
+    RowSum,
     common,
 )
 from lockstep.execution.rowwise.sum_rules import of_sums
@@ -74,11 +74,11 @@ def traced(function: Callable[..., Any], fixed: Sequence[Any], batch: Sequence[A
 def places_of(one: Trace, other: Trace) -> Places:
     """Follow the rows through two traces of one function, of different numbers of rows, at least 2; gives where they are in each result."""
     batch = len(one.closed.jaxpr.invars) - one.fixed
-    places: Places = [*[None] * one.fixed, *[Along(0)] * batch]
-    return _Reader((one.rows, other.rows)).closed(one.closed, other.closed, places)
+    places: Places = [*[None] * one.fixed, *[RowAxis(0)] * batch]
+    return _JaxprReader((one.rows, other.rows)).closed(one.closed, other.closed, places)
 
 
-class _Reader:
+class _JaxprReader:
     """Reads two traces together."""
 
     def __init__(self, rows: tuple[int, int], follows_gradients: bool = True) -> None:
@@ -107,7 +107,7 @@ class _Reader:
             return [self._difference(first, second)] * len(first.outvars)
         for pair in zip(first.eqns, second.eqns, strict=True):
             inputs = [place(*atoms) for atoms in zip(pair[0].invars, pair[1].invars, strict=True)]
-            both = Both(pair, self.rows)
+            both = EquationPair(pair, self.rows)
             try:
                 found = self._results(both, inputs)
             except MixesError as error:
@@ -123,7 +123,7 @@ class _Reader:
         if np.ndim(one) == np.ndim(other) == 0 and not is_tracer(one, other):
             is_count = float(one) * self.rows[1] == float(other) * self.rows[0]
             return (
-                Count()
+                RowCount()
                 if is_count
                 else Mixed(f"a number is {one} for {self.rows[0]} rows and {other} for {self.rows[1]}")
             )
@@ -135,7 +135,7 @@ class _Reader:
                 return Mixed("its operations change with the number of rows").seen_at(one)
         return Mixed("its operations change with the number of rows")
 
-    def _results(self, both: Both, inputs: Places) -> Places:
+    def _results(self, both: EquationPair, inputs: Places) -> Places:
         """Places of the results of one equation."""
         if both.name == "select_n" and inputs[0] == Never():
             return [self._checked(both, 0, inputs[1])]
@@ -152,9 +152,9 @@ class _Reader:
             found = getattr(self, body)(both, inputs)
             # What is called may have been traced for somebody else: the call says where it stands.
             found = [one.seen_at(both.pair[0]) if isinstance(one, Mixed) else one for one in found]
-        elif any(isinstance(one, (Count, Never)) for one in inputs):
+        elif any(isinstance(one, (RowCount, Never)) for one in inputs):
             raise MixesError(f"{both.name} works on the number of rows")
-        elif any(isinstance(one, (Total, Average)) for one in inputs):
+        elif any(isinstance(one, (RowSum, RowMean)) for one in inputs):
             raise MixesError(f"{both.name} works on a sum over the rows")
         elif all(one is None for one in inputs) and both.gives_the_same_shapes():
             check_params(both)
@@ -166,12 +166,12 @@ class _Reader:
             raise MixesError(f"{both.name} has no rule")
         return [self._checked(both, number, one) for number, one in enumerate(found)]
 
-    def _checked(self, both: Both, number: int, place: Place) -> Place:
+    def _checked(self, both: EquationPair, number: int, place: Place) -> Place:
         """The place, where the shapes agree: along one axis the rows, and no other that follows their number."""
         one, other = both.result_shapes(number)
         if len(set(both.result_dtypes(number))) > 1:
             raise MixesError(f"{both.name}: the type of its result changes with the number of rows")
-        if isinstance(place, Along):
+        if isinstance(place, RowAxis):
             lengths = [place.outer * rows * place.inner for rows in self.rows]
             if place.axis < len(one) == len(other) and [one[place.axis], other[place.axis]] == lengths:
                 one, other = _without(one, place.axis), _without(other, place.axis)
@@ -187,30 +187,30 @@ class _Reader:
 
     # --- operations with a body of their own ----------------------------------------------------------------------------
 
-    def call(self, both: Both, inputs: Places) -> Places:
+    def call(self, both: EquationPair, inputs: Places) -> Places:
         name = next(n for n in ("call_jaxpr", "fun_jaxpr", "jaxpr") if n in both.pair[0].params)
         one, other = both.params(name)
         if isinstance(one, ClosedJaxpr):
             return self.closed(one, other, inputs)
         return self.read(one, other, inputs)
 
-    def own_gradient(self, both: Both, inputs: Places) -> Places:
+    def own_gradient(self, both: EquationPair, inputs: Places) -> Places:
         """Somebody's own derivative may bring together rows that the function itself keeps apart."""
         found = self.call(both, inputs)
-        if self.follows_gradients and any(isinstance(one, Along) for one in found):
+        if self.follows_gradients and any(isinstance(one, RowAxis) for one in found):
             one, other = (backward_of(equation) for equation in both.pair)
             given = dict(zip(both.pair[0].invars, inputs, strict=True))
             own = [place for atom, place in given.items() if not isinstance(atom, Literal)]
-            reader = _Reader(self.rows, follows_gradients=False)
+            reader = _JaxprReader(self.rows, follows_gradients=False)
             for before, after in zip(own, reader.closed(one, other, [*own, *found]), strict=True):
                 if isinstance(after, Mixed):
                     raise MixesError(f"{both.name} has a derivative of its own, where {after}")
-                is_same = after == before or (isinstance(before, Along) and before.uniform)
-                if not (is_same if isinstance(before, Along) else isinstance(after, Total)):
+                is_same = after == before or (isinstance(before, RowAxis) and before.uniform)
+                if not (is_same if isinstance(before, RowAxis) else isinstance(after, RowSum)):
                     raise MixesError(f"{both.name} has a derivative of its own that is no sum over the rows")
         return found
 
-    def cond(self, both: Both, inputs: Places) -> Places:
+    def cond(self, both: EquationPair, inputs: Places) -> Places:
         check_params(both, ("branches",))
         if inputs[0] is not None:
             raise MixesError("cond branches on what follows from the rows")
@@ -219,24 +219,24 @@ class _Reader:
         found = [self.closed(*branches, inputs[1:]) for branches in zip(*both.params("branches"), strict=True)]
         return [_merged(list(places), "cond") for places in zip(*found, strict=True)]
 
-    def scan(self, both: Both, inputs: Places) -> Places:
+    def scan(self, both: EquationPair, inputs: Places) -> Places:
         check_params(both, ("jaxpr",))
         constants, carried = both.param("num_consts"), both.param("num_carry")
         given = inputs[: constants + carried]
         slices = []
         for place in inputs[constants + carried :]:
-            if isinstance(place, Along) and place.axis == 0:
+            if isinstance(place, RowAxis) and place.axis == 0:
                 raise MixesError("scan goes along the rows")
-            slices.append(replace(place, axis=place.axis - 1) if isinstance(place, Along) else place)
+            slices.append(replace(place, axis=place.axis - 1) if isinstance(place, RowAxis) else place)
 
         def once(carry: Places) -> tuple[Places, Places]:
             found = self.closed(*both.params("jaxpr"), [*given[:constants], *carry, *slices])
             return found[:carried], found[carried:]
 
         carry, stacked = _settled(given[constants:], once)
-        return [*carry, *(replace(one, axis=one.axis + 1) if isinstance(one, Along) else one for one in stacked)]
+        return [*carry, *(replace(one, axis=one.axis + 1) if isinstance(one, RowAxis) else one for one in stacked)]
 
-    def linear_solve(self, both: Both, inputs: Places) -> Places:
+    def linear_solve(self, both: EquationPair, inputs: Places) -> Places:
         """What solves a system is a function of its own; the others are for derivatives."""
         check_params(both, ("jaxprs",))
         lengths = both.param("const_lengths")
@@ -245,7 +245,7 @@ class _Reader:
         one, other = both.params("jaxprs")
         return self.closed(one.solve, other.solve, given)
 
-    def loop(self, both: Both, inputs: Places) -> Places:
+    def loop(self, both: EquationPair, inputs: Places) -> Places:
         check_params(both, ("cond_jaxpr", "body_jaxpr"))
         of_condition, of_body = both.param("cond_nconsts"), both.param("body_nconsts")
         fixed = inputs[of_condition : of_condition + of_body]

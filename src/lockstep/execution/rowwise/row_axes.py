@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 __all__ = [
-    "Along",
-    "Average",
-    "Count",
     "Mixed",
     "MixesError",
     "Never",
     "Place",
     "Places",
-    "Total",
+    "RowAxis",
+    "RowCount",
+    "RowMean",
+    "RowSum",
     "common",
     "with_rows_back",
     "with_rows_first",
@@ -28,7 +28,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Along:
+class RowAxis:
     """Entry ``(before * rows + row) * after + rest`` along ``axis`` follows from ``row`` alone, where the axis has ``outer * rows * inner``.
 
     ``uniform``: all entries along the axis are the same, or random, so that any such reading is right.
@@ -45,17 +45,17 @@ class Along:
 
 
 @dataclass(frozen=True)
-class Total:
+class RowSum:
     """A sum over the rows of what follows from one row."""
 
 
 @dataclass(frozen=True)
-class Average:
+class RowMean:
     """A mean over the rows of what follows from one row."""
 
 
 @dataclass(frozen=True)
-class Count:
+class RowCount:
     """A number in proportion to that of the rows."""
 
 
@@ -82,7 +82,7 @@ class Mixed:
         return replace(self, layer=layer or self.layer, line=line or self.line)
 
 
-Place = Along | Total | Average | Count | Never | Mixed | None  # None: does not depend on the batch
+Place = RowAxis | RowSum | RowMean | RowCount | Never | Mixed | None  # None: does not depend on the batch
 Places = list[Place]
 
 
@@ -93,19 +93,19 @@ class MixesError(Exception):
 def common(places: Places, what: str) -> Place:
     """The place of a value each entry of which follows from the same entry of several others; None has no axis of rows."""
     named = [place for place in places if place is not None]
-    if len(named) < len(places) and any(isinstance(place, (Total, Count, Never)) for place in named):
+    if len(named) < len(places) and any(isinstance(place, (RowSum, RowCount, Never)) for place in named):
         raise MixesError(f"{what} gives a sum over the rows or something else")
-    exact = [place for place in named if not (isinstance(place, Along) and place.uniform)]
+    exact = [place for place in named if not (isinstance(place, RowAxis) and place.uniform)]
     found: Place = exact[0] if exact else named[0] if named else None
     for place in exact:
         if place != found:
             raise MixesError(f"{what} brings rows together that lie along different axes")
-    if isinstance(found, Along) and any(place.axis != found.axis for place in named if isinstance(place, Along)):
+    if isinstance(found, RowAxis) and any(place.axis != found.axis for place in named if isinstance(place, RowAxis)):
         raise MixesError(f"{what} brings rows together that lie along different axes")
     return found
 
 
-def with_rows_first(value: jax.Array, place: Along, rows: int) -> jax.Array:
+def with_rows_first(value: jax.Array, place: RowAxis, rows: int) -> jax.Array:
     """``(rows, …)`` of a value whose rows lie as ``place`` says."""
     if place.outer == place.inner == 1:
         return jnp.moveaxis(value, place.axis, 0)
@@ -113,7 +113,7 @@ def with_rows_first(value: jax.Array, place: Along, rows: int) -> jax.Array:
     return jnp.moveaxis(value.reshape(shape), place.axis + 1, 0)
 
 
-def with_rows_back(value: jax.Array, place: Along) -> jax.Array:
+def with_rows_back(value: jax.Array, place: RowAxis) -> jax.Array:
     """The inverse of :func:`with_rows_first`."""
     if place.outer == place.inner == 1:
         return jnp.moveaxis(value, 0, place.axis)

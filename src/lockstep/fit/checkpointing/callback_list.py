@@ -4,12 +4,12 @@ from typing import Any
 
 import keras
 
-from lockstep.fit.checkpointing.fit_checkpoint import BackedUpFit
+from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 
-__all__ = ["FitCallbacks"]
+__all__ = ["FitCallbackList"]
 
 
-class FitCallbacks(keras.callbacks.CallbackList):
+class FitCallbackList(keras.callbacks.CallbackList):
     """Tells callbacks what Keras tells them, and the run after them.
 
     Args:
@@ -18,7 +18,7 @@ class FitCallbacks(keras.callbacks.CallbackList):
         **options: as Keras gives them to its list.
     """
 
-    def __init__(self, run: BackedUpFit, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:
+    def __init__(self, run: FitCheckpoint, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:
         self._run, self._epoch, self._is_whole = run, 0, True
         super().__init__(callbacks, add_history=True, **options)
         run.callbacks = self.callbacks

@@ -8,12 +8,12 @@ import keras
 
 from lockstep._errors import OptionError
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.fit_entry import Together
-from lockstep.data.keras_adapter import Input
+from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
-from lockstep.fit.checkpointing.callback_list import FitCallbacks
-from lockstep.fit.checkpointing.fit_checkpoint import BackedUpFit, Found
+from lockstep.fit.checkpointing.callback_list import FitCallbackList
+from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, Found
 from lockstep.fit.checkpointing.preemption import Preemption
 
 __all__ = ["backed_up", "backup_among"]
@@ -25,14 +25,14 @@ def backed_up(
     arguments: dict[str, Any],
     functions: StepFunctions,
     setup: dict[str, Any],
-    together: Together,
+    together: ProcessGroup,
     announce: Callable[[str], None],
-) -> Iterator[BackedUpFit | None]:
+) -> Iterator[FitCheckpoint | None]:
     """Is open during a call of ``fit``, whose arguments may be changed.
 
     Args:
         model: of a strategy.
-        arguments: of the call; x is an :class:`Input`.
+        arguments: of the call; x is an :class:`KerasInput`.
         functions: of the model.
         setup: what must be the same in a run that goes on.
         together: the processes.
@@ -47,11 +47,11 @@ def backed_up(
     if backup is None:
         yield None
         return
-    data: Input = arguments["x"]
+    data: KerasInput = arguments["x"]
     store = CheckpointStore(backup.directory, backup.keep, announce=announce) if together.process == 0 else None
     with store or nullcontext(), Preemption(together) as preemption:
         found = together.shared(_newest(store))
-        run = BackedUpFit(
+        run = FitCheckpoint(
             backup, model, data, setup | {"steps of an epoch": data.steps}, found, store, preemption, announce
         )
         _begin(run, backup, arguments, model, data.steps)
@@ -60,7 +60,7 @@ def backed_up(
 
 
 @contextmanager
-def _attached(run: BackedUpFit, backup: BackupAndRestore, functions: StepFunctions) -> Iterator[None]:
+def _attached(run: FitCheckpoint, backup: BackupAndRestore, functions: StepFunctions) -> Iterator[None]:
     before = functions.skipped, functions.stepped
     backup.is_attached, functions.skipped, functions.stepped = True, run.skipped, run.stepped
     run.settle = functions.settle
@@ -73,7 +73,7 @@ def _attached(run: BackedUpFit, backup: BackupAndRestore, functions: StepFunctio
 
 
 def _begin(
-    run: BackedUpFit, backup: BackupAndRestore, arguments: dict[str, Any], model: keras.Model, steps: int | None
+    run: FitCheckpoint, backup: BackupAndRestore, arguments: dict[str, Any], model: keras.Model, steps: int | None
 ) -> None:
     """Have Keras's loop begin where the earlier run stood, and tell its callbacks through ours."""
     epochs, verbose = arguments.get("epochs", 1), arguments.get("verbose", "auto")
@@ -83,7 +83,7 @@ def _begin(
     run.epochs = epochs
     arguments["epochs"] = min(epochs, run.epoch) if run.is_stopped else epochs
     arguments["initial_epoch"] = max(run.epoch, arguments.get("initial_epoch", 0))
-    arguments["callbacks"] = FitCallbacks(
+    arguments["callbacks"] = FitCallbackList(
         run,
         arguments["callbacks"],
         add_progbar=verbose != 0,

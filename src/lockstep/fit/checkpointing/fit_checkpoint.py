@@ -18,19 +18,19 @@ from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.iterator_state import Position
-from lockstep.data.keras_adapter import Hook, Input
+from lockstep.data.iterator_state import IteratorState
+from lockstep.data.keras_adapter import Hook, KerasInput
 from lockstep.data.random_state import captured_random_state, restore_random_state
-from lockstep.doctor.fit_call import Program
-from lockstep.doctor.learning_rate_check import Fitted, about_changed_batch, fitted, rate_of
+from lockstep.doctor.fit_call import FitCall
+from lockstep.doctor.learning_rate_check import FitRecord, about_changed_batch, fitted, rate_of
 from lockstep.doctor.settings import is_on
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.callback_state import packed_attributes, unpacked_attributes
 from lockstep.fit.checkpointing.model_state import ModelVariables
 from lockstep.fit.checkpointing.preemption import Preemption, leave
-from lockstep.fit.checkpointing.resume_message import Place, about_other_versions
+from lockstep.fit.checkpointing.resume_message import ResumePosition, about_other_versions
 
-__all__ = ["BackedUpFit", "Found"]
+__all__ = ["FitCheckpoint", "Found"]
 
 Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # number of steps, arrays and facts of a checkpoint
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
@@ -53,13 +53,13 @@ class _Moment:
     epoch: int
     done: int
     is_epoch_over: bool
-    position: Position | None
+    position: IteratorState | None
     hooks: list[Hook]
     random: dict[str, Any]
     values: dict[str, Any]
 
 
-class BackedUpFit:
+class FitCheckpoint:
     """Restores and keeps the state of one call of ``fit``.
 
     Args:
@@ -77,7 +77,7 @@ class BackedUpFit:
         self,
         backup: BackupAndRestore,
         model: keras.Model,
-        data: Input,
+        data: KerasInput,
         setup: dict[str, Any],
         found: Found | None,
         store: CheckpointStore | None,
@@ -100,13 +100,13 @@ class BackedUpFit:
         self._before_validation: _Moment | None = None
         self._started = 0  # steps of the call that Keras tells of next; an epoch's last has fewer
         self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
-        self._trained: Fitted | None = None  # how the earlier run was
+        self._trained: FitRecord | None = None  # how the earlier run was
         self._logs = jax.tree.map(lambda number: self._arrays[f"logs/{number}"], self._facts.get("logs", {}))
         # Gives the newest values of all variables, where they are in other processes.
         self.settle: Callable[[], Any] = lambda: None
         self.may_save: Callable[[], bool] = lambda: True  # whether a checkpoint that is due is wanted
         given = self._facts.get("position")
-        self._position = Position(**given) if given else None
+        self._position = IteratorState(**given) if given else None
         if found:
             self._refuse_other_setup()
             self._refuse_replay()
@@ -152,9 +152,9 @@ class BackedUpFit:
             self._data.go_on_from(self._position, self.done, self._facts["hooks"])
             self._restore()
             given = {"callbacks": self._others}  # The rate of learning is that of the checkpoint now.
-            program = Program(self._model, None, arguments=given, rows_read=self._facts.get("rows"))
+            program = FitCall(self._model, None, arguments=given, rows_read=self._facts.get("rows"))
             self._trained = fitted(program, rate_of(program))
-            place = Place(self.step, self.epoch, self.done, self.epochs, self.is_stopped)
+            place = ResumePosition(self.step, self.epoch, self.done, self.epochs, self.is_stopped)
             self._announce(place.told(self._backup.directory))
             changed = about_other_versions(self._facts.get("versions", self._versions), self._versions)
             if changed:

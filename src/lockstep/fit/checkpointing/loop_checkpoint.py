@@ -13,7 +13,7 @@ from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.device_placement import Placement
-from lockstep.data.fit_entry import Together
+from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.fit.checkpointing.model_state import copies_of
 from lockstep.fit.checkpointing.preemption import Preemption, leave
@@ -40,7 +40,7 @@ class Checkpoint:
         frequency: SaveFrequency,
         keep: int,
         placement: Placement,
-        together: Together,
+        together: ProcessGroup,
         announce: Callable[[str], None],
     ) -> None:
         self._placement, self._together, self._announce = placement, together, announce

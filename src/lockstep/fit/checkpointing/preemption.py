@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.data.fit_entry import Together
+from lockstep.data.fit_entry import ProcessGroup
 from lockstep.distributed.cluster.exit_codes import PEER_LOST
 
 __all__ = ["Preemption", "leave"]
@@ -38,7 +38,7 @@ class Preemption:
         reason: why to stop; None where nobody was asked to.
     """
 
-    def __init__(self, together: Together, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, together: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> None:
         self._together, self._clock = together, clock
         self.reason: str | None = None
         self._noticed: str | None = None

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Place", "about_other_versions"]
+__all__ = ["ResumePosition", "about_other_versions"]
 
 
 @dataclass(frozen=True)
-class Place:
+class ResumePosition:
     """Where an earlier run stood.
 
     Args:
@@ -32,7 +32,7 @@ class Place:
             directory: of its checkpoints.
 
         Example:
-            >>> Place(step=56, epoch=3, done=8, epochs=5, is_stopped=False).told(Path("run"))
+            >>> ResumePosition(step=56, epoch=3, done=8, epochs=5, is_stopped=False).told(Path("run"))
             'goes on from run at step 56: epoch 4, after 8 of its steps'
         """
         has = f"{directory} has {self.epoch} of {self.epochs} epochs, {self.step} steps"

@@ -8,10 +8,10 @@ import jax
 import keras
 
 from lockstep._errors import ScopeError
-from lockstep.fit.monitoring.flops import Counting
-from lockstep.fit.monitoring.step_timer import StepClock
+from lockstep.fit.monitoring.flops import FlopCounter
+from lockstep.fit.monitoring.step_timer import StepTimer
 
-__all__ = ["Attachment", "Watching"]
+__all__ = ["Attachment", "MonitorCallback"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Attachment:
         announce: takes a line for the user.
     """
 
-    clock: StepClock
+    clock: StepTimer
     devices: tuple[jax.Device, ...]
-    counting: Counting
+    counting: FlopCounter
     goes_on: Callable[[], bool]
     is_chief: bool
     announce: Callable[[str], None]
 
 
-class Watching(keras.callbacks.Callback):
+class MonitorCallback(keras.callbacks.Callback):
     """A callback that the strategy gives a clock to, around each call of ``fit``. None of them has a method for single batches.
 
     With such a method Keras would fetch the logs of every step in the thread that trains, which then waits for the devices.

@@ -12,11 +12,11 @@ import keras
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep.data.device_placement import DEVICE_AXIS, Placement, Rows
-from lockstep.execution.executors import EagerPlan
+from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
+from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.train_functions import StepFunctions, StepListener
 
-__all__ = ["PEAKS", "Counting", "flops_of_step", "peak_of"]
+__all__ = ["PEAKS", "FlopCounter", "flops_of_step", "peak_of"]
 
 # Floating-point operations a second of one device of JAX, dense, in the fastest format that training uses with 16 bits. The first that is part of
 # ``device_kind`` counts. NVIDIA: data sheets of the boards (https://www.nvidia.com/en-us/data-center/), without sparsity. TPU:
@@ -68,7 +68,7 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     """
     device = jax.local_devices()[0]
     alone = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
-    plan = EagerPlan(device)
+    plan = EagerExecutor(device)
     step = StepFunctions(model, alone, plan, lambda sentence: None, StepListener()).step_by(plan, "train")
     shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
     found = jax.jit(step).lower(shapes, _shapes(batch)).cost_analysis()
@@ -76,7 +76,7 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     return float(flops) if flops > 0 else None
 
 
-class Counting(StepListener):
+class FlopCounter(StepListener):
     """Counts the operations of the first training step, if anybody wants to know.
 
     Attributes:
@@ -103,7 +103,7 @@ class Counting(StepListener):
 
 
 def _shapes(batch: Any) -> Any:
-    return jax.tree.map(_shape, batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
+    return jax.tree.map(_shape, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
 
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:

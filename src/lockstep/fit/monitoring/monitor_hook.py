@@ -9,15 +9,15 @@ import keras
 
 from lockstep._keras.fit_state import steps_done
 from lockstep.data.device_placement import Placement
-from lockstep.data.fit_entry import Together
-from lockstep.data.keras_adapter import Input
+from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.checkpoint_hook import backup_among
-from lockstep.fit.monitoring.base_callback import Attachment, Watching
-from lockstep.fit.monitoring.flops import Counting
+from lockstep.fit.monitoring.base_callback import Attachment, MonitorCallback
+from lockstep.fit.monitoring.flops import FlopCounter
 from lockstep.fit.monitoring.status_file import StatusWriter
-from lockstep.fit.monitoring.step_timer import Course, StepClock
+from lockstep.fit.monitoring.step_timer import FitProgress, StepTimer
 from lockstep.fit.monitoring.tensorboard import TensorBoard
 from lockstep.fit.monitoring.throughput import ThroughputMonitor
 
@@ -31,13 +31,13 @@ def monitored(
     arguments: dict[str, Any],
     functions: StepFunctions,
     placement: Placement,
-    together: Together,
+    together: ProcessGroup,
     announce: Callable[[str], None],
 ) -> Iterator[None]:
     """Is open during a call of ``fit``, whose arguments may be changed.
 
     Args:
-        arguments: of the call; x is an :class:`Input`.
+        arguments: of the call; x is an :class:`KerasInput`.
         functions: of the model.
         placement: devices and number of replicas.
         together: the processes.
@@ -45,21 +45,21 @@ def monitored(
     """
     given = arguments.get("callbacks")
     callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
-    watching = [callback for callback in callbacks if isinstance(callback, Watching)]
+    watching = [callback for callback in callbacks if isinstance(callback, MonitorCallback)]
     folders = _folders(watching, backup_among(callbacks))
     if not watching and (not folders or together.process):
         yield
         return
-    data: Input = arguments["x"]
+    data: KerasInput = arguments["x"]
     window = max((found.window for found in watching if isinstance(found, ThroughputMonitor)), default=_WINDOW)
-    clock, devices = StepClock(functions.listener, lambda: data.meter.waited, window), placement.devices
+    clock, devices = StepTimer(functions.listener, lambda: data.meter.waited, window), placement.devices
     status = StatusWriter([] if together.process else folders, clock, data.meter, together, len(devices), announce)
     # The others see what these add to the logs.
     first = [callback for callback in watching if isinstance(callback, ThroughputMonitor)]
     others = [callback for callback in callbacks if callback not in first]
     arguments["callbacks"] = [_Marks(clock, data, status), *first, *others]
     with _listening(functions, clock), _told(status), ExitStack() as stack:
-        attachment = Attachment(clock, devices, Counting(), lambda: data.goes_on, together.process == 0, announce)
+        attachment = Attachment(clock, devices, FlopCounter(), lambda: data.goes_on, together.process == 0, announce)
         clock.followers.append(attachment.counting)
         for callback in watching:
             stack.callback(callback.detach)
@@ -67,7 +67,7 @@ def monitored(
         yield
 
 
-def _folders(watching: list[Watching], backup: BackupAndRestore | None) -> list[Path]:
+def _folders(watching: list[MonitorCallback], backup: BackupAndRestore | None) -> list[Path]:
     """Where the status is written to."""
     found = [callback.log_dir for callback in watching if isinstance(callback, TensorBoard)]
     return list({path.absolute(): None for path in [*found, *([backup.directory] if backup else [])]})
@@ -84,7 +84,7 @@ def _told(status: StatusWriter) -> Iterator[None]:
 
 
 @contextmanager
-def _listening(functions: StepFunctions, clock: StepClock) -> Iterator[None]:
+def _listening(functions: StepFunctions, clock: StepTimer) -> Iterator[None]:
     before, functions.listener = functions.listener, clock
     try:
         yield
@@ -95,7 +95,7 @@ def _listening(functions: StepFunctions, clock: StepClock) -> Iterator[None]:
 class _Marks(keras.callbacks.Callback):
     """Tells the clock what Keras's loop does besides the steps; it has no method for single batches, and no attribute that a checkpoint keeps."""
 
-    def __init__(self, clock: StepClock, data: Input, status: StatusWriter) -> None:
+    def __init__(self, clock: StepTimer, data: KerasInput, status: StatusWriter) -> None:
         super().__init__()
         self._clock, self._data, self._status = clock, data, status
 
@@ -105,7 +105,7 @@ class _Marks(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         total = self._clock.course.total if self._clock.has_begun else steps_done(self.model.optimizer)
         epochs, steps = self.params["epochs"], self.params["steps"]
-        self._clock.begin_epoch(Course(epoch, epochs, self._data.done_before, steps, total))
+        self._clock.begin_epoch(FitProgress(epoch, epochs, self._data.done_before, steps, total))
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._clock.pause()

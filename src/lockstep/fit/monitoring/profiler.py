@@ -10,10 +10,10 @@ import keras
 
 from lockstep.execution.train_functions import StepListener
 
-__all__ = ["Profile"]
+__all__ = ["StepProfiler"]
 
 
-class Profile(StepListener):
+class StepProfiler(StepListener):
     """Records from the begin of one training step to the end of another.
 
     Args:

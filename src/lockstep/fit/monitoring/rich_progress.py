@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.execution.train_functions import StepListener
-from lockstep.fit.monitoring.base_callback import Attachment, Watching
-from lockstep.fit.monitoring.step_timer import Course, Reading, StepClock
+from lockstep.fit.monitoring.base_callback import Attachment, MonitorCallback
+from lockstep.fit.monitoring.step_timer import FitProgress, StepTimer, TimerReading
 from lockstep.fit.monitoring.throughput import NAMES
 
 __all__ = ["RichProgress"]
@@ -24,7 +24,7 @@ _PER_SECOND = 4  # looks at the logs, each of which fetches some numbers from a 
 _WIDTH = 30  # of the bar, in characters
 
 
-class RichProgress(Watching):
+class RichProgress(MonitorCallback):
     """Shows epoch, step, rows a second, the share of the time spent waiting for data, the time left and the logs, in place of Keras's bar.
 
     One display stands for all workers: the chief shows it, and its rows are those of the global batch. The logs are fetched a few times a second, by a
@@ -78,7 +78,7 @@ class _Display(StepListener):
         console: where it is shown.
     """
 
-    def __init__(self, clock: StepClock, console: Console) -> None:
+    def __init__(self, clock: StepTimer, console: Console) -> None:
         self._clock, self._console = clock, console
         self._before: Any = None  # logs of the step before the newest, which has most likely been done
         self._newest: Any = None
@@ -124,7 +124,7 @@ class _Display(StepListener):
         return Group(table)
 
 
-def _line(course: Course, reading: Reading, timing: str, logs: Mapping[str, Any]) -> Text:
+def _line(course: FitProgress, reading: TimerReading, timing: str, logs: Mapping[str, Any]) -> Text:
     parts = [f"epoch {course.epoch + 1}/{course.epochs}", f"step {course.done}/{course.steps or '?'}"]
     if reading.steps and reading.seconds > 0:
         parts += [f"{reading.rows / reading.seconds:,.0f} rows/s", f"waits {reading.waited / reading.seconds:.0%}"]
@@ -132,7 +132,7 @@ def _line(course: Course, reading: Reading, timing: str, logs: Mapping[str, Any]
     return Text(" · ".join([*parts, timing, *(f"{name} {np.asarray(value).item():.4g}" for name, value in values)]))
 
 
-def _time_left(course: Course, reading: Reading) -> str:
+def _time_left(course: FitProgress, reading: TimerReading) -> str:
     if course.steps is None or not reading.steps:
         return "-"
     return _clock_time(math.ceil((course.steps - course.done) * reading.seconds / reading.steps))

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.paths import STATUS
-from lockstep.data.fit_entry import Together
-from lockstep.data.wait_meter import Meter
-from lockstep.distributed.control.failure_detector import Beat
+from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.wait_meter import WaitMeter
+from lockstep.distributed.control.failure_detector import WorkerStatus
 from lockstep.distributed.control.failures import summary_of
-from lockstep.fit.monitoring.step_timer import StepClock
+from lockstep.fit.monitoring.step_timer import StepTimer
 from lockstep.fit.monitoring.throughput import numbers_of
 
 __all__ = ["StatusWriter", "shares"]
@@ -47,9 +47,9 @@ class StatusWriter:
     def __init__(
         self,
         folders: Sequence[Path],
-        clock: StepClock,
-        meter: Meter,
-        together: Together,
+        clock: StepTimer,
+        meter: WaitMeter,
+        together: ProcessGroup,
         devices: int,
         announce: Callable[[str], None],
         now: Callable[[], float] = time.time,
@@ -146,7 +146,7 @@ class StatusWriter:
         }
 
 
-def _row(beat: Beat, now: float) -> dict[str, Any]:
+def _row(beat: WorkerStatus, now: float) -> dict[str, Any]:
     who = {"worker": beat.peer.index, "host": beat.peer.host, "pid": beat.peer.pid}
     ages = {"seconds": max(0.0, now - beat.since), "silent": max(0.0, now - beat.heard)}
     return who | ages | {"step": beat.step, "phase": beat.activity, "left": beat.left}

@@ -14,16 +14,16 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.data.device_placement import Rows
+from lockstep.data.device_placement import PlacedRows
 from lockstep.execution.train_functions import StepListener
 
-__all__ = ["Course", "Reading", "StepClock"]
+__all__ = ["FitProgress", "StepTimer", "TimerReading"]
 
 _COMPILED = 2  # so many steps of a shape are compiled: the second gets its state from the first, in another form
 _OTHERS = {"test": "validation", "predict": "prediction"}
 
 
-class Reading(NamedTuple):
+class TimerReading(NamedTuple):
     """What was measured, all together or from one moment to another."""
 
     steps: int = 0
@@ -31,13 +31,13 @@ class Reading(NamedTuple):
     seconds: float = 0.0
     waited: float = 0.0  # seconds for which no step could run for lack of data
 
-    def since(self, earlier: "Reading") -> "Reading":
+    def since(self, earlier: "TimerReading") -> "TimerReading":
         """What came after ``earlier``."""
         steps, rows, seconds, waited = earlier
-        return Reading(self.steps - steps, self.rows - rows, self.seconds - seconds, self.waited - waited)
+        return TimerReading(self.steps - steps, self.rows - rows, self.seconds - seconds, self.waited - waited)
 
 
-class Course(NamedTuple):
+class FitProgress(NamedTuple):
     """Where a call of ``fit`` stands, for those who show it."""
 
     epoch: int = 0  # from 0
@@ -47,7 +47,7 @@ class Course(NamedTuple):
     total: int = 0  # steps since the optimizer was made
 
 
-class StepClock(StepListener):
+class StepTimer(StepListener):
     """The clock of one call of ``fit``; hears of each step, tells others, and is asked from any thread.
 
     Args:
@@ -72,16 +72,16 @@ class StepClock(StepListener):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._inner, self._waited, self._clock = inner, waited, clock
-        self.course, self.phase, self.has_begun = Course(), ("start", clock()), False
+        self.course, self.phase, self.has_begun = FitProgress(), ("start", clock()), False
         self.logs: Any = None
         self.followers: list[StepListener] = []
         self._counts: dict[Any, int] = {}
         self._rows, self._is_compiling = 0, False
-        self._done = Reading()  # in spans that are over
+        self._done = TimerReading()  # in spans that are over
         self._opened: tuple[float, float, int] | None = None  # time, waits and steps at the begin of the span
         self._steps = self._rows_done = 0
-        self._recent: deque[Reading] = deque(maxlen=window + 1)
-        self._epoch_began = Reading()
+        self._recent: deque[TimerReading] = deque(maxlen=window + 1)
+        self._epoch_began = TimerReading()
 
     # What the strategy and Keras's loop tell.
 
@@ -130,7 +130,7 @@ class StepClock(StepListener):
         """See :class:`StepListener`."""
         self._inner.pauses()
 
-    def begin_epoch(self, course: Course) -> None:
+    def begin_epoch(self, course: FitProgress) -> None:
         """An epoch begins."""
         self.course, self.has_begun = course, True
         self._epoch_began = self.reading
@@ -150,23 +150,23 @@ class StepClock(StepListener):
     # What others ask.
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> TimerReading:
         """All that was measured so far."""
         opened, seconds, waited = self._opened, self._done.seconds, self._done.waited
         if opened is not None:
             seconds, waited = seconds + self._clock() - opened[0], waited + self._waited() - opened[1]
-        return Reading(self._steps, self._rows_done, seconds, waited)
+        return TimerReading(self._steps, self._rows_done, seconds, waited)
 
     @property
-    def recent(self) -> Reading:
+    def recent(self) -> TimerReading:
         """The last steps, no more than the window."""
         try:
             return self._recent[-1].since(self._recent[0])
         except IndexError:
-            return Reading()
+            return TimerReading()
 
     @property
-    def of_epoch(self) -> Reading:
+    def of_epoch(self) -> TimerReading:
         """The epoch so far."""
         return self.reading.since(self._epoch_began)
 
@@ -181,4 +181,4 @@ class StepClock(StepListener):
 
 
 def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Rows)
+    return isinstance(leaf, PlacedRows)

@@ -12,9 +12,9 @@ import numpy as np
 from lockstep._errors import OptionError, whole_number
 from lockstep.distributed.control.failures import summary_of
 from lockstep.execution.train_functions import StepListener
-from lockstep.fit.monitoring.base_callback import Attachment, Watching
-from lockstep.fit.monitoring.profiler import Profile
-from lockstep.fit.monitoring.step_timer import Reading, StepClock
+from lockstep.fit.monitoring.base_callback import Attachment, MonitorCallback
+from lockstep.fit.monitoring.profiler import StepProfiler
+from lockstep.fit.monitoring.step_timer import StepTimer, TimerReading
 from lockstep.fit.monitoring.tfevents import EventFile, Value, graph, histogram, newest_steps, scalar
 from lockstep.fit.monitoring.throughput import NAMES, numbers_of
 
@@ -23,7 +23,7 @@ __all__ = ["TensorBoard"]
 _FOLDERS = ("train", "validation")
 
 
-class TensorBoard(Watching):
+class TensorBoard(MonitorCallback):
     """Writes curves, histograms and profiles for TensorBoard. Needs neither TensorFlow nor TensorBoard.
 
     Counterpart of ``keras.callbacks.TensorBoard``, with its arguments, folders (``train``, ``validation``) and tags: ``epoch_loss``, ``epoch_accuracy``,
@@ -71,13 +71,13 @@ class TensorBoard(Watching):
         self.write_graph, self.write_steps_per_second = bool(write_graph), bool(write_steps_per_second)
         self.update_freq = _frequency(update_freq)
         self.profile_batch = _profiled(profile_batch)
-        self._run: _Run | None = None
+        self._run: _FitRecorder | None = None
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
         """See the base class."""
         super().attach(attachment, arguments)
         if attachment.is_chief:
-            self._run = _Run(self, attachment)
+            self._run = _FitRecorder(self, attachment)
 
     def detach(self) -> None:
         """See the base class."""
@@ -103,7 +103,7 @@ class TensorBoard(Watching):
             self._run.end_epoch(epoch, logs or {}, self.model)
 
 
-class _Run(StepListener):
+class _FitRecorder(StepListener):
     """What is written in one call of ``fit``.
 
     Args:
@@ -117,12 +117,12 @@ class _Run(StepListener):
         self._known: dict[str, dict[str, int]] = {}
         self._is_open = self._has_failed = False
         self._waiting: tuple[int, Any, dict[str, float]] | None = None  # a step whose logs may not be there yet
-        self._profile: Profile | None = None
+        self._profile: StepProfiler | None = None
         followers = attachment.clock.followers
         if asked.update_freq:
             followers.append(self)
         if asked.profile_batch:
-            self._profile = Profile(*asked.profile_batch, asked.log_dir / "train", attachment.announce)
+            self._profile = StepProfiler(*asked.profile_batch, asked.log_dir / "train", attachment.announce)
             followers.append(self._profile)
 
     @property
@@ -131,7 +131,7 @@ class _Run(StepListener):
         return self._clock.course.total
 
     @property
-    def _clock(self) -> StepClock:
+    def _clock(self) -> StepTimer:
         return self._attachment.clock
 
     def open(self, model: keras.Model) -> None:
@@ -197,7 +197,7 @@ class _Run(StepListener):
             self._waiting = None
             self.write("train", step, _scalars(_prefixed("batch_", dict(_flat(logs))) | speed))
 
-    def _speed(self, reading: Reading) -> dict[str, float]:
+    def _speed(self, reading: TimerReading) -> dict[str, float]:
         return numbers_of(reading, len(self._attachment.devices))
 
     def _steps_per_second(self, prefix: str, speed: dict[str, float]) -> dict[str, float]:

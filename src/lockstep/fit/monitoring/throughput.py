@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep._errors import OptionError, whole_number
-from lockstep.fit.monitoring.base_callback import Attachment, Watching
+from lockstep.fit.monitoring.base_callback import Attachment, MonitorCallback
 from lockstep.fit.monitoring.flops import peak_of
-from lockstep.fit.monitoring.step_timer import Reading
+from lockstep.fit.monitoring.step_timer import TimerReading
 
 __all__ = ["NAMES", "ThroughputMonitor", "numbers_of"]
 
@@ -19,11 +19,11 @@ NAMES = (
 )
 
 
-def numbers_of(reading: Reading, devices: int) -> dict[str, float]:
+def numbers_of(reading: TimerReading, devices: int) -> dict[str, float]:
     """What was measured, by the names of the logs; NaN where no step was measured.
 
     Example:
-        >>> numbers_of(Reading(steps=10, rows=640, seconds=2.0, waited=0.5), devices=2)["time/step"]
+        >>> numbers_of(TimerReading(steps=10, rows=640, seconds=2.0, waited=0.5), devices=2)["time/step"]
         0.2
     """
     steps, rows, seconds, waited = reading
@@ -33,7 +33,7 @@ def numbers_of(reading: Reading, devices: int) -> dict[str, float]:
     return dict(zip(NAMES[:4], values, strict=True))
 
 
-class ThroughputMonitor(Watching):
+class ThroughputMonitor(MonitorCallback):
     """Adds to the logs of each epoch how fast it was, and what it has waited for.
 
     The logs, and with them the history and whatever else writes them (``keras.callbacks.CSVLogger``), get
@@ -101,7 +101,7 @@ class ThroughputMonitor(Watching):
     def _peak(self, attachment: Attachment) -> float | None:
         return self.peak_flops or peak_of(attachment.devices[0].device_kind)
 
-    def _numbers(self, reading: Reading) -> dict[str, float]:
+    def _numbers(self, reading: TimerReading) -> dict[str, float]:
         attachment = self.attachment
         numbers = numbers_of(reading, len(attachment.devices))
         peak, per_row = self._peak(attachment), attachment.counting.per_row

@@ -10,39 +10,39 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from lockstep.data.device_placement import Placement, Rows, count_rows, joined
+from lockstep.data.device_placement import PlacedRows, Placement, count_rows, joined
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.devices.layout import Layout
-from lockstep.execution.call_splitter import SplitCall
+from lockstep.execution.call_splitter import CallSplitter
 from lockstep.execution.nonfinite_gate import losses_of
-from lockstep.execution.replica import Result
-from lockstep.execution.spmd import Forward, forward_eagerly
+from lockstep.execution.replica import ReplicaResult
+from lockstep.execution.spmd import SpmdForward, forward_eagerly
 from lockstep.execution.train_functions import StepFunctions
-from lockstep.fit.nan_guard.layer_trace import Record
+from lockstep.fit.nan_guard.layer_trace import LayerTrace
 from lockstep.fit.nan_guard.nonfinite import kind_of
 
 __all__ = ["count_of", "rerun", "whole_batch"]
 
 
-class _LookedAt:
+class _ReplayExecutor:
     """A plan whose replicas run one after the other, each noted in ``record``."""
 
-    def __init__(self, record: Record, of_global_batch: str) -> None:
+    def __init__(self, record: LayerTrace, of_global_batch: str) -> None:
         self._record, self.of_global_batch, self.is_differentiable_twice = record, of_global_batch, True
 
-    def calls_of(self, layout: Layout, split: SplitCall) -> tuple[tuple[int, ...], ...]:
-        """See :class:`Plan`: each replica is one."""
+    def calls_of(self, layout: Layout, split: CallSplitter) -> tuple[tuple[int, ...], ...]:
+        """See :class:`Executor`: each replica is one."""
         return layout.per_device
 
-    def joined(self, rows: Rows) -> jax.Array:
-        """See :class:`Plan`; the rows were brought together before."""
+    def joined(self, rows: PlacedRows) -> jax.Array:
+        """See :class:`Executor`; the rows were brought together before."""
         return rows.array
 
-    def forward(self, forward: Forward, inputs: list[Any], places: list[Rows | None]) -> Result:
-        """See :class:`Plan`."""
+    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
+        """See :class:`Executor`."""
         busy = iter(_busy(forward.layout))
 
-        def call(*values: Any, **options: Any) -> Result:
+        def call(*values: Any, **options: Any) -> ReplicaResult:
             self._record.replica = next(busy)
             try:
                 return forward.call(*values, **options)
@@ -52,7 +52,7 @@ class _LookedAt:
         return forward_eagerly(replace(forward, call=call), inputs)
 
 
-def rerun(functions: StepFunctions, state: Any, batch: Any) -> Record:
+def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     """Run a training step and give what was seen; the model, its variables and random numbers stay as they are.
 
     Args:
@@ -62,8 +62,8 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> Record:
     """
     placement, model = functions.placement, functions.model
     layout = placement.layout(count_of(batch))
-    record = Record(model, lambda replica: _own_rows(layout, replica), _busy(layout))
-    plan: Any = _LookedAt(record, functions.plan.of_global_batch)
+    record = LayerTrace(model, lambda replica: _own_rows(layout, replica), _busy(layout))
+    plan: Any = _ReplayExecutor(record, functions.plan.of_global_batch)
     device = placement.first_own_device
     random = captured_random_state()
     try:
@@ -79,12 +79,12 @@ def whole_batch(batch: Any, placement: Placement) -> Any:
     """A placed batch on the first device of this process; every process calls it."""
 
     def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, Rows):
+        if not isinstance(leaf, PlacedRows):
             return _on_one_device(leaf, placement)
         array = jax.jit(joined, out_shardings=placement.replicated)(leaf)
-        return Rows(_on_one_device(array, placement), leaf.layout)
+        return PlacedRows(_on_one_device(array, placement), leaf.layout)
 
-    return jax.tree.map(whole, batch, is_leaf=lambda leaf: isinstance(leaf, Rows))
+    return jax.tree.map(whole, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
 
 
 def _on_one_device(tree: Any, placement: Placement) -> Any:
@@ -103,7 +103,8 @@ def _on_one_device(tree: Any, placement: Placement) -> Any:
 def count_of(batch: Any) -> int:
     """Number of rows of a batch."""
     arrays = [
-        x.array if isinstance(x, Rows) else x for x in jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, Rows))
+        x.array if isinstance(x, PlacedRows) else x
+        for x in jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, PlacedRows))
     ]
     return count_rows(arrays)
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import keras
 
-from lockstep.data.device_placement import Placement, Rows
+from lockstep.data.device_placement import PlacedRows, Placement
 from lockstep.devices.names import device_name
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.nan_guard.debug_replay import count_of, rerun, whole_batch
-from lockstep.fit.nan_guard.layer_trace import Record, Seen
+from lockstep.fit.nan_guard.layer_trace import LayerTrace, NonFiniteValue
 from lockstep.fit.nan_guard.nonfinite import counted, kind_of, listed, rows_of
 
 __all__ = ["Diagnosis", "described_facts", "diagnose"]
@@ -82,7 +82,7 @@ def diagnose(functions: StepFunctions, state: Any, batch: Any) -> Diagnosis:
     )
 
 
-def _starts(record: Record) -> bool:
+def _starts(record: LayerTrace) -> bool:
     """Whether the first bad layer was given finite numbers."""
     return bool(record.forward) and record.forward[0].is_first
 
@@ -134,14 +134,14 @@ def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     names = "the input has", "the targets have", "the sample weights have"
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     for name, part in zip(names, parts, strict=False):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda leaf: isinstance(leaf, Rows))
+        leaves, _ = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
         for path, leaf in leaves:
             key = f" at {jax.tree_util.keystr(path)}" if path else ""
             noun, verb = name.rsplit(" ", 1)
-            yield f"{noun}{key} {verb}", leaf.array if isinstance(leaf, Rows) else leaf
+            yield f"{noun}{key} {verb}", leaf.array if isinstance(leaf, PlacedRows) else leaf
 
 
-def _about_forward(record: Record, words: _Words) -> Diagnosis | None:
+def _about_forward(record: LayerTrace, words: _Words) -> Diagnosis | None:
     if not record.forward:
         return None
     first = record.forward[0]
@@ -155,7 +155,7 @@ def _about_forward(record: Record, words: _Words) -> Diagnosis | None:
     return Diagnosis(_sentence(text), replicas, first.path or None, rows=first.rows)
 
 
-def _about_loss(record: Record, words: _Words) -> Diagnosis | None:
+def _about_loss(record: LayerTrace, words: _Words) -> Diagnosis | None:
     if record.loss is None:
         return None
     replicas = tuple(record.losses) or words.replicas([seen.replica for seen in record.backward])
@@ -163,7 +163,7 @@ def _about_loss(record: Record, words: _Words) -> Diagnosis | None:
     return Diagnosis(_sentence(text), replicas)
 
 
-def _about_backward(record: Record, words: _Words) -> Diagnosis | None:
+def _about_backward(record: LayerTrace, words: _Words) -> Diagnosis | None:
     if isinstance(record.model.optimizer, keras.optimizers.LossScaleOptimizer):
         return None  # It makes them overflow, and sees to it.
     replicas = words.replicas([*(seen.replica for seen in record.backward), *record.gradients])
@@ -180,13 +180,13 @@ def _about_backward(record: Record, words: _Words) -> Diagnosis | None:
     return Diagnosis(_sentence(text + "."), replicas, first.path or None if first else None, variable)
 
 
-def _where_gradients_break(first: Seen, words: _Words) -> str:
+def _where_gradients_break(first: NonFiniteValue, words: _Words) -> str:
     if first.side == "inputs":
         return f": behind {words.layer(first.path)} the gradient is {first.kind}"
     return f": the gradient is {first.kind} when it comes to {words.layer(first.path)}, from the loss or what else is no layer"
 
 
-def _first_variable(record: Record, replica: int | None) -> str | None:
+def _first_variable(record: LayerTrace, replica: int | None) -> str | None:
     """Path of the variable with a bad gradient that was used last on the way forwards."""
     variables = record.model.trainable_variables
 

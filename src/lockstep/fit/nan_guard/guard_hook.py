@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from lockstep._errors import OptionError
-from lockstep.data.fit_entry import Together
+from lockstep.data.fit_entry import ProcessGroup
 from lockstep.execution.train_functions import StepFunctions
-from lockstep.fit.checkpointing.fit_checkpoint import BackedUpFit
+from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
 from lockstep.fit.nan_guard.nan_guard import NanGuard
-from lockstep.fit.nan_guard.step_guard import Watch
+from lockstep.fit.nan_guard.step_guard import StepGuard
 
 __all__ = ["guard_among", "guarded"]
 
@@ -32,8 +32,8 @@ def guard_among(callbacks: Any) -> NanGuard | None:
 def guarded(
     guard: NanGuard | None,
     functions: StepFunctions,
-    run: BackedUpFit | None,
-    together: Together,
+    run: FitCheckpoint | None,
+    together: ProcessGroup,
     announce: Callable[[str], None],
 ) -> Iterator[None]:
     """Is open during a call of ``fit``.
@@ -56,7 +56,7 @@ def guarded(
             'NanGuard("rollback") goes back to the newest checkpoint of a lockstep.callbacks.BackupAndRestore, and there is none among the '
             "callbacks of fit. Add one, or take another action."
         )
-    watch = Watch(guard, functions, lambda: _newest(functions, run, together), announce)
+    watch = StepGuard(guard, functions, lambda: _newest(functions, run, together), announce)
     guard.watch, functions.watch = watch, watch.step
     if run:
         run.may_save = watch.may_save
@@ -67,7 +67,7 @@ def guarded(
 
 
 def _newest(
-    functions: StepFunctions, run: BackedUpFit | None, together: Together
+    functions: StepFunctions, run: FitCheckpoint | None, together: ProcessGroup
 ) -> tuple[int, list[list[Any]]] | None:
     found = together.shared(run.newest() if run else None)
     if found is None:

@@ -17,11 +17,11 @@ import numpy as np
 from lockstep._keras.layers import operations_of, replaced_methods, with_mask_of
 from lockstep.fit.nan_guard.nonfinite import kind_of, rows_of
 
-__all__ = ["Record", "Seen"]
+__all__ = ["LayerTrace", "NonFiniteValue"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class NonFiniteValue:
     """A bad value.
 
     Attributes:
@@ -42,7 +42,7 @@ class Seen:
 
 
 @dataclass
-class Record:
+class LayerTrace:
     """Is filled while a step of ``model`` runs inside :meth:`watching`.
 
     Attributes:
@@ -58,8 +58,8 @@ class Record:
     model: keras.Model
     rows_of_replica: Callable[[int | None], range]
     replicas: list[int]
-    forward: list[Seen] = field(default_factory=list)
-    backward: list[Seen] = field(default_factory=list)
+    forward: list[NonFiniteValue] = field(default_factory=list)
+    backward: list[NonFiniteValue] = field(default_factory=list)
     gradients: dict[int | None, list[int]] = field(default_factory=dict)
     losses: list[int] = field(default_factory=list)
     loss: str | None = None
@@ -118,7 +118,7 @@ class Record:
             kind = kind_of(leaf)
             if kind:
                 rows = tuple(own[row] for row in rows_of(jax.lax.stop_gradient(leaf), len(own)))
-                self.forward.append(Seen(path, kind, "outputs", given, self.replica, rows))
+                self.forward.append(NonFiniteValue(path, kind, "outputs", given, self.replica, rows))
 
     def _tapped(self, tree: Any, path: str, side: str) -> Any:
         """The same values, whose gradients will be looked at."""
@@ -127,7 +127,7 @@ class Record:
         def tell(gradient: Any) -> None:
             kind = kind_of(gradient)
             if kind:
-                self.backward.append(Seen(path, kind, side, not self.backward, replica))
+                self.backward.append(NonFiniteValue(path, kind, side, not self.backward, replica))
 
         return jax.tree.map(lambda leaf: with_mask_of(leaf, _looked_at(leaf, tell)) if _varies(leaf) else leaf, tree)
 

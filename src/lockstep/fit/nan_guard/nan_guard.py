@@ -7,13 +7,13 @@ import keras
 
 from lockstep._errors import OptionError, ScopeError, whole_number
 
-__all__ = ["Asked", "NanGuard"]
+__all__ = ["NanGuard", "NanGuardOptions"]
 
 ACTIONS = ("stop", "rollback", "skip")
 
 
 @dataclass(frozen=True)
-class Asked:
+class NanGuardOptions:
     """What a guard was asked for; an object of its own, so that no checkpoint brings back that of an earlier run."""
 
     action: str
@@ -52,7 +52,7 @@ class NanGuard(keras.callbacks.Callback):
         super().__init__()
         if action not in ACTIONS:
             raise OptionError(f"NanGuard: action: expected one of {', '.join(ACTIONS)}, got {action!r}.")
-        self.asked = Asked(
+        self.asked = NanGuardOptions(
             action,
             whole_number("NanGuard: max_in_a_row", max_in_a_row),
             whole_number("NanGuard: max_rollbacks", max_rollbacks),

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from lockstep._errors import NonFiniteError
-from lockstep.execution.nonfinite_gate import Gate, GatedStep
+from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.fit.nan_guard.diagnosis import Diagnosis, described_facts, diagnose
 from lockstep.fit.nan_guard.nan_guard import NanGuard
 
-__all__ = ["Rollback", "Watch"]
+__all__ = ["Rollback", "StepGuard"]
 
 _EXPLAINED = 5  # bad steps of a fit that are run again although training goes on: it takes long
 
@@ -25,13 +25,13 @@ Rollback = Callable[[], tuple[int, list[list[Any]]] | None]  # number of steps, 
 
 
 @dataclass(frozen=True)
-class _Started:
+class _PendingStep:
     """A step that was started; its batch is kept until it is known to be good."""
 
     epoch: int
     number: int
     batch: Any
-    gate: Gate
+    gate: NonFiniteGate
     names: list[Any]
     flags: Any
 
@@ -42,7 +42,7 @@ class _Started:
 
 
 @dataclass
-class Watch:
+class StepGuard:
     """Guards the steps.
 
     Args:
@@ -60,7 +60,7 @@ class Watch:
     announce: Callable[[str], None]
     epoch: int = 0
     batch: int = 0
-    _started: _Started | None = None
+    _started: _PendingStep | None = None
     _state: Any = None  # what the last step has left
     _in_a_row: int = 0
     _explained: int = 0
@@ -77,7 +77,7 @@ class Watch:
         flags = gated.gate.bad
         flags.copy_to_host_async()
         self._state = new
-        self._started = _Started(self.epoch, self.batch, batch, gated.gate, gated.gate.names, flags)
+        self._started = _PendingStep(self.epoch, self.batch, batch, gated.gate, gated.gate.names, flags)
         self.batch += 1
         return logs, new
 
@@ -107,7 +107,7 @@ class Watch:
         self.functions.listener.pauses()
         return self._answer(before, bad, state)
 
-    def _answer(self, step: _Started, bad: list[Any], state: Any) -> Any:
+    def _answer(self, step: _PendingStep, bad: list[Any], state: Any) -> Any:
         asked, model = self.guard.asked, self.functions.model
         cause = self._cause(step, state)
         text = f"epoch {step.epoch + 1}, step {step.number + 1}: {described_facts(model, bad)} {cause.sentence}"
@@ -129,7 +129,7 @@ class Watch:
         )
         return (*found[1], list(state[-1]))
 
-    def _cause(self, step: _Started, state: Any) -> Diagnosis:
+    def _cause(self, step: _PendingStep, state: Any) -> Diagnosis:
         if self._explained >= _EXPLAINED and not self._reason_to_stop(True):
             return Diagnosis(f"It was not run again to see where that comes from, as the first {_EXPLAINED} were.")
         self._explained += 1

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from lockstep.launch.rendezvous.node_messages import Outcome
+from lockstep.launch.rendezvous.node_messages import GenerationOutcome
 
-__all__ = ["Round"]
+__all__ = ["GenerationState"]
 
 _NOTICE_SECONDS = 1.0  # For workers to find out by themselves that another one is lost, and to say so.
 _END_SECONDS = 15.0  # A supervisor needs, beyond the grace, to kill what is left and to say that all have ended.
 
 
-class Round:
+class GenerationState:
     """The members of a generation.
 
     Args:
@@ -20,7 +20,7 @@ class Round:
 
     def __init__(self, members: Mapping[int, str], grace: float) -> None:
         self.members = members
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, GenerationOutcome] = {}
         self._grace = grace
         self._failed_at: float | None = None
         self._is_called_off = False
@@ -35,13 +35,13 @@ class Round:
         """Of those nodes."""
         return [self.members[key] for key in self.running]
 
-    def note(self, key: int, outcome: Outcome, now: float) -> None:
+    def note(self, key: int, outcome: GenerationOutcome, now: float) -> None:
         """How it has ended on one node."""
         self.outcomes[key] = outcome
         if outcome.code and self._failed_at is None:
             self._failed_at = now
 
-    def cause(self) -> tuple[int, Outcome] | None:
+    def cause(self) -> tuple[int, GenerationOutcome] | None:
         """Why it was no success, and on which node: the first that is not a consequence of another."""
         failed = [(key, outcome) for key, outcome in self.outcomes.items() if outcome.code]
         return min(failed, key=lambda item: item[1].is_consequence) if failed else None

@@ -7,15 +7,15 @@ from typing import Any
 from lockstep._errors import OptionError, whole_number
 from lockstep.distributed.cluster.addresses import join_address, split_address
 from lockstep.distributed.control.peer import Peer
-from lockstep.launch.launch_config import Job
+from lockstep.launch.launch_config import LaunchConfig
 
-__all__ = ["Node", "Outcome", "Terms"]
+__all__ = ["GenerationOutcome", "JobSpec", "NodeInfo"]
 
 _MOST_WORKERS = 1024  # on one node
 
 
 @dataclass(frozen=True)
-class Terms:
+class JobSpec:
     """What must be the same on all nodes.
 
     Args:
@@ -41,7 +41,7 @@ class Terms:
     hosts: tuple[str, ...]
 
     @classmethod
-    def of(cls, job: Job) -> "Terms":
+    def of(cls, job: LaunchConfig) -> "JobSpec":
         """Those of a job whose nodes meet."""
         hosts, coordinator = job.hosts or (), job.meeting_address or ""
         limits = (job.max_restarts, job.join_seconds, job.start_seconds, job.grace)
@@ -55,7 +55,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeInfo:
     """A supervisor that has come to the meeting.
 
     Args:
@@ -75,7 +75,7 @@ class Node:
     is_host: bool = False
 
     @classmethod
-    def of(cls, peer: Peer, address: str, is_host: bool = False) -> "Node":
+    def of(cls, peer: Peer, address: str, is_host: bool = False) -> "NodeInfo":
         """What a supervisor has said; ``address`` is that of its machine where it has not said one.
 
         Raises:
@@ -94,7 +94,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GenerationOutcome:
     """How a generation has ended on one node.
 
     Args:
@@ -116,7 +116,7 @@ class Outcome:
         return asdict(self)
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "Outcome":
+    def from_message(cls, message: Mapping[str, Any]) -> "GenerationOutcome":
         """What :meth:`as_message` gave; KeyError or ValueError where it is something else."""
         flags = (bool(message[name]) for name in ("is_consequence", "is_final", "leaves"))
         return cls(int(message["code"]), str(message["sentence"]), *flags)

@@ -3,12 +3,12 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from lockstep.distributed.control.wait_logger import listed
-from lockstep.launch.rendezvous.node_messages import Node, Terms
+from lockstep.launch.rendezvous.node_messages import JobSpec, NodeInfo
 
-__all__ = ["Gathering", "in_order"]
+__all__ = ["QuorumWait", "in_order"]
 
 
-class Gathering:
+class QuorumWait:
     """One wait.
 
     Args:
@@ -17,7 +17,7 @@ class Gathering:
         not_before: when a start is allowed.
     """
 
-    def __init__(self, terms: Terms, opened: float, not_before: float) -> None:
+    def __init__(self, terms: JobSpec, opened: float, not_before: float) -> None:
         self._terms = terms
         self._opened, self._not_before = opened, not_before
         self._enough_since: float | None = None
@@ -36,7 +36,7 @@ class Gathering:
         """Whether the limit of the wait has passed and there are too few."""
         return here < self._terms.least and now >= self._opened + self._terms.start_seconds
 
-    def missing(self, nodes: Collection[Node]) -> str:
+    def missing(self, nodes: Collection[NodeInfo]) -> str:
         """Whom this waits for."""
         terms = self._terms
         more = (terms.least if len(nodes) < terms.least else terms.most) - len(nodes)
@@ -45,7 +45,7 @@ class Gathering:
         number = f"{more} more node{'s' if more != 1 else ''}"
         return f"{number}{which} ({len(nodes)} of {terms.nodes} here)"
 
-    def complaint(self, nodes: Collection[Node], gone: Mapping[str, str]) -> str:
+    def complaint(self, nodes: Collection[NodeInfo], gone: Mapping[str, str]) -> str:
         """That too few have come: who is here, who is not, and who was here once."""
         terms, absent = self._terms, _absent(self._terms, nodes)
         here = listed([node.process for node in nodes])
@@ -57,17 +57,17 @@ class Gathering:
         )
 
 
-def _absent(terms: Terms, nodes: Collection[Node]) -> list[str]:
+def _absent(terms: JobSpec, nodes: Collection[NodeInfo]) -> list[str]:
     """Hosts that have not come, where it is known which there are."""
     ranks = {node.rank for node in nodes}
     return [host for rank, host in enumerate(terms.hosts) if rank not in ranks]
 
 
-def in_order(nodes: Mapping[int, Node], most: int) -> Sequence[int]:
+def in_order(nodes: Mapping[int, NodeInfo], most: int) -> Sequence[int]:
     """The keys of those that take part, in the order of their ranks: the host first, then as they say, then as they came.
 
     Example:
-        >>> a, b, c = (Node("a", None, 1, "a", 1, True), Node("b", None, 1, "b", 1), Node("c", 1, 1, "c", 1))
+        >>> a, b, c = (NodeInfo("a", None, 1, "a", 1, True), Node("b", None, 1, "b", 1), Node("c", 1, 1, "c", 1))
         >>> in_order({5: b, 6: c, 7: a}, 3), in_order({5: b, 6: c, 7: a}, 2)
         ([7, 6, 5], [7, 6])
     """

@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
-from lockstep.distributed.control.framed_socket import Connection
+from lockstep.distributed.control.framed_socket import FramedSocket
 from lockstep.distributed.control.protocol import encode
-from lockstep.distributed.control.wait_logger import Notice
-from lockstep.launch.local_workers import ENDING, Generation
-from lockstep.launch.rank_assignment import Place
-from lockstep.launch.rendezvous.node_messages import Outcome
-from lockstep.launch.rendezvous.rendezvous_server import Host
+from lockstep.distributed.control.wait_logger import WaitLogger
+from lockstep.launch.local_workers import ENDING, LocalWorkers
+from lockstep.launch.rank_assignment import RankAssignment
+from lockstep.launch.rendezvous.node_messages import GenerationOutcome
+from lockstep.launch.rendezvous.rendezvous_server import RendezvousServer
 from lockstep.launch.restart_loop import is_final
-from lockstep.launch.signal_pipe import Signals
+from lockstep.launch.signal_pipe import SignalPipe
 
-__all__ = ["End", "Guest", "seconds_left", "unwanted"]
+__all__ = ["NodeExit", "RendezvousClient", "seconds_left", "unwanted"]
 
 _SILENT_SECONDS = 60.0  # The host says something each second.
 
 
 @dataclass(frozen=True)
-class End:
+class NodeExit:
     """Why this node takes part no more: the exit code, and a sentence for the user where there is one to say."""
 
     code: int
@@ -30,7 +30,7 @@ class End:
 
 
 @dataclass
-class Guest:
+class RendezvousClient:
     """The course of a node that meets others.
 
     Args:
@@ -42,14 +42,14 @@ class Guest:
         say: takes lines for the user.
     """
 
-    connection: Connection
-    host: Host | None
+    connection: FramedSocket
+    host: RendezvousServer | None
     where: str
-    received: Signals
+    received: SignalPipe
     stop_at: float | None
     say: Callable[[str], None]
-    _end: End | None = field(default=None, init=False)
-    _place: Place | None = field(default=None, init=False)
+    _end: NodeExit | None = field(default=None, init=False)
+    _place: RankAssignment | None = field(default=None, init=False)
     _called_off: str | None = field(default=None, init=False)
     _last_code: int | None = field(default=None, init=False)
     _waits_for: str = field(default="", init=False)
@@ -61,7 +61,7 @@ class Guest:
         return DONE if self._end is None else self._end.code
 
     @property
-    def news(self) -> "Guest":
+    def news(self) -> "RendezvousClient":
         """This: others say here that a generation must end."""
         return self
 
@@ -74,7 +74,7 @@ class Guest:
         self._receive()
         return self._called_off if self._end is None else self._end.sentence or "the job is over"
 
-    def places(self) -> Generator[Place, None, None]:
+    def places(self) -> Generator[RankAssignment, None, None]:
         """One for each generation that this node takes part in."""
         while True:
             self._wait()
@@ -90,13 +90,13 @@ class Guest:
         if self._end is not None and self._end.sentence:
             self.say(f"{self._end.sentence}.")
 
-    def note(self, ended: Generation) -> None:
+    def note(self, ended: LocalWorkers) -> None:
         """Tell the meeting how a generation has ended here."""
         self._last_code = ended.code
         outcome = self._outcome(ended)
         self.connection.send(encode({"kind": "ended", **outcome.as_message()}))
         if self._end is None and (outcome.leaves or outcome.is_final):
-            self._end = End(ended.code, "")
+            self._end = NodeExit(ended.code, "")
 
     def close(self) -> None:
         """Leave; where the meeting is here, it is over for all."""
@@ -106,21 +106,21 @@ class Guest:
         self.connection.flush()
         self.connection.close()
 
-    def _outcome(self, ended: Generation) -> Outcome:
+    def _outcome(self, ended: LocalWorkers) -> GenerationOutcome:
         if ended.is_unwanted and self.host is not None:
-            return Outcome(ended.code or PEER_LOST, "it was asked to end", is_final=True, leaves=True)
+            return GenerationOutcome(ended.code or PEER_LOST, "it was asked to end", is_final=True, leaves=True)
         if ended.is_unwanted:
-            return Outcome(PEER_LOST if ended.code else DONE, "it was asked to end", leaves=True)
+            return GenerationOutcome(PEER_LOST if ended.code else DONE, "it was asked to end", leaves=True)
         if ended.is_late:
-            return Outcome(ended.code, "the run took longer than --timeout allows", is_final=True)
+            return GenerationOutcome(ended.code, "the run took longer than --timeout allows", is_final=True)
         failure = ended.failure
         if failure is None:
-            return Outcome(ended.code, "its workers were asked to end", is_consequence=True)
-        return Outcome(ended.code, failure.headline, failure.is_consequence, is_final(ended))
+            return GenerationOutcome(ended.code, "its workers were asked to end", is_consequence=True)
+        return GenerationOutcome(ended.code, failure.headline, failure.is_consequence, is_final(ended))
 
     def _wait(self) -> None:
         """Until there is a place or an end."""
-        notice = Notice(self.say)
+        notice = WaitLogger(self.say)
         self._heard = time.monotonic()
         while True:
             self._receive()
@@ -135,10 +135,10 @@ class Guest:
             if self._waits_for:
                 notice.tell(self._waits_for)
 
-    def _end_of_patience(self) -> End:
+    def _end_of_patience(self) -> NodeExit:
         if seconds_left(self.stop_at) <= 0:
-            return End(NO_PROGRESS, "the run takes longer than --timeout allows")
-        return End(
+            return NodeExit(NO_PROGRESS, "the run takes longer than --timeout allows")
+        return NodeExit(
             PEER_LOST, f"{self.where} said nothing for {_SILENT_SECONDS:g} s, and the job cannot go on without it"
         )
 
@@ -148,11 +148,11 @@ class Guest:
             self._take(message)
         if self.connection.ended is not None and self._end is None:
             why = self.connection.ended
-            self._end = End(PEER_LOST, f"{self.where} was lost ({why}), and the job cannot go on without it")
+            self._end = NodeExit(PEER_LOST, f"{self.where} was lost ({why}), and the job cannot go on without it")
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "start":
-            self._place = Place(**message["place"])
+            self._place = RankAssignment(**message["place"])
         elif message["kind"] == "call off":
             self._called_off = message["sentence"]
         elif message["kind"] == "again":
@@ -160,7 +160,7 @@ class Guest:
         elif message["kind"] == "beat":
             self._waits_for = message["waits"]
         elif message["kind"] == "end" and self._end is None:
-            self._end = End(int(message["code"]), message["sentence"])
+            self._end = NodeExit(int(message["code"]), message["sentence"])
 
 
 def seconds_left(stop_at: float | None) -> float:
@@ -168,7 +168,7 @@ def seconds_left(stop_at: float | None) -> float:
     return float("inf") if stop_at is None else stop_at - time.monotonic()
 
 
-def unwanted(numbers: list[int], code: int | None = None) -> End | None:
+def unwanted(numbers: list[int], code: int | None = None) -> NodeExit | None:
     """The end where the supervisor was asked to end while nothing runs: with ``code``, if workers have run before."""
     asked = [number for number in numbers if number in ENDING]
-    return End(128 + asked[0] if code is None else code, "") if asked else None
+    return NodeExit(128 + asked[0] if code is None else code, "") if asked else None

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.exit_codes import NO_PROGRESS, PEER_LOST
-from lockstep.distributed.control.framed_socket import Connection
-from lockstep.distributed.control.handshake_client import NotYetError, connect, introduce
-from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, StrangerError
+from lockstep.distributed.control.framed_socket import FramedSocket
+from lockstep.distributed.control.handshake_client import RetryableConnectError, connect, introduce
+from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, HandshakeError
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.wait_logger import Notice
+from lockstep.distributed.control.wait_logger import WaitLogger
 from lockstep.launch.failure_report import USAGE
-from lockstep.launch.launch_config import Job
+from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import is_here
-from lockstep.launch.rendezvous.node_messages import Terms
-from lockstep.launch.rendezvous.rendezvous_client import End, Guest, seconds_left, unwanted
-from lockstep.launch.rendezvous.rendezvous_server import Host
-from lockstep.launch.signal_pipe import Signals
+from lockstep.launch.rendezvous.node_messages import JobSpec
+from lockstep.launch.rendezvous.rendezvous_client import NodeExit, RendezvousClient, seconds_left, unwanted
+from lockstep.launch.rendezvous.rendezvous_server import RendezvousServer
+from lockstep.launch.signal_pipe import SignalPipe
 
 __all__ = ["arrive"]
 
@@ -31,13 +31,13 @@ _CONNECT_SECONDS = 5.0
 
 
 def arrive(
-    job: Job,
+    job: LaunchConfig,
     node: int | None,
     secret: bytes | None,
-    received: Signals,
+    received: SignalPipe,
     stop_at: float | None,
     say: Callable[[str], None],
-) -> Guest | End:
+) -> RendezvousClient | NodeExit:
     """Come to the meeting of a job.
 
     Args:
@@ -54,19 +54,19 @@ def arrive(
     Raises:
         ClusterError: this is node 0, and it cannot listen.
     """
-    terms = Terms.of(job)
-    here = _Arrival(terms, _introduction(job, node, terms), secret, received, stop_at, say)
+    terms = JobSpec.of(job)
+    here = _RendezvousJoin(terms, _introduction(job, node, terms), secret, received, stop_at, say)
     if node == 0:
         return here.as_host()
     if node is None and is_here(split_address("--coordinator", terms.coordinator)[0]):
-        with contextlib.suppress(NotYetError):
+        with contextlib.suppress(RetryableConnectError):
             return here.as_guest()
         with contextlib.suppress(ClusterError):  # Another one was faster.
             return here.as_host()
     return here.as_patient_guest()
 
 
-def _introduction(job: Job, node: int | None, terms: Terms) -> Peer:
+def _introduction(job: LaunchConfig, node: int | None, terms: JobSpec) -> Peer:
     """Where no hosts are named, the others see from where a node has come."""
     host, port = split_address("address", job.first_addresses[node or 0] if job.hosts else terms.coordinator)
     information = {"rank": node, "host": host if job.hosts else "", "port": port}
@@ -75,27 +75,27 @@ def _introduction(job: Job, node: int | None, terms: Terms) -> Peer:
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    terms: Terms
+class _RendezvousJoin:
+    terms: JobSpec
     me: Peer
     secret: bytes | None
-    received: Signals
+    received: SignalPipe
     stop_at: float | None
     say: Callable[[str], None]
 
-    def as_host(self) -> Guest:
+    def as_host(self) -> RendezvousClient:
         """Listen."""
         listener = open_listener(self.terms.coordinator, None, self.say)
-        host = Host(self.terms, self.me, listener, self.secret, self.say)
+        host = RendezvousServer(self.terms, self.me, listener, self.secret, self.say)
         return self._guest(host.connection, host)
 
-    def as_patient_guest(self) -> Guest | End:
+    def as_patient_guest(self) -> RendezvousClient | NodeExit:
         """Try until somebody lets this node in."""
-        notice, reason = Notice(self.say), "nobody listens there"
+        notice, reason = WaitLogger(self.say), "nobody listens there"
         while notice.seconds < self.terms.start_seconds:
             try:
                 return self.as_guest()
-            except NotYetError as error:
+            except RetryableConnectError as error:
                 reason = str(error)
             notice.tell(f"node 0, where all meet at {self.terms.coordinator} ({reason})")
             numbers, _ = self.received.wait(_RETRY_SECONDS)
@@ -103,37 +103,37 @@ class _Arrival:
             if asked is not None:
                 return asked
             if seconds_left(self.stop_at) <= 0:
-                return End(NO_PROGRESS, f"{self._where} was not met within --timeout: {reason}")
-        return End(
+                return NodeExit(NO_PROGRESS, f"{self._where} was not met within --timeout: {reason}")
+        return NodeExit(
             PEER_LOST,
             f"{self._where} was not met within {self.terms.start_seconds:g} s: {reason}. Is the same command started there, and can it "
             "be reached from here?",
         )
 
-    def as_guest(self) -> Guest | End:
-        """Try once; NotYetError where to try again is right."""
+    def as_guest(self) -> RendezvousClient | NodeExit:
+        """Try once; RetryableConnectError where to try again is right."""
         connection = connect(self.terms.coordinator, _CONNECT_SECONDS)
         try:
             introduce(connection, self.me, self.secret, HANDSHAKE_SECONDS)
             _be_let_in(connection)
-        except StrangerError as error:
+        except HandshakeError as error:
             connection.close()
-            return End(USAGE, f"{self._where} does not let this node in {error}")
+            return NodeExit(USAGE, f"{self._where} does not let this node in {error}")
         except BaseException:
             connection.close()
             raise
         return self._guest(connection, None)
 
-    def _guest(self, connection: Connection, host: Host | None) -> Guest:
-        return Guest(connection, host, self._where, self.received, self.stop_at, self.say)
+    def _guest(self, connection: FramedSocket, host: RendezvousServer | None) -> RendezvousClient:
+        return RendezvousClient(connection, host, self._where, self.received, self.stop_at, self.say)
 
     @property
     def _where(self) -> str:
         return f"node 0, where all meet at {self.terms.coordinator},"
 
 
-def _be_let_in(connection: Connection) -> None:
-    """Wait for the host's word; StrangerError where it is no."""
+def _be_let_in(connection: FramedSocket) -> None:
+    """Wait for the host's word; HandshakeError where it is no."""
     until = time.monotonic() + HANDSHAKE_SECONDS
     while connection.ended is None and time.monotonic() < until:
         message = connection.wait(until - time.monotonic())
@@ -141,6 +141,6 @@ def _be_let_in(connection: Connection) -> None:
             return
         if message is not None and message["kind"] == "refuse":
             if message["again"]:
-                raise NotYetError(message["sentence"])
-            raise StrangerError(message["sentence"])
-    raise NotYetError(connection.ended or "it says nothing")
+                raise RetryableConnectError(message["sentence"])
+            raise HandshakeError(message["sentence"])
+    raise RetryableConnectError(connection.ended or "it says nothing")

@@ -9,16 +9,16 @@ from typing import Any
 
 from lockstep._errors import LockstepError
 from lockstep.distributed.cluster.addresses import split_address
-from lockstep.distributed.control.admission import Refusal
-from lockstep.distributed.control.event_loop import Loop
-from lockstep.distributed.control.framed_socket import CLOSED, Connection
-from lockstep.distributed.control.handshake_server import Door
+from lockstep.distributed.control.admission import JoinRejection
+from lockstep.distributed.control.event_loop import EventLoop
+from lockstep.distributed.control.framed_socket import CLOSED, FramedSocket
+from lockstep.distributed.control.handshake_server import HandshakeServer
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.protocol import FIRST_BYTES, MAX_BYTES, encode
-from lockstep.launch.rendezvous.node_messages import Node, Outcome, Terms
-from lockstep.launch.rendezvous.rendezvous_state import Assembly, Said
+from lockstep.launch.rendezvous.node_messages import GenerationOutcome, JobSpec, NodeInfo
+from lockstep.launch.rendezvous.rendezvous_state import Outbound, RendezvousState
 
-__all__ = ["Host"]
+__all__ = ["RendezvousServer"]
 
 _BEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.1
@@ -27,7 +27,7 @@ _LINGER_SECONDS = 2.0  # For the others to hear that the job is over.
 _OWN = 0  # The key of the node that the meeting is at.
 
 
-class Host:
+class RendezvousServer:
     """Serves the meeting of one job.
 
     Args:
@@ -44,22 +44,24 @@ class Host:
 
     def __init__(
         self,
-        terms: Terms,
+        terms: JobSpec,
         me: Peer,
         listener: socket.socket,
         secret: bytes | None,
         announce: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._loop = Loop("lockstep-meeting", clock)
-        self._assembly = Assembly(terms, clock)
-        self._connections: dict[int, Connection] = {}
+        self._loop = EventLoop("lockstep-meeting", clock)
+        self._assembly = RendezvousState(terms, clock)
+        self._connections: dict[int, FramedSocket] = {}
         self._next_key, self._ticks = _OWN, 0
         self._all_told = threading.Event()
         here, there = socket.socketpair()
-        self.connection = Connection(there)
-        self._sit(Connection(here), Node.of(me, split_address("the coordinator", terms.coordinator)[0], is_host=True))
-        self._loop.listen(listener, Door(self._loop, me, secret, self._arrived, announce).knock, FIRST_BYTES)
+        self.connection = FramedSocket(there)
+        self._sit(
+            FramedSocket(here), NodeInfo.of(me, split_address("the coordinator", terms.coordinator)[0], is_host=True)
+        )
+        self._loop.listen(listener, HandshakeServer(self._loop, me, secret, self._arrived, announce).knock, FIRST_BYTES)
         self._loop.later(0.0, self._tick)
         self._loop.start()
 
@@ -74,12 +76,12 @@ class Host:
             self._say(self._assembly.finish(code, sentence))
         self._see_who_is_left()
 
-    def _arrived(self, connection: Connection, peer: Peer) -> None:
+    def _arrived(self, connection: FramedSocket, peer: Peer) -> None:
         try:
             refusal = self._assembly.judge(peer)
-            node = None if refusal else Node.of(peer, _host_of(connection))
+            node = None if refusal else NodeInfo.of(peer, _host_of(connection))
         except (LockstepError, TypeError, ValueError) as error:
-            node, refusal = None, Refusal(f"{peer.process} did not say properly which node it is ({error})")
+            node, refusal = None, JoinRejection(f"{peer.process} did not say properly which node it is ({error})")
         if node is not None:
             connection.send(encode({"kind": "welcome"}))
             self._sit(connection, node)
@@ -88,7 +90,7 @@ class Host:
             connection.send(encode(message))
             self._loop.remove(connection)
 
-    def _sit(self, connection: Connection, node: Node) -> None:
+    def _sit(self, connection: FramedSocket, node: NodeInfo) -> None:
         key, self._next_key = self._next_key, self._next_key + 1
         self._connections[key] = connection
         connection.allow(MAX_BYTES)
@@ -99,7 +101,7 @@ class Host:
     def _received(self, key: int, message: dict[str, Any]) -> None:
         try:
             if message["kind"] == "ended":
-                self._say(self._assembly.note(key, Outcome.from_message(message)))
+                self._say(self._assembly.note(key, GenerationOutcome.from_message(message)))
         except (KeyError, TypeError, ValueError) as error:
             self._connections[key].ended = f"it sent what cannot be read ({error!r})"
 
@@ -121,13 +123,13 @@ class Host:
                 self._connections[key].send(beat)
         self._loop.later(_TICK_SECONDS, self._tick)
 
-    def _say(self, said: Iterable[Said]) -> None:
+    def _say(self, said: Iterable[Outbound]) -> None:
         for one in said:
             if one.to in self._connections:
                 self._connections[one.to].send(encode(one.message))
 
 
-def _host_of(connection: Connection) -> str:
+def _host_of(connection: FramedSocket) -> str:
     """Where a connection comes from; an IPv4 address that a socket for both shows as IPv6 is written as what it is."""
     host = split_address("address", connection.address)[0]
     address = ipaddress.ip_address(host)

@@ -4,7 +4,7 @@ import json
 
 from lockstep.distributed.cluster.exit_codes import USER_ERROR
 from lockstep.launch.failure_report import USAGE
-from lockstep.launch.launch_config import Job
+from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates.common import job_name, port_of, program_of, run_options
 
 __all__ = ["manifest"]
@@ -72,7 +72,7 @@ _SUCCESS = """\
 """
 
 
-def manifest(job: Job) -> str:
+def manifest(job: LaunchConfig) -> str:
     """The manifest for ``kubectl apply``; a pod whose program has an error ends the job, any other one is replaced.
 
     Where nodes meet, the job is done when node 0 is, as it ends with the code of the job.

@@ -1,7 +1,7 @@
 """The same job under Ray: a Python script that starts ``lockstep run`` on each node. Ray Train is not needed."""
 
 from lockstep._errors import OptionError
-from lockstep.launch.launch_config import Job
+from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates.common import job_name, port_of, program_of, run_options
 
 __all__ = ["script"]
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 '''
 
 
-def script(job: Job) -> str:
+def script(job: LaunchConfig) -> str:
     """The script, for ``python`` on a machine of the Ray cluster or for ``ray job submit``.
 
     Raises:

@@ -3,7 +3,7 @@
 import shlex
 
 from lockstep.distributed.cluster.exit_codes import PEER_LOST
-from lockstep.launch.launch_config import Job
+from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates.common import job_name, port_of, program_of, run_options
 
 __all__ = ["script"]
@@ -57,7 +57,7 @@ srun --no-kill --kill-on-bad-exit=0 bash -c 'trap : TERM INT HUP USR1
 _RESULT = '\n[ ! -s "$result" ] || code=$(cat "$result")\nrm -f "$result"'
 
 
-def script(job: Job) -> str:
+def script(job: LaunchConfig) -> str:
     """The script. Slurm says USR1 to the workers two minutes before it ends the job; who then ends with 75 is queued again."""
     options = shlex.join(run_options(job))
     if job.is_elastic:  # As many as Slurm gives at most.

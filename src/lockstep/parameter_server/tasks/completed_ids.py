@@ -1,9 +1,9 @@
 """Which of the numbers 0, 1, 2, … are done: all below one, and some above."""
 
-__all__ = ["Done"]
+__all__ = ["CompletedIds"]
 
 
-class Done:
+class CompletedIds:
     """A set of whole numbers that is small while they come nearly in order.
 
     Args:
@@ -13,7 +13,7 @@ class Done:
         below: all smaller numbers are done, this one is not.
 
     Example:
-        >>> done = Done()
+        >>> done = CompletedIds()
         >>> done.add(0), done.add(2), done.add(2), done.below, 2 in done
         (True, True, False, 1, True)
         >>> done.add(1), done.below

@@ -12,12 +12,12 @@ from lockstep.parameter_server.variables.array_transport import Message
 from lockstep.parameter_server.variables.client_session import Answer
 from lockstep.parameter_server.variables.messages import whole
 
-__all__ = ["Points"]
+__all__ = ["SyncPointLog"]
 
 _LEAST_BYTES = 256  # What keeping one takes, however little it says.
 
 
-class Points:
+class SyncPointLog:
     """The points 0, 1, 2, …; the oldest ones are forgotten where all together are too large. Used under its owner's lock.
 
     Args:
@@ -25,7 +25,7 @@ class Points:
             kept, whatever their size.
 
     Example:
-        >>> points = Points()
+        >>> points = SyncPointLog()
         >>> points.add({"done": False}, {})
         >>> points.answer_to({"kind": "ask", "point": 0})
         ({'kind': 'fact', 'what': {'done': False}}, {})

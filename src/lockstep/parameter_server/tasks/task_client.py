@@ -12,19 +12,19 @@ from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.failures import summary_of
 from lockstep.parameter_server.tasks.task_dispatcher import Result
-from lockstep.parameter_server.variables.array_transport import MalformedError, Message, payload_bytes
+from lockstep.parameter_server.variables.array_transport import Message, ProtocolError, payload_bytes
 from lockstep.parameter_server.variables.messages import no_arrays
-from lockstep.parameter_server.variables.rpc_client import Answer, Courier
-from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.parameter_server.variables.rpc_client import Answer, RpcClient
+from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["CallOver", "DeskClient", "Piece", "PointReached", "Until", "work"]
+__all__ = ["CallEnded", "StopCondition", "SyncPointReached", "Task", "TaskClient", "work"]
 
 _NEVER = "what nobody tells"
 _MOST_BYTES = 2**31  # Of the arrays of one answer.
 
 
 @dataclass(frozen=True)
-class Piece:
+class Task:
     """What is to be done.
 
     Args:
@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Until:
+class StopCondition:
     """How long a worker works in a call that it sees piece by piece, as its own script comes to them.
 
     Args:
@@ -53,10 +53,10 @@ class Until:
     known: int
 
 
-Do = Callable[[Piece], Result]
+Do = Callable[[Task], Result]
 
 
-class CallOver(Exception):  # noqa: N818 # It is no error: a call comes to its end so.
+class CallEnded(Exception):  # noqa: N818 # It is no error: a call comes to its end so.
     """The call has ended at the chief.
 
     Args:
@@ -69,7 +69,7 @@ class CallOver(Exception):  # noqa: N818 # It is no error: a call comes to its e
         self.result, self.arrays = result, arrays
 
 
-class PointReached(Exception):  # noqa: N818 # It is no error: work for one point comes to its end so.
+class SyncPointReached(Exception):  # noqa: N818 # It is no error: work for one point comes to its end so.
     """The chief has told what follows at a point of the script.
 
     Args:
@@ -82,21 +82,21 @@ class PointReached(Exception):  # noqa: N818 # It is no error: work for one poin
         self.what, self.arrays = what, arrays
 
 
-class DeskClient:
+class TaskClient:
     """Asks the chief; used by one thread at a time.
 
     Args:
         courier: to the chief.
     """
 
-    def __init__(self, courier: Courier) -> None:
+    def __init__(self, courier: RpcClient) -> None:
         self._courier = courier
 
     def enter(self, call: int) -> None:
         """Wait until the chief has begun a call.
 
         Raises:
-            CallOver: it has ended it already.
+            CallEnded: it has ended it already.
             ClusterError: the chief is lost, or has failed.
         """
         self._wait({"kind": "enter", "call": call}, "entered")
@@ -111,15 +111,15 @@ class DeskClient:
         message, arrays = self._wait({"kind": "ask", "call": call, "point": point}, "fact")
         return message["what"], arrays
 
-    def end_of(self, call: int) -> CallOver:
+    def end_of(self, call: int) -> CallEnded:
         """Wait until a call is over; other errors as for :meth:`enter`."""
         try:
             while True:
                 self._wait({"kind": "ask", "call": call, "key": _NEVER}, "fact")
-        except CallOver as over:
+        except CallEnded as over:
             return over
 
-    def take(self, call: int, after: "Future[Answer] | None" = None, until: Until | None = None) -> Piece:
+    def take(self, call: int, after: "Future[Answer] | None" = None, until: StopCondition | None = None) -> Task:
         """Wait for a piece of work; other errors as for :meth:`enter`.
 
         Args:
@@ -128,21 +128,21 @@ class DeskClient:
             until: which pieces, and how long; None: all, until the call is over.
 
         Raises:
-            PointReached: there is nothing more to do until then.
+            SyncPointReached: there is nothing more to do until then.
         """
         message, arrays = self._wait(self._take(call, until), "task", after)
-        return Piece(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
+        return Task(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
 
-    def asked_for_piece(self, call: int, until: Until | None = None) -> "Future[Answer]":
+    def asked_for_piece(self, call: int, until: StopCondition | None = None) -> "Future[Answer]":
         """Ask for a piece of work without waiting, for :meth:`take`."""
         return self._ask(self._take(call, until))
 
-    def finish(self, call: int, piece: Piece, result: Result) -> "Future[Answer]":
+    def finish(self, call: int, piece: Task, result: Result) -> "Future[Answer]":
         """Bring a result; does not wait."""
         about = {"kind": "finish", "call": call, "task": piece.number, "result": result[0]}
         return self._courier.ask(about, result[1], no_arrays)
 
-    def fail(self, call: int, error: BaseException, piece: Piece | None = None) -> None:
+    def fail(self, call: int, error: BaseException, piece: Task | None = None) -> None:
         """Tell what this process, or a piece, has ended with; then nobody goes on. Of who is lost the chief hears by itself."""
         is_stuck = isinstance(error, ClusterError) and error.exit_code == exit_codes.NO_PROGRESS
         if isinstance(error, ClusterError) and not is_stuck:
@@ -160,7 +160,7 @@ class DeskClient:
         """End the connection."""
         self._courier.close()
 
-    def _take(self, call: int, until: Until | None) -> Message:
+    def _take(self, call: int, until: StopCondition | None) -> Message:
         return {"kind": "take", "call": call} | ({} if until is None else vars(until))
 
     def _ask(self, message: Message) -> "Future[Answer]":
@@ -171,9 +171,9 @@ class DeskClient:
         found = (after or self._ask(message)).result()
         while found[0]["kind"] != kind:
             if found[0]["kind"] == "over":
-                raise CallOver(found[0]["result"], found[1])
+                raise CallEnded(found[0]["result"], found[1])
             if found[0]["kind"] == "fact":
-                raise PointReached(found[0]["what"], found[1])
+                raise SyncPointReached(found[0]["what"], found[1])
             if found[0]["kind"] == "failed":
                 raise ClusterError(str(found[0]["sentence"]), int(found[0]["code"]))
             found = self._ask(message).result()
@@ -181,8 +181,8 @@ class DeskClient:
 
 
 def work(
-    desk: DeskClient, call: int, do: Do, idle: Callable[[], object] = lambda: None, until: Until | None = None
-) -> CallOver:
+    desk: TaskClient, call: int, do: Do, idle: Callable[[], object] = lambda: None, until: StopCondition | None = None
+) -> CallEnded:
     """Do what the chief hands out until the call is over.
 
     Args:
@@ -196,7 +196,7 @@ def work(
         The end of the call, with its result.
 
     Raises:
-        PointReached: there is nothing more to do ``until`` then.
+        SyncPointReached: there is nothing more to do ``until`` then.
         ClusterError: the chief is lost, or has failed.
         Exception: what ``do`` has raised; the chief knows of it then, unless it was a loss.
     """
@@ -212,7 +212,7 @@ def work(
             noted = desk.finish(call, piece, result)
             asked = desk.asked_for_piece(call, until)
             noted.result()
-    except CallOver as over:
+    except CallEnded as over:
         return over
 
 
@@ -220,8 +220,8 @@ _SOON_SECONDS = 0.05
 
 
 def _next(
-    desk: DeskClient, call: int, asked: "Future[Answer]", idle: Callable[[], object], until: Until | None
-) -> Piece:
+    desk: TaskClient, call: int, asked: "Future[Answer]", idle: Callable[[], object], until: StopCondition | None
+) -> Task:
     try:
         asked.result(_SOON_SECONDS)
     except TimeoutError:
@@ -232,6 +232,6 @@ def _next(
     return desk.take(call, asked, until)
 
 
-def _some_bytes(message: Message, given: tuple[Spec, ...]) -> None:
+def _some_bytes(message: Message, given: tuple[VariableSpec, ...]) -> None:
     if payload_bytes(given) > _MOST_BYTES:
-        raise MalformedError(f"{payload_bytes(given):,} bytes are too many for one answer: at most {_MOST_BYTES:,}")
+        raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one answer: at most {_MOST_BYTES:,}")

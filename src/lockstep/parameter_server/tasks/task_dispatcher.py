@@ -13,15 +13,15 @@ from concurrent.futures import Future
 from lockstep._errors import ClusterError
 from lockstep._logging import announce as announce_line
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.control.wait_logger import Notice, listed
-from lockstep.parameter_server.tasks.sync_point_log import Points
-from lockstep.parameter_server.tasks.task_queue import WorkQueue
-from lockstep.parameter_server.variables.array_transport import Arrays, MalformedError, Message, payload_bytes
-from lockstep.parameter_server.variables.client_session import Answer, Visit, seconds_of
+from lockstep.distributed.control.wait_logger import WaitLogger, listed
+from lockstep.parameter_server.tasks.sync_point_log import SyncPointLog
+from lockstep.parameter_server.tasks.task_queue import TaskQueue
+from lockstep.parameter_server.variables.array_transport import Arrays, Message, ProtocolError, payload_bytes
+from lockstep.parameter_server.variables.client_session import Answer, ClientSession, seconds_of
 from lockstep.parameter_server.variables.messages import whole
-from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["Desk", "Result"]
+__all__ = ["Result", "TaskDispatcher"]
 
 _HEAR_SECONDS = 3.0
 _NOTED: Answer = {"kind": "noted", "counts": True}, {}
@@ -31,7 +31,7 @@ WhenDone = Callable[["Future[Result]"], object]
 Result = tuple[Message, Arrays]
 
 
-class Desk:
+class TaskDispatcher:
     """The chief's desk.
 
     Args:
@@ -43,7 +43,7 @@ class Desk:
         clock: gives seconds, and is not set back.
 
     Example:
-        >>> desk = Desk()
+        >>> desk = TaskDispatcher()
         >>> desk.open(1)
         >>> result = desk.schedule({"batch": 3})
         >>> desk.is_idle, result.done()
@@ -62,13 +62,13 @@ class Desk:
         self._timeout, self._long, self._result_bytes = timeout_seconds, long_seconds, result_bytes
         self._announce, self._clock = announce, clock
         self._changed = threading.Condition()
-        self._call, self._is_open, self._queue = 0, False, WorkQueue()
+        self._call, self._is_open, self._queue = 0, False, TaskQueue()
         self._attached: Callable[[], Arrays] = dict
         self._pieces: dict[int, tuple[Message, Arrays, Future[Result]]] = {}
         self._results: dict[int, Result] = {}
         self._facts: dict[str, Result] = {}
-        self._points = Points()
-        self._present: set[Visit] = set()  # who is in the call that is open, or has not left it yet
+        self._points = SyncPointLog()
+        self._present: set[ClientSession] = set()  # who is in the call that is open, or has not left it yet
         self._failure: tuple[str, int] | None = None
         self._moved = clock()
         self._kinds = {"enter": self._enter, "ask": self._ask, "leave": self._leave_call}
@@ -101,7 +101,7 @@ class Desk:
         """
         with self._changed:
             self._raise_failure()
-            self._call, self._is_open, self._queue, self._attached = call, True, WorkQueue(self._timeout), attached
+            self._call, self._is_open, self._queue, self._attached = call, True, TaskQueue(self._timeout), attached
             self._pieces, self._facts, self._moved = {}, {}, self._clock()
             self._changed.notify_all()
 
@@ -112,7 +112,7 @@ class Desk:
             self._changed.notify_all()
 
     def tell_point(self, what: Message, arrays: Arrays | None = None, weights: Arrays | None = None) -> None:
-        """Have this ready for whoever comes to the next point of the script, in this call or later: see :meth:`Points.add`."""
+        """Have this ready for whoever comes to the next point of the script, in this call or later: see :meth:`SyncPointLog.add`."""
         with self._changed:
             self._points.add(what, arrays or {}, weights)
             self._changed.notify_all()
@@ -154,7 +154,7 @@ class Desk:
         Raises:
             ClusterError: something has failed, no worker has come, or no piece was finished for too long; who has it is named.
         """
-        notice = Notice(self._announce, self._clock)
+        notice = WaitLogger(self._announce, self._clock)
         with self._changed:
             while not until():
                 self._raise_failure()
@@ -200,7 +200,7 @@ class Desk:
         if self._failure is not None:
             raise ClusterError(*self._failure)
 
-    def _raise_if_stuck(self, notice: Notice) -> None:
+    def _raise_if_stuck(self, notice: WaitLogger) -> None:
         limit = self._long if self.workers else self._timeout
         if not self.workers:
             notice.tell("a worker")
@@ -215,19 +215,19 @@ class Desk:
 
     # The side of the others.
 
-    def judge(self, message: Message, given: tuple[Spec, ...]) -> None:
-        """Refuse a message by MalformedError, before its arrays are received."""
+    def judge(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
+        """Refuse a message by ProtocolError, before its arrays are received."""
         if message["kind"] not in self._kinds:
-            raise MalformedError(f"there is no {message['kind']!r}")
+            raise ProtocolError(f"there is no {message['kind']!r}")
         limit = self._result_bytes if message["kind"] == "finish" else 0
         if payload_bytes(given) > limit or (given and not limit):
-            raise MalformedError(f"{payload_bytes(given):,} bytes follow a {message['kind']!r}: at most {limit:,} may")
+            raise ProtocolError(f"{payload_bytes(given):,} bytes follow a {message['kind']!r}: at most {limit:,} may")
 
-    def answer(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
-        """Do what somebody asks; MalformedError where that cannot be asked."""
+    def answer(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
+        """Do what somebody asks; ProtocolError where that cannot be asked."""
         return self._kinds[message["kind"]](visit, message, arrays)
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, visit: ClientSession) -> None:
         """Somebody has gone: others do what a worker had; without a server nothing goes on."""
         with self._changed:
             was_present = visit in self._present
@@ -242,7 +242,7 @@ class Desk:
             pieces = f"piece{'s' if lost[1:] else ''} {listed(map(str, lost))}"
             self._announce(f"{visit} has gone: others do {pieces} of the work again")
 
-    def _answered(self, visit: Visit, message: Message, ready: Callable[[], Answer | None]) -> Answer:
+    def _answered(self, visit: ClientSession, message: Message, ready: Callable[[], Answer | None]) -> Answer:
         """What is ready, or what has become of the call, or nothing within the time that was asked for."""
         call, deadline = whole(message, "call"), self._clock() + seconds_of(message)
         with self._changed:
@@ -259,7 +259,7 @@ class Desk:
                     return {"kind": "nothing"}, {}
                 self._changed.wait(min(left, _LOOK_SECONDS))
 
-    def _enter(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
+    def _enter(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
         def enter() -> Answer:
             if visit not in self._present:
                 self._moved = self._clock()
@@ -269,7 +269,7 @@ class Desk:
 
         return self._answered(visit, message, enter)
 
-    def _take(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
+    def _take(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
         known = whole(message, "known") if "known" in message else None
 
         def take() -> Answer | None:
@@ -283,17 +283,17 @@ class Desk:
 
         return self._answered(visit, message, take)
 
-    def _ask(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
+    def _ask(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
         def ask() -> Answer | None:
             found = self._facts.get(str(message.get("key")))
             return None if found is None else ({"kind": "fact", "what": found[0]}, found[1])
 
         return self._answered(visit, message, ask)
 
-    def _finish(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
+    def _finish(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
         number, found = whole(message, "task"), message.get("result")
         if not isinstance(found, dict):
-            raise MalformedError("a 'finish' has no result")
+            raise ProtocolError("a 'finish' has no result")
         with self._changed:
             counts = whole(message, "call") == self._call and self._queue.finish(visit, number)
             if counts:
@@ -304,14 +304,14 @@ class Desk:
             self._changed.notify_all()
         return {"kind": "noted", "counts": counts}, {}
 
-    def _fail(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
+    def _fail(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
         with self._changed:
             where = f" in piece {whole(message, 'task')} of the work" if "task" in message else ""
             code = exit_codes.NO_PROGRESS if message.get("is_stuck") is True else exit_codes.USER_ERROR
             self._break(f"{visit} failed{where}: {message.get('summary')}", code)
         return _NOTED
 
-    def _leave_call(self, visit: Visit, message: Message, arrays: Arrays) -> Answer:
+    def _leave_call(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
         with self._changed:
             self._present.discard(visit)
             self._changed.notify_all()

@@ -3,12 +3,12 @@
 import heapq
 from collections.abc import Hashable
 
-from lockstep.parameter_server.tasks.completed_ids import Done
+from lockstep.parameter_server.tasks.completed_ids import CompletedIds
 
-__all__ = ["WorkQueue"]
+__all__ = ["TaskQueue"]
 
 
-class WorkQueue:
+class TaskQueue:
     """Pieces of work, by their numbers 0, 1, 2, …; used under its owner's lock.
 
     A worker that is lost may have done its pieces all the same: what it did is done at least once, and counts once.
@@ -20,7 +20,7 @@ class WorkQueue:
         added: number of pieces so far.
 
     Example:
-        >>> queue = WorkQueue()
+        >>> queue = TaskQueue()
         >>> queue.add(2)
         >>> queue.take("worker 0"), queue.take("worker 1"), queue.take("worker 1")
         (0, 1, None)
@@ -36,7 +36,7 @@ class WorkQueue:
         self._next = 0
         self._again: list[int] = []
         self._held: dict[int, dict[Hashable, float]] = {}  # who has it, since when
-        self._done = Done()
+        self._done = CompletedIds()
 
     @property
     def is_idle(self) -> bool:

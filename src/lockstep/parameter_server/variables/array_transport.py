@@ -19,10 +19,18 @@ import numpy as np
 
 from lockstep.checkpoint.dtypes import DTYPES
 from lockstep.distributed.cluster.addresses import join_address
-from lockstep.distributed.control.protocol import Frames, MalformedError, encode
-from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.distributed.control.protocol import FrameDecoder, ProtocolError, encode
+from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["MAX_HEAD_BYTES", "Arrays", "Link", "LostError", "MalformedError", "Message", "payload_bytes"]
+__all__ = [
+    "MAX_HEAD_BYTES",
+    "ArrayConnection",
+    "Arrays",
+    "ConnectionLostError",
+    "Message",
+    "ProtocolError",
+    "payload_bytes",
+]
 
 MAX_HEAD_BYTES = 4 * 2**20  # Some 30,000 arrays.
 _MAX_AXES = 32
@@ -32,14 +40,14 @@ _LENGTH = struct.Struct(">I")
 
 Message = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
-Judge = Callable[[Message, tuple[Spec, ...]], None]
+Judge = Callable[[Message, tuple[VariableSpec, ...]], None]
 
 
-class LostError(Exception):
+class ConnectionLostError(Exception):
     """Nothing more comes: the other end has closed the connection, is silent, or cannot be reached."""
 
 
-class Link:
+class ArrayConnection:
     """One end of a connection over which arrays travel; used by one thread at a time, which waits.
 
     Args:
@@ -82,7 +90,7 @@ class Link:
                 self._socket.setsockopt(socket.IPPROTO_TCP, option, round(1000 * seconds))
 
     def send(self, message: Message, arrays: Arrays | None = None) -> None:
-        """Send a message and arrays; LostError where they cannot be sent."""
+        """Send a message and arrays; ConnectionLostError where they cannot be sent."""
         described: list[list[Any]] = []
         buffers: list[memoryview] = []
         for name, array in (arrays or {}).items():
@@ -102,16 +110,16 @@ class Link:
             head_bytes: limit of the message without arrays.
 
         Raises:
-            LostError: nothing more comes.
-            MalformedError: what comes is no message.
+            ConnectionLostError: nothing more comes.
+            ProtocolError: what comes is no message.
         """
         message, specs = self.receive_head(head_bytes)
         judge(message, specs)
         return message, {spec.name: self._array(spec) for spec in specs}
 
-    def receive_head(self, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, tuple[Spec, ...]]:
+    def receive_head(self, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, tuple[VariableSpec, ...]]:
         """The next message, and what arrays follow; they must be received or the link be closed."""
-        frames = Frames(head_bytes)
+        frames = FrameDecoder(head_bytes)
         length = self._bytes(_LENGTH.size)
         for _ in frames.feed(length):
             pass  # A length alone is no message, but may be refused.
@@ -120,7 +128,7 @@ class Link:
 
     def refuse(self, message: Message, seconds: float = 1.0) -> None:
         """Send a last message to one who may be sending still, and close: what comes is thrown away, or it could not hear us."""
-        with suppress(LostError, OSError):
+        with suppress(ConnectionLostError, OSError):
             self.hurry(seconds)
             self.send(message)
             self._socket.shutdown(socket.SHUT_WR)
@@ -130,7 +138,7 @@ class Link:
         self.close()
 
     def expect(self) -> None:
-        """Wait for the first byte of the next message; LostError as for others."""
+        """Wait for the first byte of the next message; ConnectionLostError as for others."""
         self._some(memoryview(bytearray(1)), socket.MSG_PEEK)
 
     def is_closed(self) -> bool:
@@ -143,7 +151,7 @@ class Link:
             return True
 
     def cut(self) -> None:
-        """End it, from any thread: the one that uses it gets LostError, and closes it."""
+        """End it, from any thread: the one that uses it gets ConnectionLostError, and closes it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -151,7 +159,7 @@ class Link:
         """Give the socket back."""
         self._socket.close()
 
-    def _array(self, spec: Spec) -> np.ndarray:
+    def _array(self, spec: VariableSpec) -> np.ndarray:
         array = np.empty(spec.shape, DTYPES[spec.dtype])
         self._fill(array.reshape(-1).view(np.uint8).data)
         return array
@@ -172,11 +180,11 @@ class Link:
             self._mind_the_deadline()
             count = self._socket.recv_into(buffer, 0, flags)
         except TimeoutError:
-            raise LostError("it said nothing in time") from None
+            raise ConnectionLostError("it said nothing in time") from None
         except OSError as error:
-            raise LostError(f"its connection closed ({error.strerror or error})") from None
+            raise ConnectionLostError(f"its connection closed ({error.strerror or error})") from None
         if not count:
-            raise LostError("its connection closed")
+            raise ConnectionLostError("its connection closed")
         return count
 
     def _mind_the_deadline(self) -> None:
@@ -190,9 +198,9 @@ class Link:
                 self._mind_the_deadline()
                 count = self._socket.sendmsg(itertools.islice(waiting, _MAX_BUFFERS))
             except TimeoutError:
-                raise LostError("it took nothing in time") from None
+                raise ConnectionLostError("it took nothing in time") from None
             except OSError as error:
-                raise LostError(f"its connection closed ({error.strerror or error})") from None
+                raise ConnectionLostError(f"its connection closed ({error.strerror or error})") from None
             self.sent += count
             while waiting and count >= len(waiting[0]):
                 count -= len(waiting.popleft())
@@ -200,26 +208,26 @@ class Link:
                 waiting[0] = waiting[0][count:]
 
 
-def payload_bytes(specs: tuple[Spec, ...]) -> int:
+def payload_bytes(specs: tuple[VariableSpec, ...]) -> int:
     """Bytes of the arrays together."""
     return sum(math.prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in specs)
 
 
-def _specs(described: Any) -> tuple[Spec, ...]:
-    """What arrays follow a message, as it says itself; MalformedError where that cannot be."""
+def _specs(described: Any) -> tuple[VariableSpec, ...]:
+    """What arrays follow a message, as it says itself; ProtocolError where that cannot be."""
     if not isinstance(described, list):
-        raise MalformedError("it does not say which arrays follow")
+        raise ProtocolError("it does not say which arrays follow")
     specs = tuple(_spec(item) for item in described)
     if len({spec.name for spec in specs}) < len(specs):
-        raise MalformedError("two arrays have one name")
+        raise ProtocolError("two arrays have one name")
     return specs
 
 
-def _spec(described: Any) -> Spec:
+def _spec(described: Any) -> VariableSpec:
     match described:
         case [str(name), str(dtype), list(shape), int(length)] if dtype in DTYPES and len(shape) <= _MAX_AXES:
             if all(type(size) is int and size >= 0 for size in shape):
-                spec = Spec(name, tuple(shape), dtype)
+                spec = VariableSpec(name, tuple(shape), dtype)
                 if payload_bytes((spec,)) == length:
                     return spec
-    raise MalformedError(f"{str(described)[:80]} describes no array")
+    raise ProtocolError(f"{str(described)[:80]} describes no array")

@@ -5,16 +5,16 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from lockstep.distributed.control.peer import Peer
-from lockstep.parameter_server.variables.array_transport import MalformedError, Message
+from lockstep.parameter_server.variables.array_transport import Message, ProtocolError
 
-__all__ = ["Answer", "Visit", "seconds_of"]
+__all__ = ["Answer", "ClientSession", "seconds_of"]
 
 _LONGEST_SECONDS = 3600.0
 
 Answer = tuple[Message, Mapping[str, np.ndarray]]
 
 
-class Visit:
+class ClientSession:
     """A worker from its coming to its going; one that comes again makes another visit.
 
     Args:
@@ -30,8 +30,8 @@ class Visit:
 
 
 def seconds_of(message: Message) -> float:
-    """How long one who asks wants to wait; MalformedError where that is no number of seconds."""
+    """How long one who asks wants to wait; ProtocolError where that is no number of seconds."""
     seconds = message.get("seconds")
     if isinstance(seconds, (int, float)) and 0 <= seconds <= _LONGEST_SECONDS:
         return float(seconds)
-    raise MalformedError(f"seconds: expected a number from 0 to {_LONGEST_SECONDS:g}, got {str(seconds)[:40]!r}")
+    raise ProtocolError(f"seconds: expected a number from 0 to {_LONGEST_SECONDS:g}, got {str(seconds)[:40]!r}")

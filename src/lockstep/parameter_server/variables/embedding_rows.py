@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep._keras.layers import operations_of, replaced_methods
 
-__all__ = ["LookedUp", "tables_of"]
+__all__ = ["EmbeddingRows", "tables_of"]
 
 Ids = dict[str, list[jax.Array]]
 
@@ -24,7 +24,7 @@ def tables_of(model: keras.Model) -> dict[str, keras.layers.Embedding]:
     return {each.embeddings.path: each for each in layers if id(each.embeddings) in trained}
 
 
-class LookedUp:
+class EmbeddingRows:
     """The rows that a model looks up in tables.
 
     Args:
@@ -33,9 +33,9 @@ class LookedUp:
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep.parameter_server.variables.embedding_rows import LookedUp, tables_of
+        >>> from lockstep.parameter_server.variables.embedding_rows import EmbeddingRows, tables_of
         >>> model = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 1, name="words")])
-        >>> [rows.tolist() for rows in LookedUp(model, tables_of(model)).rows(np.array([[7, 3], [3, -1]])).values()]
+        >>> [rows.tolist() for rows in EmbeddingRows(model, tables_of(model)).rows(np.array([[7, 3], [3, -1]])).values()]
         [[3, 7, 8]]
     """
 

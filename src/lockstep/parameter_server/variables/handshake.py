@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, StrangerError, answer, hello, other_secret
+from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, HandshakeError, answer, hello, other_secret
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.protocol import FIRST_BYTES, PROTOCOL, new_nonce, proof, proves
-from lockstep.parameter_server.variables.array_transport import Link, MalformedError, Message
-from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.parameter_server.variables.array_transport import ArrayConnection, Message, ProtocolError
+from lockstep.parameter_server.variables.sharding import VariableSpec
 
 __all__ = ["enter", "let_in"]
 
 
-def let_in(link: Link, me: Peer, secret: bytes | None) -> Peer:
+def let_in(link: ArrayConnection, me: Peer, secret: bytes | None) -> Peer:
     """Find out who has connected.
 
     Args:
@@ -24,9 +24,9 @@ def let_in(link: Link, me: Peer, secret: bytes | None) -> Peer:
         The worker.
 
     Raises:
-        StrangerError: it is no worker of this job.
-        LostError: it went away, or took too long.
-        MalformedError: it sent what is no message.
+        HandshakeError: it is no worker of this job.
+        ConnectionLostError: it went away, or took too long.
+        ProtocolError: it sent what is no message.
     """
     link.hurry(HANDSHAKE_SECONDS)
     greeting = _next(link, "hello")
@@ -35,14 +35,14 @@ def let_in(link: Link, me: Peer, secret: bytes | None) -> Peer:
     link.send({"kind": "challenge", "protocol": PROTOCOL, "nonce": ours, "process": me.process, "proof": proven})
     joining = _next(link, "join")
     if secret is not None and not proves(joining.get("proof"), secret, "worker", theirs, ours):
-        raise StrangerError("it does not know the secret of this job")
+        raise HandshakeError("it does not know the secret of this job")
     worker = _peer_of(joining.get("peer"), link.address)
     _compare(worker.identity, me.identity)
     link.send({"kind": "welcome"})
     return worker
 
 
-def enter(link: Link, me: Peer, secret: bytes | None, seconds: float) -> None:
+def enter(link: ArrayConnection, me: Peer, secret: bytes | None, seconds: float) -> None:
     """Say to a server who this worker is.
 
     Args:
@@ -52,9 +52,9 @@ def enter(link: Link, me: Peer, secret: bytes | None, seconds: float) -> None:
         seconds: limit of all of it.
 
     Raises:
-        StrangerError: it is no server of this job, or does not let this worker in.
-        LostError: it went away, or took too long.
-        MalformedError: it sent what is no message.
+        HandshakeError: it is no server of this job, or does not let this worker in.
+        ConnectionLostError: it went away, or took too long.
+        ProtocolError: it sent what is no message.
     """
     link.hurry(seconds)
     nonce = new_nonce()
@@ -62,24 +62,24 @@ def enter(link: Link, me: Peer, secret: bytes | None, seconds: float) -> None:
     challenge = _next(link, "challenge")
     try:
         link.send_frame(answer(challenge, nonce, me, secret))
-    except StrangerError:
+    except HandshakeError:
         link.send_frame(other_secret())
         raise
     _next(link, "welcome")
 
 
-def _next(link: Link, kind: str) -> Message:
+def _next(link: ArrayConnection, kind: str) -> Message:
     message, _ = link.receive(_nothing_follows, FIRST_BYTES)
     if message["kind"] == "refused":
-        raise StrangerError(f"it says: {message.get('sentence')}")
+        raise HandshakeError(f"it says: {message.get('sentence')}")
     if message["kind"] != kind:
-        raise StrangerError(f"it said {message['kind']!r} instead of {kind!r}")
+        raise HandshakeError(f"it said {message['kind']!r} instead of {kind!r}")
     return message
 
 
-def _nothing_follows(message: Message, specs: tuple[Spec, ...]) -> None:
+def _nothing_follows(message: Message, specs: tuple[VariableSpec, ...]) -> None:
     if specs:
-        raise MalformedError(f"arrays follow a {message['kind']!r}")
+        raise ProtocolError(f"arrays follow a {message['kind']!r}")
 
 
 def _peer_of(said: Any, address: str) -> Peer:
@@ -93,10 +93,10 @@ def _peer_of(said: Any, address: str) -> Peer:
             "information": dict(information),
         }:
             return Peer(index, workers, host, pid, identity=identity, information=information, address=address)
-    raise StrangerError("it did not say who it is")
+    raise HandshakeError("it did not say who it is")
 
 
 def _compare(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
-            raise StrangerError(f"its {name} is {theirs.get(name)!r}, that of the server {ours.get(name)!r}")
+            raise HandshakeError(f"its {name} is {theirs.get(name)!r}, that of the server {ours.get(name)!r}")

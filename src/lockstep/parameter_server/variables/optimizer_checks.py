@@ -3,14 +3,14 @@
 import keras
 
 from lockstep._errors import OptionError
-from lockstep.parameter_server.variables.sharding import Plan
+from lockstep.parameter_server.variables.sharding import ShardingPlan
 
 __all__ = ["check_optimizer"]
 
 _SEE_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 
 
-def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: Plan) -> None:
+def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: ShardingPlan) -> None:
     """Refuse an optimizer whose update of one number depends on numbers that another server holds.
 
     Args:

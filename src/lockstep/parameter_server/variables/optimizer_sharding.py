@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.parameter_server.variables.sharding import Plan, Shard, Spec
+from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan, VariableSpec
 from lockstep.parameter_server.variables.variable_store import OPTIMIZER, as_variable
 
 __all__ = ["OptimizerState"]
@@ -35,12 +35,12 @@ class _Slot:
     """
 
     number: int
-    spec: Spec
+    spec: VariableSpec
     owner: int | None
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SlotLocation:
     """Where a variable of the whole model's optimizer is.
 
     Args:
@@ -67,10 +67,10 @@ class OptimizerState:
     Example:
         >>> import keras, numpy as np
         >>> from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
-        >>> from lockstep.parameter_server.variables.sharding import Spec, plan
+        >>> from lockstep.parameter_server.variables.sharding import VariableSpec, plan
         >>> optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
         >>> optimizer.build([keras.Variable(np.zeros((4, 2), "float32"), name="w")])
-        >>> state = OptimizerState(optimizer, plan([Spec("w", (4, 2), "float32")], 2, lambda shape, dtype: [2, 1]))
+        >>> state = OptimizerState(optimizer, plan([VariableSpec("w", (4, 2), "float32")], 2, lambda shape, dtype: [2, 1]))
         >>> parts = state.split([variable.numpy() for variable in optimizer.variables])
         >>> [part["optimizer/2"].shape for part in parts]
         [(2, 2), (2, 2)]
@@ -78,7 +78,7 @@ class OptimizerState:
         [(), (), (4, 2)]
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, plan: Plan) -> None:
+    def __init__(self, optimizer: keras.optimizers.Optimizer, plan: ShardingPlan) -> None:
         self._kind = type(optimizer).__name__
         slots = _slots_of(optimizer, plan.variables)
         shapes = [tuple(variable.shape) for variable in optimizer.variables]
@@ -91,7 +91,7 @@ class OptimizerState:
         self._places = sorted(self._placed(slots, plan), key=lambda place: place.slot.number)
 
     def split(self, values: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-        """For each server what :meth:`lockstep.parameter_server.variables.variable_store.Store.fill` takes besides values of variables.
+        """For each server what :meth:`lockstep.parameter_server.variables.variable_store.VariableStore.fill` takes besides values of variables.
 
         Args:
             values: of ``optimizer.variables``, in their order.
@@ -115,7 +115,7 @@ class OptimizerState:
         """
         return [self._value(place, [states[n][_name(there)] for n, there in place.held]) for place in self._places]
 
-    def _value(self, place: _Place, found: list[np.ndarray]) -> np.ndarray:
+    def _value(self, place: _SlotLocation, found: list[np.ndarray]) -> np.ndarray:
         if place.rows:
             return np.concatenate(found)
         if place.slot.owner is not None and any(one.tobytes() != found[0].tobytes() for one in found[1:]):
@@ -125,7 +125,7 @@ class OptimizerState:
             )
         return found[0]
 
-    def _placed(self, slots: Sequence[_Slot], plan: Plan) -> Iterator[_Place]:
+    def _placed(self, slots: Sequence[_Slot], plan: ShardingPlan) -> Iterator[_SlotLocation]:
         there = [_by_owner(each) for each in self._servers]
         for owner, mine in _by_owner(slots).items():
             shards = () if owner is None else plan.shards[plan.variables[owner].name]
@@ -136,13 +136,13 @@ class OptimizerState:
                     raise self._indivisible(slot)
                 yield self._place(slot, tuple((server, theirs[turn]) for server, theirs in held), shards)
 
-    def _place(self, slot: _Slot, held: tuple[tuple[int, _Slot], ...], shards: Sequence[Shard]) -> _Place:
+    def _place(self, slot: _Slot, held: tuple[tuple[int, _Slot], ...], shards: Sequence[Shard]) -> _SlotLocation:
         shape, shapes = slot.spec.shape, [there.spec.shape for _, there in held]
         if all(each == shape for each in shapes):
-            return _Place(slot, held, ())
+            return _SlotLocation(slot, held, ())
         by_rows = [(shard.end - shard.begin, *shape[1:]) for shard in shards]
         if shape and shapes == by_rows and shape[0] == shards[0].variable.shape[0]:
-            return _Place(slot, held, tuple(shards))
+            return _SlotLocation(slot, held, tuple(shards))
         raise self._indivisible(slot)
 
     def _indivisible(self, slot: _Slot) -> OptionError:
@@ -162,7 +162,7 @@ class _Reference(keras.Variable):
         return self.mark
 
 
-def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[Spec]) -> list[_Slot]:
+def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[VariableSpec]) -> list[_Slot]:
     """What an optimizer of this configuration makes for these variables, in its order."""
     config, found = optimizer.get_config(), []
 
@@ -178,7 +178,7 @@ def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[Spec]) -> l
         for number, variable in enumerate(another.variables):
             mark = _MARK.search(variable.name)
             name = variable.path if mark is None else _MARK.sub(f"{specs[int(mark[1])].name} ", variable.path).strip()
-            spec = Spec(name, tuple(variable.shape), str(variable.dtype))
+            spec = VariableSpec(name, tuple(variable.shape), str(variable.dtype))
             found.append(_Slot(number, spec, int(mark[1]) if mark else None))
 
     jax.eval_shape(build)

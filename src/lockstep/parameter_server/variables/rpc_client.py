@@ -13,24 +13,29 @@ import numpy as np
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.addresses import split_address
-from lockstep.distributed.control.handshake_server import StrangerError
+from lockstep.distributed.control.handshake_server import HandshakeError
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.wait_logger import Notice, listed
-from lockstep.parameter_server.variables.array_transport import Link, LostError, MalformedError, Message
+from lockstep.distributed.control.wait_logger import WaitLogger, listed
+from lockstep.parameter_server.variables.array_transport import (
+    ArrayConnection,
+    ConnectionLostError,
+    Message,
+    ProtocolError,
+)
 from lockstep.parameter_server.variables.handshake import enter
-from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["Answer", "Courier", "connect"]
+__all__ = ["Answer", "RpcClient", "connect"]
 
 _RETRY_SECONDS = 0.1
 _MARGIN_SECONDS = 5.0  # For an answer that was due at the end of the wait to arrive.
 
 Answer = tuple[Message, dict[str, np.ndarray]]
-Judge = Callable[[Message, tuple[Spec, ...]], None]
+Judge = Callable[[Message, tuple[VariableSpec, ...]], None]
 Request = tuple[Message, Mapping[str, np.ndarray], Judge, "Future[Answer]"]
 
 
-class Courier:
+class RpcClient:
     """Asks one server. After the first failure of the connection, every question fails with the same error.
 
     Args:
@@ -39,7 +44,7 @@ class Courier:
         timeout_seconds: limit of each wait.
     """
 
-    def __init__(self, name: str, link: Link, timeout_seconds: float) -> None:
+    def __init__(self, name: str, link: ArrayConnection, timeout_seconds: float) -> None:
         self.name, self.timeout_seconds = name, timeout_seconds
         self._link = link
         self._link.wait_at_most(timeout_seconds + _MARGIN_SECONDS)
@@ -60,7 +65,7 @@ class Courier:
         Args:
             message: the question.
             arrays: that go with it.
-            judge: raises MalformedError where an answer is not what was asked for.
+            judge: raises ProtocolError where an answer is not what was asked for.
         """
         if not self._thread.is_alive():
             raise ClusterError(f"{self.name}: this worker has closed its connection there.")
@@ -87,11 +92,11 @@ class Courier:
             raise self._error
         try:
             reply, values = self._ask(message, arrays, judge)
-        except LostError as error:
+        except ConnectionLostError as error:
             raise self._broken(
                 f"was lost while this process waited for its answer to {message['kind']!r}: {error}"
             ) from None
-        except MalformedError as error:
+        except ProtocolError as error:
             raise self._broken(f"gave no answer to a {message['kind']!r}: {error}") from None
         if reply["kind"] == "refused":
             raise self._broken(f"has refused a {message['kind']!r}: {reply.get('sentence')}", exit_codes.USER_ERROR)
@@ -103,11 +108,11 @@ class Courier:
         lost = None
         try:
             self._link.send(message, arrays)
-        except LostError as error:
+        except ConnectionLostError as error:
             lost = error
         try:  # What could not be sent may have been refused, and that can be heard.
             return self._link.receive(lambda reply, given: _judged(reply, given, judge))
-        except LostError:
+        except ConnectionLostError:
             if lost is not None:
                 raise lost from None
             raise
@@ -126,11 +131,11 @@ class Courier:
         return self._error
 
 
-def _judged(reply: Message, given: tuple[Spec, ...], judge: Judge) -> None:
+def _judged(reply: Message, given: tuple[VariableSpec, ...], judge: Judge) -> None:
     if reply["kind"] not in ("refused", "late"):
         judge(reply, given)
     elif given:
-        raise MalformedError(f"arrays follow a {reply['kind']!r}")
+        raise ProtocolError(f"arrays follow a {reply['kind']!r}")
 
 
 def connect(
@@ -142,7 +147,7 @@ def connect(
     announce: Callable[[str], Any],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Courier:
+) -> RpcClient:
     """Reach a server, which may still be about to start.
 
     Args:
@@ -158,13 +163,13 @@ def connect(
     Raises:
         ClusterError: nobody answers in time, or it is no server of this job.
     """
-    notice, reason = Notice(announce, clock), "nobody listens there"
+    notice, reason = WaitLogger(announce, clock), "nobody listens there"
     while (left := timeout_seconds - notice.seconds) > 0:
         try:
-            return Courier(f"{name} at {address}", _entered(name, address, me, secret, left), timeout_seconds)
-        except (StrangerError, MalformedError) as error:
+            return RpcClient(f"{name} at {address}", _entered(name, address, me, secret, left), timeout_seconds)
+        except (HandshakeError, ProtocolError) as error:
             raise ClusterError(f"{name} at {address} is no server of variables for this worker: {error}.") from None
-        except (LostError, OSError) as error:
+        except (ConnectionLostError, OSError) as error:
             reason = str(error)
         notice.tell(f"{name} at {address}")
         sleep(_RETRY_SECONDS)
@@ -174,16 +179,16 @@ def connect(
     )
 
 
-def _entered(name: str, address: str, me: Peer, secret: bytes | None, seconds: float) -> Link:
+def _entered(name: str, address: str, me: Peer, secret: bytes | None, seconds: float) -> ArrayConnection:
     connected = socket.create_connection(split_address(name, address), seconds)
-    link = Link(connected, seconds)
+    link = ArrayConnection(connected, seconds)
     try:
         if connected.getsockname() == connected.getpeername():
-            raise LostError(
+            raise ConnectionLostError(
                 "nobody listens there"
             )  # A free port can be given to the very socket that tries to reach it.
         enter(link, me, secret, seconds)
-    except (StrangerError, MalformedError, LostError, OSError):
+    except (HandshakeError, ProtocolError, ConnectionLostError, OSError):
         link.close()
         raise
     return link

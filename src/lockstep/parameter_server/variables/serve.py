@@ -10,17 +10,17 @@ import keras
 from lockstep._logging import announce as announce_line
 from lockstep.distributed.control.peer import Peer
 from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
-from lockstep.parameter_server.variables.sharding import Plan
+from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.tcp_server import ArrayServer
-from lockstep.parameter_server.variables.variable_service import Service
-from lockstep.parameter_server.variables.variable_store import Store
+from lockstep.parameter_server.variables.variable_service import VariableService
+from lockstep.parameter_server.variables.variable_store import VariableStore
 
 __all__ = ["serve"]
 
 
 def serve(
     number: int,
-    plan: Plan,
+    plan: ShardingPlan,
     optimizer: keras.optimizers.Optimizer,
     listener: socket.socket,
     *,
@@ -36,7 +36,7 @@ def serve(
         plan: where all variables are.
         optimizer: of the model; the server gets a copy of its own.
         listener: a socket that listens; it belongs to the server from now on.
-        max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.Clocks`.
+        max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
         identity: what who comes must have in common besides the plan.
         secret: what workers must know; None: nothing.
         announce: takes lines.
@@ -48,7 +48,7 @@ def serve(
     own = type(optimizer).from_config(optimizer.get_config())
     known = plan.identity_of(number) | dict(identity or {})
     me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=known, information={"job": "ps"})
-    service = Service(Store(plan.specs_at(number), own), max_staleness)
+    service = VariableService(VariableStore(plan.specs_at(number), own), max_staleness)
     server = ArrayServer(me, service, listener, secret=secret, announce=announce)
     server.start()
     return server

@@ -11,13 +11,13 @@ import numpy as np
 
 from lockstep._errors import OptionError
 
-__all__ = ["Plan", "Shard", "Spec", "cut", "plan", "whole_name"]
+__all__ = ["Shard", "ShardingPlan", "VariableSpec", "cut", "plan", "whole_name"]
 
 PartitionFunction = Callable[[Sequence[int], str], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Spec:
+class VariableSpec:
     """A variable, or what of it one server holds, without its value.
 
     Args:
@@ -43,19 +43,19 @@ class Shard:
         is_whole: whether this is all of the variable, which may have no rows then: a number.
     """
 
-    variable: Spec
+    variable: VariableSpec
     begin: int
     end: int
     server: int
     is_whole: bool
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> VariableSpec:
         """What the server holds."""
         if self.is_whole:
             return self.variable
         shape = (self.end - self.begin, *self.variable.shape[1:])
-        return Spec(f"{self.variable.name}[{self.begin}:{self.end}]", shape, self.variable.dtype)
+        return VariableSpec(f"{self.variable.name}[{self.begin}:{self.end}]", shape, self.variable.dtype)
 
     def of(self, value: np.ndarray) -> np.ndarray:
         """This shard of the variable's value; a view."""
@@ -71,7 +71,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """Where all variables are.
 
     Args:
@@ -80,7 +80,7 @@ class Plan:
         servers: number of servers.
     """
 
-    variables: tuple[Spec, ...]
+    variables: tuple[VariableSpec, ...]
     shards: Mapping[str, tuple[Shard, ...]]
     servers: int
 
@@ -88,7 +88,7 @@ class Plan:
         """The shards that one server holds, in the order of the variables."""
         return tuple(shard for shards in self.shards.values() for shard in shards if shard.server == server)
 
-    def specs_at(self, server: int) -> tuple[Spec, ...]:
+    def specs_at(self, server: int) -> tuple[VariableSpec, ...]:
         """What one server holds."""
         return tuple(shard.spec for shard in self.at(server))
 
@@ -105,7 +105,7 @@ class Plan:
         ]
 
 
-def plan(variables: Iterable[Spec], servers: int, partitioner: PartitionFunction | None = None) -> Plan:
+def plan(variables: Iterable[VariableSpec], servers: int, partitioner: PartitionFunction | None = None) -> ShardingPlan:
     """Give each variable to servers, one shard after the other to one server after the other, as ``tf.distribute`` does.
 
     Args:
@@ -118,8 +118,8 @@ def plan(variables: Iterable[Spec], servers: int, partitioner: PartitionFunction
 
     Example:
         >>> from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-        >>> from lockstep.parameter_server.variables.sharding import Spec, plan
-        >>> table = Spec("table", (5, 2), "float32")
+        >>> from lockstep.parameter_server.variables.sharding import VariableSpec, plan
+        >>> table = VariableSpec("table", (5, 2), "float32")
         >>> [shard.spec.shape for shard in plan([table], 2, FixedShardsPartitioner(2)).shards["table"]]
         [(3, 2), (2, 2)]
     """
@@ -130,14 +130,14 @@ def plan(variables: Iterable[Spec], servers: int, partitioner: PartitionFunction
         if variable.name in shards:
             raise OptionError(f"Two variables have the name {variable.name!r}: give one of their layers another one.")
         shards[variable.name] = tuple(_shards(variable, _count(variable, partitioner), turn))
-    return Plan(variables, shards, servers)
+    return ShardingPlan(variables, shards, servers)
 
 
-def whole_name(spec: Spec) -> str:
+def whole_name(spec: VariableSpec) -> str:
     """The name of the variable that this is, or of which it is a shard.
 
     Example:
-        >>> whole_name(Spec("net/table[3:5]", (2, 4), "float32"))
+        >>> whole_name(VariableSpec("net/table[3:5]", (2, 4), "float32"))
         'net/table'
     """
     return re.sub(r"\[\d+:\d+\]$", "", spec.name)
@@ -154,13 +154,13 @@ def cut(rows: int, count: int) -> list[int]:
     return [number * base + min(number, extra) for number in range(count + 1)]
 
 
-def _shards(variable: Spec, count: int, turn: Iterable[int]) -> Iterable[Shard]:
+def _shards(variable: VariableSpec, count: int, turn: Iterable[int]) -> Iterable[Shard]:
     bounds = cut(variable.shape[0], count) if variable.shape else [0, 0]
     for (begin, end), server in zip(itertools.pairwise(bounds), turn, strict=False):
         yield Shard(variable, begin, end, server, is_whole=count == 1)
 
 
-def _count(variable: Spec, partitioner: PartitionFunction | None) -> int:
+def _count(variable: VariableSpec, partitioner: PartitionFunction | None) -> int:
     if partitioner is None or not variable.shape:
         return 1
     given = partitioner(variable.shape, variable.dtype)

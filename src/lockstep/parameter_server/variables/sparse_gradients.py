@@ -9,10 +9,10 @@ import numpy as np
 
 from lockstep.parameter_server.variables.sharding import Shard
 
-__all__ = ["Gradient", "Rows", "as_update", "padded", "share", "summed"]
+__all__ = ["Gradient", "SparseGradient", "as_update", "padded", "share", "summed"]
 
 
-class Rows(NamedTuple):
+class SparseGradient(NamedTuple):
     """The gradient of some rows of a variable; of all others it is zero.
 
     Args:
@@ -24,10 +24,10 @@ class Rows(NamedTuple):
     values: np.ndarray
 
 
-Gradient = np.ndarray | Rows
+Gradient = np.ndarray | SparseGradient
 
 
-def summed(indices: np.ndarray, values: np.ndarray) -> Rows:
+def summed(indices: np.ndarray, values: np.ndarray) -> SparseGradient:
     """Rows of which each is named once, rising.
 
     Args:
@@ -42,18 +42,18 @@ def summed(indices: np.ndarray, values: np.ndarray) -> Rows:
     values = values.reshape(indices.size, *values.shape[indices.ndim :])
     total = np.zeros((len(unique), *values.shape[1:]), values.dtype)
     np.add.at(total, places.reshape(-1), values)
-    return Rows(unique.astype(np.int32), total)
+    return SparseGradient(unique.astype(np.int32), total)
 
 
 def share(gradient: Gradient, shard: Shard) -> Gradient:
     """What of a variable's gradient belongs to one shard of it."""
-    if not isinstance(gradient, Rows):
+    if not isinstance(gradient, SparseGradient):
         return shard.of(gradient)
     values = gradient.values if shard.is_whole else gradient.values[shard.are_here(gradient.indices)]
-    return Rows(shard.rows_here(gradient.indices), values)
+    return SparseGradient(shard.rows_here(gradient.indices), values)
 
 
-def padded(rows: Rows, of: int) -> Rows:
+def padded(rows: SparseGradient, of: int) -> SparseGradient:
     """With more rows, up to a power of two, that lie outside the variable: one compiled program serves many numbers of rows.
 
     Args:
@@ -63,7 +63,7 @@ def padded(rows: Rows, of: int) -> Rows:
     missing = (1 << max(0, len(rows.indices) - 1).bit_length()) - len(rows.indices)
     nothing = np.zeros((missing, *rows.values.shape[1:]), rows.values.dtype)
     indices = np.concatenate([rows.indices, np.full(missing, of, np.int32)])
-    return Rows(indices, np.concatenate([rows.values, nothing]))
+    return SparseGradient(indices, np.concatenate([rows.values, nothing]))
 
 
 def as_update(value: jax.Array, weights: Sequence[jax.Array], gradients: Sequence[Gradient]) -> jax.Array:
@@ -84,6 +84,6 @@ def as_update(value: jax.Array, weights: Sequence[jax.Array], gradients: Sequenc
 
 
 def _dense(value: jax.Array, gradient: Gradient) -> jax.Array:
-    if isinstance(gradient, Rows):
+    if isinstance(gradient, SparseGradient):
         return jnp.zeros_like(value).at[gradient.indices].add(gradient.values, mode="drop")
     return jnp.asarray(gradient)

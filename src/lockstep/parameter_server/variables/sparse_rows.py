@@ -15,8 +15,8 @@ import keras
 import numpy as np
 
 from lockstep._logging import announce as announce_line
-from lockstep.parameter_server.variables.embedding_rows import LookedUp, tables_of
-from lockstep.parameter_server.variables.sparse_gradients import Gradient, Rows, padded
+from lockstep.parameter_server.variables.embedding_rows import EmbeddingRows, tables_of
+from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, padded
 
 __all__ = ["LEAST_ROWS", "TouchedRows", "as_rows"]
 
@@ -51,8 +51,8 @@ class TouchedRows:
         self._announce = announce
         tables = {path: layer for path, layer in tables_of(model).items() if layer.input_dim >= LEAST_ROWS}
         self._undecided, self._by_rows = set(tables), set[str]()
-        self._looked_up = LookedUp(model, tables)
-        self._tables: dict[str, _Table] = {}
+        self._looked_up = EmbeddingRows(model, tables)
+        self._tables: dict[str, _SparseTable] = {}
 
     @property
     def is_decided(self) -> bool:
@@ -112,11 +112,11 @@ class TouchedRows:
 
     def _filled(self, name: str, values: np.ndarray, rows: np.ndarray) -> jax.Array:
         if name not in self._tables:
-            self._tables[name] = _Table((self._looked_up.height(name), *values.shape[1:]), values.dtype)
-        return self._tables[name].filled(Rows(rows, values))
+            self._tables[name] = _SparseTable((self._looked_up.height(name), *values.shape[1:]), values.dtype)
+        return self._tables[name].filled(SparseGradient(rows, values))
 
 
-class _Table:
+class _SparseTable:
     """Memory of a whole table, in which the rows of one batch have values, and all others are NaN.
 
     Args:
@@ -128,10 +128,10 @@ class _Table:
         self._value = jnp.full(shape, jnp.nan, dtype)
         self._last = np.zeros(0, np.int32)
 
-    def filled(self, rows: Rows) -> jax.Array:
+    def filled(self, rows: SparseGradient) -> jax.Array:
         """With these rows; what was given before is overwritten."""
         height = self._value.shape[0]
-        last = padded(Rows(self._last, np.zeros((len(self._last), 0), np.float32)), height).indices
+        last = padded(SparseGradient(self._last, np.zeros((len(self._last), 0), np.float32)), height).indices
         self._value = _exchanged(self._value, last, *padded(rows, height))
         self._last = rows.indices
         return self._value
@@ -167,7 +167,7 @@ def _as_rows(gradient: np.ndarray) -> Gradient:
         return gradient  # More than half of the numbers are in more than half of the rows.
     rows = np.flatnonzero(is_set) // size
     touched = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
-    return gradient if 2 * len(touched) > len(gradient) else Rows(touched.astype(np.int32), gradient[touched])
+    return gradient if 2 * len(touched) > len(gradient) else SparseGradient(touched.astype(np.int32), gradient[touched])
 
 
 def _poisoned(values: Mapping[str, Any], rows: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from lockstep._errors import whole_number
 
-__all__ = ["Clocks"]
+__all__ = ["StalenessBound"]
 
 
-class Clocks:
+class StalenessBound:
     """The clocks of all workers, as one server sees them; used under its lock.
 
     Args:
@@ -21,7 +21,7 @@ class Clocks:
         OptionError: it is no whole number of at least 0.
 
     Example:
-        >>> clocks = Clocks(max_staleness=1)
+        >>> clocks = StalenessBound(max_staleness=1)
         >>> for name in ("worker 0", "worker 1"):
         ...     clocks.join(name)
         >>> clocks.tick("worker 0")

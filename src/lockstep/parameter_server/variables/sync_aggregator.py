@@ -3,17 +3,17 @@
 from lockstep._errors import OptionError
 from lockstep.parameter_server.variables.variable_store import Push
 
-__all__ = ["Rounds"]
+__all__ = ["SyncAggregator"]
 
 
-class Rounds:
+class SyncAggregator:
     """Collects the parts of the next update. A part that comes twice, as its worker was taken for dead, counts once.
 
     Args:
         number: of updates so far.
 
     Example:
-        >>> rounds, one, two = Rounds(), Push({}), Push({}, weight=3)
+        >>> rounds, one, two = SyncAggregator(), Push({}), Push({}, weight=3)
         >>> rounds.add(0, part=1, parts=2, push=two) is None
         True
         >>> rounds.add(0, part=0, parts=2, push=one) == [one, two]

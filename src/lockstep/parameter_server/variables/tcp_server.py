@@ -9,14 +9,19 @@ from typing import Protocol
 import numpy as np
 
 from lockstep._logging import announce as announce_line
-from lockstep.distributed.control.handshake_server import StrangerError
+from lockstep.distributed.control.handshake_server import HandshakeError
 from lockstep.distributed.control.peer import Peer
-from lockstep.parameter_server.variables.array_transport import Link, LostError, MalformedError, Message
-from lockstep.parameter_server.variables.client_session import Answer, Visit
+from lockstep.parameter_server.variables.array_transport import (
+    ArrayConnection,
+    ConnectionLostError,
+    Message,
+    ProtocolError,
+)
+from lockstep.parameter_server.variables.client_session import Answer, ClientSession
 from lockstep.parameter_server.variables.handshake import let_in
-from lockstep.parameter_server.variables.sharding import Spec
+from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["Answers", "ArrayServer"]
+__all__ = ["ArrayServer", "RequestHandler"]
 
 _MOST_AT_THE_DOOR = 32  # Who has not said yet who they are; more are closed at once.
 _AGAIN_SECONDS = 0.05
@@ -25,16 +30,16 @@ _TOLD = 3  # A scanner of ports must not fill the log.
 _MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send an answer.
 
 
-class Answers(Protocol):
-    """What is served: :class:`lockstep.parameter_server.variables.variable_service.Service` and :class:`lockstep.parameter_server.tasks.task_dispatcher.Desk`."""
+class RequestHandler(Protocol):
+    """What is served: :class:`lockstep.parameter_server.variables.variable_service.VariableService` and :class:`lockstep.parameter_server.tasks.task_dispatcher.TaskDispatcher`."""
 
-    def judge(self, message: Message, given: tuple[Spec, ...]) -> None:
-        """Refuse a message by MalformedError, before its arrays are received."""
+    def judge(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
+        """Refuse a message by ProtocolError, before its arrays are received."""
 
-    def answer(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
-        """Do what is asked, and wait for it where needed; MalformedError where it cannot be asked."""
+    def answer(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        """Do what is asked, and wait for it where needed; ProtocolError where it cannot be asked."""
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, visit: ClientSession) -> None:
         """Who came has gone."""
 
 
@@ -55,7 +60,7 @@ class ArrayServer:
     def __init__(
         self,
         me: Peer,
-        answers: Answers,
+        answers: RequestHandler,
         listener: socket.socket,
         *,
         secret: bytes | None = None,
@@ -63,7 +68,7 @@ class ArrayServer:
     ) -> None:
         self._me, self._answers, self._listener = me, answers, listener
         self._secret, self._announce = secret, announce
-        self._links: set[Link] = set()
+        self._links: set[ArrayConnection] = set()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
         self._stopped = threading.Event()
@@ -99,7 +104,7 @@ class ArrayServer:
 
     def _receive(self, connected: socket.socket) -> None:
         """One connection, from its first byte to its last."""
-        link = Link(connected, _MESSAGE_SECONDS)
+        link = ArrayConnection(connected, _MESSAGE_SECONDS)
         with self._lock:
             self._links.add(link)
         if self._stopped.is_set():  # It came in the same moment.
@@ -113,16 +118,16 @@ class ArrayServer:
                 self._links.discard(link)
             link.close()
 
-    def _meet(self, link: Link) -> Visit | None:
+    def _meet(self, link: ArrayConnection) -> ClientSession | None:
         try:
-            return Visit(let_in(link, self._me, self._secret), is_gone=link.is_closed)
-        except (LostError, MalformedError, StrangerError) as error:
+            return ClientSession(let_in(link, self._me, self._secret), is_gone=link.is_closed)
+        except (ConnectionLostError, ProtocolError, HandshakeError) as error:
             self._turn_away(link, "it", error)
             return None
         finally:
             self._places.release()
 
-    def _serve(self, link: Link, visit: Visit) -> None:
+    def _serve(self, link: ArrayConnection, visit: ClientSession) -> None:
         link.give_up_after(_MESSAGE_SECONDS)
         try:
             while True:
@@ -130,14 +135,14 @@ class ArrayServer:
                 link.expect()
                 link.wait_at_most(_MESSAGE_SECONDS)
                 link.send(*self._answers.answer(visit, *link.receive(self._answers.judge)))
-        except LostError:
+        except ConnectionLostError:
             pass  # It has ended, or died: whoever started it knows.
-        except MalformedError as error:
+        except ProtocolError as error:
             self._turn_away(link, str(visit), error)
         finally:
             self._answers.leave(visit)
 
-    def _turn_away(self, link: Link, who: str, error: Exception) -> None:
+    def _turn_away(self, link: ArrayConnection, who: str, error: Exception) -> None:
         if self._stopped.is_set():
             return
         reason = str(error)[:_LONGEST_REASON]

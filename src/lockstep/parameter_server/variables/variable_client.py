@@ -20,18 +20,18 @@ from lockstep.parameter_server.variables.messages import (
     only_values,
     value_of,
 )
-from lockstep.parameter_server.variables.rpc_client import Answer, Courier, Judge, connect
-from lockstep.parameter_server.variables.sharding import Plan, Shard
+from lockstep.parameter_server.variables.rpc_client import Answer, Judge, RpcClient, connect
+from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
 from lockstep.parameter_server.variables.sparse_gradients import Gradient, share
 
-__all__ = ["Part", "Pushed", "VariableClient"]
+__all__ = ["BatchPart", "PendingPush", "VariableClient"]
 
 RowsAsked = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a gradient is part of, in synchronous training: see :class:`lockstep.parameter_server.variables.sync_aggregator.Rounds`.
+class BatchPart:
+    """What a gradient is part of, in synchronous training: see :class:`lockstep.parameter_server.variables.sync_aggregator.SyncAggregator`.
 
     Args:
         round: number of the update.
@@ -44,7 +44,7 @@ class Part:
     parts: int
 
 
-class Pushed:
+class PendingPush:
     """A gradient on its way.
 
     Args:
@@ -88,7 +88,7 @@ class VariableClient:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ShardingPlan,
         addresses: Sequence[str],
         me: Peer,
         *,
@@ -97,7 +97,7 @@ class VariableClient:
         announce: Callable[[str], Any] = announce_line,
     ) -> None:
         self._plan, self._timeout = plan, timeout_seconds
-        self._couriers: list[Courier] = []
+        self._couriers: list[RpcClient] = []
         self.versions = [0] * plan.servers
         try:
             for number, address in enumerate(addresses):
@@ -134,7 +134,7 @@ class VariableClient:
             parts = [part | dict(known) for part, known in zip(parts, optimizers, strict=True)]
         about = {"kind": "fill", "version": version, "task": task}
         arrays = [{VALUE + name: array for name, array in part.items()} for part in parts]
-        Pushed(self._ask([about] * len(parts), arrays, [no_arrays] * len(parts))).wait()
+        PendingPush(self._ask([about] * len(parts), arrays, [no_arrays] * len(parts))).wait()
 
     def pull(
         self, rows: RowsAsked | None = None, *, at_least: int = 0, takes_part: bool = True
@@ -166,10 +166,10 @@ class VariableClient:
         gradients: Mapping[str, Gradient],
         *,
         weight: float = 1.0,
-        part: Part | None = None,
+        part: BatchPart | None = None,
         task: int | None = None,
         below: int = 0,
-    ) -> Pushed:
+    ) -> PendingPush:
         """Send a gradient to the servers, which apply it at once; does not wait for that.
 
         Args:
@@ -186,7 +186,7 @@ class VariableClient:
         about = {} if part is None else {"round": part.round, "part": part.part, "parts": part.parts}
         about |= {} if task is None else {"task": task, "below": below}
         messages = [{"kind": "push", "weight": weight, "pulled": version, **about} for version in self.versions]
-        return Pushed(self._ask(messages, arrays, [no_arrays] * len(arrays)))
+        return PendingPush(self._ask(messages, arrays, [no_arrays] * len(arrays)))
 
     def rest(self) -> None:
         """This worker has nothing to do until it pulls again: nobody waits for it."""
@@ -211,7 +211,7 @@ class VariableClient:
 
     def _tell(self, kind: str) -> list[Message]:
         count = self._plan.servers
-        return Pushed(self._ask([{"kind": kind}] * count, [{}] * count, [no_arrays] * count)).wait()
+        return PendingPush(self._ask([{"kind": kind}] * count, [{}] * count, [no_arrays] * count)).wait()
 
     def _ask(
         self, messages: Iterable[Message], arrays: Iterable[Mapping[str, np.ndarray]], judges: Iterable[Judge]

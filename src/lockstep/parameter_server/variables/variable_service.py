@@ -9,26 +9,26 @@ from typing import Any
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.parameter_server.tasks.completed_ids import Done
-from lockstep.parameter_server.variables.array_transport import MalformedError, Message
-from lockstep.parameter_server.variables.client_session import Answer, Visit, seconds_of
+from lockstep.parameter_server.tasks.completed_ids import CompletedIds
+from lockstep.parameter_server.variables.array_transport import Message, ProtocolError
+from lockstep.parameter_server.variables.client_session import Answer, ClientSession, seconds_of
 from lockstep.parameter_server.variables.messages import ROWS, VALUE, as_gradients, asked_rows, judge, whole
-from lockstep.parameter_server.variables.sharding import Spec
-from lockstep.parameter_server.variables.staleness_bound import Clocks
-from lockstep.parameter_server.variables.sync_aggregator import Rounds
-from lockstep.parameter_server.variables.variable_store import Push, Store
+from lockstep.parameter_server.variables.sharding import VariableSpec
+from lockstep.parameter_server.variables.staleness_bound import StalenessBound
+from lockstep.parameter_server.variables.sync_aggregator import SyncAggregator
+from lockstep.parameter_server.variables.variable_store import Push, VariableStore
 
-__all__ = ["Service"]
+__all__ = ["VariableService"]
 
 _LOOK_SECONDS = 0.25  # How often a waiting worker is looked after: it may have gone.
 
 
-class Service:
+class VariableService:
     """Serves one store.
 
     Args:
         store: the variables.
-        max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.Clocks`.
+        max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
         clock: gives seconds, and is not set back.
 
     Attributes:
@@ -36,14 +36,14 @@ class Service:
     """
 
     def __init__(
-        self, store: Store, max_staleness: int | None = None, clock: Callable[[], float] = time.monotonic
+        self, store: VariableStore, max_staleness: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._clock = store, clock
-        self._clocks = Clocks(max_staleness)
-        self._rounds, self._done = Rounds(), Done()
+        self._clocks = StalenessBound(max_staleness)
+        self._rounds, self._done = SyncAggregator(), CompletedIds()
         self._changed = threading.Condition()
         self.staleness: Counter[int] = Counter()
-        self._answers: dict[str, Callable[[Visit, Message, Mapping[str, np.ndarray]], Answer]] = {
+        self._answers: dict[str, Callable[[ClientSession, Message, Mapping[str, np.ndarray]], Answer]] = {
             "fill": self._fill,
             "push": self._push,
             "pull": self._pull,
@@ -52,35 +52,35 @@ class Service:
             "statistics": self._statistics,
         }
 
-    def judge(self, message: Message, given: tuple[Spec, ...]) -> None:
-        """Refuse a message by MalformedError, before its arrays are received."""
+    def judge(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
+        """Refuse a message by ProtocolError, before its arrays are received."""
         if message["kind"] not in self._answers:
-            raise MalformedError(f"there is no {message['kind']!r}")
+            raise ProtocolError(f"there is no {message['kind']!r}")
         judge(message, given, self._store.specs, self._store.optimizer_specs if message["kind"] == "fill" else ())
 
-    def answer(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
-        """Do what a worker asks; MalformedError where that cannot be asked."""
+    def answer(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+        """Do what a worker asks; ProtocolError where that cannot be asked."""
         return self._answers[message["kind"]](visit, message, arrays)
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, visit: ClientSession) -> None:
         """A worker has gone: nobody waits for it any more."""
         with self._changed:
             self._clocks.leave(visit)
             self._changed.notify_all()
 
-    def _fill(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _fill(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         if visit.peer.job != "chief":
-            raise MalformedError("only the chief may set the values")
+            raise ProtocolError("only the chief may set the values")
         with self._changed:
             version = whole(message, "version")
             self._store.fill({name.removeprefix(VALUE): array for name, array in arrays.items()}, version)
-            self._rounds, self._done = Rounds(version), Done(whole(message, "task"))
+            self._rounds, self._done = SyncAggregator(version), CompletedIds(whole(message, "task"))
             self._changed.notify_all()
         return {"kind": "filled", "version": self._store.snapshot.version}, {}
 
-    def _push(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _push(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         if not self._store.is_filled:
-            raise MalformedError("a gradient came before there were values")
+            raise ProtocolError("a gradient came before there were values")
         push, pulled = Push(as_gradients(arrays, self._store.specs), _weight(message)), whole(message, "pulled")
         with self._changed:
             pushes = self._due(message, push)
@@ -100,14 +100,14 @@ class Service:
             try:
                 return self._rounds.add(number, part, parts, push)
             except OptionError as error:
-                raise MalformedError(str(error)) from None
+                raise ProtocolError(str(error)) from None
         if "task" in message:
             number = whole(message, "task")
             self._done.raise_to(whole(message, "below") if "below" in message else 0)
             return [push] if self._done.add(number) else None
         return [push]
 
-    def _pull(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _pull(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         asked = asked_rows(arrays, self._store.specs)
         at_least = whole(message, "at_least")
         deadline = self._clock() + seconds_of(message)
@@ -121,24 +121,24 @@ class Service:
             snapshot = self._store.snapshot
         return {"kind": "values", "version": snapshot.version}, _selected(snapshot.values, asked)
 
-    def _waits_for(self, visit: Visit | None, at_least: int) -> list[str]:
+    def _waits_for(self, visit: ClientSession | None, at_least: int) -> list[str]:
         if not self._store.is_filled:
             return ["the chief, which sets the first values"]
         if self._store.snapshot.version < at_least:
             return [f"the other parts of update {self._store.snapshot.version + 1}"]
         return self._clocks.holds_up(visit) if visit else []
 
-    def _rest(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _rest(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         with self._changed:
             self._clocks.rest(visit)
             self._changed.notify_all()
         return {"kind": "rested"}, {}
 
-    def _state(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _state(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         version, state = self._store.state()
         return {"kind": "state", "version": version}, {VALUE + name: array for name, array in state.items()}
 
-    def _statistics(self, visit: Visit, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _statistics(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
         with self._changed:
             histogram = [[staleness, count] for staleness, count in sorted(self.staleness.items())]
         return {"kind": "statistics", "updates": self._store.snapshot.version, "staleness": histogram}, {}
@@ -159,4 +159,4 @@ def _weight(message: Message) -> float:
     weight = message.get("weight", 1.0)
     if isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 < weight < float("inf"):
         return float(weight)
-    raise MalformedError(f"weight: expected a number above 0, got {str(weight)[:40]!r}")
+    raise ProtocolError(f"weight: expected a number above 0, got {str(weight)[:40]!r}")

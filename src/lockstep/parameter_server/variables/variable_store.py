@@ -11,16 +11,16 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.parameter_server.variables.sharding import Spec, whole_name
-from lockstep.parameter_server.variables.sparse_gradients import Gradient, Rows, as_update, padded
+from lockstep.parameter_server.variables.sharding import VariableSpec, whole_name
+from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, as_update, padded
 
-__all__ = ["OPTIMIZER", "Push", "Snapshot", "Store", "as_variable"]
+__all__ = ["OPTIMIZER", "Push", "VariableSnapshot", "VariableStore", "as_variable"]
 
 OPTIMIZER = "optimizer/"  # Before the numbers of its variables, among names of variables.
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class VariableSnapshot:
     """All values at one moment: none is older or newer than another.
 
     Args:
@@ -45,7 +45,7 @@ class Push:
     weight: float = 1.0
 
 
-class Store:
+class VariableStore:
     """Variables of a server. Updates follow one another; who reads gets a snapshot at once, also while an update runs.
 
     Args:
@@ -62,9 +62,9 @@ class Store:
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep.parameter_server.variables.sharding import Spec, whole_name
-        >>> from lockstep.parameter_server.variables.variable_store import Push, Store
-        >>> store = Store([Spec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
+        >>> from lockstep.parameter_server.variables.sharding import VariableSpec, whole_name
+        >>> from lockstep.parameter_server.variables.variable_store import Push, VariableStore
+        >>> store = VariableStore([VariableSpec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
         >>> store.fill({"w": np.float32([1, 2])})
         >>> store.apply([Push({"w": np.float32([1, 0])})])
         1
@@ -73,7 +73,7 @@ class Store:
     """
 
     def __init__(
-        self, specs: Sequence[Spec], optimizer: keras.optimizers.Optimizer, device: jax.Device | None = None
+        self, specs: Sequence[VariableSpec], optimizer: keras.optimizers.Optimizer, device: jax.Device | None = None
     ) -> None:
         if optimizer.built:
             raise OptionError(
@@ -87,13 +87,15 @@ class Store:
             optimizer.build([as_variable(spec) for spec in self.specs])
         self._optimizer_values: list[jax.Array] = []
         self._update = jax.jit(self._updated, donate_argnums=1)
-        self.snapshot, self.is_filled = Snapshot(0, {}), False
+        self.snapshot, self.is_filled = VariableSnapshot(0, {}), False
 
     @property
-    def optimizer_specs(self) -> tuple[Spec, ...]:
+    def optimizer_specs(self) -> tuple[VariableSpec, ...]:
         """What :meth:`fill` takes besides the variables."""
         variables = enumerate(self._optimizer.variables)
-        return tuple(Spec(f"{OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables)
+        return tuple(
+            VariableSpec(f"{OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables
+        )
 
     def fill(self, state: Mapping[str, np.ndarray], version: int = 0) -> None:
         """Set all values.
@@ -106,7 +108,7 @@ class Store:
             is_new = not all(spec.name in state for spec in self.optimizer_specs)
             known = self._fresh(state) if is_new else [state[spec.name] for spec in self.optimizer_specs]
             self._optimizer_values = [self._copied(value) for value in known]
-            self.snapshot = Snapshot(version, {name: self._copied(state[name]) for name in self._names})
+            self.snapshot = VariableSnapshot(version, {name: self._copied(state[name]) for name in self._names})
             self.is_filled = True
 
     def apply(self, pushes: Sequence[Push]) -> int:
@@ -121,7 +123,7 @@ class Store:
             weights = [np.float32(push.weight) for push in pushes]
             values, self._optimizer_values = self._update(values, self._optimizer_values, weights, gradients)
             jax.block_until_ready(values)
-            self.snapshot = Snapshot(self.snapshot.version + 1, dict(zip(self._names, values, strict=True)))
+            self.snapshot = VariableSnapshot(self.snapshot.version + 1, dict(zip(self._names, values, strict=True)))
             return self.snapshot.version
 
     def state(self) -> tuple[int, dict[str, np.ndarray]]:
@@ -146,12 +148,12 @@ class Store:
         """On the device; JAX would share the memory of an array that somebody else may write to."""
         return jax.device_put(np.array(value), self._device)
 
-    def _fitted(self, spec: Spec, gradient: Gradient) -> Gradient:
-        return padded(gradient, spec.shape[0]) if isinstance(gradient, Rows) else gradient
+    def _fitted(self, spec: VariableSpec, gradient: Gradient) -> Gradient:
+        return padded(gradient, spec.shape[0]) if isinstance(gradient, SparseGradient) else gradient
 
 
 def as_variable(
-    spec: Spec, value: np.ndarray | str = "zeros", kind: type[keras.Variable] = keras.Variable
+    spec: VariableSpec, value: np.ndarray | str = "zeros", kind: type[keras.Variable] = keras.Variable
 ) -> keras.Variable:
     """What an optimizer is built for; it has the path and the name that the variable has in its model, by which some optimizers go.
 

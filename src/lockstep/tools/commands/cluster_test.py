@@ -22,9 +22,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.control.control_client import Session
+from lockstep.distributed.control.control_client import ControlClient
 
-__all__ = ["Measured", "measure", "report", "run_cluster_test"]
+__all__ = ["ClusterMeasurement", "measure", "report", "run_cluster_test"]
 
 SIZES = (1_000, 1_000_000, 16_000_000)  # bytes that each worker brings
 PAIR_SECONDS = 20.0  # limit for all measurements of one pair
@@ -34,7 +34,7 @@ Reduce = Callable[[Placement, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
-class Measured:
+class ClusterMeasurement:
     """What some workers measured together.
 
     Args:
@@ -63,7 +63,9 @@ def _summed(mesh: Mesh) -> Any:
     return jax.jit(add)
 
 
-def measure(devices: list[jax.Device], workers: tuple[int, ...], index: int, reduce: Reduce = all_reduce) -> Measured:
+def measure(
+    devices: list[jax.Device], workers: tuple[int, ...], index: int, reduce: Reduce = all_reduce
+) -> ClusterMeasurement:
     """Add up arrays over some workers, and time it.
 
     Args:
@@ -84,31 +86,33 @@ def measure(devices: list[jax.Device], workers: tuple[int, ...], index: int, red
             times.append(time.perf_counter() - begun)
             wrong = found[found != expected]
             if wrong.size:
-                return Measured(
+                return ClusterMeasurement(
                     workers, error=f"{wrong.size} of {found.size} sums are wrong: expected {expected}, got {wrong[0]}"
                 )
         medians.append(sorted(times)[_ROUNDS // 2])
-    return Measured(workers, tuple(medians))
+    return ClusterMeasurement(workers, tuple(medians))
 
 
-def _within_limit(work: Callable[[], Measured], workers: tuple[int, ...], seconds: float) -> Measured:
-    found: list[Measured] = []
+def _within_limit(
+    work: Callable[[], ClusterMeasurement], workers: tuple[int, ...], seconds: float
+) -> ClusterMeasurement:
+    found: list[ClusterMeasurement] = []
 
     def run() -> None:
         try:
             found.append(work())
         except Exception as error:
-            found.append(Measured(workers, error=f"{type(error).__name__}: {error}"))
+            found.append(ClusterMeasurement(workers, error=f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else Measured(workers, error=f"no answer within {seconds:.0f} s")
+    return found[0] if found else ClusterMeasurement(workers, error=f"no answer within {seconds:.0f} s")
 
 
 def run_cluster_test(
-    session: Session, devices: list[jax.Device], reduce: Reduce = all_reduce, seconds: float = PAIR_SECONDS
-) -> tuple[list[Measured], list[float]]:
+    session: ControlClient, devices: list[jax.Device], reduce: Reduce = all_reduce, seconds: float = PAIR_SECONDS
+) -> tuple[list[ClusterMeasurement], list[float]]:
     """Measure every pair of workers, then all together; every worker calls it.
 
     Args:
@@ -125,13 +129,13 @@ def run_cluster_test(
     groups += [tuple(range(count))] if count > 2 else []
     found = []
     for workers in groups:
-        own = Measured(workers)
+        own = ClusterMeasurement(workers)
         if index in workers:
             chosen = [devices[worker] for worker in workers]
             own = _within_limit(lambda w=workers, d=chosen: measure(d, w, index, reduce), workers, seconds)  # type: ignore[misc]
         every = session.gather(f"workers {workers}", [own.seconds, own.error], timeout_seconds=2 * seconds)
         errors = [f"worker {number}: {every[number][1]}" for number in workers if every[number][1]]
-        found.append(Measured(workers, tuple(every[workers[0]][0]), "; ".join(errors) or None))
+        found.append(ClusterMeasurement(workers, tuple(every[workers[0]][0]), "; ".join(errors) or None))
         if errors and "no answer" in errors[0]:
             break  # What hangs there would come into the way of the rest.
     session.barrier("the clocks")
@@ -139,7 +143,7 @@ def run_cluster_test(
     return found, [clock - clocks[0] for clock in clocks]
 
 
-def report(measured: list[Measured], clocks: list[float], stream: TextIO) -> bool:
+def report(measured: list[ClusterMeasurement], clocks: list[float], stream: TextIO) -> bool:
     """Write what was found; True where all is right."""
     stream.write(f"{'workers':<12}" + "".join(f"{f'all-reduce of {size // 1000:,} kB':>25}" for size in SIZES) + "\n")
     for one in measured:

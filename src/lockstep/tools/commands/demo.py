@@ -25,7 +25,7 @@ Data = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Training:
+class DemoRun:
     """One run of the demo."""
 
     history: dict[str, list[float]]
@@ -67,7 +67,7 @@ def run_demo(data: str, replicas: int, devices: Sequence[str] | None, epochs: in
     return agreed
 
 
-def _train(train: Any, test: Any, epochs: int, strategy: MirroredStrategy | None, verbose: int) -> Training:
+def _train(train: Any, test: Any, epochs: int, strategy: MirroredStrategy | None, verbose: int) -> DemoRun:
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = _network(train[0].shape[1:])
@@ -75,7 +75,7 @@ def _train(train: Any, test: Any, epochs: int, strategy: MirroredStrategy | None
     fit = model.fit(*train, batch_size=BATCH, epochs=epochs, validation_data=test, shuffle=False, verbose=verbose)
     seconds = time.perf_counter() - start
     accuracy = model.evaluate(*test, batch_size=BATCH, verbose=0, return_dict=True)["accuracy"]
-    return Training(fit.history, model.get_weights(), accuracy, seconds)
+    return DemoRun(fit.history, model.get_weights(), accuracy, seconds)
 
 
 def _network(shape: tuple[int, ...]) -> keras.Model:
@@ -112,7 +112,7 @@ def _mnist() -> Data:
     return (x[..., None].astype("float32") / 255, y), (x_test[..., None].astype("float32") / 255, y_test)
 
 
-def _print_summary(ours: Training, plain: Training, difference: float, bound: float) -> None:
+def _print_summary(ours: DemoRun, plain: DemoRun, difference: float, bound: float) -> None:
     rows = [
         ("training loss, last epoch", f"{ours.history['loss'][-1]:.6f}", f"{plain.history['loss'][-1]:.6f}"),
         ("validation loss, last epoch", f"{ours.history['val_loss'][-1]:.6f}", f"{plain.history['val_loss'][-1]:.6f}"),
@@ -125,7 +125,7 @@ def _print_summary(ours: Training, plain: Training, difference: float, bound: fl
     print(f"\nLargest difference of a weight: {difference:.1e} of its layer's largest (allowed: {bound:.1e}).")
 
 
-def _draw(ours: Training, plain: Training, strategy: MirroredStrategy, folder: Path) -> Path:
+def _draw(ours: DemoRun, plain: DemoRun, strategy: MirroredStrategy, folder: Path) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")

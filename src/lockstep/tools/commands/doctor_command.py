@@ -20,24 +20,24 @@ from lockstep._keras.fit_interception import compiles_noted
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import Inputs, Together
+from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.data.input_options import InputOptions
-from lockstep.data.wait_meter import Onlooker
+from lockstep.data.wait_meter import FitObserver
 from lockstep.doctor.connectivity import about_network, peers_of
 from lockstep.doctor.finding import Finding, Report
-from lockstep.doctor.fit_call import Program, Setting, caller
+from lockstep.doctor.fit_call import FitCall, RuntimeSettings, caller
 from lockstep.doctor.full_check import examine
 from lockstep.doctor.settings import is_on, set_doctor
-from lockstep.execution.executors import FastPlan
+from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions, StepListener
-from lockstep.strategies.diagnostics import Checkups, examined
+from lockstep.strategies.diagnostics import Diagnostics, examined
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 
-__all__ = ["Network", "examine_script", "look_at_cluster", "to_standard_error"]
+__all__ = ["ClusterFindings", "examine_script", "look_at_cluster", "to_standard_error"]
 
 
 @dataclass(frozen=True)
-class Network:
+class ClusterFindings:
     """What was found of the cluster that the environment names.
 
     Args:
@@ -51,7 +51,7 @@ class Network:
     variables: tuple[str, ...] = ()
 
 
-def look_at_cluster(environ: Mapping[str, str]) -> Network:
+def look_at_cluster(environ: Mapping[str, str]) -> ClusterFindings:
     """See whether the processes of the cluster can be reached from here, if there is one.
 
     Args:
@@ -62,16 +62,16 @@ def look_at_cluster(environ: Mapping[str, str]) -> Network:
     """
     resolver = resolve(environ)
     if resolver is None:
-        return Network()
+        return ClusterFindings()
     peers = peers_of(resolver.membership)
     variables = tuple(name for kind in RESOLVERS for name in kind.variables if name in environ)
     said = (
         f"the cluster of {resolver.membership.source}: {', '.join(f'{peer.name} at {peer.address}' for peer in peers)}"
     )
-    return Network(tuple(about_network(peers)), f"{said}; the script ran as one process of its own", variables)
+    return ClusterFindings(tuple(about_network(peers)), f"{said}; the script ran as one process of its own", variables)
 
 
-def examine_script(path: str, arguments: Sequence[str], network: Network | None = None) -> Report:
+def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings | None = None) -> Report:
     """Run a script up to its first fit, look at that, and end it there.
 
     Args:
@@ -91,7 +91,7 @@ def examine_script(path: str, arguments: Sequence[str], network: Network | None 
     def look(first: FirstFit) -> None:
         given = dict(inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments)
         x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
-        program = Program(first.model, x, y, weight, given, fit_at=first.where)
+        program = FitCall(first.model, x, y, weight, given, fit_at=first.where)
         reports.append(_examined(replace(program, compiled_at=places.get(first.model, ""))))
 
     before = is_on()
@@ -101,20 +101,20 @@ def examine_script(path: str, arguments: Sequence[str], network: Network | None 
             run_until_fit(path, arguments, look)
     finally:
         set_doctor(before)
-    return _with_network(reports[0], network or Network())
+    return _with_network(reports[0], network or ClusterFindings())
 
 
-def _with_network(report: Report, network: Network) -> Report:
+def _with_network(report: Report, network: ClusterFindings) -> Report:
     looked = (*report.looked_at, network.looked_at) if network.looked_at else report.looked_at
     return replace(report, findings=network.findings + report.findings, looked_at=looked)
 
 
-def _examined(program: Program) -> Report:
+def _examined(program: FitCall) -> Report:
     owner = trainer.adopted_by(program.model)
-    return examined(owner, program) if isinstance(owner, Checkups) else _on_one_device(program)
+    return examined(owner, program) if isinstance(owner, Diagnostics) else _on_one_device(program)
 
 
-def _on_one_device(program: Program) -> Report:
+def _on_one_device(program: FitCall) -> Report:
     """As Keras alone would train the model."""
     device = jax.local_devices()[0]
     placement = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
@@ -122,10 +122,10 @@ def _on_one_device(program: Program) -> Report:
     def around(model: keras.Model, arguments: dict[str, Any]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    plan = FastPlan(placement, AutoAllReduce())
+    plan = SpmdExecutor(placement, AutoAllReduce())
     functions = StepFunctions(program.model, placement, plan, lambda _: None, StepListener())
-    inputs = Inputs(placement, InputOptions(), Together(), around, Onlooker())
-    setting = Setting(devices=(device,), has_strategy=False)
+    inputs = InputFactory(placement, InputOptions(), ProcessGroup(), around, FitObserver())
+    setting = RuntimeSettings(devices=(device,), has_strategy=False)
     report = examine(replace(program, setting=setting), functions, inputs, os.environ)
     return replace(report, looked_at=("no strategy: as on one device", *report.looked_at))
 

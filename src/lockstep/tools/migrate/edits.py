@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lockstep._errors import OptionError
 
-__all__ = ["Edit", "Source"]
+__all__ = ["Edit", "SourceText"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceText:
     """A program.
 
     Args:
@@ -92,7 +92,7 @@ class Source:
         """All statements, also those inside others."""
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt))
 
-    def with_edits(self, edits: Iterable[Edit]) -> "Source":
+    def with_edits(self, edits: Iterable[Edit]) -> "SourceText":
         """The program after edits, none of which may overlap; those at the same place come in their order."""
         parts, at = [], 0
         for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):

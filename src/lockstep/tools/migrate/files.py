@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError
-from lockstep.tools.migrate.edits import Source
+from lockstep.tools.migrate.edits import SourceText
 from lockstep.tools.migrate.multi_worker_rules import is_for_workers
-from lockstep.tools.migrate.name_resolution import Bindings
+from lockstep.tools.migrate.name_resolution import ImportBindings
 from lockstep.tools.migrate.translate import Translation, translate
 
 __all__ = ["Migration", "migrate"]
@@ -33,7 +33,7 @@ class Migration:
     @property
     def difference(self) -> str:
         """A unified diff, which ``patch`` understands; empty where nothing changes."""
-        before, after = (Source(text).lines for text in (self.translation.before, self.translation.after))
+        before, after = (SourceText(text).lines for text in (self.translation.before, self.translation.after))
         lines = difflib.unified_diff(before, after, self.path, f"{self.path} (Lockstep)")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -59,8 +59,8 @@ def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
         OptionError: one cannot be read or written, or is not Python.
     """
     texts = [_read(path) for path in paths]
-    sources = [Source(text, path) for path, (text, _) in zip(paths, texts, strict=True)]
-    for_workers = any(is_for_workers(Bindings(source)) for source in sources)
+    sources = [SourceText(text, path) for path, (text, _) in zip(paths, texts, strict=True)]
+    for_workers = any(is_for_workers(ImportBindings(source)) for source in sources)
     found = [translate(source.text, source.path, for_workers=for_workers) for source in sources]
     for path, (text, newline), translation in zip(paths, texts, found, strict=True):
         if write and translation.after != text:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from lockstep.tools.migrate.edits import Edit, Source
-from lockstep.tools.migrate.name_resolution import Bindings, imports_of_ours
+from lockstep.tools.migrate.edits import Edit, SourceText
+from lockstep.tools.migrate.name_resolution import ImportBindings, imports_of_ours
 from lockstep.tools.migrate.symbol_map import translated
 
 __all__ = ["imports", "is_there", "names", "thing"]
@@ -32,7 +32,7 @@ def thing(name: str) -> Any:
     return operator.attrgetter(rest)(found) if rest else found
 
 
-def names(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def names(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Dotted names whose import, once it is translated, would not give the right thing."""
     for chain in bindings.chains:
         root = bindings.modules[chain.root]
@@ -43,7 +43,7 @@ def names(source: Source, bindings: Bindings) -> Iterator[Edit]:
             yield source.replaced(chain.node, becomes)
 
 
-def imports(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def imports(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Import statements, and those that are missing after names were translated."""
     used = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
     statements = list(imports_of_ours(source))
@@ -59,7 +59,7 @@ def imports(source: Source, bindings: Bindings) -> Iterator[Edit]:
             yield _replaced(source, statement, text)
 
 
-def _is_missing(name: str, source: Source, written: Mapping[ast.Import | ast.ImportFrom, list[str]]) -> bool:
+def _is_missing(name: str, source: SourceText, written: Mapping[ast.Import | ast.ImportFrom, list[str]]) -> bool:
     """Whether a name is used where no import is seen that makes it; what a function imports is seen in it alone."""
     functions = [node for node in ast.walk(source.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     around: dict[ast.AST, set[ast.AST]] = defaultdict(set)
@@ -71,13 +71,13 @@ def _is_missing(name: str, source: Source, written: Mapping[ast.Import | ast.Imp
     return not all(any(place <= around[use] for place in places) for use in uses)
 
 
-def _between(source: Source, statement: ast.stmt) -> str:
+def _between(source: SourceText, statement: ast.stmt) -> str:
     """What stands between several imports in the place of one."""
     before = source.text[source.line_start(statement) : source.span(statement)[0]]
     return "; " if before.strip() else f"\n{before}"
 
 
-def _head(source: Source, missing: Sequence[str], first: ast.stmt) -> str:
+def _head(source: SourceText, missing: Sequence[str], first: ast.stmt) -> str:
     """What comes before the first of the imports."""
     before = source.tree.body[: source.tree.body.index(first)]
     aliases = [alias for statement in before if isinstance(statement, ast.Import) for alias in statement.names]
@@ -87,7 +87,7 @@ def _head(source: Source, missing: Sequence[str], first: ast.stmt) -> str:
     return head + "".join(f"import {name}\n" for name in missing)
 
 
-def _hiding(source: Source, statement: ast.stmt, lines: list[str]) -> str:
+def _hiding(source: SourceText, statement: ast.stmt, lines: list[str]) -> str:
     """TensorFlow that stays must leave the accelerators alone."""
     stays = [line for line in lines if line.split()[:2] == ["import", "tensorflow"]]
     if not stays or "set_visible_devices" in source.text or statement not in source.tree.body:
@@ -95,7 +95,7 @@ def _hiding(source: Source, statement: ast.stmt, lines: list[str]) -> str:
     return f"\n{stays[0].split()[-1]}{_HIDDEN}".rstrip("\n")
 
 
-def _replaced(source: Source, statement: ast.stmt, text: str) -> Edit:
+def _replaced(source: SourceText, statement: ast.stmt, text: str) -> Edit:
     start, end = source.span(statement)
     if text:
         return source.replaced(statement, text.rstrip("\n"))

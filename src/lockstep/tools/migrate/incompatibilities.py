@@ -3,8 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.tools.migrate.edits import Source
-from lockstep.tools.migrate.name_resolution import Bindings
+from lockstep.tools.migrate.edits import SourceText
+from lockstep.tools.migrate.name_resolution import ImportBindings
 from lockstep.tools.migrate.rewrite_rules import calls, full_name
 from lockstep.tools.migrate.symbol_map import translated, why_absent
 
@@ -42,7 +42,7 @@ _COMPUTING = (
 _BACKEND = 'KERAS_BACKEND: write "jax"'
 
 
-def not_taken(source: Source, bindings: Bindings) -> Left:
+def not_taken(source: SourceText, bindings: ImportBindings) -> Left:
     """Parts of a program, and what to write in their place."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in _METHODS:
@@ -64,7 +64,7 @@ def _arguments(call: ast.Call, name: str) -> Left:
             yield call, _DECAY
 
 
-def _within_models(source: Source, bindings: Bindings) -> Left:
+def _within_models(source: SourceText, bindings: ImportBindings) -> Left:
     inside = {id(node) for part in _models(source, bindings) for node in ast.walk(part)}
     for chain in bindings.chains:
         is_of_tensorflow = translated(chain.name).startswith("tensorflow.") and not why_absent(chain.name)
@@ -72,7 +72,7 @@ def _within_models(source: Source, bindings: Bindings) -> Left:
             yield chain.node, f"{chain.name.replace('tensorflow', 'tf', 1)}: {_WITHIN}"
 
 
-def _models(source: Source, bindings: Bindings) -> Iterator[ast.AST]:
+def _models(source: SourceText, bindings: ImportBindings) -> Iterator[ast.AST]:
     """The classes and functions of a program that compute within a step, as far as that is sure."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ClassDef):
@@ -83,7 +83,7 @@ def _models(source: Source, bindings: Bindings) -> Iterator[ast.AST]:
             yield node
 
 
-def _other_backend(source: Source, constant: ast.Constant) -> Left:
+def _other_backend(source: SourceText, constant: ast.Constant) -> Left:
     """Where the program sets the variable of the environment to something else than JAX."""
     for node in ast.walk(source.tree):
         value: ast.expr | None = None

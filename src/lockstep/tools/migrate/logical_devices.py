@@ -3,8 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.tools.migrate.edits import Edit, Source
-from lockstep.tools.migrate.name_resolution import Bindings
+from lockstep.tools.migrate.edits import Edit, SourceText
+from lockstep.tools.migrate.name_resolution import ImportBindings
 from lockstep.tools.migrate.rewrite_rules import calls, full_name
 
 __all__ = ["logical_devices", "memory_growth"]
@@ -17,7 +17,7 @@ _LIST = ("tensorflow.config.list_physical_devices", "tensorflow.config.experimen
 _GROWTH = "tensorflow.config.experimental.set_memory_growth"
 
 
-def logical_devices(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def logical_devices(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Have the one statement that makes logical devices say it in Lockstep's way."""
     found = [node for node in source.statements() if _called(node, bindings) in _SET]
     if len(found) != 1:
@@ -33,14 +33,14 @@ def logical_devices(source: Source, bindings: Bindings) -> Iterator[Edit]:
         yield Edit(end - 1, end - 1, f'["gpu:0"], replicas={number}')
 
 
-def memory_growth(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def memory_growth(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """JAX has an environment variable for that."""
     for node in source.statements():
         if _called(node, bindings) == _GROWTH:
             yield source.replaced(node, "pass  # On JAX: export XLA_PYTHON_CLIENT_PREALLOCATE=false")
 
 
-def _called(node: ast.stmt, bindings: Bindings) -> str:
+def _called(node: ast.stmt, bindings: ImportBindings) -> str:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         return bindings.name_of(node.value.func)
     return ""
@@ -57,7 +57,7 @@ def _count(call: ast.Call) -> int:
     return 0
 
 
-def _platform(source: Source, bindings: Bindings, call: ast.Call) -> str:
+def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> str:
     """``"CPU"`` or ``"GPU"``, where the program lists the devices of one of them under the name that is used here."""
     names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name)} if call.args else set()
     for node in ast.walk(source.tree):

@@ -3,8 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep.tools.migrate.edits import Edit, Source
-from lockstep.tools.migrate.name_resolution import Bindings
+from lockstep.tools.migrate.edits import Edit, SourceText
+from lockstep.tools.migrate.name_resolution import ImportBindings
 from lockstep.tools.migrate.rewrite_rules import calls
 from lockstep.tools.migrate.symbol_map import translated
 
@@ -19,12 +19,12 @@ _DRAWS = "tensorflow.random."
 _DRAWN_ALIKE = ("Generator", "set_seed", "get_global_generator", "experimental")
 
 
-def is_for_workers(bindings: Bindings) -> bool:
+def is_for_workers(bindings: ImportBindings) -> bool:
     """Whether a program makes the strategy of several workers."""
     return any(translated(chain.name).endswith(f".{_STRATEGY}") for chain in bindings.chains)
 
 
-def task_from_outside(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def task_from_outside(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``os.environ["TF_CONFIG"] = …`` with a task that is written there becomes a default: ``lockstep run`` sets that of each worker."""
     if not any(map(_is_task, ast.walk(source.tree))):
         return
@@ -50,7 +50,7 @@ def _is_entry(target: ast.Subscript) -> bool:
     return is_named and ast.unparse(target.value).endswith("environ")
 
 
-def shuffled_alike(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def shuffled_alike(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``shuffle(1024)`` of a data set gets a seed, with which it gives the same order on all workers."""
     if source.for_workers or is_for_workers(bindings):
         for call in _without_seed(source):
@@ -60,7 +60,7 @@ def shuffled_alike(source: Source, bindings: Bindings) -> Iterator[Edit]:
                 yield Edit(len(before), end, " seed=1" if before.endswith(",") else ", seed=1")
 
 
-def unlike(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
+def unlike(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
     """Where that is not sure, and what else workers would do each in their own way."""
     if not (source.for_workers or is_for_workers(bindings)):
         return
@@ -92,7 +92,7 @@ def _is_false(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def _without_seed(source: Source) -> Iterator[ast.Call]:
+def _without_seed(source: SourceText) -> Iterator[ast.Call]:
     """The calls ``.shuffle(rows)``; the second argument of a data set's is the seed."""
     for call in calls(source):
         names = {keyword.arg for keyword in call.keywords}
@@ -101,7 +101,7 @@ def _without_seed(source: Source) -> Iterator[ast.Call]:
             yield call
 
 
-def _is_of_data(source: Source, bindings: Bindings, call: ast.Call) -> bool:
+def _is_of_data(source: SourceText, bindings: ImportBindings, call: ast.Call) -> bool:
     """Whether a call belongs to a chain of ``tf.data``, or its argument is a number of rows."""
     if call.args and isinstance(call.args[0], ast.Constant):
         return isinstance(call.args[0].value, int)

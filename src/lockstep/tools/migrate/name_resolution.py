@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from lockstep.tools.migrate.edits import Source
+from lockstep.tools.migrate.edits import SourceText
 from lockstep.tools.migrate.scopes import OURS, Scopes, is_import_of_ours
 from lockstep.tools.migrate.symbol_map import translated
 
-__all__ = ["Bindings", "Chain", "imports_of_ours"]
+__all__ = ["DottedName", "ImportBindings", "imports_of_ours"]
 
 
 @dataclass(frozen=True)
-class Chain:
+class DottedName:
     """A dotted name in a program, as long as it goes.
 
     Args:
@@ -27,7 +27,7 @@ class Chain:
     root: str
 
 
-class Bindings:
+class ImportBindings:
     """The imports of a program.
 
     Args:
@@ -38,7 +38,7 @@ class Bindings:
         unclear: those of them that the program also gives another meaning, with the statement that imports them.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SourceText) -> None:
         self._source, self._scopes = source, Scopes(source)
         self.modules: dict[str, str] = {}
         self.unclear: dict[str, ast.stmt] = {}
@@ -57,24 +57,24 @@ class Bindings:
                     yield alias.asname or first, alias.name if alias.asname else first, statement
 
     @cached_property
-    def chains(self) -> list[Chain]:
+    def chains(self) -> list[DottedName]:
         """All dotted names that begin with something imported, each as long as it goes."""
         return [chain for chain in self._chains if self._is_clear(chain.node, chain.root)]
 
     @cached_property
-    def unclear_chains(self) -> list[Chain]:
+    def unclear_chains(self) -> list[DottedName]:
         """Those of which that is not sure."""
         return [chain for chain in self._chains if chain.root in self.unclear]
 
     @cached_property
-    def _chains(self) -> list[Chain]:
+    def _chains(self) -> list[DottedName]:
         inner = {id(node.value) for node in ast.walk(self._source.tree) if isinstance(node, ast.Attribute)}
         found = []
         for node in ast.walk(self._source.tree):
             if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner:
                 words = _words(node)
                 if words and words[0] in self.modules:
-                    found.append(Chain(node, ".".join([self.modules[words[0]], *words[1:]]), words[0]))
+                    found.append(DottedName(node, ".".join([self.modules[words[0]], *words[1:]]), words[0]))
         return found
 
     def name_of(self, node: ast.expr) -> str:
@@ -87,7 +87,7 @@ class Bindings:
         return name not in self.unclear and not self._scopes.hide(node, name)
 
 
-def imports_of_ours(source: Source) -> Iterator[ast.Import | ast.ImportFrom]:
+def imports_of_ours(source: SourceText) -> Iterator[ast.Import | ast.ImportFrom]:
     """The statements that import from TensorFlow, Keras or Lockstep."""
     for node in source.statements():
         if isinstance(node, (ast.Import, ast.ImportFrom)) and is_import_of_ours(node):

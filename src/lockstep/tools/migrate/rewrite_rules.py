@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from lockstep.tools.migrate.edits import Edit, Source
-from lockstep.tools.migrate.name_resolution import Bindings
+from lockstep.tools.migrate.edits import Edit, SourceText
+from lockstep.tools.migrate.name_resolution import ImportBindings
 from lockstep.tools.migrate.symbol_map import STRATEGY_METHODS, translated
 
 __all__ = [
@@ -38,17 +38,17 @@ _OF_ARRAYS = ("argmax", "argmin", "max", "min", "numpy", "prod", "sum")  # Metho
 _SYNCHRONIZED = "keras.layers.experimental.SyncBatchNormalization"
 
 
-def calls(source: Source) -> Iterator[ast.Call]:
+def calls(source: SourceText) -> Iterator[ast.Call]:
     """All calls of a program."""
     return (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
 
 
-def full_name(bindings: Bindings, call: ast.Call) -> str:
+def full_name(bindings: ImportBindings, call: ast.Call) -> str:
     """What a call calls, in the words of Keras and Lockstep where these have it; empty where it is not imported."""
     return translated(bindings.name_of(call.func))
 
 
-def activations(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def activations(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``activation=tf.nn.relu`` becomes ``activation="relu"``."""
     for call in calls(source):
         for keyword in call.keywords:
@@ -58,7 +58,7 @@ def activations(source: Source, bindings: Bindings) -> Iterator[Edit]:
                 yield source.replaced(keyword.value, f'"{short}"')
 
 
-def reductions(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def reductions(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``reduction=tf.keras.losses.Reduction.NONE`` becomes ``reduction="none"``."""
     for chain in bindings.chains:
         enumeration, _, member = translated(chain.name).rpartition(".")
@@ -66,7 +66,7 @@ def reductions(source: Source, bindings: Bindings) -> Iterator[Edit]:
             yield source.replaced(chain.node, f'"{member.lower()}"')
 
 
-def methods(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def methods(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Methods of a strategy that had other names: ``experimental_run_v2`` is ``run``."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in STRATEGY_METHODS:
@@ -74,7 +74,7 @@ def methods(source: Source, bindings: Bindings) -> Iterator[Edit]:
             yield Edit(end - len(node.attr), end, STRATEGY_METHODS[node.attr])
 
 
-def resets(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def resets(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``reset_states`` of a metric is ``reset_state``; layers keep it."""
     metrics = {
         target.id
@@ -92,7 +92,7 @@ def resets(source: Source, bindings: Bindings) -> Iterator[Edit]:
             yield Edit(end - len(node.attr), end, "reset_state")
 
 
-def one_device(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def one_device(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``OneDeviceStrategy(device)`` is a mirrored strategy with one device."""
     for call in calls(source):
         is_it = bindings.name_of(call.func) == "tensorflow.distribute.OneDeviceStrategy"
@@ -101,14 +101,14 @@ def one_device(source: Source, bindings: Bindings) -> Iterator[Edit]:
             yield source.replaced(call, f"lockstep.MirroredStrategy([{source.segment(given[0])}])")
 
 
-def sums(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def sums(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``tf.add_n(model.losses)`` becomes ``sum(model.losses)``: these are JAX's arrays."""
     for call in calls(source):
         if bindings.name_of(call.func) == "tensorflow.add_n" and len(call.args) == 1 and not call.keywords:
             yield source.replaced(call.func, "sum")
 
 
-def batch_normalization(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def batch_normalization(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """The layer that normalizes over all replicas is an option of the usual one."""
     for call in calls(source):
         if full_name(bindings, call) == _SYNCHRONIZED:
@@ -118,7 +118,7 @@ def batch_normalization(source: Source, bindings: Bindings) -> Iterator[Edit]:
             yield Edit(end - 1, end - 1, f"{', ' if has_arguments else ''}synchronized=True")
 
 
-def old_arguments(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def old_arguments(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``lr`` of an optimizer is ``learning_rate``, and ``backup_dir`` is ``directory``."""
     for call in calls(source):
         for keyword in call.keywords:
@@ -134,7 +134,7 @@ def _new_argument(name: str, argument: str | None) -> str | None:
     return "directory" if name == "lockstep.callbacks.BackupAndRestore" and argument == "backup_dir" else None
 
 
-def whole_numbers(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def whole_numbers(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``Embedding(np.max(x) + 1, 16)`` becomes ``Embedding(int(np.max(x) + 1), 16)``: Keras 3 takes no integers of NumPy there."""
     for call in calls(source):
         names = _SIZES.get(full_name(bindings, call).removeprefix("keras.layers."), ())
@@ -144,7 +144,7 @@ def whole_numbers(source: Source, bindings: Bindings) -> Iterator[Edit]:
                 yield source.replaced(value, f"int({source.segment(value)})")
 
 
-def _is_of_numpy(source: Source, bindings: Bindings, value: ast.expr, follows: bool = True) -> bool:
+def _is_of_numpy(source: SourceText, bindings: ImportBindings, value: ast.expr, follows: bool = True) -> bool:
     if isinstance(value, ast.BinOp):
         return any(_is_of_numpy(source, bindings, part, follows) for part in (value.left, value.right))
     if isinstance(value, ast.Call):
@@ -163,7 +163,7 @@ def _is_of_numpy(source: Source, bindings: Bindings, value: ast.expr, follows: b
     return len(made) == 1 and _is_of_numpy(source, bindings, made[0], follows=False)
 
 
-def _is_numpy(source: Source, function: ast.expr) -> bool:
+def _is_numpy(source: SourceText, function: ast.expr) -> bool:
     """Whether a function is one of the module NumPy, by the name that the program gives that."""
     imported = [alias for node in ast.walk(source.tree) if isinstance(node, ast.Import) for alias in node.names]
     names = {alias.asname or alias.name for alias in imported if alias.name == "numpy"}
@@ -172,7 +172,7 @@ def _is_numpy(source: Source, function: ast.expr) -> bool:
     return isinstance(function, ast.Name) and function.id in names
 
 
-def cached_last(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def cached_last(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``shuffle(…).batch(…).prefetch(…).cache()`` keeps one order for ever, and reads nothing ahead: ``cache()`` comes first."""
     for call in calls(source):
         if not (isinstance(call.func, ast.Attribute) and call.func.attr == "cache"):
@@ -193,7 +193,7 @@ def _is_call_of(node: ast.expr, names: tuple[str, ...]) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
 
 
-def logits(source: Source, bindings: Bindings) -> Iterator[Edit]:
+def logits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """``from_logits=True`` where the one model of the program ends with a softmax: TensorFlow corrects that, JAX does not."""
     claims = [node.value for node in ast.walk(source.tree) if is_claim_of_logits(node)]
     ends = list(_last_activations(source, bindings))
@@ -208,7 +208,7 @@ def is_claim_of_logits(node: ast.AST) -> TypeGuard[ast.keyword]:
     return isinstance(node.value, ast.Constant) and node.value.value is True
 
 
-def _last_activations(source: Source, bindings: Bindings) -> Iterator[str]:
+def _last_activations(source: SourceText, bindings: ImportBindings) -> Iterator[str]:
     """How each sequential model of the program ends, as far as it is written there; one item a model."""
     for call in calls(source):
         if full_name(bindings, call) not in ("keras.Sequential", "keras.models.Sequential"):

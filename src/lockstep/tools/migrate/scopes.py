@@ -4,7 +4,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep.tools.migrate.edits import Source
+from lockstep.tools.migrate.edits import SourceText
 
 __all__ = ["OURS", "Scopes", "is_import_of_ours"]
 
@@ -21,7 +21,7 @@ class Scopes:
         source: the program.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SourceText) -> None:
         nodes = list(ast.walk(source.tree))
         self._parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound: dict[ast.AST, set[str]] = defaultdict(set)

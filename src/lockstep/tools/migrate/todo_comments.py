@@ -5,15 +5,15 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep.tools.migrate.edits import Edit, Source
+from lockstep.tools.migrate.edits import Edit, SourceText
 from lockstep.tools.migrate.imports import is_there, thing
 from lockstep.tools.migrate.incompatibilities import not_taken
 from lockstep.tools.migrate.multi_worker_rules import unlike
-from lockstep.tools.migrate.name_resolution import Bindings, imports_of_ours
+from lockstep.tools.migrate.name_resolution import ImportBindings, imports_of_ours
 from lockstep.tools.migrate.rewrite_rules import calls, is_claim_of_logits
 from lockstep.tools.migrate.symbol_map import translated, why_absent
 
-__all__ = ["Mark", "marked", "marks"]
+__all__ = ["TodoComment", "marked", "marks"]
 
 _PREFIX = "# lockstep migrate: "
 _LOGITS = "a softmax and from_logits=True: JAX takes the softmax twice where it is one model's; `lockstep doctor` tells"
@@ -24,7 +24,7 @@ _UNCLEAR = (
 
 
 @dataclass(frozen=True)
-class Mark:
+class TodoComment:
     """Something that is not translated.
 
     Args:
@@ -36,14 +36,14 @@ class Mark:
     sentence: str
 
 
-def marks(source: Source, bindings: Bindings) -> list[Mark]:
+def marks(source: SourceText, bindings: ImportBindings) -> list[TodoComment]:
     """What is left in a program, by line; each thing once a statement."""
     first_lines = _FirstLines(source)
-    found = {Mark(first_lines(node), sentence) for node, sentence in _left(source, bindings)}
+    found = {TodoComment(first_lines(node), sentence) for node, sentence in _left(source, bindings)}
     return sorted(found, key=lambda mark: (mark.line, mark.sentence))
 
 
-def marked(source: Source, found: list[Mark]) -> Source:
+def marked(source: SourceText, found: list[TodoComment]) -> SourceText:
     """The program with a comment for each mark that has none yet."""
     edits = []
     for mark in found:
@@ -57,7 +57,7 @@ def marked(source: Source, found: list[Mark]) -> Source:
     return source.with_edits(edits)
 
 
-def _left(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
+def _left(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
     for chain in bindings.chains:
         reason = _reason(chain.name)
         if reason:
@@ -85,7 +85,7 @@ def _left(source: Source, bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
             yield node.value, _LOGITS
 
 
-def _unclear(bindings: Bindings) -> Iterator[tuple[ast.AST, str]]:
+def _unclear(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
     """Imports whose names may stand for something else, where more than the import would be translated."""
     for chain in bindings.unclear_chains:
         root = bindings.modules[chain.root]
@@ -125,7 +125,7 @@ def _short(name: str) -> str:
 class _FirstLines:
     """Gives the first line of the innermost statement around a node, its decorators included."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SourceText) -> None:
         self._statements = sorted(source.statements(), key=lambda node: (node.lineno, -(node.end_lineno or 0)))
 
     def __call__(self, node: ast.AST) -> int:

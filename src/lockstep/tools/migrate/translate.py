@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lockstep.tools.migrate import imports, logical_devices, multi_worker_rules, rewrite_rules
-from lockstep.tools.migrate.edits import Edit, Source
-from lockstep.tools.migrate.name_resolution import Bindings, imports_of_ours
-from lockstep.tools.migrate.todo_comments import Mark, marked, marks
+from lockstep.tools.migrate.edits import Edit, SourceText
+from lockstep.tools.migrate.name_resolution import ImportBindings, imports_of_ours
+from lockstep.tools.migrate.todo_comments import TodoComment, marked, marks
 
 __all__ = ["Translation", "translate"]
 
-Rule = Callable[[Source, Bindings], Iterable[Edit]]
+Rule = Callable[[SourceText, ImportBindings], Iterable[Edit]]
 
 # Those that look at TensorFlow's names come before names are translated; imports come last, as they see what is still used.
 RULES: tuple[Rule, ...] = (
@@ -47,7 +47,7 @@ class Translation:
 
     before: str
     after: str
-    marks: tuple[Mark, ...]
+    marks: tuple[TodoComment, ...]
 
     @property
     def modules(self) -> set[str]:
@@ -79,11 +79,11 @@ def translate(text: str, path: str = "script.py", *, for_workers: bool = False) 
         import lockstep
         strategy = lockstep.MirroredStrategy()
     """
-    source = Source(text, path, for_workers)
+    source = SourceText(text, path, for_workers)
     if not list(imports_of_ours(source)):
         return Translation(text, text, ())
     for rule in RULES:
-        source = source.with_edits(rule(source, Bindings(source)))
-    found = marks(source, Bindings(source))
+        source = source.with_edits(rule(source, ImportBindings(source)))
+    found = marks(source, ImportBindings(source))
     source = marked(source, found)
-    return Translation(text, source.text, tuple(marks(source, Bindings(source))))
+    return Translation(text, source.text, tuple(marks(source, ImportBindings(source))))

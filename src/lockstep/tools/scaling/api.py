@@ -15,7 +15,7 @@ from lockstep.tools.scaling.report import Question, ScalingReport, refuse_unwrit
 from lockstep.tools.scaling.results import Budget, settings_of
 from lockstep.tools.scaling.subprocess_runner import measure_all
 from lockstep.tools.scaling.terminal import telling
-from lockstep.tools.scaling.workload import Given, Program, is_in_child, program_of, train_given
+from lockstep.tools.scaling.workload import FunctionWorkload, Workload, is_in_child, program_of, train_given
 
 __all__ = ["scale_script", "scaling_report"]
 
@@ -49,7 +49,7 @@ def scale_script(
     if not Path(path).is_file():
         raise OptionError(f"{path}: there is no such file. Give the script that trains the model.")
     refuse_unwritable(outputs)
-    program = Program("script", path=path, arguments=tuple(arguments))
+    program = Workload("script", path=path, arguments=tuple(arguments))
     return _measured(program, devices, batch, budget, question, Path(path).name, command)
 
 
@@ -102,13 +102,13 @@ def scaling_report(
     if not callable(build):
         raise OptionError(f"build: expected a function that gives a compiled model, got {build!r}.")
     if is_in_child():
-        train_given(Given(build, data, validation))
+        train_given(FunctionWorkload(build, data, validation))
     budget, question = Budget(epochs, rows, limit), Question(bandwidth, latency, devices_per_machine)
     refuse_unwritable([output])
     named = build.func if isinstance(build, functools.partial) else build
     title = named.__qualname__ if isinstance(named, FunctionType | MethodType | type) else type(named).__name__
     with tempfile.TemporaryDirectory() as folder:
-        program = program_of(Given(build, data, validation), Path(folder))
+        program = program_of(FunctionWorkload(build, data, validation), Path(folder))
         if program is None:
             raise OptionError(
                 "scaling_report: each setting runs in a process of its own, and that cannot come to functions which were typed into a notebook "
@@ -122,7 +122,7 @@ def scaling_report(
 
 
 def _measured(
-    program: Program,
+    program: Workload,
     devices: Sequence[int],
     batch: Sequence[int],
     budget: Budget,

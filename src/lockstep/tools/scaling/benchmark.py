@@ -8,11 +8,11 @@ import jax
 import keras
 
 from lockstep._keras import trainer
-from lockstep.data.wait_meter import Meter, meters_observed
+from lockstep.data.wait_meter import WaitMeter, meters_observed
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.tools.run_until_fit import FirstFit
-from lockstep.tools.scaling.block_timer import Clock, clocked
+from lockstep.tools.scaling.block_timer import BlockTimer, clocked
 from lockstep.tools.scaling.component_timing import (
     all_reduce_seconds,
     bare_seconds,
@@ -20,8 +20,8 @@ from lockstep.tools.scaling.component_timing import (
     greatest_memory,
     links_of,
 )
-from lockstep.tools.scaling.results import Budget, Measured, Setting
-from lockstep.tools.scaling.training_task import Work, work_of
+from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingResult
+from lockstep.tools.scaling.training_task import TrainingTask, work_of
 
 __all__ = ["is_higher_better", "measure"]
 
@@ -29,7 +29,7 @@ _SHARE_OF_LIMIT = 0.6  # of the time limit that training may take; the rest is f
 _GROWING = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "similarity", "r2", "score")
 
 
-def measure(found: FirstFit, setting: Setting, budget: Budget) -> Measured:
+def measure(found: FirstFit, setting: ScalingSetting, budget: Budget) -> SettingResult:
     """Train as the script would, on the devices of a setting, and measure.
 
     Args:
@@ -49,7 +49,7 @@ def measure(found: FirstFit, setting: Setting, budget: Budget) -> Measured:
     arrays = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in found.model.trainable_variables]
     ops = strategy.cross_device_ops if strategy else None
     steps = max(1, sum(clock.lengths))
-    return Measured(
+    return SettingResult(
         setting=replace(setting, batch=work.batch),
         has_own_batches=work.has_own_batches,
         rows_per_epoch=work.batch * (work.steps_per_epoch or clock.steps // work.epochs),
@@ -75,7 +75,7 @@ def is_higher_better(metric: str) -> bool:
     return any(part in name for part in _GROWING)
 
 
-def _strategy_of(model: keras.Model, setting: Setting) -> Strategy | None:
+def _strategy_of(model: keras.Model, setting: ScalingSetting) -> Strategy | None:
     """The strategy that the model has, or a new one; None for plain Keras."""
     if not setting.devices:
         return None
@@ -86,13 +86,15 @@ def _strategy_of(model: keras.Model, setting: Setting) -> Strategy | None:
     return owner
 
 
-def _taking(meters: Sequence[Meter]) -> Callable[[], float]:
+def _taking(meters: Sequence[WaitMeter]) -> Callable[[], float]:
     """Seconds that training has spent on getting batches; its input is the next that is made."""
     before = len(meters)
     return lambda: meters[before].taking if len(meters) > before else 0.0
 
 
-def _train(found: FirstFit, work: Work, budget: Budget, meters: Sequence[Meter]) -> tuple[Clock, str | None]:
+def _train(
+    found: FirstFit, work: TrainingTask, budget: Budget, meters: Sequence[WaitMeter]
+) -> tuple[BlockTimer, str | None]:
     model, names = found.model, list[str]()
 
     def evaluate() -> float:
@@ -112,7 +114,7 @@ def _train(found: FirstFit, work: Work, budget: Budget, meters: Sequence[Meter])
     usual = evaluate if work.validation else None
     before = usual() if usual else None  # It also compiles, and makes an input of its own.
     steps = work.steps_per_epoch and work.steps_per_epoch * work.epochs
-    clock = Clock(steps, _SHARE_OF_LIMIT * budget.limit, usual, _taking(meters), before, work.steps_per_epoch)
+    clock = BlockTimer(steps, _SHARE_OF_LIMIT * budget.limit, usual, _taking(meters), before, work.steps_per_epoch)
     with _clock_on(model, clock):
         x, y, weights = work.data
         # A model that a strategy has just made its own has another fit than the one that was called; a class may have its own around it.
@@ -122,7 +124,7 @@ def _train(found: FirstFit, work: Work, budget: Budget, meters: Sequence[Meter])
 
 
 @contextlib.contextmanager
-def _clock_on(model: keras.Model, clock: Clock) -> Iterator[None]:
+def _clock_on(model: keras.Model, clock: BlockTimer) -> Iterator[None]:
     model.make_train_function()
     function = model.train_function
     model.train_function = clocked(model, function, clock)
@@ -132,7 +134,7 @@ def _clock_on(model: keras.Model, clock: Clock) -> Iterator[None]:
         model.train_function = function
 
 
-def _bare(model: keras.Model, work: Work, strategy: Strategy | None) -> float:
+def _bare(model: keras.Model, work: TrainingTask, strategy: Strategy | None) -> float:
     is_compiled = model.jit_compile and not model.run_eagerly
     if strategy and is_compiled:
         placed = strategy._placement.hand_over(work.first)
@@ -141,7 +143,7 @@ def _bare(model: keras.Model, work: Work, strategy: Strategy | None) -> float:
     return bare_seconds(model, model.train_function, placed)
 
 
-def _notes_of(clock: Clock, budget: Budget) -> list[str]:
+def _notes_of(clock: BlockTimer, budget: Budget) -> list[str]:
     cut = f"stopped after {clock.steps:,} steps, as the limit of {budget.limit:g} s would have been passed"
     few = f"only {len(clock.seconds)} blocks of steps could be timed, so the spread says little"
     return [*[cut] * clock.is_cut, *[few] * (len(clock.seconds) < 3)]

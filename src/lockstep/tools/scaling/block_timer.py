@@ -13,9 +13,9 @@ import keras
 
 from lockstep._keras import trainer
 from lockstep.execution.train_functions import STATE
-from lockstep.tools.scaling.results import Point
+from lockstep.tools.scaling.results import CurvePoint
 
-__all__ = ["WARM", "Clock", "block_ends", "clocked"]
+__all__ = ["WARM", "BlockTimer", "block_ends", "clocked"]
 
 WARM = 3  # steps that are not timed: they compile
 POINTS = 8  # of a curve, and blocks
@@ -35,7 +35,7 @@ def block_ends(steps: int | None) -> list[int]:
     return sorted({WARM + -(-timed * part // POINTS) for part in range(1, POINTS + 1)} - {WARM})
 
 
-class Clock:
+class BlockTimer:
     """Counts and times the steps of one training.
 
     Args:
@@ -92,7 +92,7 @@ class Clock:
         if self._evaluate:
             self.values.append((self.steps, self._evaluate()))
 
-    def curve(self, batch: int) -> tuple[Point, ...]:
+    def curve(self, batch: int) -> tuple[CurvePoint, ...]:
         """The metric by rows and by time; the first steps, which compile, count as much as the others."""
         usual = sum(self.seconds) / max(1, sum(self.lengths))
         times = dict[int, float]()
@@ -100,10 +100,10 @@ class Clock:
         for length, block in zip(self.lengths, self.seconds, strict=True):
             steps, seconds = steps + length, seconds + block
             times[steps] = seconds
-        return tuple(Point(at * batch, times.get(at, at * usual), value) for at, value in self.values)
+        return tuple(CurvePoint(at * batch, times.get(at, at * usual), value) for at, value in self.values)
 
 
-def clocked(model: keras.Model, function: StepFunction, clock: Clock) -> StepFunction:
+def clocked(model: keras.Model, function: StepFunction, clock: BlockTimer) -> StepFunction:
     """The training function of a model, with a clock around it."""
 
     def timed(state: Any, iterator: Any) -> tuple[Any, Any]:

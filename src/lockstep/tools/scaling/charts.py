@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 from lockstep.tools.scaling.formatting import number, ratio, seconds, share
 from lockstep.tools.scaling.report import Outlook
-from lockstep.tools.scaling.results import Point as Measurement
-from lockstep.tools.scaling.svg import Axis, Bar, Chart, Point, Series, bar_chart, line_chart, ticks_of
-from lockstep.tools.scaling.table import Row, Table
+from lockstep.tools.scaling.results import CurvePoint
+from lockstep.tools.scaling.svg import Axis, Bar, Chart, ChartPoint, Series, bar_chart, line_chart, ticks_of
+from lockstep.tools.scaling.table import ScalingRow, ScalingTable
 
 __all__ = ["Figure", "figures_of"]
 
@@ -32,7 +32,7 @@ class Figure:
     lines: tuple[tuple[str, ...], ...]
 
 
-def figures_of(table: Table, outlook: Outlook | None) -> list[Figure]:
+def figures_of(table: ScalingTable, outlook: Outlook | None) -> list[Figure]:
     """All of them; what has no data is left out."""
     rows = [row for row in table.rows if row.setting.devices]
     if not rows:
@@ -47,11 +47,13 @@ def figures_of(table: Table, outlook: Outlook | None) -> list[Figure]:
     return figures
 
 
-def _throughput(rows: Sequence[Row]) -> Figure:
+def _throughput(rows: Sequence[ScalingRow]) -> Figure:
     series = []
     for color, batch in enumerate(_batches(rows)):
         points = [
-            Point(row.setting.devices, row.rows_per_second, f"{row.setting.name}: {row.rows_per_second:,.0f} rows/s")
+            ChartPoint(
+                row.setting.devices, row.rows_per_second, f"{row.setting.name}: {row.rows_per_second:,.0f} rows/s"
+            )
             for row in rows
             if row.setting.batch == batch
         ]
@@ -72,21 +74,21 @@ def _throughput(rows: Sequence[Row]) -> Figure:
     return Figure(line_chart("Throughput", _devices(rows), y, series), text, columns, lines)
 
 
-def _has_efficiency(rows: Sequence[Row], is_weak: bool) -> bool:
+def _has_efficiency(rows: Sequence[ScalingRow], is_weak: bool) -> bool:
     return any(row.setting.devices > 1 and _speed_up(row, is_weak) is not None for row in rows)
 
 
-def _speed_up(row: Row, is_weak: bool) -> float | None:
+def _speed_up(row: ScalingRow, is_weak: bool) -> float | None:
     return row.weak if is_weak else row.strong
 
 
-def _efficiency(rows: Sequence[Row], *, is_weak: bool) -> Figure:
+def _efficiency(rows: Sequence[ScalingRow], *, is_weak: bool) -> Figure:
     known = [(row, value) for row in rows if (value := _speed_up(row, is_weak)) is not None]
     keys = sorted({row.per_device if is_weak else row.setting.batch for row, _ in known})
     series = []
     for color, key in enumerate(keys):
         points = [
-            Point(
+            ChartPoint(
                 row.setting.devices,
                 value / row.setting.devices,
                 f"{row.setting.name}: {value / row.setting.devices:.0%}",
@@ -113,7 +115,7 @@ def _efficiency(rows: Sequence[Row], *, is_weak: bool) -> Figure:
     return Figure(line_chart(title, _devices(rows), axis, series), text, columns, lines)
 
 
-def _shares(rows: Sequence[Row]) -> Figure:
+def _shares(rows: Sequence[ScalingRow]) -> Figure:
     bars, lines = [], []
     for row in rows:
         parts = [part / row.step for part in asdict(row.shares).values()]
@@ -131,18 +133,18 @@ def _shares(rows: Sequence[Row]) -> Figure:
     )
 
 
-def _is_drawn(point: Measurement) -> bool:
+def _is_drawn(point: CurvePoint) -> bool:
     """What was there before training would only press the rest together, and what has diverged has no place."""
     return point.rows > 0 and math.isfinite(point.value)
 
 
-def _metric(table: Table, rows: Sequence[Row], *, by_rows: bool) -> Figure:
+def _metric(table: ScalingTable, rows: Sequence[ScalingRow], *, by_rows: bool) -> Figure:
     name, batches = table.metric or "", _batches(rows)
     counts = sorted({row.setting.devices for row in rows})
     series = []
     for row in rows:
         points = [
-            Point(
+            ChartPoint(
                 point.rows if by_rows else point.seconds,
                 point.value,
                 f"{row.setting.name}: {name} {point.value:.4g} after {f'{point.rows:,} rows' if by_rows else seconds(point.seconds)}",
@@ -175,7 +177,7 @@ def _predicted(outlook: Outlook) -> Figure:
         Series(
             f"{kind} scaling",
             [
-                Point(one.devices, one.speed_up, f"{kind}, {one.devices:,} devices: {ratio(one.speed_up)}")
+                ChartPoint(one.devices, one.speed_up, f"{kind}, {one.devices:,} devices: {ratio(one.speed_up)}")
                 for one in found
             ],
             color,
@@ -183,7 +185,7 @@ def _predicted(outlook: Outlook) -> Figure:
         for color, (kind, found) in enumerate(both)
     ]
     most = outlook.weak[-1].devices
-    series.append(Series("perfect", [Point(1, 1, ""), Point(most, most, "")], 4, 1, is_marked=False))
+    series.append(Series("perfect", [ChartPoint(1, 1, ""), ChartPoint(most, most, "")], 4, 1, is_marked=False))
     lowest = math.floor(math.log2(min(1.0, *(one.speed_up for _, found in both for one in found))) / 2)
     ticks = {4.0**power: f"{4**power:,}" if power >= 0 else f"1/{4**-power}" for power in range(lowest, 6)}
     counts = {place: text for place, text in ticks.items() if place >= 1}
@@ -212,7 +214,7 @@ def _checked(outlook: Outlook) -> Figure:
         Series(
             f"{count} device{'s' * (count > 1)}",
             [
-                Point(
+                ChartPoint(
                     1e3 * row.step,
                     1e3 * found,
                     f"{row.setting.name}: {seconds(row.step)}, predicted {seconds(found)}, {error:+.0%}",
@@ -227,7 +229,7 @@ def _checked(outlook: Outlook) -> Figure:
     ]
     most = 1e3 * max(max(row.step, found) for row, found, _ in outlook.checks)
     ticks = ticks_of([most])
-    line = Series("equal", [Point(0, 0, ""), Point(max(ticks), max(ticks), "")], 4, 1, is_marked=False)
+    line = Series("equal", [ChartPoint(0, 0, ""), ChartPoint(max(ticks), max(ticks), "")], 4, 1, is_marked=False)
     chart = line_chart(
         "The prediction's own error",
         Axis("ms a step, measured", ticks),
@@ -242,10 +244,10 @@ def _checked(outlook: Outlook) -> Figure:
     return Figure(chart, text, ("devices", "global batch", "measured", "predicted", "error"), lines)
 
 
-def _batches(rows: Sequence[Row]) -> list[int]:
+def _batches(rows: Sequence[ScalingRow]) -> list[int]:
     return sorted({row.setting.batch for row in rows})
 
 
-def _devices(rows: Sequence[Row]) -> Axis:
+def _devices(rows: Sequence[ScalingRow]) -> Axis:
     counts = sorted({row.setting.devices for row in rows})
     return Axis("devices", {float(count): str(count) for count in counts}, is_log=True)

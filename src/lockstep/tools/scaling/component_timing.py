@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._keras import trainer
 from lockstep.collectives import ALGORITHMS, CrossDeviceOps
 from lockstep.collectives.cost_model import FORMULAS
-from lockstep.tools.scaling.results import AllReduce
+from lockstep.tools.scaling.results import AllReduceTiming
 
 __all__ = ["all_reduce_seconds", "bare_seconds", "formula_of", "greatest_memory", "links_of"]
 
@@ -79,14 +79,14 @@ def _repeat(program: Callable[[Any], Any], held: Any, count: int) -> None:
         jax.block_until_ready(program(held))
 
 
-def links_of(ops: CrossDeviceOps, devices: Sequence[jax.Device]) -> tuple[AllReduce, ...]:
+def links_of(ops: CrossDeviceOps, devices: Sequence[jax.Device]) -> tuple[AllReduceTiming, ...]:
     """All-reduces of vectors of several sizes."""
     if len(devices) < 2:
         return ()
     found = []
     for size in SIZES:
         seconds = all_reduce_seconds(ops, devices, [jax.ShapeDtypeStruct((size // 4,), "float32")])
-        found.append(AllReduce(formula_of(ops), size, len(devices), seconds))
+        found.append(AllReduceTiming(formula_of(ops), size, len(devices), seconds))
     return tuple(found)
 
 

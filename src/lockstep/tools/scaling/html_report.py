@@ -7,7 +7,7 @@ from lockstep.tools.scaling.charts import Figure, figures_of
 from lockstep.tools.scaling.formatting import memory, number, ratio, seconds
 from lockstep.tools.scaling.report import ScalingReport
 from lockstep.tools.scaling.svg import STYLE, STYLE_DARK
-from lockstep.tools.scaling.table import Row, Table
+from lockstep.tools.scaling.table import ScalingRow, ScalingTable
 
 __all__ = ["page_of"]
 
@@ -71,7 +71,7 @@ def _list(sentences: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
 
 
-def _big_table(table: Table) -> str:
+def _big_table(table: ScalingTable) -> str:
     columns = [
         "devices",
         "global batch",
@@ -91,7 +91,7 @@ def _big_table(table: Table) -> str:
     return _table("All settings", [*columns, "memory"], lines)
 
 
-def _cells(row: Row, *, with_metric: bool) -> list[str]:
+def _cells(row: ScalingRow, *, with_metric: bool) -> list[str]:
     efficiencies = ["–" if value is None else f"{value:.0%}" for value in (row.strong_efficiency, row.weak_efficiency)]
     return [
         str(row.setting.devices or "Keras"),
@@ -110,7 +110,7 @@ def _cells(row: Row, *, with_metric: bool) -> list[str]:
     ]
 
 
-def _failures(table: Table) -> str:
+def _failures(table: ScalingTable) -> str:
     if not table.failed:
         return ""
     return f"<h3>Not measured</h3>{_list([f'{one.setting.name}: {one.reason}' for one in table.failed])}"

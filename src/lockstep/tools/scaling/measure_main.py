@@ -10,8 +10,8 @@ from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.launch.process_tree import die_with_parent
 from lockstep.strategies.device_override import devices_imposed
 from lockstep.tools.scaling.benchmark import measure
-from lockstep.tools.scaling.results import Budget, Failed, Measured, Setting, to_json
-from lockstep.tools.scaling.workload import Program, run_program
+from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, to_json
+from lockstep.tools.scaling.workload import Workload, run_program
 
 __all__ = ["main", "measure_program"]
 
@@ -21,23 +21,23 @@ def main(arguments: Sequence[str]) -> None:
     request, answer = map(Path, arguments)
     asked = json.loads(request.read_text())
     die_with_parent(asked["parent"])
-    setting = Setting(**asked["setting"])
+    setting = ScalingSetting(**asked["setting"])
     reserve_devices(max(1, setting.devices))
-    found = measure_program(Program(**asked["program"]), setting, Budget(**asked["budget"]))
+    found = measure_program(Workload(**asked["program"]), setting, Budget(**asked["budget"]))
     answer.write_text(json.dumps(to_json(found)))
 
 
-def measure_program(program: Program, setting: Setting, budget: Budget) -> Measured | Failed:
+def measure_program(program: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
     """What a program gives in one setting; what goes wrong in it is an answer, too."""
     import keras
 
-    found: list[Measured] = []
+    found: list[SettingResult] = []
     keras.utils.set_random_seed(0)  # All settings begin alike, unless the program says otherwise.
     try:
         with devices_imposed(setting.devices):
             run_program(program, lambda first: found.append(measure(first, setting, budget)))
     except Exception as error:
-        return Failed(setting, reason_of(error))
+        return SettingFailure(setting, reason_of(error))
     return found[0]
 
 

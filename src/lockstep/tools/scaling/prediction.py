@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.collectives.cost_model import Link, Measurement, Network, fit, not_negative, predict
-from lockstep.tools.scaling.results import AllReduce
-from lockstep.tools.scaling.table import Row, Shares
+from lockstep.collectives.cost_model import AllReduceMeasurement, Network, NetworkLink, fit, not_negative, predict
+from lockstep.tools.scaling.results import AllReduceTiming
+from lockstep.tools.scaling.table import ScalingRow, Shares
 
 __all__ = [
     "COUNTS",
@@ -84,7 +84,7 @@ class Predicted:
     speed_up: float
 
 
-def model_of(rows: Sequence[Row]) -> StepModel | None:
+def model_of(rows: Sequence[ScalingRow]) -> StepModel | None:
     """The model that fits best what was measured under the strategy; None where nothing was."""
     rows = [row for row in rows if row.setting.devices]
     if not rows:
@@ -116,14 +116,18 @@ def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.
     return a, u, v, w
 
 
-def _link_of(rows: Sequence[Row]) -> Network | None:
+def _link_of(rows: Sequence[ScalingRow]) -> Network | None:
     links = [link for row in rows for link in row.measured.links]
     links += [
-        AllReduce(row.measured.algorithm, row.measured.gradient_bytes, row.setting.devices, row.measured.all_reduce)
+        AllReduceTiming(
+            row.measured.algorithm, row.measured.gradient_bytes, row.setting.devices, row.measured.all_reduce
+        )
         for row in rows
         if row.setting.devices > 1
     ]
-    found = [Measurement(one.algorithm, one.nbytes, one.devices, one.seconds) for one in links if one.seconds > 0]
+    found = [
+        AllReduceMeasurement(one.algorithm, one.nbytes, one.devices, one.seconds) for one in links if one.seconds > 0
+    ]
     return fit(found)[0] if len(found) >= 3 else None
 
 
@@ -151,12 +155,12 @@ def _sum(coefficients: Coefficients, amounts: tuple[int, int, int, int]) -> floa
     return sum(coefficient * amount for coefficient, amount in zip(coefficients, amounts, strict=True))
 
 
-def errors_of(model: StepModel, rows: Sequence[Row]) -> list[tuple[Row, float, float]]:
+def errors_of(model: StepModel, rows: Sequence[ScalingRow]) -> list[tuple[ScalingRow, float, float]]:
     """For each row that was measured under the strategy: the row, predicted seconds of its step, and the relative error."""
     found = []
     for row in rows:
         if row.setting.devices:
-            link = model.link or Network(Link(0, 0), Link(0, 0), row.setting.devices)
+            link = model.link or Network(NetworkLink(0, 0), NetworkLink(0, 0), row.setting.devices)
             here = Network(link.within, link.within, row.setting.devices, link.seconds_per_added_byte)
             seconds = total(predict_step(model, row.setting.devices, row.setting.batch, here))
             found.append((row, seconds, seconds / row.step - 1))
@@ -168,7 +172,7 @@ def total(shares: Shares) -> float:
     return shares.compute + shares.communication + shares.input + shares.host
 
 
-def link_between(bandwidth: float | str, latency: float | None) -> Link:
+def link_between(bandwidth: float | str, latency: float | None) -> NetworkLink:
     """A way between two machines.
 
     Args:
@@ -189,10 +193,10 @@ def link_between(bandwidth: float | str, latency: float | None) -> Link:
         raise OptionError(
             f"bandwidth and latency: expected GB/s above 0 and µs from 0, got {bandwidth!r} and {wait!r}."
         )
-    return Link(wait * 1e-6, 1 / (bandwidth * 1e9))
+    return NetworkLink(wait * 1e-6, 1 / (bandwidth * 1e9))
 
 
-def network_for(model: StepModel, platform: str, between: Link, devices_per_machine: int | None) -> Network:
+def network_for(model: StepModel, platform: str, between: NetworkLink, devices_per_machine: int | None) -> Network:
     """The network that a prediction is for.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TypeGuard
 
 from lockstep.tools.scaling.formatting import seconds
-from lockstep.tools.scaling.table import Row, Table
+from lockstep.tools.scaling.table import ScalingRow, ScalingTable
 
 __all__ = ["choose", "recommend"]
 
@@ -17,7 +17,7 @@ _WORTH = 0.05  # share of an epoch below which more devices are not worth their 
 _NAMES = {"compute": "compute", "communication": "communication", "input": "getting batches", "host": "the host's work"}
 
 
-def choose(table: Table) -> Row | None:
+def choose(table: ScalingTable) -> ScalingRow | None:
     """The fastest of those whose metric after equal rows is within a tolerance of the best; fewer devices if about as fast."""
     rows = [row for row in table.rows if row.setting.devices]
     good = [row for row in rows if _is_near(row, table)] or rows
@@ -29,14 +29,14 @@ def choose(table: Table) -> Row | None:
     )
 
 
-def _is_near(row: Row, table: Table) -> bool:
+def _is_near(row: ScalingRow, table: ScalingTable) -> bool:
     best = _best(table)
     if best is None or row.at_rows is None:
         return best is None
     return abs(row.at_rows - best) <= _tolerance(best, table)
 
 
-def _best(table: Table) -> float | None:
+def _best(table: ScalingTable) -> float | None:
     values = [row.at_rows for row in table.rows if row.setting.devices and _is_known(row.at_rows)]
     return (max if table.is_higher_better else min)(values, default=None)
 
@@ -46,11 +46,11 @@ def _is_known(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-def _tolerance(best: float, table: Table) -> float:
+def _tolerance(best: float, table: ScalingTable) -> float:
     return TOLERANCE if table.is_higher_better else RELATIVE * abs(best)
 
 
-def recommend(table: Table) -> list[str]:
+def recommend(table: ScalingTable) -> list[str]:
     """Sentences: what to take, why, and what more devices, other batches and the strategy itself would do."""
     chosen = choose(table)
     if chosen is None:
@@ -65,7 +65,7 @@ def recommend(table: Table) -> list[str]:
     ]
 
 
-def _take(chosen: Row, table: Table) -> str:
+def _take(chosen: ScalingRow, table: ScalingTable) -> str:
     text = f"Take {chosen.setting.name}: {seconds(chosen.epoch)} an epoch, {chosen.rows_per_second:,.0f} rows/s"
     best = _best(table)
     if best is None or chosen.at_rows is None:
@@ -86,7 +86,7 @@ def _take(chosen: Row, table: Table) -> str:
     )
 
 
-def _devices(chosen: Row, rows: Sequence[Row]) -> list[str]:
+def _devices(chosen: ScalingRow, rows: Sequence[ScalingRow]) -> list[str]:
     """One device against the most, at the batch that was chosen."""
     same = [row for row in rows if row.setting.batch == chosen.setting.batch and row.setting.devices]
     one = next((row for row in same if row.setting.devices == 1), None)
@@ -106,7 +106,7 @@ def _devices(chosen: Row, rows: Sequence[Row]) -> list[str]:
     return [f"{text}: {_where_it_goes(most)}.{unsure}{_about_compute(one, most)}"]
 
 
-def _where_it_goes(row: Row) -> str:
+def _where_it_goes(row: ScalingRow) -> str:
     parts = [(name, seconds / row.step) for name, seconds in asdict(row.shares).items() if name != "compute"]
     told = [
         f"{share:.0%} of a step is {_NAMES[name]}"
@@ -116,13 +116,13 @@ def _where_it_goes(row: Row) -> str:
     return ", ".join(told) or f"{row.shares.compute / row.step:.0%} of a step is compute"
 
 
-def _about_compute(one: Row, most: Row) -> str:
+def _about_compute(one: ScalingRow, most: ScalingRow) -> str:
     if most.measured.platform != "cpu" or most.shares.compute < one.shares.compute:
         return ""
     return " Its compute takes no less time either: logical CPU devices share the cores that one device uses already."
 
 
-def _time(chosen: Row, table: Table) -> list[str]:
+def _time(chosen: ScalingRow, table: ScalingTable) -> list[str]:
     """Which is furthest after equal time, if that is another."""
     known = [row for row in table.rows if row.setting.devices and _is_known(row.at_time)]
     if not known or not _is_known(chosen.at_time):
@@ -137,7 +137,7 @@ def _time(chosen: Row, table: Table) -> list[str]:
     ]
 
 
-def _waste(chosen: Row) -> list[str]:
+def _waste(chosen: ScalingRow) -> list[str]:
     share = chosen.shares.input / chosen.step
     if share < 0.2:
         return []
@@ -147,7 +147,7 @@ def _waste(chosen: Row) -> list[str]:
     ]
 
 
-def _overhead(rows: Sequence[Row]) -> list[str]:
+def _overhead(rows: Sequence[ScalingRow]) -> list[str]:
     plain = {row.setting.batch: row for row in rows if not row.setting.devices}
     both = [(plain[row.setting.batch], row) for row in rows if row.setting.devices == 1 and row.setting.batch in plain]
     if not both:
@@ -159,7 +159,7 @@ def _overhead(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _unsteady(rows: Sequence[Row]) -> list[str]:
+def _unsteady(rows: Sequence[ScalingRow]) -> list[str]:
     found = [row for row in rows if row.spread > _UNSTEADY]
     if not found:
         return []

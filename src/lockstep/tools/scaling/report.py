@@ -22,8 +22,8 @@ from lockstep.tools.scaling.prediction import (
     series_of,
 )
 from lockstep.tools.scaling.recommendation import choose, recommend
-from lockstep.tools.scaling.results import Failed, Measured
-from lockstep.tools.scaling.table import Row, Table, table_of
+from lockstep.tools.scaling.results import SettingFailure, SettingResult
+from lockstep.tools.scaling.table import ScalingRow, ScalingTable, table_of
 
 __all__ = ["Outlook", "Question", "ScalingReport", "refuse_unwritable", "report_of"]
 
@@ -67,7 +67,7 @@ class Outlook:
     network: Network
     strong: tuple[Predicted, ...]
     weak: tuple[Predicted, ...]
-    checks: tuple[tuple[Row, float, float], ...]
+    checks: tuple[tuple[ScalingRow, float, float], ...]
     described: str
 
     @property
@@ -112,7 +112,7 @@ class ScalingReport:
     title: str
     command: str
     machine: str
-    table: Table
+    table: ScalingTable
     recommendation: tuple[str, ...]
     outlook: Outlook | None
     notes: tuple[str, ...]
@@ -165,7 +165,9 @@ class ScalingReport:
         _write(path, page_of(self))
 
 
-def report_of(title: str, command: str, found: Sequence[Measured | Failed], question: Question) -> ScalingReport:
+def report_of(
+    title: str, command: str, found: Sequence[SettingResult | SettingFailure], question: Question
+) -> ScalingReport:
     """The report of what was measured.
 
     Args:
@@ -181,7 +183,7 @@ def report_of(title: str, command: str, found: Sequence[Measured | Failed], ques
     )
 
 
-def _outlook(table: Table, question: Question) -> Outlook | None:
+def _outlook(table: ScalingTable, question: Question) -> Outlook | None:
     model, chosen = model_of(table.rows), choose(table)
     if model is None or chosen is None:
         return None

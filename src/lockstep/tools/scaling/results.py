@@ -6,11 +6,21 @@ from typing import Any
 
 from lockstep._errors import OptionError, whole_number
 
-__all__ = ["AllReduce", "Budget", "Failed", "Measured", "Point", "Setting", "from_json", "settings_of", "to_json"]
+__all__ = [
+    "AllReduceTiming",
+    "Budget",
+    "CurvePoint",
+    "ScalingSetting",
+    "SettingFailure",
+    "SettingResult",
+    "from_json",
+    "settings_of",
+    "to_json",
+]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ScalingSetting:
     """One row of the table.
 
     Args:
@@ -51,7 +61,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A point of a curve.
 
     Args:
@@ -66,7 +76,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduceTiming:
     """What an all-reduce of one vector took, beyond a program that adds nothing: see ``collectives.cost.Measurement``."""
 
     algorithm: str
@@ -76,7 +86,7 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SettingResult:
     """What one setting gave.
 
     Args:
@@ -98,7 +108,7 @@ class Measured:
         notes: what the reader must know.
     """
 
-    setting: Setting
+    setting: ScalingSetting
     has_own_batches: bool
     rows_per_epoch: int
     blocks: tuple[float, ...]
@@ -107,17 +117,17 @@ class Measured:
     all_reduce: float
     gradient_bytes: int
     algorithm: str
-    links: tuple[AllReduce, ...]
+    links: tuple[AllReduceTiming, ...]
     memory: int
     metric: str | None
     is_higher_better: bool
-    curve: tuple[Point, ...]
+    curve: tuple[CurvePoint, ...]
     platform: str
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Failed:
+class SettingFailure:
     """A setting that gave nothing.
 
     Args:
@@ -125,11 +135,11 @@ class Failed:
         reason: one sentence.
     """
 
-    setting: Setting
+    setting: ScalingSetting
     reason: str
 
 
-def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: bool = True) -> list[Setting]:
+def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: bool = True) -> list[ScalingSetting]:
     """All settings, in the order in which they are measured: those that are compared stand side by side in time.
 
     Raises:
@@ -142,24 +152,24 @@ def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: boo
             whole_number(name, number)
     counts = sorted({1, *devices})
     plain = [0] if with_plain else []
-    return [Setting(count, rows) for rows in sorted(set(batch)) for count in (*plain, *counts)]
+    return [ScalingSetting(count, rows) for rows in sorted(set(batch)) for count in (*plain, *counts)]
 
 
-def to_json(one: Measured | Failed) -> dict[str, Any]:
+def to_json(one: SettingResult | SettingFailure) -> dict[str, Any]:
     """As values of JSON."""
     return asdict(one)
 
 
-def from_json(values: Mapping[str, Any]) -> Measured | Failed:
+def from_json(values: Mapping[str, Any]) -> SettingResult | SettingFailure:
     """The inverse of :func:`to_json`."""
-    setting = Setting(**values["setting"])
+    setting = ScalingSetting(**values["setting"])
     if "reason" in values:
-        return Failed(setting, values["reason"])
+        return SettingFailure(setting, values["reason"])
     made = {
         "setting": setting,
-        "curve": tuple(Point(**point) for point in values["curve"]),
-        "links": tuple(AllReduce(**link) for link in values["links"]),
+        "curve": tuple(CurvePoint(**point) for point in values["curve"]),
+        "links": tuple(AllReduceTiming(**link) for link in values["links"]),
         "blocks": tuple(values["blocks"]),
         "notes": tuple(values["notes"]),
     }
-    return Measured(**{**values, **made})
+    return SettingResult(**{**values, **made})

@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.tools.scaling.results import Budget, Failed, Measured, Setting, from_json
-from lockstep.tools.scaling.workload import Program
+from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json
+from lockstep.tools.scaling.workload import Workload
 
 __all__ = ["measure_all", "measure_in_child"]
 
-Told = Callable[[Setting, "Measured | Failed | None"], None]
+Told = Callable[[ScalingSetting, "SettingResult | SettingFailure | None"], None]
 
 
 def measure_all(
-    program: Program, settings: Sequence[Setting], budget: Budget, environment: Mapping[str, str], tell: Told
-) -> list[Measured | Failed]:
+    program: Workload, settings: Sequence[ScalingSetting], budget: Budget, environment: Mapping[str, str], tell: Told
+) -> list[SettingResult | SettingFailure]:
     """Measure settings one after the other.
 
     Args:
@@ -31,7 +31,7 @@ def measure_all(
         environment: variables of this process.
         tell: is called before each setting with None, and after it with what it gave.
     """
-    found: list[Measured | Failed] = []
+    found: list[SettingResult | SettingFailure] = []
     fixed: set[int] = set()  # numbers of devices for which another batch would be the same one
     for setting in settings:
         if setting.devices not in fixed:
@@ -39,14 +39,14 @@ def measure_all(
             one = measure_in_child(program, setting, budget, environment)
             tell(setting, one)
             found.append(one)
-            if isinstance(one, Measured) and one.has_own_batches:
+            if isinstance(one, SettingResult) and one.has_own_batches:
                 fixed.add(setting.devices)
     return found
 
 
 def measure_in_child(
-    program: Program, setting: Setting, budget: Budget, environment: Mapping[str, str]
-) -> Measured | Failed:
+    program: Workload, setting: ScalingSetting, budget: Budget, environment: Mapping[str, str]
+) -> SettingResult | SettingFailure:
     """What a setting gives in a process of its own, which is killed at the limit with all that it has started."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -61,9 +61,11 @@ def measure_in_child(
         with (folder / "output").open("wb") as output:
             code = _run([str(request), str(answer)], budget.limit, environment, output.fileno())
         if code is None:
-            return Failed(setting, f"Not done within {budget.limit:g} s. Raise --limit, or train on fewer rows.")
+            return SettingFailure(
+                setting, f"Not done within {budget.limit:g} s. Raise --limit, or train on fewer rows."
+            )
         if code or not answer.exists():
-            return Failed(setting, _end_of(code, (folder / "output").read_text(errors="replace")))
+            return SettingFailure(setting, _end_of(code, (folder / "output").read_text(errors="replace")))
         return from_json(json.loads(answer.read_text()))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Axis", "Bar", "Chart", "Point", "Series", "bar_chart", "line_chart", "standalone", "ticks_of"]
+__all__ = ["Axis", "Bar", "Chart", "ChartPoint", "Series", "bar_chart", "line_chart", "standalone", "ticks_of"]
 
 WIDTH, HEIGHT = 460, 270  # of a chart, in units of its own; a letter is 12 high
 LEFT, RIGHT, TOP, BOTTOM = 70, 22, 12, 46
@@ -50,7 +50,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartPoint:
     """A point; ``text`` says all of it."""
 
     x: float
@@ -72,7 +72,7 @@ class Series:
     """
 
     name: str
-    points: Sequence[Point]
+    points: Sequence[ChartPoint]
     color: int
     dash: int = 0
     is_marked: bool = True

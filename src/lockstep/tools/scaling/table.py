@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.tools.scaling.results import Failed, Measured, Point, Setting
+from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingFailure, SettingResult
 
-__all__ = ["Row", "Shares", "Table", "shares_of", "table_of", "value_at"]
+__all__ = ["ScalingRow", "ScalingTable", "Shares", "shares_of", "table_of", "value_at"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingRow:
     """One line of the table.
 
     Args:
@@ -39,8 +39,8 @@ class Row:
         at_time: metric after equal time.
     """
 
-    setting: Setting
-    measured: Measured
+    setting: ScalingSetting
+    measured: SettingResult
     step: float
     low: float
     high: float
@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ScalingTable:
     """What all settings gave.
 
     Args:
@@ -86,22 +86,22 @@ class Table:
         equal_seconds: after how much training: the shortest of all.
     """
 
-    rows: tuple[Row, ...]
-    failed: tuple[Failed, ...]
+    rows: tuple[ScalingRow, ...]
+    failed: tuple[SettingFailure, ...]
     metric: str | None
     is_higher_better: bool
     equal_rows: int
     equal_seconds: float
 
 
-def table_of(found: Sequence[Measured | Failed]) -> Table:
+def table_of(found: Sequence[SettingResult | SettingFailure]) -> ScalingTable:
     """The table of what was measured."""
-    measured = [one for one in found if isinstance(one, Measured) and one.blocks]
-    failed = [one for one in found if isinstance(one, Failed)]
+    measured = [one for one in found if isinstance(one, SettingResult) and one.blocks]
+    failed = [one for one in found if isinstance(one, SettingFailure)]
     failed += [
-        Failed(one.setting, "Too few steps: nothing could be timed. Train longer, or choose a smaller batch.")
+        SettingFailure(one.setting, "Too few steps: nothing could be timed. Train longer, or choose a smaller batch.")
         for one in found
-        if isinstance(one, Measured) and not one.blocks
+        if isinstance(one, SettingResult) and not one.blocks
     ]
     curves = [one.curve for one in measured if one.curve]
     equal_rows = min((curve[-1].rows for curve in curves), default=0)
@@ -109,10 +109,10 @@ def table_of(found: Sequence[Measured | Failed]) -> Table:
     rows = tuple(_row(one, measured, equal_rows, equal_seconds) for one in measured)
     metrics = [one.metric for one in measured if one.metric]
     higher = next((one.is_higher_better for one in measured if one.metric), True)
-    return Table(rows, tuple(failed), metrics[0] if metrics else None, higher, equal_rows, equal_seconds)
+    return ScalingTable(rows, tuple(failed), metrics[0] if metrics else None, higher, equal_rows, equal_seconds)
 
 
-def _row(one: Measured, others: Sequence[Measured], equal_rows: int, equal_seconds: float) -> Row:
+def _row(one: SettingResult, others: Sequence[SettingResult], equal_rows: int, equal_seconds: float) -> ScalingRow:
     step, devices = statistics.median(one.blocks), one.setting.devices
     low, _, high = statistics.quantiles(one.blocks, n=4, method="inclusive") if len(one.blocks) > 1 else [step] * 3
     speed = one.setting.batch / step
@@ -125,7 +125,7 @@ def _row(one: Measured, others: Sequence[Measured], equal_rows: int, equal_secon
     rows = max(other.rows_per_epoch for other in others if other.setting.batch == one.setting.batch)
     same_batch = baselines.get(one.setting.batch) if devices else None
     same_share = baselines.get(one.setting.batch // devices) if devices and one.setting.batch % devices == 0 else None
-    return Row(
+    return ScalingRow(
         setting=one.setting,
         measured=one,
         step=step,
@@ -157,7 +157,7 @@ def shares_of(step: float, bare: float, all_reduce: float, taking: float) -> Sha
     return Shares(busy - communication, communication, waiting, idle - waiting)
 
 
-def value_at(curve: Sequence[Point], place: float, *, by_rows: bool) -> float | None:
+def value_at(curve: Sequence[CurvePoint], place: float, *, by_rows: bool) -> float | None:
     """The metric at a number of rows or seconds, on the straight line between the points beside it; None outside."""
     points = [(point.rows if by_rows else point.seconds, point.value) for point in curve]
     if not points or not points[0][0] <= place <= points[-1][0]:

@@ -17,9 +17,9 @@ from rich.table import Table as RichTable
 
 from lockstep.tools.scaling.formatting import memory, number, ratio, seconds, share
 from lockstep.tools.scaling.report import ScalingReport
-from lockstep.tools.scaling.results import Failed, Measured, Setting
+from lockstep.tools.scaling.results import ScalingSetting, SettingFailure, SettingResult
 from lockstep.tools.scaling.subprocess_runner import Told
-from lockstep.tools.scaling.table import Row, Table
+from lockstep.tools.scaling.table import ScalingRow, ScalingTable
 
 __all__ = ["render", "telling"]
 
@@ -52,7 +52,7 @@ def render(report: ScalingReport, width: int | None = None, *, is_terminal: bool
     return file.getvalue()
 
 
-def _measured(table: Table) -> RichTable:
+def _measured(table: ScalingTable) -> RichTable:
     title = "Measured. Speed-up and efficiency, strong: at one global batch, weak: at one batch a device"
     shown = RichTable(box=SIMPLE_HEAD, title=title, padding=(0, 0, 0, 1), pad_edge=False)
     names = ["devices", "batch", "ms a step", "s/epoch", "rows/s", "strong", "weak"]
@@ -66,7 +66,7 @@ def _measured(table: Table) -> RichTable:
     return shown
 
 
-def _cells(row: Row, table: Table) -> list[str]:
+def _cells(row: ScalingRow, table: ScalingTable) -> list[str]:
     values = [number(row.at_rows), number(row.at_time)] if table.metric else []
     return [
         str(row.setting.devices or "Keras"),
@@ -84,7 +84,7 @@ def _speed_up(value: float | None, efficiency: float | None) -> str:
     return "–" if efficiency is None else f"{ratio(value)} {efficiency:.0%}"
 
 
-def _where(table: Table) -> RichTable:
+def _where(table: ScalingTable) -> RichTable:
     shown = RichTable(box=SIMPLE_HEAD, title="Where a step's time goes, and the greatest memory")
     for name in ("devices", "batch", "compute", "communication", "input", "host", "memory"):
         shown.add_column(name, justify="right")
@@ -122,7 +122,7 @@ def telling(count: int, stream: TextIO | None = None) -> Iterator[Told]:
     with Progress(*columns, console=Console(file=stream)) as bar:
         task = bar.add_task("measuring", total=count)
 
-        def tell(setting: Setting, found: Measured | Failed | None) -> None:
+        def tell(setting: ScalingSetting, found: SettingResult | SettingFailure | None) -> None:
             bar.update(task, description=setting.name, advance=0 if found is None else 1)
             if found is not None:
                 bar.console.log(escape(line_of(setting, found)), highlight=False)
@@ -133,7 +133,7 @@ def telling(count: int, stream: TextIO | None = None) -> Iterator[Told]:
 def _lines(count: int, stream: TextIO) -> Told:
     done = 0
 
-    def tell(setting: Setting, found: Measured | Failed | None) -> None:
+    def tell(setting: ScalingSetting, found: SettingResult | SettingFailure | None) -> None:
         nonlocal done
         if found is not None:
             done += 1
@@ -143,9 +143,9 @@ def _lines(count: int, stream: TextIO) -> Told:
     return tell
 
 
-def line_of(setting: Setting, found: Measured | Failed) -> str:
+def line_of(setting: ScalingSetting, found: SettingResult | SettingFailure) -> str:
     """One line about what a setting gave."""
-    if isinstance(found, Failed):
+    if isinstance(found, SettingFailure):
         return f"{setting.name}: {found.reason}"
     if not found.blocks:
         return f"{setting.name}: too few steps"

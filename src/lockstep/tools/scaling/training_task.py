@@ -12,11 +12,11 @@ import numpy as np
 from lockstep._errors import OptionError
 from lockstep._keras import trainer
 from lockstep.data.source_factory import source_of
-from lockstep.data.sources import AdapterSource, Source
+from lockstep.data.sources import AdapterSource, InputSource
 from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling.results import Budget
 
-__all__ = ["Work", "work_of"]
+__all__ = ["TrainingTask", "work_of"]
 
 HELD_OUT = 0.1  # of the rows, where the script has no validation data
 _NOT_OURS = ("x", "y", "sample_weight", "batch_size", "epochs", "initial_epoch", "verbose", "callbacks", "self")
@@ -24,7 +24,7 @@ _OF_VALIDATION = ("validation_data", "validation_split", "validation_batch_size"
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingTask:
     """One training.
 
     Args:
@@ -52,7 +52,7 @@ class Work:
     notes: tuple[str, ...]
 
 
-def work_of(found: FirstFit, batch: int, budget: Budget) -> Work:
+def work_of(found: FirstFit, batch: int, budget: Budget) -> TrainingTask:
     """What is trained with batches of ``batch`` rows.
 
     Args:
@@ -74,14 +74,14 @@ def work_of(found: FirstFit, batch: int, budget: Budget) -> Work:
     return _of_arrays(data, given, options, batch, budget, notes)
 
 
-def _source(data: Any, given: Any, batch: int | None) -> Source:
+def _source(data: Any, given: Any, batch: int | None) -> InputSource:
     steps, weights = given.get("steps_per_epoch"), given.get("class_weight")
     return source_of(
         *data, batch_size=batch, steps_per_epoch=steps, class_weight=weights, pending=lambda generator: deque()
     )
 
 
-def _of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, notes: list[str]) -> Work:
+def _of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, notes: list[str]) -> TrainingTask:
     data = jax.tree.map(np.asarray, data)
     validation, note, data = _validation_of(given, data)
     rows = _count(data)
@@ -94,7 +94,7 @@ def _of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, 
     options.pop("steps_per_epoch", None)
     cut = _rows(data, slice(steps * batch))
     first = next(_source(cut, {**given, "steps_per_epoch": None}, batch).batches())
-    return Work(
+    return TrainingTask(
         data=cut,
         first=first,
         validation=validation,
@@ -108,7 +108,9 @@ def _of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, 
     )
 
 
-def _of_batches(source: Source, data: Any, given: Any, options: Any, budget: Budget, notes: list[str]) -> Work:
+def _of_batches(
+    source: InputSource, data: Any, given: Any, options: Any, budget: Budget, notes: list[str]
+) -> TrainingTask:
     first = next(source.batches())  # Of a generator it is one batch less; it trains on the others.
     notes = [*notes, "the input comes in batches of its own; only these are measured"]
     validation = _three(given["validation_data"]) if given.get("validation_data") is not None else None
@@ -118,7 +120,7 @@ def _of_batches(source: Source, data: Any, given: Any, options: Any, budget: Bud
     most = budget.rows and max(1, budget.rows // _count(first))
     if most and (steps is None or most < steps):
         steps = options["steps_per_epoch"] = most
-    return Work(
+    return TrainingTask(
         data=data,
         first=first,
         validation=validation,

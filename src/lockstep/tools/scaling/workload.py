@@ -19,13 +19,13 @@ from lockstep._errors import OptionError
 from lockstep._keras.fit_interception import fits_taken
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 
-__all__ = ["Given", "Program", "is_in_child", "program_of", "run_program", "train_given"]
+__all__ = ["FunctionWorkload", "Workload", "is_in_child", "program_of", "run_program", "train_given"]
 
 _measuring: ContextVar[str | None] = ContextVar("measuring", default=None)
 
 
 @dataclass(frozen=True)
-class Program:
+class Workload:
     """What a child does to have something to measure.
 
     Args:
@@ -48,7 +48,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Given:
+class FunctionWorkload:
     """What somebody gave to ``scaling_report``: see there."""
 
     build: Callable[[], Any]
@@ -69,7 +69,7 @@ def is_in_child() -> bool:
     return _measuring.get() is not None
 
 
-def program_of(given: Given, folder: Path) -> Program | None:
+def program_of(given: FunctionWorkload, folder: Path) -> Workload | None:
     """How a child comes to the functions and arrays that were given; None where it cannot, as in a notebook.
 
     Args:
@@ -80,15 +80,15 @@ def program_of(given: Given, folder: Path) -> Program | None:
     if all(_name_of(function) for function in functions):
         parts = [_named_or_kept(one, folder / name) for one, name in ((given.data, "data"), (given.validation, "val"))]
         build = _name_of(given.build) or ""
-        return Program("names", build=build, data=parts[0] or "", validation=parts[1], folders=tuple(sys.path))
+        return Workload("names", build=build, data=parts[0] or "", validation=parts[1], folders=tuple(sys.path))
     main = sys.modules["__main__"]
     path = vars(main).get("__file__")
     if path and vars(main).get("__spec__") is None and Path(path).is_file():
-        return Program("script", path=path, arguments=tuple(sys.argv[1:]))
+        return Workload("script", path=path, arguments=tuple(sys.argv[1:]))
     return None
 
 
-def run_program(program: Program, look: Callable[[FirstFit], None]) -> None:
+def run_program(program: Workload, look: Callable[[FirstFit], None]) -> None:
     """Run a program up to its first fit, in a child, and hand that to ``look``.
 
     Raises:
@@ -101,14 +101,14 @@ def run_program(program: Program, look: Callable[[FirstFit], None]) -> None:
             return
         sys.path[:] = list(program.folders)
         build, data = _imported(program.build), _loaded(program.data)
-        given = Given(build, data, program.validation and _loaded(program.validation))
+        given = FunctionWorkload(build, data, program.validation and _loaded(program.validation))
         with fits_taken(lambda model, fit, args, kwargs: look(FirstFit(model, fit, args, kwargs, ""))):
             train_given(given)
     finally:
         _measuring.reset(token)
 
 
-def train_given(given: Given) -> None:
+def train_given(given: FunctionWorkload) -> None:
     """Build the model and call its fit, for whoever takes that call.
 
     Raises:
