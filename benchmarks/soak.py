@@ -19,7 +19,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 
 from results_file import write
 
-from tests.resume.soaking import EPOCHS, Soak
+from tests.fit.checkpointing.soaking import EPOCHS, Soak
 from tests.support.processes import ForkServer
 
 KILLS, SAVE_FREQ = 200, 2

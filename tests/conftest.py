@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
+from tests.distributed.jobs.outcomes import REPLICAS, arrays
 from tests.support.processes import AS_FOR_USERS, PROGRAMS, ForkServer, Job
-from tests.workers.outcomes import REPLICAS, arrays
 
 
 @pytest.fixture(scope="session")

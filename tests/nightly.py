@@ -25,8 +25,8 @@ WRITTEN = ("benchmarks/results", "docs/conformity.md")  # what parts write
 PATHS = {
     "law-1": ["tests/laws/test_law_1_n_replicas_equal_one_device.py"],
     "law-2": ["tests/laws/test_law_2_any_topology_same_bits.py"],
-    "law-3": ["tests/laws/test_law_3_resume.py", "tests/resume"],
-    "rows": ["tests/rows", "tests/programs"],
+    "law-3": ["tests/laws/test_law_3_resume.py", "tests/fit/checkpointing"],
+    "rows": ["tests/execution/rowwise", "tests/programs"],
 }
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lockstep.cluster_resolver import RESOLVERS, resolve
-from tests.cluster import cases as cluster_cases
-from tests.cluster import test_resolvers
-from tests.inputs import test_inputs
+from tests.data import test_inputs
+from tests.distributed import cases as cluster_cases
+from tests.distributed import test_resolvers
 from tests.laws.cases import case_named
 from tests.laws.compare import Topology, assert_same, run
 

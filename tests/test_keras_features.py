@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from .laws.compare import Topology, assert_close, state_of
+from tests.laws.compare import Topology, assert_close, state_of
 
 X = np.random.default_rng(0).normal(size=(29, 4)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int32")

@@ -12,8 +12,7 @@ import pytest
 import simplejpeg
 
 import lockstep
-
-from .inputs.programs import Order
+from tests.data.programs import Order
 
 PATH = Path(__file__).parents[1] / "examples" / "cats_vs_dogs" / "pictures.py"
 # Not by the name that the example gives it: other examples have modules of the same names.

@@ -16,7 +16,7 @@ for name in NOT_INHERITED:
 os.environ |= FOR_TESTS
 os.environ["KERAS_BACKEND"] = "jax"
 import keras, lockstep, numpy as np
-from tests.resume.runs import data, digest_of
+from tests.fit.checkpointing.runs import data, digest_of
 keras.utils.set_random_seed(5)
 workers, generation = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCKSTEP_GENERATION"])
 strategy = lockstep.MultiWorkerMirroredStrategy(replicas=4, deterministic=True)

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from tests.resume.runs import INPUTS, Run
+from tests.fit.checkpointing.runs import INPUTS, Run
 from tests.support import compile_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")

@@ -7,7 +7,7 @@ import keras
 import pytest
 
 from lockstep.callbacks import BackupAndRestore, NanGuard
-from tests.guard.runs import BAD_STEP, CAUSES, STEPS, Run, data, without
+from tests.fit.nan_guard.runs import BAD_STEP, CAUSES, STEPS, Run, data, without
 from tests.support.marks import quick_first
 
 PLANS = {

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.distributed.jobs.outcomes import assert_same_bits, train
 from tests.laws.compare import RELATIVE, assert_close
 from tests.support.processes import AS_FOR_USERS
-from tests.workers.outcomes import assert_same_bits, train
 
 pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 

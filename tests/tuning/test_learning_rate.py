@@ -13,7 +13,7 @@ import lockstep
 from lockstep._keras import trainer
 from lockstep.callbacks import LearningRateScaling
 from lockstep.strategies.parameter_server import ParameterServerStrategy
-from tests.resume.runs import BreakOff, BrokenOffError
+from tests.fit.checkpointing.runs import BreakOff, BrokenOffError
 
 ROWS, BATCH, BASE, EPOCHS, RATE = 40, 16, 4, 3, 0.02
 STEPS = -(-ROWS // BATCH)

@@ -1,0 +1,59 @@
+"""All workers write to the same paths, load what was written, and train it on under a second strategy."""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import lockstep
+from tests.distributed.jobs.program import config, make_strategy, tell
+
+folder = Path(config["folder"])
+x, y = np.arange(16, dtype="float32")[:, None] / 16, np.ones((16, 1), "float32")
+
+
+class Names(keras.callbacks.Callback):
+    """A callback of the user runs on every worker."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        tell(**{f"epoch {epoch}": logs["loss"]})
+
+
+strategy = make_strategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+
+callbacks = [
+    Names(),
+    keras.callbacks.ModelCheckpoint(folder / "epoch-{epoch}.keras"),
+    keras.callbacks.ModelCheckpoint(folder / "last.weights.h5", save_weights_only=True, save_freq=1),
+    keras.callbacks.CSVLogger(folder / "log.csv"),
+]
+if not strategy.is_chief:  # It needs TensorFlow, which is not there: on the chief this would fail.
+    callbacks.append(keras.callbacks.TensorBoard(folder / "board"))
+model.fit(x, y, batch_size=8, epochs=2, callbacks=callbacks, verbose=1)
+model.evaluate(x, y, batch_size=8, verbose=1)
+model.predict(x, batch_size=8, verbose=1)
+model.save(folder / "model.keras")
+model.save_weights(folder / "model.weights.h5")
+
+second = make_strategy(replicas=2 * config["workers"])
+with second.scope():
+    loaded = keras.models.load_model(folder / "model.keras")
+tell(
+    chief=strategy.is_chief,
+    same=[np.array_equal(ours, theirs) for ours, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True)],
+    loss=loaded.fit(x, y, batch_size=8, epochs=1, verbose=0).history["loss"],
+    replicas=[strategy.num_replicas_in_sync, second.num_replicas_in_sync],
+)
+loaded.save(folder / "second.keras")
+
+plain = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+plain.compile("sgd", "mse")
+plain.fit(x * (1 + config["index"]), y, batch_size=3 + config["index"], verbose=0)  # This is nobody else's business.
+plain.save(folder / f"own-{config['index']}.keras")
+try:
+    model.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore(folder / "backup")])
+except lockstep.ModelError as error:
+    tell(backup=str(error))

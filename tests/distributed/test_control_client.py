@@ -1,0 +1,299 @@
+"""What workers that have met do with each other; they are threads of this process."""
+
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from lockstep import ClusterError, OptionError
+from lockstep.distributed.control.failures import FailureKind
+from lockstep.distributed.control.join import join
+from lockstep.distributed.control.wait_logger import CancelledError, is_given_up
+from tests.distributed.threaded_job import ThreadedJob
+from tests.support.waiting import DEADLINE, wait_until
+
+
+def messages(results):
+    """Of the ClusterErrors that all workers have raised, one for each different one."""
+    assert all(isinstance(result, ClusterError) for result in results), results
+    return {str(result) for result in results}
+
+
+def test_values_come_back_to_all_in_the_order_of_the_workers():
+    value = {"text": "Größe", "numbers": [1, 2.5, None, True], "shape": (2, 3)}
+    with ThreadedJob(3) as job:
+        expected = [{**value, "shape": [2, 3], "index": index} for index in range(3)]
+        results = job.everyone(lambda session: session.gather("value", {**value, "index": session.group.index}))
+        assert results == [expected] * 3
+        assert job.everyone(lambda session: session.broadcast("port", 7 + session.group.index)) == [7] * 3
+        assert job.everyone(lambda session: session.barrier("end")) == [None] * 3
+        assert job.everyone(lambda session: session.agree("options", value)) == [None] * 3
+
+
+def test_many_calls_keep_their_order():
+    with ThreadedJob(3) as job:
+        results = job.everyone(lambda session: [session.gather(f"call {n}", n) for n in range(200)])
+        assert results == [[[n, n, n] for n in range(200)]] * 3
+
+
+def test_who_does_not_agree_is_named_to_all_with_both_values():
+    with ThreadedJob(3) as job:
+        results = job.everyone(
+            lambda session: session.agree("options", {"rows": 32 if session.group.index == 1 else 64, "seed": 1})
+        )
+        (sentence,) = messages(results)
+        assert "do not agree on 'options': worker 1 of 3 (" in sentence
+        assert "differs in 'rows': it has 32, the others have 64." in sentence
+        assert job.failures == [[], [], []]
+
+
+def test_a_worker_that_asks_something_else_is_named_to_all():
+    with ThreadedJob(2) as job:
+        results = job.everyone(lambda session: session.gather("rows" if session.group.index else "logs", 1))
+        (sentence,) = messages(results)
+        assert "gather 'rows'" in sentence
+        assert "gather 'logs'" in sentence
+        assert "worker 0" in sentence
+        assert "worker 1" in sentence
+
+
+def test_lanes_go_on_beside_each_other():
+    with ThreadedJob(2) as job:
+
+        def work(session):
+            found = []
+            feed = threading.Thread(
+                target=lambda: found.extend(session.gather("rows", n, lane="feed") for n in range(100))
+            )
+            feed.start()
+            mine = [session.gather("logs", -n) for n in range(100)]
+            feed.join(DEADLINE)
+            return found, mine
+
+        expected = ([[n, n] for n in range(100)], [[-n, -n] for n in range(100)])
+        assert job.everyone(work) == [expected] * 2
+
+
+def test_a_lane_serves_one_thread_at_a_time():
+    with ThreadedJob(2) as job:
+        waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
+        waiting.start()
+        wait_until(lambda: job.sessions[0]._pulse.progress[1].startswith("waiting"), "the wait of worker 0")
+        with pytest.raises(ClusterError, match="gather 'logs': another thread waits on lane 'main'"):
+            job.sessions[0].gather("logs")
+        job.sessions[1].gather("rows")
+        waiting.join(DEADLINE)
+
+
+def test_what_cannot_be_sent_is_refused_and_costs_no_turn():
+    with ThreadedJob(2) as job:
+        with pytest.raises(OptionError, match="Only values of JSON"):
+            job.sessions[0].gather("rows", np.zeros(3))
+        with pytest.raises(OptionError, match="too many"):
+            job.sessions[0].gather("rows", "x" * 2**25)
+        assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+
+
+def test_large_values_arrive_and_too_large_ones_are_an_error_on_all():
+    with ThreadedJob(2) as job:
+        large = "x" * 7_000_000
+        assert job.everyone(lambda session: session.gather("large", large) == [large, large]) == [True, True]
+        (sentence,) = messages(job.everyone(lambda session: session.gather("larger", "x" * 10_000_000)))
+        assert "The values of all workers do not fit." in sentence
+        assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+
+
+def test_a_wait_names_whom_it_waits_for_and_what_they_do():
+    with ThreadedJob(2) as job:
+        job.sessions[1].report(np.int64(7), "save")
+        waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
+        waiting.start()
+        wait_until(lambda: job.lines[0], "a line of worker 0")
+        job.sessions[1].gather("rows")
+        waiting.join(DEADLINE)
+        (line,) = job.lines[0]
+        assert line.startswith("waiting for worker 1 of 2 (")
+        assert line.endswith("), in 'save' at step 7, at gather 'rows', 2 s")
+
+
+def test_a_call_that_comes_to_its_limit_ends_the_job_and_names_who_did_not_come():
+    with ThreadedJob(3, timeout_seconds=DEADLINE) as job:
+        for session in job.sessions.values():
+            session.report(7, "data")
+        began = time.monotonic()
+        with pytest.raises(
+            ClusterError,
+            match=r"in 'data' at step 7: did not come to gather 'rows' within 1.5 s. See what they print, or raise",
+        ) as caught:
+            job.sessions[0].gather("rows", timeout_seconds=1.5)
+        assert 1.5 < time.monotonic() - began < DEADLINE / 2
+        assert caught.value.exit_code == 124
+        wait_until(lambda: all(job.failures), "a failure on each worker")
+        for failures in job.failures:
+            (failure,) = failures
+            assert failure.kind is FailureKind.STUCK
+            assert failure.worker in (1, 2)
+            assert "worker 0 waits for it at gather 'rows' for 2 s." in failure.sentence
+
+
+def test_a_limit_that_is_no_number_ends_at_once():
+    with ThreadedJob(2) as job, pytest.raises(ClusterError, match="did not come to gather 'rows' within nan s"):
+        job.sessions[0].gather("rows", timeout_seconds=float("nan"))
+
+
+def test_a_worker_that_compiles_is_waited_for():
+    with ThreadedJob(2, timeout_seconds=1.5, long_seconds=3) as job:
+        job.sessions[0].report(1, "step")
+        job.sessions[1].report(1, "compiling")
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=r"in 'compiling' at step 1: did not come to gather 'rows' within 3 s"):
+            job.sessions[0].gather("rows")
+        assert time.monotonic() - began > 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_fails_is_named_to_the_others_once_and_their_calls_end(failing):
+    with ThreadedJob(3) as job:
+        waiting = 1 - failing
+        ended = []
+
+        def wait():
+            try:
+                job.sessions[waiting].gather("rows")
+            except ClusterError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        job.sessions[failing].fail("ValueError: no labels")
+        thread.join(DEADLINE)
+        assert str(ended[0]) == job.failures[waiting][0].sentence
+        assert ended[0].exit_code == 13
+        wait_until(lambda: job.failures[2], "a failure on worker 2")
+        job.sessions[failing].fail("KeyError: and again")
+        assert job.failures[failing] == []  # It knows.
+        for index in (waiting, 2):
+            (failure,) = job.failures[index]
+            assert failure.kind is FailureKind.FAILED
+            assert failure.worker == failing
+            assert failure.sentence.endswith("failed: ValueError: no labels")
+            with pytest.raises(ClusterError, match="no labels"):
+                job.sessions[index].check()
+
+
+def test_a_session_whose_body_fails_says_so_and_one_that_exits_leaves():
+    with ThreadedJob(2) as job:
+        with pytest.raises(ZeroDivisionError), job.sessions[1]:
+            _ = 1 / 0
+        wait_until(lambda: job.failures[0], "a failure on worker 0")
+        assert job.failures[0][0].sentence.endswith("failed: ZeroDivisionError: division by zero")
+    with ThreadedJob(2) as job:
+        with pytest.raises(SystemExit), job.sessions[1]:
+            raise SystemExit(0)
+        wait_until(lambda: job.sessions[0].departed == {1}, "the departure of worker 1")
+        assert job.failures == [[], []]
+
+
+def test_who_has_left_is_an_error_only_for_those_that_need_it():
+    with ThreadedJob(3) as job:
+        job.sessions[1].leave()
+        job.sessions[1].leave()
+        wait_until(lambda: job.sessions[0].departed == job.sessions[2].departed == {1}, "the departure of worker 1")
+        assert job.failures == [[], [], []]
+        with pytest.raises(ClusterError, match="This session is closed"):
+            job.sessions[1].gather("rows")
+        with pytest.raises(ClusterError, match=r"worker 1 of 3 \(.*\) came to the end before gather 'rows'"):
+            job.sessions[0].gather("rows")
+
+
+def test_the_chief_waits_for_the_others_ends():
+    with ThreadedJob(2, timeout_seconds=DEADLINE) as job:
+        leaving = threading.Thread(target=job.sessions[0].leave, daemon=True)
+        leaving.start()
+        wait_until(lambda: job.lines[0], "a line of worker 0")
+        assert job.lines[0][0].startswith("waiting for the end of worker 1 of 2 (")
+        assert leaving.is_alive()
+        job.sessions[1].leave()
+        leaving.join(DEADLINE)
+        assert not leaving.is_alive()
+
+
+def test_a_chief_that_has_waited_long_leaves_and_the_others_go_on():
+    with ThreadedJob(2, timeout_seconds=1.5) as job:
+        job.sessions[0].leave()
+        assert job.lines[0][-1].startswith("leaves while others go on, whom nobody watches from now: worker 1 of 2 (")
+        wait_until(lambda: job.sessions[1]._is_alone, "the departure of worker 0")
+        assert job.failures == [[], []]
+        job.sessions[1].check()
+        with pytest.raises(ClusterError, match="the chief, came to the end before"):
+            job.sessions[1].gather("rows")
+
+
+@pytest.mark.parametrize("step", ["seven", None, float("inf"), []])
+def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread(step):
+    with ThreadedJob(2) as job:
+        job.sessions[1]._send({"kind": "beat", "step": step})
+        wait_until(lambda: all(job.failures), "a failure on each worker")
+        (failure,) = job.failures[0]
+        assert (failure.kind, failure.worker) == (FailureKind.DIED, 1)
+        assert "it sent a 'beat' that cannot be read" in failure.sentence
+
+
+def test_unknown_messages_are_for_a_later_version_and_harm_nothing():
+    with ThreadedJob(2) as job:
+        job.sessions[1]._send({"kind": "news"})
+        assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+
+
+def test_saying_how_far_one_is_costs_next_to_nothing():
+    with ThreadedJob(2) as job:
+        report = job.sessions[1].report
+        began = time.thread_time()
+        for step in range(100_000):
+            report(step, "step")
+        assert (time.thread_time() - began) / 100_000 < 20e-6  # About 0.2 µs on a machine that does nothing else.
+
+
+def test_connections_are_prepared_for_small_messages_and_cut_links():
+    with ThreadedJob(2) as job:
+        connected = job.sessions[1]._connection._socket
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_jobs_follow_each_other_on_one_port():
+    with ThreadedJob(2) as first:
+        pass
+    port = first.coordinator
+    with ThreadedJob(2) as second:
+        second.listener.close()
+        second.everyone(lambda session: session.leave())
+        again = {**second.arguments(0), "listener": None}
+        again["group"] = type(again["group"])(workers=2, index=0, coordinator=port)
+        chief = threading.Thread(target=lambda: second.sessions.update({0: join(**again)}), daemon=True)
+        chief.start()
+        other = {**again, "group": type(again["group"])(workers=2, index=1, coordinator=port)}
+        second.sessions[1] = join(**other)
+        chief.join(DEADLINE)
+        assert second.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+
+
+def test_a_wait_that_nobody_wants_any_more_is_given_up_and_others_lanes_go_on():
+    given_up, ended = threading.Event(), []
+
+    def ahead(session):
+        is_given_up.set(given_up.is_set)
+        with pytest.raises(CancelledError):
+            session.gather("batch 2", lane="input 1, pass 1")
+        session.forget("input 1, pass 1")
+        ended.append(session)
+
+    with ThreadedJob(2) as job:
+        thread = threading.Thread(target=ahead, args=(job.sessions[0],), daemon=True)
+        thread.start()
+        given_up.set()
+        thread.join(DEADLINE)
+        assert ended == [job.sessions[0]]
+        assert job.everyone(lambda session: session.gather("rows", 1, lane="input 1, pass 2")) == [[1, 1], [1, 1]]

@@ -1,0 +1,358 @@
+"""How workers meet, and why they may not; workers are threads of this process."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from lockstep import ClusterError, OptionError
+from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.control.framed_socket import FramedSocket
+from lockstep.distributed.control.handshake_server import hello, introduction
+from lockstep.distributed.control.join import join
+from lockstep.distributed.control.listener import open_listener
+from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.control.protocol import encode
+from tests.distributed.threaded_job import ThreadedJob, listening
+from tests.support.waiting import DEADLINE, wait_until
+
+ME = f"{socket.gethostname()}, process {os.getpid()}"
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    deadline = time.monotonic() + DEADLINE
+    for thread in threading.enumerate():
+        if thread.name.startswith("lockstep-c"):
+            thread.join(deadline - time.monotonic())
+            assert not thread.is_alive()
+
+
+def sentences(job):
+    """Of the errors of all workers, one for each different one."""
+    assert all(isinstance(error, ClusterError) for error in job.errors.values()), job.errors
+    return {str(error) for error in job.errors.values()}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_workers_meet_and_know_each_other(workers):
+    with ThreadedJob(workers, lambda index: {"information": {"devices": index + 1}}, generation=3) as job:
+        assert job.errors == {}
+        for session in job.sessions.values():
+            assert [peer.index for peer in session.peers] == list(range(workers))
+            assert [peer.information for peer in session.peers] == [{"devices": index + 1} for index in range(workers)]
+            assert {(peer.host, peer.pid) for peer in session.peers} == {(socket.gethostname(), os.getpid())}
+            assert session.peers[0].generation == 3
+        assert job.lines == [[]] * workers
+
+
+def test_a_job_of_one_worker_uses_no_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        group = WorkerGroup(workers=1, index=0, coordinator=f"127.0.0.1:{taken.getsockname()[1]}")
+        with join(group, {}) as session:
+            assert session.gather("rows", 7) == [7]
+
+
+def test_a_worker_with_another_identity_is_named_to_all():
+    def each(index):
+        return {"identity": {"jax": "0.10.2", "script": {"digest": "abc" if index == 2 else "abd"}}}
+
+    with ThreadedJob(3, each) as job:
+        assert len(job.errors) == 3
+        assert sentences(job) == {
+            f"""worker 2 of 3 ({ME}) differs from the chief ({ME}) in 'script.digest': it has "abc", the chief "abd". All """
+            f"""workers need the same."""
+        }
+
+
+@pytest.mark.slow
+def test_two_workers_with_one_index_are_named_to_all():
+    job = ThreadedJob(3)
+    job.each = lambda index: {"group": WorkerGroup(workers=3, index=min(index, 1), coordinator=job.coordinator)}
+    with job:
+        assert len(job.errors) == 3
+        assert sentences(job) == {
+            f"Two processes say that they are worker 1 of 3: {ME} and {ME}: start each worker once, with an index of its own."
+        }
+
+
+def test_a_worker_with_another_count_is_named_to_all():
+    job = ThreadedJob(3)
+    job.each = lambda index: {
+        "group": WorkerGroup(workers=2 if index == 0 else 3, index=index, coordinator=job.coordinator)
+    }
+    with job:
+        assert len(job.errors) == 3
+        (sentence,) = sentences(job)
+        assert f"of 3 ({ME}) was started with 3 workers, the chief ({ME}) with 2 workers: start all" in sentence
+
+
+@pytest.mark.slow
+def test_a_worker_with_an_absurd_count_costs_neither_memory_nor_time():
+    job = ThreadedJob(2, missing=(1,))
+    host, port = job.coordinator.split(":")
+    connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
+    connection.send(hello("x") + introduction(Peer(1, 10**18, "b", 7)))
+    with job:
+        assert "was started with 1000000000000000000 workers" in str(job.errors[0])
+    connection.close()
+
+
+def test_what_is_sent_of_a_worker_must_be_json():
+    with pytest.raises(OptionError, match="Only values of JSON"):
+        join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"model": object()})
+    with pytest.raises(OptionError, match="too many"):
+        join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"model": "x" * 100_000})
+
+
+def test_the_missing_are_named_by_all_with_their_addresses_in_time():
+    job = ThreadedJob(4, missing=(1, 3), timeout_seconds=4)
+    addresses = (job.coordinator, "127.0.0.2:12421", "127.0.0.3:12421", "127.0.0.4:12421")
+    job.each = lambda index: {
+        "group": WorkerGroup(workers=4, index=index, coordinator=job.coordinator, addresses=addresses)
+    }
+    began = time.monotonic()
+    with job:
+        assert sentences(job) == {
+            f"worker 1 of 4 (127.0.0.2:12421) and worker 3 of 4 (127.0.0.4:12421) did not join within 4 s: are they started, and can "
+            f"{job.coordinator} be reached from there?"
+        }
+        assert {error.exit_code for error in job.errors.values()} == {75}
+    assert time.monotonic() - began > 4
+
+
+def test_the_start_has_a_limit_of_its_own():
+    with ThreadedJob(2, missing=(1,), timeout_seconds=1000, start_seconds=0.1, long_seconds=1000) as job:
+        assert "did not join within 0.1 s" in str(job.errors[0])
+
+
+def test_a_worker_that_comes_late_is_waited_for_visibly():
+    job = ThreadedJob(3, timeout_seconds=DEADLINE)
+    *present, late = job._threads
+    for thread in present:
+        thread.start()
+    wait_until(lambda: all(_waits_for_worker_2(lines) for lines in job.lines[:2]), "lines of both that name the third")
+    late.start()
+    for thread in (*present, late):
+        thread.join(DEADLINE)
+    assert job.errors == {}
+    for lines in job.lines[:2]:
+        assert lines[-1].startswith("all 3 workers are here after ")
+    job.__exit__()
+
+
+def _waits_for_worker_2(lines):
+    return any(line.startswith("waiting for worker 2 of 3, ") for line in list(lines))
+
+
+@pytest.mark.parametrize(
+    ("speaks", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "it sent what is no message"),
+        (b"\x00" * 100, "it sent what is no message"),
+        (encode({"kind": "beat", "step": 1, "activity": "step", "seconds": 0}), "it began with 'beat'"),
+        (introduction(Peer(1, 2, "b", 7)), "it began with 'join'"),
+        (hello("") + hello(""), "it sent no nonce"),
+        (encode({"kind": "hello", "protocol": 0, "nonce": "x"}), "it speaks protocol 0, this process 1"),
+        (hello("x") + encode({"kind": "join", "peer": {"index": 1}}), "it did not say who it is"),
+        (hello("x") + encode({"kind": "join", "peer": None}), "it did not say who it is"),
+        (hello("\ud800") + encode({"kind": "join", "peer": 1}), "it did not say who it is"),
+        (b"", "its connection closed"),
+    ],
+)
+def test_who_is_no_worker_is_turned_away_and_harms_nothing(speaks, reason):
+    job = ThreadedJob(2)
+    host, port = job.coordinator.split(":")
+    chief, worker = job._threads
+    chief.start()
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as stranger:
+        stranger.sendall(speaks)
+        if not speaks:
+            stranger.shutdown(socket.SHUT_WR)
+        try:
+            while stranger.recv(4096):
+                pass
+        except ConnectionResetError:  # It did not read all that was sent.
+            pass
+    worker.start()
+    for thread in (chief, worker):
+        thread.join(DEADLINE)
+    assert job.errors == {}
+    assert [reason in line for line in job.lines[0]] == [True], job.lines[0]
+    assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+    job.__exit__()
+
+
+def test_many_strangers_do_not_fill_the_log():
+    job = ThreadedJob(2, missing=(1,), start_seconds=1)
+    host, port = job.coordinator.split(":")
+    for number in range(20):
+        with socket.create_connection((host, int(port)), timeout=DEADLINE) as stranger:
+            stranger.sendall(f"GET /{number} HTTP/1.1".encode())
+    with job:
+        assert len(job.lines[0]) == 3
+
+
+@pytest.mark.slow
+def test_who_says_nothing_is_turned_away_and_delays_nobody():
+    job = ThreadedJob(2)
+    host, port = job.coordinator.split(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as silent:
+        with job:
+            assert job.lines[0] == []  # All have joined, and it is still heard out.
+            assert job.errors == {}
+            assert silent.recv(1) == b""
+        assert "it said nothing for 5 s" in job.lines[0][0]
+
+
+def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
+    job = ThreadedJob(3, missing=(2,))
+    host, port = job.coordinator.split(":")
+
+    def come_and_go():
+        connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
+        connection.send(hello("x"))
+        assert connection.wait(DEADLINE)["kind"] == "challenge"
+        connection.send(introduction(Peer(2, 3, "node2", 77, identity={"jax": "1"})))
+        while connection.wait(DEADLINE)["missing"]["start"]["names"] != ["worker 1 of 3"]:
+            pass
+        connection.close()
+
+    chief, worker = job._threads
+    chief.start()
+    come_and_go()
+    worker.start()
+    for thread in (chief, worker):
+        thread.join(DEADLINE)
+    assert sentences(job) == {
+        "worker 2 of 3 (node2, process 77) went away before all workers had joined: its connection closed."
+    }
+    job.__exit__()
+
+
+def test_a_late_duplicate_is_refused_and_harms_nothing():
+    with ThreadedJob(2) as job:
+        with pytest.raises(ClusterError, match="Two processes say that they are worker 1 of 2"):
+            join(**job.arguments(1))
+        assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+        assert job.failures == [[], []]
+
+
+def test_a_leftover_of_an_earlier_start_is_refused_and_harms_nothing():
+    job = ThreadedJob(2, lambda index: {"generation": 1})
+    with job:
+        with pytest.raises(ClusterError, match="is left over from start 0 of the job"):
+            join(**{**job.arguments(1), "generation": 0})
+        assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
+
+
+def test_a_worker_of_a_later_start_waits_for_its_own_chief():
+    with (
+        ThreadedJob(2) as job,
+        pytest.raises(ClusterError, match=r"was not met within 1 s: .* an earlier chief still runs"),
+    ):
+        join(**{**job.arguments(1), "generation": 1, "start_seconds": 1})
+
+
+@pytest.mark.parametrize(
+    ("chief", "worker", "said"),
+    [
+        (b"one", b"two", "it and this process were given different secrets"),
+        (b"one", None, "it asks for a secret that this process was not given"),
+        (None, b"two", "it was given no secret, this process was"),
+    ],
+)
+def test_who_does_not_know_the_secret_stays_outside(chief, worker, said):
+    with ThreadedJob(2, lambda index: {"secret": worker if index else chief}, start_seconds=1) as job:
+        assert said in str(job.errors[1])
+        assert str(job.errors[0]).startswith("worker 1 of 2 did not join within 1 s")
+        assert "was turned away: it was given another secret than this process, or one of them none." in str(
+            job.errors[0]
+        )
+
+
+@pytest.mark.parametrize("given", ["0" * 64, "\ud800", None, 7])
+def test_who_only_says_that_he_knows_the_secret_stays_outside(given):
+    job = ThreadedJob(2, secret=b"one", missing=(1,), start_seconds=0.5)
+    host, port = job.coordinator.split(":")
+    connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
+    connection.send(hello("x") + introduction(Peer(1, 2, "b", 7, identity={"jax": "1"}), given))
+    with job:
+        assert "was turned away: it does not know the secret of this job." in str(job.errors[0])
+    connection.close()
+
+
+def test_workers_who_know_the_secret_meet():
+    with ThreadedJob(3, secret=b"one") as job:
+        assert job.errors == {}
+
+
+def test_a_port_in_use_is_named_and_by_whom():
+    with ThreadedJob(2) as job:
+        with pytest.raises(ClusterError) as caught:
+            join(**{**job.arguments(0), "listener": None})
+        port = job.coordinator.split(":")[1]
+        assert f"cannot listen on port {port} of 127.0.0.1: another Lockstep job ({ME}) uses it." in str(caught.value)
+        assert "another port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT." in str(
+            caught.value
+        )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"port {port} of 127.0.0.1: something that is no Lockstep job uses it"):
+            join(WorkerGroup(workers=2, index=0, coordinator=f"127.0.0.1:{port}"), {})
+
+
+def test_what_answers_without_being_a_chief_is_named():
+    silent, address = listening()
+    with silent, pytest.raises(ClusterError, match="no chief of a Lockstep job: it says nothing"):
+        join(WorkerGroup(workers=2, index=1, coordinator=address), {}, start_seconds=1, announce=str)
+    talker, address = listening()
+
+    def answer():
+        accepted, _ = talker.accept()
+        with accepted:
+            accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        talker.close()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    tries = []
+    with pytest.raises(ClusterError, match=r"worker 0 of 2, the chief at .*, was not met within 1 s"):
+        join(
+            WorkerGroup(workers=2, index=1, coordinator=address),
+            {},
+            start_seconds=1,
+            announce=str,
+            sleep=tries.append,
+        )
+    thread.join(DEADLINE)
+    assert tries
+
+
+def test_a_host_that_is_unknown_is_tried_until_the_limit():
+    with pytest.raises(ClusterError, match=r"was not met within 0.3 s: .*\bknown"):
+        join(WorkerGroup(workers=2, index=1, coordinator="no-such-host.invalid:12421"), {}, start_seconds=0.3)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", socket.gethostname()])
+def test_the_chief_listens_where_the_others_look_for_it(host):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with open_listener(f"{host}:{port}", None, str) as listener:
+        assert (listener.getsockname()[0] == "127.0.0.1") == (host != socket.gethostname())
+        socket.create_connection(("127.0.0.1", port), timeout=DEADLINE).close()
+
+
+def test_an_address_of_another_machine_is_said_and_all_are_listened_on():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = []
+    with open_listener(f"192.0.2.1:{port}", None, lines.append):
+        assert lines == [
+            f"192.0.2.1 is no address of this machine: the chief listens on port {port} of all its addresses"
+        ]
+    with pytest.raises(ClusterError, match=f"cannot listen on port {port} of 192.0.2.1"):
+        open_listener(f"127.0.0.1:{port}", "192.0.2.1", lines.append)

@@ -1,0 +1,38 @@
+"""Ask the proof about functions and models."""
+
+import jax
+import jax.numpy as jnp
+
+from lockstep._keras.layers import without_batch_statistics
+from lockstep.execution.rowwise import RowAxis, places_of, traced
+
+ROWS = (6, 4)
+
+
+def places_of_function(function, *batch):
+    """Where the rows are in what a function of arrays ``(rows, …)`` gives."""
+    return places_of(*(traced(lambda _, own: jax.tree.leaves(function(*own)), [], batch, rows) for rows in ROWS))
+
+
+def places_of_model(model, *batch, training=None):
+    """Where the rows are in the outputs of a model that is built, then in the losses of its layers; ``batch`` are its arguments."""
+    leaves, structure = jax.tree.flatten(batch)
+    values = [
+        [variable.value for variable in group] for group in (model.trainable_variables, model.non_trainable_variables)
+    ]
+    options = {} if training is None else {"training": training}
+
+    def call(fixed, own):
+        count = len(values[0])
+        outputs, _, losses = model.stateless_call(
+            fixed[:count], fixed[count:], *jax.tree.unflatten(structure, own), return_losses=True, **options
+        )
+        return [jnp.asarray(leaf) for leaf in (*jax.tree.leaves(outputs), *losses)]
+
+    with without_batch_statistics(model):
+        return places_of(*(traced(call, [*values[0], *values[1]], leaves, rows) for rows in ROWS))
+
+
+def is_by_rows(place):
+    """Whether entry ``i`` of the first axis follows from row ``i``, or from a part of it."""
+    return isinstance(place, RowAxis) and place.axis == 0 and (place.outer == 1 or place.uniform)

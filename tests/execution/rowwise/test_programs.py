@@ -1,0 +1,189 @@
+"""Programs that mix rows in all ways are found out and named; programs that do not are proved; random ones never deceive the proof."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from keras import ops
+
+from lockstep.execution.rowwise import Mixed, RowAxis, RowMean, with_rows_back, with_rows_first
+
+from .following import is_by_rows, places_of_function
+from .generator import mixes, program
+
+X = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
+COLUMN = jnp.arange(10.0)
+TABLE = np.ones((6, 4), "float32")
+
+
+def differences(x):
+    return x[:, None] - x[None]
+
+
+def gradient_normed(x, norm):
+    """As ``tanh``, with a derivative that is divided by something."""
+
+    @ops.custom_gradient
+    def function(value):
+        def gradient(upstream):
+            return upstream * (1 - jnp.tanh(value) ** 2) / norm(upstream)
+
+        return jnp.tanh(value), gradient
+
+    return function(x)
+
+
+def folded_otherwise(x):
+    """Entry by entry the rows one after the other, plus what counts entries of a row one after the other."""
+    counted = jnp.broadcast_to(jnp.arange(4.0), x.shape)
+    return (counted.reshape(-1) + x.T.reshape(-1)).reshape(4, -1).T
+
+
+MIXING = {
+    "mean over the rows": lambda x: x - ops.mean(x, axis=0),
+    "first row": lambda x: x - x[0],
+    "rolled": lambda x: x + ops.roll(x, 1, axis=0),
+    "turned around": lambda x: ops.flip(x, axis=0),
+    "all pairs": lambda x: ops.matmul(x, ops.transpose(x)),
+    "products summed over rows": lambda x: ops.tensordot(x, x, 2) + x[:, :1],
+    "softmax over the rows": lambda x: ops.softmax(x, axis=0),
+    "sorted": lambda x: ops.sort(x, axis=0),
+    "ranks": lambda x: ops.argsort(x, axis=0),
+    "cumulative": lambda x: ops.cumsum(x, axis=0),
+    "running maximum": lambda x: jax.lax.cummax(x, axis=0),
+    "distances": lambda x: ops.sum(ops.abs(differences(x)), axis=1),
+    "attention over the rows": lambda x: ops.matmul(ops.softmax(ops.matmul(x, x.T)), x),
+    "divided by the number of rows": lambda x: x / x.shape[0],
+    "to the power of the number of rows": lambda x: x ** x.shape[0],
+    "times the position": lambda x: x * ops.arange(x.shape[0], dtype="float32")[:, None],
+    "shifted by the number of rows": lambda x: x + x.shape[0] / 7,
+    "loop until all are large": lambda x: jax.lax.while_loop(lambda v: v.sum() < 1e6, lambda v: 2 * v + 1, jnp.abs(x)),
+    "as many turns as rows": lambda x: jax.lax.fori_loop(0, x.shape[0], lambda _, v: v * 1.5, x),
+    "branch on the sum": lambda x: jax.lax.cond(x.sum() > 0, lambda v: v, lambda v: -v, x),
+    "branch on the number of rows": lambda x: x * 2 if x.shape[0] > 5 else x * 3,
+    "the other way round": lambda x: x - x**2 if x.shape[0] > 5 else x**2 - x,
+    "scanned": lambda x: jax.lax.scan(lambda c, row: (c + row, c), jnp.zeros(4), x)[1],
+    "shuffled": lambda x: jax.random.permutation(jax.random.key(0), x),
+    "moving average": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 1), (1, 1), "SAME"),
+    "convolution along the rows": lambda x: ops.conv(x[None], jnp.ones((2, 4, 4)), padding="same")[0],
+    "rows written to others": lambda x: x.at[0].set(x[1]),
+    "norm of all": lambda x: x / ops.norm(x),
+    "folded into columns": lambda x: ops.reshape(ops.transpose(x), x.shape),
+    "covariance": lambda x: x @ (x.T @ x),
+    "every second row": lambda x: ops.repeat(x[::2], 2, axis=0),
+    "largest row": lambda x: x == ops.max(x, axis=0),
+    "column chosen by the number of rows": lambda x: x + x[:, x.shape[0] - 4 : x.shape[0] - 3],
+    "entry of a table at the number of rows": lambda x: x * COLUMN[x.shape[0]],
+    "written over the first row": lambda x: jax.lax.dynamic_update_slice(x, jnp.ones((1, 4)), (0, 0)),
+    "written over the first rows": lambda x: jax.lax.dynamic_update_slice(
+        jnp.concatenate([x, x]), jnp.full((len(x), 4), 2.0), (0, 0)
+    ).reshape(-1, 8),
+    "positions folded into the rows": lambda x: folded_otherwise(x)[:, None],
+    "reduced otherwise": lambda x: jax.lax.reduce(
+        x, 0.0 if len(x) > 5 else 1.0, jax.lax.add if len(x) > 5 else jax.lax.mul, (1,)
+    ),
+    "reduced by another function": lambda x: jax.lax.reduce(
+        (x, x),
+        (0.0, 0.0),
+        (lambda a, b: (a[0] + b[0], a[1])) if len(x) > 5 else (lambda a, b: (a[1], a[0] + b[0])),
+        (1,),
+    )[0],
+    "type chosen by the number of rows": lambda x: x.astype("bfloat16" if len(x) > 5 else "float16").astype("float32"),
+    "number of rows rounded": lambda x: x - ops.sum(x) / ops.cast(ops.cast(1.75 * len(x), "int32"), "float32"),
+    "another function on the way back": lambda x: gradient_normed(x, lambda g: jnp.linalg.norm(g)),
+    "the number of rows on the way back": lambda x: gradient_normed(x, lambda g: g.shape[0]),
+    "standardized": lambda x: (x - ops.mean(x)) / ops.std(x),
+}
+BY_ROWS = {
+    "dense": lambda x: jnp.tanh(x @ jnp.ones((4, 3))),
+    "softmax": ops.softmax,
+    "normalized": lambda x: (x - ops.mean(x, -1, keepdims=True)) / ops.std(x, -1, keepdims=True),
+    "pairs of columns": lambda x: ops.einsum("bi,bj->bij", x, x),
+    "folded and unfolded": lambda x: ops.reshape(ops.tanh(ops.reshape(x, (-1, 2))), (-1, 4)),
+    "two towers in one": lambda x: (lambda both: both[: x.shape[0]] - both[x.shape[0] :])(
+        ops.tanh(jnp.concatenate([x, 2 * x]))
+    ),
+    "split towers": lambda x: (lambda both: both[0] - both[1])(ops.split(jnp.concatenate([x, 2 * x]), 2)),
+    "stacked": lambda x: ops.stack([x, 2 * x])[1],
+    "sorted columns": lambda x: ops.take_along_axis(x, ops.argsort(x, axis=1), axis=1),
+    "largest columns": lambda x: ops.top_k(x, 2)[0],
+    "one hot": lambda x: ops.one_hot(ops.argmax(x, axis=1), 4),
+    "looked up": lambda x: ops.take(jnp.ones((9, 3)), ops.cast(ops.abs(x), "int32"), axis=0),
+    "mapped": lambda x: jax.vmap(lambda row: row * row.sum())(x),
+    "padded columns": lambda x: ops.pad(x, ((0, 0), (1, 1))),
+    "with a token": lambda x: ops.concatenate([ops.tile(ops.ones((1, 1)), (x.shape[0], 1)), x], axis=1),
+    "column written": lambda x: x.at[:, 1].set(0.0),
+    "loop of three turns": lambda x: jax.lax.fori_loop(0, 3, lambda _, v: v * 1.5, x),
+    "scanned columns": lambda x: jax.lax.scan(lambda c, column: (c + column, c), jnp.zeros(len(x)), x.T)[1].T,
+    "linear systems": lambda x: jnp.linalg.solve(ops.eye(4) + ops.einsum("bi,bj->bij", x, x), x[..., None])[..., 0],
+    "noise": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
+    "own derivative": lambda x: gradient_normed(x, lambda g: 2 + jnp.abs(g)),
+    "derivative": lambda x: jax.vmap(jax.grad(lambda row: (row**3).sum()))(x),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_rows_is_found(name):
+    (place,) = places_of_function(MIXING[name], X)
+    assert isinstance(place, Mixed), place
+    assert "test_programs.py:" in str(place) or "operations change" in str(place)
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_what_treats_each_row_by_itself_is_proved(name):
+    (place,) = places_of_function(BY_ROWS[name], X)
+    assert is_by_rows(place), place
+
+
+def test_a_table_as_long_as_the_batch_does_not_run_on_another():
+    with pytest.raises(TypeError):
+        places_of_function(lambda x: x + TABLE, X)
+
+
+@pytest.mark.parametrize(
+    ("function", "place"),
+    [
+        (lambda x: ops.mean(x**2), RowMean()),
+        (lambda x: 0.1 * ops.sum(x) / x.shape[0] + 3.0, RowMean()),
+        (lambda x: ops.mean(ops.sum(x, axis=1)) - ops.mean(x), RowMean()),
+    ],
+)
+def test_means_over_the_rows_are_known(function, place):
+    assert places_of_function(function, X) == [place]
+
+
+@pytest.mark.parametrize(
+    "function", [ops.sum, ops.max, lambda x: ops.mean(x) ** 2, lambda x: ops.sum(x) / (x.shape[0] - 1)]
+)
+def test_what_is_no_mean_over_the_rows_is_none(function):
+    assert places_of_function(function, X) not in ([RowMean()], [None])
+
+
+@pytest.mark.parametrize("place", [RowAxis(0), RowAxis(1), RowAxis(0, 2, 3), RowAxis(1, 1, 2), RowAxis(2, 3, 1)])
+def test_rows_come_first_and_back(place):
+    shape = [4, 5, 7]
+    shape[place.axis] = place.outer * 3 * place.inner
+    value = np.arange(np.prod(shape)).reshape(shape)
+    first = with_rows_first(jnp.asarray(value), place, 3)
+    assert first.shape[0] == 3
+    np.testing.assert_array_equal(with_rows_back(first, place), value)
+    taken = np.take(
+        value, [number for number in range(shape[place.axis]) if number // place.inner % 3 == 1], axis=place.axis
+    )
+    assert sorted(np.ravel(first[1])) == sorted(np.ravel(taken))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(start, marks=pytest.mark.nightly) for start in range(200, 2000, 200))]
+)
+def test_no_random_program_that_mixes_rows_is_taken_for_one_that_does_not(first):
+    count = {True: 0, False: 0}
+    for seed in range(first, first + 200):
+        run = program(seed)
+        (place,) = places_of_function(run, X)
+        proved = place == RowAxis(0) or (isinstance(place, RowAxis) and place.uniform)
+        if proved:
+            assert not mixes(run), seed
+        count[proved] += 1
+    assert min(count.values()) > 50, count  # Both kinds are there.

@@ -1,0 +1,134 @@
+"""What becomes of a ``fit`` on servers when a process dies, stands still, comes late or fails."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from tests.parameter_server.jobs.outcomes import arrays, bits, train
+
+PROMPT = {"timeout_seconds": 3.0}
+
+
+def only(task, index, **options):
+    """Options for one process."""
+    return lambda *which: options if which == (task, index) else {}
+
+
+def test_a_worker_that_comes_late_takes_part_and_has_all_that_the_others_have(job):
+    made = job(workers=2, servers=1)
+    made.start_all(but=["worker1"], cases=["long", "counted"], strategy={}, awaits=2)
+    made.processes["chief0"].until("epoch")
+    made.start("worker", 1, cases=["long", "counted"], strategy={})
+    made.end()
+    assert bits(arrays(made, "worker", 1)) == bits(arrays(made, "chief", 0))
+
+
+def start_while_one_stands_still(made, **options):
+    """Worker 1 stands still in its third batch, before worker 0 comes, which else might do all the rest before that."""
+    made.start_all(but=["worker0"], each=only("worker", 1, stop=[3, signal.SIGSTOP]), **options)
+    made.processes["worker1"].until("stops")
+    made.start("worker", 0, **options)
+
+
+def test_a_batch_of_a_worker_that_stands_still_is_done_by_another(job):
+    from tests.parameter_server.jobs.programs.train import Y
+
+    made = job(workers=2, servers=1)
+    start_while_one_stands_still(made, cases=["counted"], strategy=PROMPT)
+    made.end(but=["worker1"])
+    found = arrays(made, "chief", 0)
+    np.testing.assert_allclose(found["counted/history/row_sum"], 3 * [Y.sum()], rtol=1e-5)
+    assert int(found["counted/optimizer/0"]) == 3 * 6
+
+
+def test_with_a_bound_a_worker_that_stands_still_ends_the_job_by_name(job):
+    made = job(workers=2, servers=1)
+    start_while_one_stands_still(made, cases=["counted"], strategy=PROMPT | {"max_staleness": 1})
+    assert {made.processes[name].end() for name in ("chief0", "worker0", "ps0")} == {124}
+    assert "it waits for worker 1 of 2" in made.processes["chief0"].said
+
+
+def test_a_server_that_dies_ends_the_job_by_name_and_the_next_start_goes_on_to_the_same_bits(job, tmp_path):
+    options = {"cases": ["mixed"], "strategy": {}}
+    expected = bits(train(job(workers=1, servers=2), **options))
+    made = job(workers=1, servers=2)
+    made.start_all(each=only("ps", 1, stop=[8, signal.SIGKILL]), backup=str(tmp_path / "kept"), **options)
+    codes = {name: process.end() for name, process in made.processes.items()}
+    assert codes == {"chief0": 75, "worker0": 75, "ps0": 75, "ps1": -9}
+    assert "was lost, and with it the variables that it holds" in made.processes["chief0"].said
+    assert "ps 1 of 2" in made.processes["chief0"].said
+    again = job(workers=1, servers=2)
+    found = train(again, backup=str(tmp_path / "kept"), **options)
+    assert "goes on from" in again.processes["chief0"].said
+    assert bits(found) == expected
+
+
+def test_what_a_callback_raises_ends_all_with_the_reason(job):
+    made = job(workers=2, servers=1)
+    made.start_all(cases=["plain"], strategy={}, raises=True)
+    codes = {process.end() for process in made.processes.values()}
+    assert codes == {13}
+    for name in ("worker0", "ps0"):
+        assert "the chief's fit has ended: ZeroDivisionError: a callback" in made.processes[name].said
+
+
+def test_all_hear_of_a_model_that_parts_of_a_batch_cannot_train(job):
+    made = job(workers=2, servers=1)
+    made.start_all(cases=["sum"], strategy={"max_staleness": 0})
+    assert {process.end() for process in made.processes.values()} == {13}
+    assert "the loss of a batch is" in made.processes["chief0"].said
+    assert "Use MultiWorkerMirroredStrategy" in made.processes["chief0"].said
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "reason"),
+    [
+        ({"seed": 2}, "worker0", "set_random_seed(2) was called here, and at the chief 1"),
+        ({"environ": {"LOCKSTEP_SECRET": "another"}}, "worker0", "different secrets"),
+        ({"environ": {"LOCKSTEP_GENERATION": "3"}}, "worker0", "its generation is 3"),
+    ],
+)
+def test_a_process_that_was_started_differently_is_refused_by_name(job, options, name, reason):
+    made = job(workers=1, servers=1)
+    made.start_all(but=["worker0"], cases=["plain"], strategy=PROMPT)
+    process = made.start("worker", 0, cases=["plain"], strategy=PROMPT, **options)
+    assert process.end() == 13
+    assert reason in process.said
+
+
+def test_a_chief_whom_no_worker_comes_to_ends_with_a_reason(job):
+    made = job(workers=1, servers=1)
+    made.start_all(but=["worker0"], cases=["plain"], strategy=PROMPT)
+    assert made.processes["chief0"].end() == 124
+    assert "No piece of work was finished for 3 s" in made.processes["chief0"].said
+    assert "no worker has asked for any. Are the workers started" in made.processes["chief0"].said
+
+
+def test_a_worker_whom_no_chief_awaits_ends_with_a_reason(job):
+    process = job(workers=1, servers=1).start("worker", 0, cases=["plain"], strategy=PROMPT)
+    assert process.end() == 75
+    assert "could not be reached within 3 s" in process.said
+
+
+def test_the_evaluator_evaluates_while_others_train(job):
+    made = job(workers=1, servers=1, evaluator=True)
+    made.start_all(cases=["mixed"], strategy={})
+    made.end()
+    assert "its validation data are evaluated by the evaluator" in made.processes["chief0"].said
+    assert "mixed/history/val_loss" not in arrays(made, "chief", 0)
+    assert "after epoch 2" in made.processes["evaluator0"].said  # Whatever it had to leave out, it looks at the end.
+    assert bits(arrays(made, "evaluator", 0)) == bits(arrays(made, "chief", 0))
+
+
+def test_a_job_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(job, tmp_path):
+    options = {"cases": ["long"], "strategy": {}, "backup": str(tmp_path / "kept")}
+    made = job(workers=2, servers=1)
+    made.start_all(**options)
+    made.processes["chief0"].until("epoch")
+    for process in made.processes.values():
+        process.send(signal.SIGTERM)
+    assert {process.end() for process in made.processes.values()} == {75}
+    assert "SIGTERM: stopped after step" in made.processes["chief0"].said
+    found = train(job(workers=2, servers=1), **options)
+    assert int(found["long/optimizer/0"]) == 3 * 46

@@ -1,0 +1,574 @@
+"""The chief hands out work over real sockets: all is done, whoever dies, and every wait ends."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep import ClusterError
+from lockstep.distributed.cluster import exit_codes
+from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient, work
+from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
+from lockstep.parameter_server.variables.array_transport import ProtocolError
+from lockstep.parameter_server.variables.client_session import ClientSession
+from lockstep.parameter_server.variables.rpc_client import connect
+from lockstep.parameter_server.variables.sharding import VariableSpec
+from lockstep.parameter_server.variables.tcp_server import ArrayServer
+from tests.parameter_server.variables.threaded_servers import DEADLINE, Servers, peer
+from tests.support.waiting import wait_until
+
+
+class Office(contextlib.ExitStack):
+    """A desk behind sockets in its first call, and workers that are threads."""
+
+    def __init__(self, attached=dict, **options):
+        super().__init__()
+        self.said, self.errors, self.results, self._threads = [], [], [], []
+        self.desk = TaskDispatcher(announce=self.said.append, **options)
+        self.desk.open(1, attached)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.server = ArrayServer(peer(0), self.desk, listener, announce=self.said.append)
+        self.server.start()
+        self.callback(self.server.stop)
+
+    def client(self, index, job=None):
+        courier = connect("chief", self._address, peer(index, job=job), None, DEADLINE, self.said.append)
+        client = TaskClient(courier)
+        self.callback(client.close)
+        return client
+
+    def beside(self, function):
+        """Runs it in a thread; what it gives or raises is kept."""
+
+        def run():
+            try:
+                self.results.append(function())
+            except (ClusterError, CallEnded, ZeroDivisionError) as error:
+                self.errors.append(error)
+
+        self._threads.append(threading.Thread(target=run, daemon=True))
+        self._threads[-1].start()
+
+    def start(self, index, do, **options):
+        client = self.client(index)
+        client.enter(1)
+
+        def run():
+            with contextlib.closing(client):  # As the end of its process does.
+                over = work(client, 1, do, **options)
+                client.leave(1)
+                return over.result
+
+        self.beside(run)
+
+    def end(self):
+        self.desk.close({"epochs": 3})
+        self.wait()
+
+    def wait(self):
+        for thread in self._threads:
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+
+
+def doubled(piece):
+    return {"by": piece.what["name"]}, {"twice": 2 * piece.arrays["once"]}
+
+
+def nothing(piece):
+    return {}, {}
+
+
+def test_results_come_back_to_those_who_asked_and_all_hear_the_end():
+    with Office() as office:
+        results = [office.desk.schedule({"name": str(n)}, {"once": np.arange(n)}) for n in range(20)]
+        for index in (1, 2, 3):
+            office.start(index, doubled)
+        assert office.desk.workers == 3
+        office.desk.join()
+        for n, result in enumerate(results):
+            message, arrays = result.result(0)
+            assert message == {"by": str(n)}
+            assert (arrays["twice"] == 2 * np.arange(n)).all()
+        office.end()
+        assert office.results == [{"epochs": 3}] * 3
+        assert office.desk.workers == 0
+
+
+def test_a_worker_that_comes_late_finds_work():
+    with Office() as office:
+        office.start(1, doubled)
+        office.desk.schedule({"name": "a"}, {"once": np.ones(1)}).result(DEADLINE)
+        office.start(2, doubled)
+        for n in range(5):
+            office.desk.schedule({"name": str(n)}, {"once": np.ones(1)})
+        office.desk.join()
+        assert office.desk.is_idle
+        office.end()
+
+
+def test_what_a_dead_worker_had_is_done_by_others_and_said_so():
+    with Office() as office:
+        result = office.desk.schedule({"name": "a"}, {"once": np.ones(3)})
+        dying = office.client(1)
+        assert dying.take(1).number == 0
+        office.start(2, doubled)
+        dying.close()
+        assert result.result(DEADLINE)[1]["twice"].sum() == 6
+        office.end()
+        assert any(
+            "worker 1 of 4 (here, process 1001) has gone: others do piece 0 of the work again" in x for x in office.said
+        )
+
+
+def test_a_worker_that_loses_a_server_leaves_its_piece_to_others():
+    def lost(piece):
+        raise ClusterError("ps 0 was lost", exit_codes.PEER_LOST)
+
+    with Office() as office:
+        office.start(1, lost)
+        result = office.desk.schedule({"name": "a"}, {"once": np.ones(3)})
+        office.wait()
+        assert office.errors[0].exit_code == exit_codes.PEER_LOST
+        office.start(2, doubled)
+        assert result.result(DEADLINE)[0] == {"by": "a"}
+        office.end()
+
+
+def test_work_that_fails_is_raised_at_the_chief_and_ends_all():
+    with Office() as office:
+        office.start(1, lambda piece: 1 / 0)
+        result = office.desk.schedule({})
+        with pytest.raises(
+            ClusterError, match=r"worker 1 of 4 .* failed in piece 0 of the work: ZeroDivisionError"
+        ) as caught:
+            office.desk.join()
+        assert caught.value.exit_code == exit_codes.USER_ERROR
+        with pytest.raises(ClusterError, match="ZeroDivisionError"):
+            result.result(DEADLINE)
+        for ask in (lambda: office.desk.schedule({}), lambda: office.desk.open(2)):
+            with pytest.raises(ClusterError, match="ZeroDivisionError"):
+                ask()
+        office.wait()
+        assert isinstance(office.errors[0], ZeroDivisionError)
+
+
+def test_a_result_that_is_too_large_is_refused():
+    with Office(result_bytes=100) as office:
+        office.desk.schedule({})
+        office.start(1, lambda piece: ({}, {"large": np.zeros(101, np.int8)}))
+        office.wait()
+        assert "101 bytes follow a 'finish': at most 100 may" in str(office.errors[0])
+
+
+def test_where_there_is_nothing_to_do_a_worker_may_do_something_else():
+    with Office() as office:
+        was_idle = threading.Event()
+        office.start(1, nothing, idle=was_idle.set)
+        assert was_idle.wait(DEADLINE)
+        office.desk.schedule({}).result(DEADLINE)
+        office.end()
+
+
+def test_work_ends_as_the_chief_says_where_a_server_has_gone_before():
+    """A worker with nothing to do may talk to a server that has ended with the call, before it hears of that itself."""
+    was_idle = threading.Event()
+
+    def idle():
+        was_idle.set()
+        raise ClusterError("ps 0 was lost: its connection closed")
+
+    with Office() as office:
+        office.start(1, doubled, idle=idle)
+        assert was_idle.wait(DEADLINE)
+        office.end()
+    assert office.errors == []
+    assert office.results == [{"epochs": 3}]
+
+
+def test_what_is_attached_is_that_of_the_moment_in_which_a_piece_is_taken():
+    number = 0
+    with Office(attached=lambda: {"newest": np.int64(number)}) as office:
+        for _ in range(2):
+            office.desk.schedule({}, {"own": np.ones(1)})
+        client = office.client(1)
+        for number in (7, 9):  # The desk asks for it.
+            piece = client.take(1)
+            assert (int(piece.arrays["newest"]), int(piece.arrays["own"][0])) == (number, 1)
+
+
+def test_an_abort_reaches_all_wherever_they_wait():
+    with Office() as office:
+        taking, asking, ending, ahead = (office.client(index) for index in (1, 2, 3, 4))
+        for client in (taking, asking, ending):
+            client.enter(1)
+        waits = [lambda: taking.take(1), lambda: asking.ask(1, "epoch 0"), lambda: ending.end_of(1)]
+        for wait in (*waits, lambda: ahead.enter(2)):
+            office.beside(wait)
+        office.desk.abort("the chief has ended: Ctrl-C", exit_codes.INTERRUPTED)
+        office.wait()
+        assert [(str(error), error.exit_code) for error in office.errors] == [
+            ("the chief has ended: Ctrl-C", exit_codes.INTERRUPTED)
+        ] * 4
+        with pytest.raises(ClusterError, match="Ctrl-C"):  # Who comes later hears it, too.
+            office.client(1).enter(1)
+
+
+def test_an_abort_waits_until_those_who_were_told_have_gone():
+    """The chief's process ends after it: what they are told must be on the way by then."""
+    desk, one = opened(), visit(1)
+    told(desk, one, "enter")
+    aborting = threading.Thread(target=desk.abort, args=("the chief has ended",))
+    aborting.start()
+    wait_until(lambda: desk.has_failed, "the abort")
+    assert told(desk, one, "take")[0]["kind"] == "failed"
+    aborting.join(0.2)
+    assert aborting.is_alive()
+    desk.leave(one)
+    aborting.join(2)
+    assert not aborting.is_alive()
+
+
+@pytest.mark.parametrize("wait", ["ask", "enter"])
+def test_who_waits_for_the_chief_goes_on_when_that_has_come_so_far(wait):
+    with Office() as office:
+        client = office.client(1)
+        if wait == "ask":
+            office.beside(lambda: client.ask(1, "pass 1"))
+            office.desk.tell("pass 1", {"seed": 3}, {"state": np.ones(2)})
+        else:
+            office.beside(lambda: client.enter(2))
+            office.desk.close({})
+            office.desk.open(2)
+        office.wait()
+        assert not office.errors
+        if wait == "ask":
+            what, arrays = office.results[0]
+            assert (what, arrays["state"].tolist()) == ({"seed": 3}, [1, 1])
+
+
+# --- the desk without sockets ------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def visit(index, job=None):
+    return ClientSession(peer(index, job=job))
+
+
+def told(desk, who, kind, call=1, **more):
+    """What the desk answers at once."""
+    return desk.answer(who, {"kind": kind, "call": call, "seconds": 0, **more}, {})
+
+
+def kind_of(desk, who, kind, call=1, **more):
+    return told(desk, who, kind, call, **more)[0]["kind"]
+
+
+def opened(**options):
+    desk = TaskDispatcher(**options)
+    desk.open(1)
+    return desk
+
+
+def test_who_comes_late_finds_the_call_or_its_result_and_who_is_ahead_waits():
+    desk, early, late = opened(), visit(1), visit(2)
+    assert kind_of(desk, early, "enter") == "entered"
+    assert kind_of(desk, early, "enter", call=2) == "nothing"
+    assert kind_of(desk, late, "enter") == "entered"
+    for each in (early, late):
+        assert kind_of(desk, each, "leave") == "noted"
+    desk.close({"loss": 0.5})
+    assert told(desk, visit(3), "enter")[0] == {"kind": "over", "result": {"loss": 0.5}}
+    assert kind_of(desk, early, "enter", call=2) == "nothing"
+    desk.open(2)
+    assert kind_of(desk, early, "enter", call=2) == "entered"
+    for kind in ("enter", "take", "ask"):
+        assert told(desk, late, kind)[0] == {"kind": "over", "result": {"loss": 0.5}}
+
+
+def test_arrays_of_a_result_are_there_until_the_next_call_ends():
+    desk = opened()
+    desk.close({"call": 1}, {"w": np.ones(3)})
+    desk.open(2)
+    assert list(told(desk, visit(1), "enter", call=1)[1]) == ["w"]
+    desk.close({"call": 2}, {"w": np.zeros(3)})
+    message, arrays = told(desk, visit(1), "enter", call=1)
+    assert (message["result"], arrays) == ({"call": 1}, {})
+    assert told(desk, visit(1), "enter", call=2)[1]["w"].sum() == 0
+
+
+def test_a_later_fact_takes_the_place_of_an_earlier_one_and_no_call_has_those_of_another():
+    desk, worker = opened(), visit(1)
+    assert kind_of(desk, worker, "ask", key="state") == "nothing"
+    for number in (1, 2):
+        desk.tell("state", {"number": number}, {"w": np.int64(number)})
+        message, arrays = told(desk, worker, "ask", key="state")
+        assert (message, int(arrays["w"])) == ({"kind": "fact", "what": {"number": number}}, number)
+    desk.close({})
+    desk.open(2)
+    assert kind_of(desk, worker, "ask", call=2, key="state") == "nothing"
+
+
+def test_a_piece_that_one_worker_has_had_for_too_long_is_given_to_one_more_and_counts_once():
+    clock = Clock()
+    desk, stuck, quick = opened(timeout_seconds=60, clock=clock), visit(1), visit(2)
+    result = desk.schedule({"batch": 0})
+    assert told(desk, stuck, "take")[0]["task"] == 0
+    clock.now += 59
+    assert kind_of(desk, quick, "take") == "nothing"
+    clock.now += 1
+    assert told(desk, quick, "take")[0] == {"kind": "task", "task": 0, "what": {"batch": 0}}
+    assert kind_of(desk, visit(3), "take") == "nothing"
+    assert told(desk, quick, "finish", task=0, result={"by": "quick"})[0]["counts"]
+    assert not told(desk, stuck, "finish", task=0, result={"by": "stuck"})[0]["counts"]
+    assert result.result(0)[0] == {"by": "quick"}
+    assert desk.is_idle
+
+
+def test_a_result_of_an_earlier_call_does_not_count_in_this_one():
+    desk, worker = opened(), visit(1)
+    desk.schedule({})
+    assert kind_of(desk, worker, "take") == "task"
+    desk.close({})
+    desk.open(2)
+    result = desk.schedule({})
+    assert kind_of(desk, worker, "take", call=2) == "task"
+    assert not told(desk, worker, "finish", call=1, task=0, result={})[0]["counts"]
+    assert not result.done()
+    assert told(desk, worker, "finish", call=2, task=0, result={})[0]["counts"]
+    assert result.done()
+
+
+def test_a_server_that_leaves_an_open_call_breaks_it_and_is_named():
+    desk, server = opened(), visit(1, "ps")
+    assert kind_of(desk, server, "enter") == "entered"
+    result = desk.schedule({})
+    desk.leave(server)
+    with pytest.raises(
+        ClusterError, match=r"^ps 1 of 4 \(here, process 1001\) was lost, and with it the vari"
+    ) as caught:
+        desk.join()
+    assert caught.value.exit_code == exit_codes.PEER_LOST == 75
+    assert isinstance(result.exception(0), ClusterError)
+    assert told(desk, visit(2), "take")[0] == {"kind": "failed", "sentence": str(caught.value), "code": 75}
+
+
+@pytest.mark.parametrize("job", ["worker", "evaluator", "ps"])
+def test_nobody_else_breaks_a_call_by_leaving_and_no_server_after_the_end(job):
+    desk, one = opened(timeout_seconds=0), visit(1, job)
+    told(desk, one, "enter")
+    if job == "ps":
+        desk.close({})
+    desk.leave(one)
+    assert not desk.has_failed
+    desk.open(2)
+
+
+def test_only_workers_are_counted_as_such():
+    desk = opened()
+    for number, job in enumerate(("worker", "worker", "ps", "evaluator"), 1):
+        told(desk, visit(number, job), "enter")
+    assert desk.workers == 2
+
+
+def test_the_end_waits_for_those_who_are_there():
+    with Office() as office:
+        client = office.client(1)
+        client.enter(1)
+        closing = threading.Thread(target=lambda: office.desk.close({"epochs": 1}), daemon=True)
+        closing.start()
+        assert client.end_of(1).result == {"epochs": 1}
+        assert closing.is_alive()  # It waits for that client to leave.
+        client.leave(1)
+        closing.join(DEADLINE)
+        assert not closing.is_alive()
+        assert office.said == []
+
+
+def test_the_end_does_not_wait_for_those_who_die():
+    with Office() as office:
+        client = office.client(1)
+        client.enter(1)
+        closing = threading.Thread(target=lambda: office.desk.close({}), daemon=True)
+        closing.start()
+        client.close()
+        closing.join(DEADLINE)
+        assert not closing.is_alive()
+
+
+def test_the_end_waits_for_no_longer_than_its_limit_and_names_whom():
+    said = []
+    desk = opened(timeout_seconds=0.05, announce=said.append)
+    for each in (visit(2, "ps"), visit(1)):
+        told(desk, each, "enter")
+    desk.close({})
+    assert said == [
+        "ps 2 of 4 (here, process 1002) and worker 1 of 4 (here, process 1001) did not come for the end within 0.05 s; "
+        "the chief goes on"
+    ]
+    desk.open(2)
+    assert desk.workers == 0
+
+
+def test_work_for_which_no_worker_comes_has_a_limit():
+    desk = opened(timeout_seconds=0.05)
+    told(desk, visit(1, "ps"), "enter")
+    desk.schedule({})
+    with pytest.raises(ClusterError, match=r"finished for 0\.05 s, of 1: no worker has asked for any") as caught:
+        desk.join()
+    assert caught.value.exit_code == exit_codes.NO_PROGRESS
+
+
+def test_work_that_nobody_finishes_has_a_limit_and_a_name():
+    clock = Clock()
+    desk, worker = opened(long_seconds=600, clock=clock), visit(3)
+    told(desk, worker, "enter")
+    desk.schedule({})
+    told(desk, worker, "take")
+    looks = iter([599, 1])
+
+    def until():
+        clock.now += next(looks)
+        return False
+
+    with pytest.raises(
+        ClusterError, match=r"for 600 s, of 1: worker 3 of 4 \(here, process 1003\) has piece 0"
+    ) as caught:
+        desk.wait(until)
+    assert caught.value.exit_code == exit_codes.NO_PROGRESS
+    assert next(looks, None) is None  # At the first look there was time left.
+
+
+def test_each_piece_that_is_done_gives_time_for_the_next():
+    clock = Clock()
+    desk, worker = opened(long_seconds=600, clock=clock), visit(1)
+    told(desk, worker, "enter")
+    results = [desk.schedule({}) for _ in range(3)]
+
+    def one_more():
+        clock.now += 500
+        number = told(desk, worker, "take")[0]["task"]
+        told(desk, worker, "finish", task=number, result={})
+        return desk.is_idle
+
+    desk.wait(one_more)
+    assert all(result.done() for result in results)
+
+
+def test_a_worker_that_is_waited_for_is_waited_for_aloud():
+    clock, said = Clock(), []
+    desk, worker = opened(clock=clock, announce=said.append), visit(1)
+
+    def until():
+        clock.now += 3
+        if said:
+            told(desk, worker, "enter")
+        return bool(said)
+
+    desk.wait(until)
+    assert said == ["waiting for a worker, 3 s"]
+
+
+WRONG = {
+    "an unknown word": ({"kind": "sing"}, (), "there is no 'sing'"),
+    "arrays with a question": (
+        {"kind": "take"},
+        (VariableSpec("w", (2,), "float32"),),
+        "8 bytes follow a 'take': at most 0",
+    ),
+    "no array with a question": ({"kind": "ask"}, (VariableSpec("w", (0,), "float32"),), "0 bytes follow a 'ask'"),
+}
+
+
+@pytest.mark.parametrize(("message", "given", "reason"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_asked_is_refused_before_its_arrays_are_read(message, given, reason):
+    with pytest.raises(ProtocolError, match=reason):
+        opened().judge(message, given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "reason"),
+    [
+        ("enter", {"call": "one"}, "call: expected a whole number"),
+        ("take", {"seconds": -1}, "seconds: expected a number from 0"),
+        ("finish", {"task": 0}, "a 'finish' has no result"),
+        ("finish", {"task": None, "result": {}}, "task: expected a whole number"),
+        ("fail", {"summary": "x", "task": "1"}, "task: expected a whole number"),
+    ],
+)
+def test_a_question_that_lacks_something_is_refused(kind, more, reason):
+    with pytest.raises(ProtocolError, match=reason):
+        told(opened(), visit(1), kind, **more)
+
+
+# --- all of it together ------------------------------------------------------------------------------------------------
+
+TRUTH = np.float32([[1.0], [-2.0], [0.5]])
+ROWS = np.random.default_rng(0).normal(size=(60, 16, 3)).astype("float32")
+
+
+def step(client, number, batch):
+    """One worker fits a line to one batch; whoever else does the same piece, it counts once."""
+    w = client.pull()["w"]
+    client.push({"w": 2 * batch.T @ (batch @ w - batch @ TRUTH) / len(batch)}, task=number).wait()
+
+
+def trained(slow=None, dies=None):
+    """Three workers, one batch a piece of work; gives the error of the weights, and how many batches each worker has done."""
+    counts = [0, 0, 0]
+    specs = (VariableSpec("w", (3, 1), "float32"),)
+    with Servers(1, specs=specs, optimizer=lambda: keras.optimizers.SGD(0.1)) as servers, Office() as office:
+        chief = servers.client(0)
+        chief.fill({"w": np.zeros((3, 1), "float32")})
+        for batch in range(60):
+            office.desk.schedule({"batch": batch})
+        for index in range(3):
+            client = servers.client(index + 1)
+            if index == dies:  # It has pushed its gradient, and has not said so.
+                dying = office.client(index + 1)
+                piece = dying.take(1)
+                step(client, piece.number, ROWS[piece.what["batch"]])
+                dying.close()
+                continue
+
+            def do(piece, index=index, client=client):
+                step(client, piece.number, ROWS[piece.what["batch"]])
+                time.sleep(0.05 if index == slow else 0.005)  # The time that a batch takes.
+                counts[index] += 1
+                return {}, {}
+
+            office.start(index + 1, do)
+        office.desk.join()
+        office.end()
+        assert chief.statistics()[0]["updates"] == 60
+        return np.abs(chief.pull()["w"] - TRUTH).max(), counts
+
+
+def test_workers_that_do_not_wait_for_each_other_train_together():
+    error, counts = trained()
+    assert error < 1e-3  # 60 steps of gradient descent shrink it by about 0.8 each.
+    assert sum(counts) == 60
+
+
+def test_a_slow_worker_does_few_batches_and_holds_up_nobody():
+    error, counts = trained(slow=1)
+    assert error < 1e-3
+    assert counts[1] < min(counts[0], counts[2])
+
+
+def test_a_batch_of_a_worker_that_dies_is_done_again_and_counts_once():
+    error, counts = trained(dies=2)
+    assert error < 1e-3
+    assert (sum(counts), counts[2]) == (60, 0)

@@ -1,0 +1,34 @@
+"""A server, or a worker that pulls and then never comes back."""
+
+import json
+import signal
+import socket
+import sys
+
+import keras
+
+from lockstep.parameter_server.variables.serve import serve
+from lockstep.parameter_server.variables.sharding import plan
+from lockstep.parameter_server.variables.variable_client import VariableClient
+from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, peer
+
+
+def tell(**values):
+    """Tell the test something, as JSON."""
+    print(json.dumps(values), flush=True)
+
+
+def main(role, address=None):
+    if role == "ps":
+        listener = socket.create_server(("127.0.0.1", 0))
+        serve(0, plan(SPECS, 1), keras.optimizers.SGD(0.5), listener, max_staleness=0, secret=b"known")
+        tell(port=listener.getsockname()[1])
+    else:
+        client = VariableClient(plan(SPECS, 1), [address], peer(1), secret=b"known", timeout_seconds=DEADLINE)
+        client.pull()
+        tell(pulled=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

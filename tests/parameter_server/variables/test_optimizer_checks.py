@@ -1,0 +1,41 @@
+"""An optimizer that would mean something else on shards is refused, with the cure."""
+
+import keras
+import pytest
+
+from lockstep import OptionError
+from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
+from lockstep.parameter_server.variables.sharding import plan
+from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from tests.parameter_server.variables.threaded_servers import SPECS
+
+CUT = {"servers": 2, "partitioner": FixedShardsPartitioner(2)}
+TWO = {"servers": 2}
+ONE = {"servers": 1}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "where", "message"),
+    [
+        (lambda: keras.optimizers.Adafactor(), CUT, "Adafactor needs each variable as a whole"),
+        (lambda: keras.optimizers.Lamb(), CUT, "Lamb needs each variable as a whole"),
+        (lambda: keras.optimizers.Muon(), CUT, "cuts 'dense/kernel' into 2 shards"),
+        (lambda: keras.optimizers.SGD(clipnorm=1.0), CUT, "clipnorm needs the norm of each variable"),
+        (lambda: keras.optimizers.SGD(global_clipnorm=1.0), TWO, "they are on 2 servers"),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), TWO, "2 servers would not agree"),
+        (
+            lambda: keras.optimizers.MultiOptimizer(lambda variable: None),
+            CUT,
+            "MultiOptimizer counts the steps of each",
+        ),
+    ],
+)
+def test_what_needs_more_than_a_server_has_is_refused(optimizer, where, message):
+    with pytest.raises(OptionError, match=message):
+        check_optimizer(optimizer(), plan(SPECS, **where))
+    check_optimizer(optimizer(), plan(SPECS, **ONE))
+
+
+def test_what_works_on_single_numbers_may_be_cut():
+    for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD(clipvalue=1.0), keras.optimizers.Lion()):
+        check_optimizer(optimizer, plan(SPECS, **CUT))

@@ -1,0 +1,139 @@
+"""What servers do to variables is what Keras's optimizer does to the whole model."""
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep import OptionError
+from lockstep.parameter_server.variables.sharding import VariableSpec, plan
+from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.sparse_gradients import SparseGradient, share, summed
+from lockstep.parameter_server.variables.variable_store import Push, VariableStore
+from tests.parameter_server.variables.threaded_servers import SPECS, values_of
+from tests.support.marks import quick_first
+
+OPTIMIZERS = {
+    "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: keras.optimizers.Adam(0.01),
+    "AdamW": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, clipvalue=0.5),
+    "Nadam": lambda: keras.optimizers.Nadam(0.01),
+    "schedule-free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
+    "schedule": lambda: keras.optimizers.RMSprop(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
+    "average": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+}
+
+
+def by_keras(optimizer, gradients):
+    """Values after each gradient has been applied by Keras, in one process, to whole variables."""
+    variables = {name: keras.Variable(value) for name, value in values_of().items()}
+    for each in gradients:
+        optimizer.apply([keras.ops.convert_to_tensor(each[name]) for name in variables], list(variables.values()))
+    return {name: np.array(variable.value) for name, variable in variables.items()}
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-7, err_msg=name)  # float32, a few updates
+
+
+@pytest.mark.parametrize("name", quick_first(OPTIMIZERS))
+@pytest.mark.parametrize(("servers", "partitioner"), [(1, None), (2, None), (2, FixedShardsPartitioner(3))])
+def test_updates_are_those_of_keras_wherever_the_shards_are(name, servers, partitioner):
+    made = plan(SPECS, servers, partitioner)
+    stores = [VariableStore(made.specs_at(number), OPTIMIZERS[name]()) for number in range(servers)]
+    for store, part in zip(stores, made.split(values_of()), strict=True):
+        store.fill(part)
+    gradients = [values_of(seed=seed) for seed in (1, 2, 3, 4)]
+    for each in gradients:
+        for store, part in zip(stores, made.split(each), strict=True):
+            store.apply([Push(part)])
+    parts = [store.snapshot.values for store in stores]
+    found = {
+        name: np.concatenate([np.atleast_1d(parts[s.server][s.spec.name]) for s in shards]).reshape(
+            values_of()[name].shape
+        )
+        for name, shards in made.shards.items()
+    }
+    assert_close(found, by_keras(OPTIMIZERS[name](), gradients))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_gradient_of_rows_is_one_that_is_zero_elsewhere(name):
+    store = VariableStore(SPECS, OPTIMIZERS[name]())
+    store.fill(values_of())
+    gradients = []
+    for seed, indices in enumerate([[5, 1, 5], [0], [], [6, 5, 4, 3, 2]]):
+        whole = values_of(seed=seed + 1)
+        rows = np.random.default_rng(seed).normal(size=(len(indices), 2)).astype("float32")
+        store.apply([Push(whole | {"table": SparseGradient(np.array(indices, np.int32), rows)})])
+        dense = np.zeros((7, 2), "float32")
+        np.add.at(dense, np.array(indices, int), rows)
+        gradients.append(whole | {"table": dense})
+    assert_close(dict(store.snapshot.values), by_keras(OPTIMIZERS[name](), gradients))
+
+
+def test_parts_of_an_update_are_averaged_by_their_weight():
+    store = VariableStore(SPECS, OPTIMIZERS["Adam"]())
+    store.fill(values_of())
+    parts = [values_of(seed=seed) for seed in (1, 2, 3)]
+    pushes = [Push(part, weight) for part, weight in zip(parts, (3, 1, 4), strict=True)]
+    assert store.apply(pushes) == 1
+    mean = {name: np.average([part[name] for part in parts], axis=0, weights=(3, 1, 4)) for name in parts[0]}
+    mean = {name: value.astype("float32") for name, value in mean.items()}
+    assert_close(dict(store.snapshot.values), by_keras(OPTIMIZERS["Adam"](), [mean]))
+
+
+def test_a_snapshot_stays_what_it_was():
+    store = VariableStore(SPECS, OPTIMIZERS["Adam"]())
+    given = values_of()
+    store.fill(given)
+    before = store.snapshot
+    given["scale"][...] = 100
+    store.apply([Push(values_of(seed=1))])
+    assert (before.version, store.snapshot.version) == (0, 1)
+    for name, value in values_of().items():
+        assert (np.array(before.values[name]) == value).all()
+
+
+def test_a_store_goes_on_from_the_state_of_another_bit_for_bit():
+    one, other = VariableStore(SPECS, OPTIMIZERS["Adam"]()), VariableStore(SPECS, OPTIMIZERS["Adam"]())
+    one.fill(values_of())
+    one.apply([Push(values_of(seed=1))])
+    version, state = one.state()
+    other.fill(state, version)
+    for store in (one, other):
+        store.apply([Push(values_of(seed=2))])
+    assert one.snapshot.version == other.snapshot.version == 2
+    assert all(
+        a.tobytes() == b.tobytes() for a, b in zip(one.state()[1].values(), other.state()[1].values(), strict=True)
+    )
+
+
+def test_an_optimizer_sees_paths_and_names_of_the_model_also_of_shards():
+    specs = (VariableSpec("net/dense/kernel[2:5]", (3, 2), "float32"), VariableSpec("net/dense/bias", (2,), "float32"))
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["^kernel$"])
+    store = VariableStore(specs, optimizer)
+    store.fill(values_of(specs))
+    store.apply([Push({spec.name: np.zeros(spec.shape, spec.dtype) for spec in specs})])
+    for spec, decay in zip(specs, (1, 0.95), strict=True):
+        np.testing.assert_allclose(store.snapshot.values[spec.name], decay * values_of(specs)[spec.name], rtol=1e-6)
+
+
+def test_an_optimizer_of_other_variables_is_refused():
+    optimizer = OPTIMIZERS["SGD"]()
+    VariableStore(SPECS, optimizer)
+    with pytest.raises(OptionError, match="is built for other variables; give each server one of its own"):
+        VariableStore(SPECS, optimizer)
+
+
+def test_rows_that_are_named_twice_are_added_up_and_fall_to_their_shards():
+    rows = summed(np.array([[6, 2], [6, 0]]), np.float32([[[1, 1], [2, 2]], [[3, 3], [4, 4]]]))
+    assert rows.indices.tolist() == [0, 2, 6]
+    assert rows.values.tolist() == [[4, 4], [2, 2], [4, 4]]
+    shards = plan(SPECS, 2, FixedShardsPartitioner(2)).shards["table"]
+    parts = [share(rows, shard) for shard in shards]
+    assert [part.indices.tolist() for part in parts] == [[0, 2], [2]]
+    assert [part.values.tolist() for part in parts] == [[[4, 4], [2, 2]], [[4, 4]]]

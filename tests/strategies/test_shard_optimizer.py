@@ -1,0 +1,103 @@
+"""``shard_optimizer=True``: the same numbers, with the optimizer's variables cut over the devices."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from tests.laws.cases import case_named, logits_loss
+from tests.laws.compare import Topology, assert_same, reference, run
+
+ELEMENTWISE = ["adam", "sgd_nesterov", "adamw", "nadam", "rmsprop", "adagrad", "lion", "ftrl"]
+OTHERS = [
+    "lamb",
+    "muon",
+    "clipnorm",
+    "global_clipnorm",
+    "gradient_accumulation",
+    "ema",
+    "loss_scale",
+    "mixed_float16",
+    "schedule",
+]
+
+
+def optimizers_and_devices():
+    """Adam on two and on three devices, the others on one of both numbers; the other pairs are in the nightly set."""
+    for number, name in enumerate(ELEMENTWISE + OTHERS):
+        for devices in (2, 3):
+            marks = [] if (name, devices) == ("adam", 2) else [pytest.mark.slow]
+            if name != "adam" and (number + devices) % 2:
+                marks = [pytest.mark.nightly]
+            yield pytest.param(name, devices, marks=[pytest.mark.xdist_group(name), *marks])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "devices"), list(optimizers_and_devices()))
+def test_law_1_holds(name, devices):
+    case, topology = case_named(name), Topology(3, devices, {"shard_optimizer": True})
+    assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
+
+
+def train(**options):
+    keras.utils.set_random_seed(0)
+    with lockstep.MirroredStrategy([f"cpu:{device}" for device in range(4)], **options).scope():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(32, activation="tanh"), layers.Dense(3)])
+        model.compile("adam", logits_loss)
+    x, y = np.random.default_rng(0).normal(size=(24, 64)).astype("float32"), np.arange(24) % 3
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
+    return model
+
+
+def bytes_by_device(variables):
+    held = {}
+    for variable in variables:
+        for shard in variable.value.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return held
+
+
+def test_each_device_holds_its_part_of_the_optimizer_and_all_of_the_weights():
+    plain, sliced = train(), train(shard_optimizer=True)
+    whole = sum(variable.value.nbytes for variable in plain.optimizer.variables)
+    assert set(bytes_by_device(plain.optimizer.variables).values()) == {whole}
+    # Two moments of weights (64, 32), (32, 3) and bias (32,) are cut in four; of bias (3,) and the two numbers nothing is.
+    uncut = 2 * 3 * 4 + 8
+    assert set(bytes_by_device(sliced.optimizer.variables).values()) == {(whole - uncut) // 4 + uncut}
+    assert bytes_by_device(sliced.trainable_variables) == bytes_by_device(plain.trainable_variables)
+
+
+def test_a_saved_model_has_the_whole_optimizer(tmp_path):
+    model = train(shard_optimizer=True)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    for ours, theirs in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours.value), np.asarray(theirs.value))
+
+
+def test_gradients_are_scattered_and_not_summed_everywhere(monkeypatch):
+    scattered = []
+    original = jax.lax.psum_scatter
+
+    def noted(value, *args, **kwargs):
+        scattered.append(value.shape)
+        return original(value, *args, **kwargs)
+
+    monkeypatch.setattr("lockstep.execution.spmd.lax.psum_scatter", noted)
+    train(shard_optimizer=True)
+    assert sorted(set(scattered)) == [(32,), (32, 3), (64, 32)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"deterministic": True}, "Leave one of them out"),
+        ({"cross_device_ops": "ring"}, "not by RingAllReduce"),
+        ({"communication_options": lockstep.CommunicationOptions(implementation="NCCL")}, "not by NcclAllReduce"),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(options, says):
+    with pytest.raises(lockstep.OptionError, match=says):
+        lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard_optimizer=True, **options)

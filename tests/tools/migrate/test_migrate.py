@@ -1,0 +1,713 @@
+"""Programs for TensorFlow become programs for Lockstep that run; what has no counterpart is marked, and nothing else is touched."""
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep import OptionError, cli
+from lockstep.tools.migrate.files import migrate
+from lockstep.tools.migrate.imports import is_there
+from lockstep.tools.migrate.rewrite_rules import _SIZES
+from lockstep.tools.migrate.symbol_map import ABSENT, RENAMED, STRATEGY_METHODS, translated, why_absent
+from lockstep.tools.migrate.translate import translate
+from tests.pages import names_the_backend_first
+
+PROGRAMS = Path(__file__).parent / "programs"
+PAGE = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+TF = "import tensorflow as tf\n"
+
+
+def translation(name):
+    return translate((PROGRAMS / f"{name}.txt").read_text(), name)
+
+
+def new_lines(code):
+    """The lines below the imports that Lockstep needs."""
+    after = translate(TF + code).after
+    return after.split("import lockstep\n")[-1].split("import keras\n")[-1].strip()
+
+
+# --- whole programs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("table", "replicas 1 loss is finite True"),
+        ("resume", "epochs 1 2"),
+        ("workers", "workers 1 layers 156"),
+    ],
+)
+def test_translated_program_runs_and_needs_no_tensorflow(name, printed, python, tmp_path):
+    found = translation(name)
+    assert not found.marks
+    assert "tensorflow" not in found.after.partition('"""\n\n')[2]
+    (tmp_path / "train.py").write_text(f"import sys\nsys.modules['tensorflow'] = None\n{found.after}")
+    assert names_the_backend_first(found.after)
+    done = python(script="train.py", cwd=tmp_path, environ={"KERAS_BACKEND": None}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == printed
+
+
+def test_logical_gpus_become_replicas_and_the_input_is_cached_first_and_the_loss_mended():
+    found = translation("logical_gpus")
+    assert 'lockstep.MirroredStrategy(["gpu:0"], replicas=2)' in found.after
+    assert "from_logits=False" in found.after
+    calls = [
+        node.func.attr
+        for node in ast.walk(ast.parse(found.after))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    chain = [call for call in calls if call in ("cache", "shuffle", "batch", "prefetch")]
+    assert chain == ["prefetch", "batch", "shuffle", "cache"]  # The tree has the last call outermost.
+    assert [mark.sentence.partition(":")[0] for mark in found.marks] == ["tf.config.list_physical_devices"]
+    assert 'tf.config.set_visible_devices([], "GPU")' in found.after  # tf.data stays.
+
+
+def test_what_has_no_counterpart_is_marked_where_it_stands_and_left_as_it_is():
+    found = translation("towers")
+    before = (PROGRAMS / "towers.txt").read_text().splitlines()
+    rest = [line for line in found.after.splitlines() if "lockstep migrate" not in line]
+    added = [line for line in rest if line not in before]
+    assert added == [
+        "import os",
+        'os.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.',
+        'tf.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.',
+    ]
+    marked = {mark.sentence.partition(":")[0] for mark in found.marks}
+    assert marked == {
+        "tf.compat.v1.layers.dense",
+        "tf.device",
+        "tf.placeholder",
+        "tf.variable_scope",
+        "tf.train.Saver",
+        "tf.Graph",
+        "tf.Session",
+    }
+    lines = found.after.splitlines()
+    for mark in found.marks:
+        assert mark.sentence.partition(":")[0] in lines[mark.line - 1]
+        assert any(mark.sentence in line for line in lines[mark.line - 4 : mark.line - 1])
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PROGRAMS.glob("*.txt")))
+def test_what_is_translated_is_not_changed_by_translating_it_again(name):
+    once = translation(name)
+    again = translate(once.after)
+    assert again.after == once.after
+    assert again.marks == once.marks
+
+
+def test_a_program_without_tensorflow_and_keras_stays_as_it_is():
+    code = "import torch\nx = 1  # tf.distribute\n"
+    found = translate(code)
+    assert (found.after, found.marks) == (code, ())
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def public_names():
+    """All that ``tf.distribute`` has in common with Lockstep, from Lockstep's side."""
+    names = [name for name in lockstep.__all__ if name[0].isupper() and not name.endswith("Error")]
+    return [*names, *(f"experimental.{name}" for name in lockstep.experimental.__all__)]
+
+
+def test_each_name_of_the_table_leads_to_something():
+    for name in RENAMED:
+        becomes = translated(name)
+        if name not in ABSENT and not becomes.startswith("keras.callbacks.experimental"):
+            assert is_there(becomes) or becomes.startswith("lockstep.callbacks.TensorBoard"), (name, becomes)
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_a_name_of_lockstep_under_tf_distribute_is_translated(name):
+    assert new_lines(f"found = tf.distribute.{name}") == f"found = lockstep.{name}"
+
+
+@pytest.mark.parametrize("name", sorted(name for name in ABSENT if ABSENT[name]))
+def test_a_name_that_is_absent_is_marked_with_what_to_write(name):
+    found = translate(f"import tensorflow as tf\nimport keras\nfound = {name.replace('tensorflow', 'tf')}\n")
+    (mark,) = found.marks
+    assert mark.sentence.endswith(ABSENT[name])
+
+
+@pytest.mark.parametrize(("code", "reason"), [
+    ("tf.keras.utils.multi_gpu_model\n", ABSENT["keras.utils.multi_gpu_model"]),
+    ("from tensorflow.distribute import experimental as e\ne.TPUStrategy\n", ABSENT["tensorflow.distribute.experimental.TPUStrategy"]),
+])  # fmt: skip
+def test_a_name_is_absent_under_each_of_its_spellings(code, reason):
+    (mark,) = translate(TF + code).marks
+    assert mark.sentence.endswith(reason)
+
+
+def test_a_name_that_neither_has_is_marked_and_stays():
+    found = translate(
+        f"{TF}a = tf.distribute.Unheard\nb = tf.keras.layers.Unheard\nfrom tensorflow.keras.layers import Other\n"
+    )
+    assert "a = tf.distribute.Unheard\n" in found.after
+    assert "b = tf.keras.layers.Unheard\n" in found.after
+    names = ["tf.distribute.Unheard: Lockstep", "tf.keras.layers.Unheard: Keras 3", "tf.keras.layers.Other: Keras 3"]
+    assert [mark.sentence.partition(" has no")[0] for mark in found.marks] == names
+
+
+# --- small things ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("m = tf.keras.Model.from_config(c)", "m = keras.Model.from_config(c)"),
+        ("tf.random.set_seed(3)", "keras.utils.set_random_seed(3)"),
+        ("tf.config.experimental.enable_op_determinism()", "lockstep.config.set_deterministic()"),
+        ("s = tf.distribute.OneDeviceStrategy('/gpu:0')", "s = lockstep.MirroredStrategy(['/gpu:0'])"),
+        ("s = tf.distribute.OneDeviceStrategy(device=name)", "s = lockstep.MirroredStrategy([name])"),
+        ("m = tf.metrics.SparseCategoricalAccuracy()", "m = keras.metrics.SparseCategoricalAccuracy()"),
+        ("o = tf.optimizers.Adam(lr=0.1)", "o = keras.optimizers.Adam(learning_rate=0.1)"),
+        ("m = tf.keras.metrics.Mean()\nm.reset_states()", "m = keras.metrics.Mean()\nm.reset_state()"),
+        ("l = tf.nn.scale_regularization_loss(tf.add_n(own))", "l = lockstep.scale_regularization_loss(sum(own))"),
+        ("b = tf.keras.layers.experimental.SyncBatchNormalization()", "b = keras.layers.BatchNormalization(synchronized=True)"),
+        (
+            "b = tf.keras.layers.experimental.SyncBatchNormalization(axis=1)",
+            "b = keras.layers.BatchNormalization(axis=1, synchronized=True)",
+        ),
+        ("o = tf.keras.optimizers.legacy.SGD(lr = 1, nesterov=True)", "o = keras.optimizers.SGD(learning_rate = 1, nesterov=True)"),
+        ("o = tf.keras.optimizers.SGD(lr=  # lr\n 1)", "o = keras.optimizers.SGD(learning_rate=  # lr\n 1)"),
+        ("c = tf.distribute.coordinator.ClusterCoordinator(s)", "c = lockstep.ClusterCoordinator(s)"),
+        ("p = tf.distribute.experimental.partitioners.MinSizePartitioner()", "p = lockstep.experimental.partitioners.MinSizePartitioner()"),
+        ("r = tf.distribute.cluster_resolver.SlurmClusterResolver()", "r = lockstep.cluster_resolver.SlurmClusterResolver()"),
+    ],
+)  # fmt: skip
+def test_names_and_calls(before, after):
+    assert new_lines(before) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import tensorflow.keras as k\nk.Model", "import keras as k\nk.Model"),
+        ("from tensorflow import keras\nkeras.Model", "import keras\nkeras.Model"),
+        ("from tensorflow.keras.layers import *\nDense", "from keras.layers import *\nDense"),
+        ("from tensorflow.keras import layers as L, models\nL.Dense", "from keras import layers as L, models\nL.Dense"),
+        ("from tensorflow import distribute as d\nd.MirroredStrategy", "import lockstep as d\nd.MirroredStrategy"),
+        ("from tensorflow.distribute import MirroredStrategy\nMirroredStrategy", "from lockstep import MirroredStrategy\nMirroredStrategy"),
+        (
+            "from tensorflow.keras.callbacks import BackupAndRestore, CSVLogger\nCSVLogger",
+            "from lockstep.callbacks import BackupAndRestore\nfrom keras.callbacks import CSVLogger\nCSVLogger",
+        ),
+        ("import tensorflow\ntensorflow.keras.Model", "import keras\nkeras.Model"),
+        (
+            "import tensorflow as tf; import numpy as np\ntf.data, np",
+            'import tensorflow as tf\ntf.config.set_visible_devices([], "GPU"); import numpy as np\ntf.data, np',
+        ),
+    ],
+)  # fmt: skip
+def test_imports(before, after):
+    head = 'import os\n\nos.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.\n\n'
+    assert translate(before).after == head + after
+
+
+def test_a_backend_that_the_script_sets_is_left_alone():
+    code = 'import os\nos.environ["KERAS_BACKEND"] = "jax"\nimport tensorflow as tf\ntf.keras.Model\n'
+    assert translate(code).after == 'import os\nos.environ["KERAS_BACKEND"] = "jax"\nimport keras\nkeras.Model\n'
+
+
+def test_an_import_inside_a_block_that_is_not_needed_any_more_leaves_the_block_whole():
+    code = "def f():\n    import tensorflow as tf\nimport keras\nif 1: import tensorflow as tf\n"
+    ast.parse(translate(code).after)
+
+
+@pytest.mark.parametrize("before", ["def f():\n    ", "def f():\n    x = 1; ", "if 1: ", "try:\n\t"])
+def test_an_import_that_becomes_two_stays_in_its_block(before):
+    after = "\nexcept ImportError: pass" if before.startswith("try") else ""
+    found = translate(f"{before}from tensorflow.keras.callbacks import BackupAndRestore, CSVLogger{after}\n").after
+    ast.parse(found)
+    assert found.count("lockstep.callbacks import BackupAndRestore") == found.count("keras.callbacks import CSV") == 1
+
+
+def test_what_a_function_imports_is_not_there_outside_of_it():
+    outside, inside = (
+        "m = tf.keras.Sequential()\n",
+        "def f():\n    from tensorflow import keras\n    return keras.layers\n",
+    )
+    assert "\nimport keras\n" in translate(TF + inside + outside).after
+    assert "\nimport keras\n" not in translate(TF + inside).after
+
+
+def test_what_follows_on_the_line_stays_code():
+    code = "tf.config.experimental.set_memory_growth(gpu, True); print(1)"
+    assert translate(TF + code).after.endswith("\npass; print(1)")
+
+
+def test_a_name_that_is_assigned_is_not_taken_for_a_module():
+    code = "import tensorflow as tf\ntf = other\ntf.keras.Model\n"
+    assert "tf.keras.Model" in translate(code).after
+
+
+@pytest.mark.parametrize("code", [
+    "d = d.map(f).cache().shuffle(9).batch(2)",  # in order already
+    "d = d.shuffle(9).map(f).cache()",  # what is cached has been through f
+])  # fmt: skip
+def test_a_chain_that_is_right_or_means_something_else_is_left_alone(code):
+    assert translate(TF + code).after.endswith(code)
+
+
+@pytest.mark.parametrize("end", [
+    "tf.keras.layers.Dense(3)",
+    "tf.keras.layers.Dense(3, activation='relu')",
+])  # fmt: skip
+def test_logits_are_left_alone_where_no_softmax_is_at_the_end(end):
+    code = f"m = tf.keras.Sequential([{end}])\nl = tf.keras.losses.BinaryCrossentropy(from_logits=True)\n"
+    assert "from_logits=True" in translate(TF + code).after
+    assert not translate(TF + code).marks
+
+
+def test_the_softmax_of_a_part_of_a_model_is_not_its_end():
+    part = "tf.keras.Sequential([tf.keras.layers.Dense(4, activation='softmax')])"
+    net = f"class Net(tf.keras.Model):\n    def build(self, shape):\n        self.gate = {part}\n"
+    found = translate(f"{TF}{net}l = tf.keras.losses.CategoricalCrossentropy(from_logits=True)\n")
+    assert "from_logits=True" in found.after
+
+
+def test_logits_of_two_models_are_marked_and_not_guessed():
+    one = "tf.keras.Sequential([tf.keras.layers.Dense(3, activation='softmax')])\n"
+    code = f"{TF}a = {one}b = {one}l = tf.keras.losses.CategoricalCrossentropy(from_logits=True)\n"
+    found = translate(code)
+    assert "from_logits=True" in found.after
+    assert ["lockstep doctor" in mark.sentence for mark in found.marks] == [True]
+
+
+def test_arguments_that_are_not_known_any_more_are_marked_and_those_with_a_new_name_get_it():
+    code = "b = tf.keras.callbacks.BackupAndRestore(backup_dir='run', double_checkpoint=True)\n"
+    found = translate(TF + code)
+    assert "lockstep.callbacks.BackupAndRestore(directory='run', double_checkpoint=True)" in found.after
+    (mark,) = found.marks
+    assert mark.sentence.startswith("lockstep.callbacks.BackupAndRestore has no argument 'double_checkpoint'")
+    options = "o = tf.distribute.InputOptions(experimental_fetch_to_device=False)\n"
+    assert ["experimental_fetch_to_device" in mark.sentence for mark in translate(TF + options).marks] == [True]
+
+
+def test_logical_cpus():
+    code = """cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+"""
+    assert "\nlockstep.config.set_logical_cpu_devices(4)\n" in translate(TF + code).after
+
+
+def test_logical_devices_whose_number_is_not_written_are_marked():
+    code = "tf.config.set_logical_device_configuration(one, configurations)\n"
+    assert translate(TF + code).marks
+
+
+def test_letters_that_take_several_bytes_do_not_shift_anything():
+    code = 'print("Größe: 🙂", tf.keras.Model, "é"); tf.random.set_seed(1)'
+    assert new_lines(code) == 'print("Größe: 🙂", keras.Model, "é"); keras.utils.set_random_seed(1)'
+
+
+def sentences(code):
+    return [mark.sentence for mark in translate(code).marks]
+
+
+@pytest.mark.parametrize("code", [
+    "try:\n    import tensorflow as tf\nexcept ImportError:\n    tf = None\ns = tf.distribute.MirroredStrategy()\n",
+    "import tensorflow as tf\nif old:\n    import torch as tf\ntf.keras.Model\n",
+    "from tensorflow import keras\nclass keras: pass\nkeras.callbacks.BackupAndRestore\n",
+])  # fmt: skip
+def test_an_import_whose_name_may_stand_for_something_else_is_marked(code):
+    name = "keras" if "class" in code else "tf"
+    (sentence,) = sentences(code)
+    assert sentence.startswith(f"{name}: the script also uses this name for something else")
+    used = code.splitlines()[-1]
+    assert used in translate(code).after
+
+
+def test_a_name_that_a_function_has_for_itself_is_not_taken_for_a_module():
+    code = "def f(tf):\n    return tf.keras\ndef g():\n    layers = []\n    return layers.index\n"
+    head = "import tensorflow as tf\nfrom tensorflow.keras import layers\n"
+    found = translate(f"{head}{code}m = tf.keras.Model\nd = layers.Dense\n")
+    assert code in found.after
+    assert found.after.endswith("m = keras.Model\nd = layers.Dense\n")
+    assert not found.marks
+
+
+def test_the_backend_is_chosen_before_an_import_within_a_block():
+    code = "try:\n    from tensorflow import keras\nexcept ImportError:\n    import keras\nkeras.Model\n"
+    found = translate(code)
+    assert not found.marks
+    assert found.after.index("KERAS_BACKEND") < found.after.index("import keras")
+    assert translate(found.after).after == found.after
+
+
+@pytest.mark.parametrize("before", ["import os\n", "import json, os, sys\n"])
+def test_os_is_imported_once(before):
+    assert translate(f"{before}{TF}tf.keras.Model\n").after.count("import os") == before.count("import os")
+
+
+@pytest.mark.parametrize("code", [
+    "from tensorflow.keras.mixed_precision import experimental as mp\nmp.unheard\n",
+    "from tensorflow.keras.unheard import thing\nthing\n",
+    "import tensorflow.keras.unheard as thing\nthing\n",
+    "from tensorflow.unheard import thing\nthing.other\n",
+])  # fmt: skip
+def test_a_module_that_is_nowhere_stays(code):
+    assert code.splitlines()[-1] in translate(code).after
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("NONE", "none"), ("SUM", "sum"), ("SUM_OVER_BATCH_SIZE", "sum_over_batch_size")]
+)
+def test_reductions_of_losses_are_words(name, word):
+    code = f"l = tf.keras.losses.MeanSquaredError(reduction=tf.keras.losses.Reduction.{name})"
+    assert new_lines(code) == f'l = keras.losses.MeanSquaredError(reduction="{word}")'
+
+
+def test_a_comment_stays_where_it_is_when_the_cache_comes_first():
+    code = "d = (d.shuffle(9)\n      .prefetch(2)  # read ahead\n      .cache())\n"
+    assert translate(TF + code).after.endswith("d = (d.cache().shuffle(9)\n      .prefetch(2)  # read ahead\n      )\n")
+
+
+@pytest.mark.parametrize(("code", "word"), [
+    ("class M(tf.keras.Model):\n    def call(self, x):\n        return tf.square(x)\n", "tf.square: "),
+    ("m = tf.keras.layers.Lambda(lambda x: tf.nn.relu(x))\n", "tf.nn.relu: "),
+])  # fmt: skip
+def test_functions_of_tensorflow_within_a_model_are_marked(code, word):
+    (sentence,) = sentences(TF + code)
+    assert sentence.startswith(word)
+    assert "keras.ops" in sentence
+
+
+def test_functions_of_tensorflow_elsewhere_may_be_for_its_data():
+    assert not sentences(
+        f"{TF}def scale(x):\n    return tf.cast(x, tf.float32)\nd = tf.data.Dataset.range(3).map(scale)\n"
+    )
+
+
+@pytest.mark.parametrize("code", [
+    "o = tf.keras.optimizers.Adam(decay=1e-6)",
+    "tf.keras.Model().fit(x, workers=4)",
+    "tf.keras.Model().fit_generator(x)",
+    "tf.keras.Model().save('m', save_format='tf')",
+    "tf.keras.utils.experimental.DatasetCreator(f)",
+])  # fmt: skip
+def test_what_keras_3_does_not_take_any_more_is_marked(code):
+    (sentence,) = sentences(TF + code)
+    assert ": " in sentence or "no argument" in sentence
+
+
+def test_another_backend_that_the_script_sets_is_marked():
+    code = 'import os\nos.environ["KERAS_BACKEND"] = "tensorflow"\nimport keras\n'
+    (sentence,) = sentences(code)
+    assert sentence.startswith('KERAS_BACKEND: write "jax"')
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_shows_the_difference_and_writes_only_when_told(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_bytes(b"import tensorflow as tf\r\ns = tf.distribute.MirroredStrategy()\r\n")
+    path.chmod(0o755)
+    before = path.read_bytes()
+    assert cli.main(["migrate", str(path)]) == 0
+    shown = capsys.readouterr()
+    changed = {line for line in shown.out.splitlines() if line[:1] in "+-" and "import" not in line}
+    assert changed >= {"-s = tf.distribute.MirroredStrategy()", "+s = lockstep.MirroredStrategy()"}
+    assert "--write changes the file; nothing left to you" in shown.err
+    assert path.read_bytes() == before
+    assert cli.main(["migrate", str(path), "--write"]) == 0
+    assert path.read_bytes().endswith(b"import lockstep\r\ns = lockstep.MirroredStrategy()\r\n")
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+    capsys.readouterr()
+    assert cli.main(["migrate", str(path)]) == 0
+    assert capsys.readouterr().err == f"{path}: nothing to translate\n"
+
+
+def test_the_difference_has_the_lines_of_the_file(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(f'{TF}\x0c\nx = "\x85"\ntf.keras.Model\n')
+    cli.main(["migrate", str(path)])
+    shown = capsys.readouterr().out
+    assert " \x0c\n" in shown
+    assert "No newline" not in shown
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "train.py"
+    path.write_text(f"{TF}tf.keras.Model\n")
+
+    def refuse(*_):
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert cli.main(["migrate", str(path), "--write"]) == 2
+    assert "Nothing was changed" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_what_is_left_gives_the_exit_code_1(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(f"{TF}with tf.GradientTape() as tape:\n    pass\n")
+    assert cli.main(["migrate", str(path), "--write"]) == 1
+    assert "jax.value_and_grad" in capsys.readouterr().err
+    assert "# lockstep migrate: tf.GradientTape: " in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"print 3\n", "train.py, line 1: "), (b"\xff\xfe", "cannot be read: "), (None, "cannot be read: ")],
+)
+def test_what_is_no_program_is_refused_and_stays(tmp_path, capsys, content, message):
+    path = tmp_path / "train.py"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.main(["migrate", str(path), "--write"]) == 2
+    assert message in capsys.readouterr().err
+    assert content is None or path.read_bytes() == content
+
+
+def test_none_of_several_files_is_changed_where_one_is_no_program(tmp_path, capsys):
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text(f"{TF}tf.keras.Model\n")
+    bad.write_text("print 3\n")
+    assert cli.main(["migrate", "--write", str(good), str(bad)]) == 2
+    assert good.read_text() == f"{TF}tf.keras.Model\n"
+    assert cli.main(["migrate", "--write", str(good)]) == 0
+    assert "import keras" in good.read_text()
+
+
+def test_syntax_is_refused_with_its_line():
+    with pytest.raises(OptionError, match=r"script\.py, line 2: "):
+        translate("import keras\nx = (\n")
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+# What has the same name and is not quite the same.
+SAME_NAME = (
+    *("InputOptions", "cluster_resolver.SlurmClusterResolver", "cluster_resolver.KubernetesClusterResolver"),
+    *("get_strategy", "has_strategy", "get_replica_context", "in_cross_replica_context"),
+    *("DistributedDataset", "InputContext", "ReplicaContext", "cluster_resolver.ClusterResolver"),
+    *("cluster_resolver.SimpleClusterResolver", "cluster_resolver.TFConfigClusterResolver"),
+)
+
+
+def rows_of_the_page():
+    """Name of TensorFlow, and what the page says of it: same, different or absent."""
+    names, _, _ = PAGE.partition("## Coming from keras.distribution")
+    for first, second in re.findall(r"^\| (`.*?) \| (same|different|absent) \|", names, flags=re.MULTILINE):
+        for name in re.findall(r"`([\w.]+)`", first):
+            yield name, second
+
+
+def full(name):
+    return name.replace("tf.", "tensorflow.", 1) if name.startswith("tf.") else f"tensorflow.distribute.{name}"
+
+
+@pytest.mark.parametrize(("name", "what"), [row for row in rows_of_the_page() if row[0] != "TF_CONFIG"])
+def test_the_page_says_what_is_so(name, what):
+    is_method = name[0].islower() and "." not in name and not is_there(f"lockstep.{name}")
+    if is_method and not why_absent(full(name)):
+        methods = {*dir(lockstep.MirroredStrategy), *dir(lockstep.MultiWorkerMirroredStrategy), *STRATEGY_METHODS}
+        assert (name in methods) == (what != "absent")
+        return
+    becomes = translated(full(name))
+    is_same = becomes == f"lockstep.{name}" and is_there(becomes)
+    assert is_same == (what == "same" or name in SAME_NAME)
+    if what == "different":
+        rest = "\n".join(line for line in PAGE.splitlines() if f"`{name}`" in line)
+        assert becomes in rest or "set_" in name or name in SAME_NAME, becomes
+    if what == "absent":
+        assert why_absent(full(name)) or not is_there(becomes)
+
+
+def test_each_name_that_is_translated_or_absent_is_on_the_page():
+    told = {full(name) for name, _ in rows_of_the_page()}
+    for name in {*RENAMED, *ABSENT}:
+        if name.startswith("tensorflow.distribute."):
+            assert any(name == one or one.startswith(f"{name}.") for one in told), name
+
+
+# --- what Keras 3 and several workers need ---------------------------------------------------------------------------
+
+NUMPY = "import numpy as np\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("l = tf.keras.layers.Embedding(np.max(x) + 1, 16)", "l = keras.layers.Embedding(int(np.max(x) + 1), 16)"),
+        ("l = tf.keras.layers.Dense(y.max(), name='a')", "l = keras.layers.Dense(int(y.max()), name='a')"),
+        ("n = np.prod(s)\nl = tf.keras.layers.Dense(units=n)", "n = np.prod(s)\nl = keras.layers.Dense(units=int(n))"),
+        ("n = np.array([3])\nl = tf.keras.layers.Dense(n[0])", "n = np.array([3])\nl = keras.layers.Dense(int(n[0]))"),
+        ("n = np.array([3])[0]\nl = tf.keras.layers.Dense(n)", "n = np.array([3])[0]\nl = keras.layers.Dense(int(n))"),
+        ("n = x.shape[1]\nl = tf.keras.layers.Dense(n)", "n = x.shape[1]\nl = keras.layers.Dense(n)"),
+        ("n = len(x)\nl = tf.keras.layers.Dense(n)", "n = len(x)\nl = keras.layers.Dense(n)"),
+        ("n = int(x.max())\nl = tf.keras.layers.Dense(n)", "n = int(x.max())\nl = keras.layers.Dense(n)"),
+        ("l = tf.keras.layers.Dense(3, bias_initializer=np.max(x))", "l = keras.layers.Dense(3, bias_initializer=np.max(x))"),
+        ("l = tf.keras.layers.Conv2D(np.int64(3), 3)", "l = keras.layers.Conv2D(np.int64(3), 3)"),
+    ],
+)  # fmt: skip
+def test_integers_of_numpy_become_pythons_where_keras_takes_no_others(before, after):
+    assert new_lines(f"{NUMPY}{before}") == f"{NUMPY}{after}"
+
+
+def test_each_layer_of_that_table_refuses_integers_of_numpy():
+    for name, arguments in _SIZES.items():
+        usual = dict.fromkeys(arguments, 4)
+        getattr(keras.layers, name)(**usual)
+        for argument in arguments:
+            if (name, argument) != ("MultiHeadAttention", "key_dim"):
+                with pytest.raises((TypeError, ValueError)):
+                    getattr(keras.layers, name)(**usual | {argument: np.int64(4)})
+
+
+SEVERAL = "strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
+CONFIG = 'c = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}}\n'
+
+
+def test_a_task_that_is_written_in_the_program_becomes_a_default():
+    code = f'import os, json\n{CONFIG}os.environ["TF_CONFIG"] = json.dumps(c)\n'
+    found = translate(TF + code + SEVERAL)
+    assert (
+        'os.environ.setdefault("TF_CONFIG", json.dumps(c))  # lockstep run has set it for each worker.\n' in found.after
+    )
+    assert not found.marks
+    assert translate(found.after).after == found.after
+    from_outside = TF + code.replace('"index": 0', '"index": int(sys.argv[1])') + SEVERAL
+    assert 'os.environ["TF_CONFIG"] = json.dumps(c)' in translate(from_outside).after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("d = d.shuffle(60000).repeat()", "d = d.shuffle(60000, seed=1).repeat()"),
+        ("d = d.shuffle(\n    60000,\n)", "d = d.shuffle(\n    60000, seed=1)"),
+        ("d = d.shuffle(buffer_size=n)", "d = d.shuffle(buffer_size=n, seed=1)"),
+        ("d = tf.data.Dataset.range(9).map(f).shuffle(len(x))", "d = tf.data.Dataset.range(9).map(f).shuffle(len(x), seed=1)"),
+        ("d = d.shuffle(60000, seed=4)", "d = d.shuffle(60000, seed=4)"),
+        ("d = d.shuffle(60000, 4)", "d = d.shuffle(60000, 4)"),
+        ("np.random.shuffle(x)", "np.random.shuffle(x)"),
+    ],
+)  # fmt: skip
+def test_workers_shuffle_alike(before, after):
+    assert after in translate(TF + SEVERAL + before).after
+    assert not translate(TF + SEVERAL + before).marks
+    alone = translate(f"{TF}strategy = tf.distribute.MirroredStrategy()\n{before}").after
+    assert before in alone
+
+
+def test_what_may_be_a_data_set_is_marked():
+    (mark,) = translate(f"{TF}{SEVERAL}d = given.shuffle(n)\n").marks
+    assert "if this is a data set, write seed=1" in mark.sentence
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ('d = tf.data.Dataset.list_files("*.x")', "write seed=1"),
+        ("d = d.apply(tf.data.experimental.shuffle_and_repeat(100))", "write seed=1"),
+        ("d = d.interleave(f, deterministic=False)", "deterministic=False: all workers must read the same rows"),
+        ("d = d.map(lambda x: x + tf.random.uniform(()))", "write tf.random.set_seed(1)"),
+        ("os.environ.update(TF_CONFIG=json.dumps({'task': {'type': 'worker', 'index': 0}}))", "os.environ.setdefault('TF_CONFIG'"),
+    ],
+)  # fmt: skip
+def test_what_workers_would_do_each_in_their_own_way_is_marked(line, advice):
+    (mark,) = translate(f"{TF}{SEVERAL}{line}\n").marks
+    assert advice in mark.sentence
+    assert not translate(f"{TF}strategy = tf.distribute.MirroredStrategy()\n{line}\n").marks
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'd = tf.data.Dataset.list_files("*.x", shuffle=False)',
+        'd = tf.data.Dataset.list_files("*.x", seed=4)',
+        "d = d.map(lambda x: x + tf.random.stateless_uniform((), (1, 2)))",
+        "tf.random.set_seed(4)\nd = d.map(lambda x: x + tf.random.uniform(()))",
+        "os.environ.update(OMP_NUM_THREADS='1')",
+    ],
+)
+def test_what_all_workers_do_alike_is_not_marked(line):
+    assert not translate(f"{TF}{SEVERAL}{line}\n").marks
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("train.summary_iterator", "files of events"),
+        ("losses.get_regularization_loss", "model.losses"),
+        ("losses.mean_squared_error", "the loss of keras.losses"),
+        ("count_up_to", "count in Python"),
+        ("py_func", "jax.pure_callback"),
+        ("nn.dynamic_rnn", "keras.layers.RNN"),
+        ("data.make_one_shot_iterator", "for batch in dataset"),
+        ("make_template", "a keras.layers.Layer"),
+    ],
+)
+def test_each_name_of_tensorflow_1_has_advice_of_its_own(name, advice):
+    for prefix in ("tf.compat.v1.", "tf."):
+        (mark,) = translate(f"{TF}x = {prefix}{name}(y)\n").marks
+        assert advice in mark.sentence
+
+
+def test_a_file_that_goes_with_a_program_for_workers_is_translated_as_one(tmp_path):
+    (tmp_path / "rows.py").write_text(f"{TF}\ndef rows():\n    return tf.data.Dataset.range(9).shuffle(9)\n")
+    (tmp_path / "main.py").write_text(f"import rows\n{TF}{SEVERAL}")
+    files = [str(tmp_path / name) for name in ("rows.py", "main.py")]
+    assert "shuffle(9, seed=1)" in migrate(files)[0].translation.after
+    assert "shuffle(9)" in migrate(files[:1])[0].translation.after
+
+
+def test_what_advice_names_is_there():
+    for name, advice in ABSENT.items():
+        for found in re.findall(r"\b(?:keras|lockstep)(?:\.\w+)+", advice):
+            assert is_there(found.removesuffix(".keras")), (name, found)
+
+
+# --- lockstep migrate --check ----------------------------------------------------------------------------------------
+
+STARTS = """
+import json, os
+import numpy as np
+import tensorflow as tf
+from rows import COLUMNS
+
+config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 0}}
+os.environ["TF_CONFIG"] = json.dumps(config)
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(np.max([1, 2]))])
+    model.compile("sgd", "mse")
+print("printed by the script")
+model.fit(np.ones((8, COLUMNS)), np.ones((8, 2)), batch_size=4)
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        (lambda code: code, 0, "main.py comes to its first fit"),
+        (lambda code: code.replace("COLUMNS)", "MISSING)"), 2, "main.py does not come to its first fit yet"),
+        (lambda code: code.partition("model.fit")[0], 2, "it ended before any model was trained by fit"),
+    ],
+)
+def test_check_says_whether_the_new_program_starts(change, code, says, python, tmp_path):
+    (tmp_path / "main.py").write_text(change(STARTS))
+    (tmp_path / "rows.py").write_text("COLUMNS = 3\n")
+    before = (tmp_path / "main.py").read_text()
+    command = "from lockstep.cli import main; raise SystemExit(main(['migrate', '--check', 'main.py']))"
+    done = python(code=command, cwd=tmp_path, environ={"KERAS_BACKEND": None}, timeout=120)
+    assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+    assert "not reached" not in done.stderr + done.stdout
+    assert done.stdout.startswith("--- main.py\n")
+    assert "printed by the script\n" not in done.stdout.splitlines()
+    assert (tmp_path / "main.py").read_text() == before
