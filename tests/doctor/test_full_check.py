@@ -152,7 +152,7 @@ def test_a_finding_is_a_block_with_its_place_its_reason_and_its_cure():
     text = str(strategy.doctor(model, *data))
     assert text.startswith("1 finding\n\nsoftmax-from-logits: the output is a softmax")
     assert all(f"\n  {word}" in text for word in ("where", "why", "cure"))
-    assert "test_examination.py:" in text
+    assert "test_full_check.py:" in text
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

@@ -141,7 +141,7 @@ def test_the_kubernetes_manifest_says_what_kubernetes_needs(options):
         "v1",
         "Service",
         "batch/v1",
-        "LaunchConfig",
+        "Job",
     )
     name = batch["metadata"]["name"]
     assert service["metadata"]["name"] == name == batch["spec"]["template"]["spec"]["subdomain"]

@@ -116,7 +116,7 @@ def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> fl
 
     Example:
         >>> from lockstep.collectives.cost_model import NetworkLink, Network, predict
-        >>> network = Network(NetworkLink(5e-6, 1 / 200e9), Link(20e-6, 1 / 25e9), devices_per_machine=8)
+        >>> network = Network(NetworkLink(5e-6, 1 / 200e9), NetworkLink(20e-6, 1 / 25e9), devices_per_machine=8)
         >>> predict("ring", 1e8, 64, network) < predict("reduce_to_one", 1e8, 64, network)
         True
     """

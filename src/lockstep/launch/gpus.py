@@ -33,7 +33,7 @@ def gpu_variables(gpus: list[str], task: ProcessName, tasks: ProcessNames) -> Ma
     """What one process of this node is told of them.
 
     Example:
-        >>> tasks = ProcessNames([ProcessName("ps", 0), Task("worker", 0), Task("worker", 1)])
+        >>> tasks = ProcessNames([ProcessName("ps", 0), ProcessName("worker", 0), ProcessName("worker", 1)])
         >>> gpu_variables(["0", "1"], ProcessName("worker", 1), tasks)
         {'CUDA_VISIBLE_DEVICES': '1'}
         >>> gpu_variables(["0", "1"], ProcessName("ps", 0), tasks)

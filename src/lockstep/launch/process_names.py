@@ -21,7 +21,7 @@ class ProcessName:
         index: its number in the job, from 0.
 
     Example:
-        >>> ProcessName("ps", 1).name, Task("ps", 1).file_name, Task("chief", 0).name
+        >>> ProcessName("ps", 1).name, ProcessName("ps", 1).file_name, ProcessName("chief", 0).name
         ('ps 1', 'ps-1.log', 'chief')
     """
 
@@ -78,7 +78,7 @@ def names_of(tasks: Iterable[ProcessName]) -> str:
     """Several as a sentence lists them.
 
     Example:
-        >>> names_of([ProcessName("chief", 0), Task("worker", 0), Task("worker", 2)])
+        >>> names_of([ProcessName("chief", 0), ProcessName("worker", 0), ProcessName("worker", 2)])
         'chief and workers 0, 2'
     """
     jobs: dict[str, list[ProcessName]] = {}

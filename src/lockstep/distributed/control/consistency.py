@@ -82,7 +82,7 @@ def split(values: Sequence[Any]) -> Disagreement | None:
     Example:
         >>> from lockstep.distributed.control.consistency import split
         >>> split([1, 2, 1, 1])
-        Split(different=(1,), usual=0, is_majority=True)
+        Disagreement(different=(1,), usual=0, is_majority=True)
     """
     texts = [_text(value) for value in values]
     most, count = Counter(texts).most_common(1)[0]

@@ -106,7 +106,7 @@ def look(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure |
 
     Example:
         >>> here, there = Peer(0, 2, "a", 70), Peer(1, 2, "b", 71)
-        >>> look(65.0, [WorkerStatus(here, 65, 8, "step", 4), Beat(there, 64.8, 7, "data", 3)], Limits(60, 1800)).sentence
+        >>> look(65.0, [WorkerStatus(here, 65, 8, "step", 4), WorkerStatus(there, 64.8, 7, "data", 3)], Limits(60, 1800)).sentence
         "worker 1 of 2 (b, process 71) is stuck: in 'data' at step 7 for 62 s; worker 0 waits for it in step 8."
     """
     return (

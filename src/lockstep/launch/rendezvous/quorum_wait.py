@@ -67,7 +67,7 @@ def in_order(nodes: Mapping[int, NodeInfo], most: int) -> Sequence[int]:
     """The keys of those that take part, in the order of their ranks: the host first, then as they say, then as they came.
 
     Example:
-        >>> a, b, c = (NodeInfo("a", None, 1, "a", 1, True), Node("b", None, 1, "b", 1), Node("c", 1, 1, "c", 1))
+        >>> a, b, c = (NodeInfo("a", None, 1, "a", 1, True), NodeInfo("b", None, 1, "b", 1), NodeInfo("c", 1, 1, "c", 1))
         >>> in_order({5: b, 6: c, 7: a}, 3), in_order({5: b, 6: c, 7: a}, 2)
         ([7, 6, 5], [7, 6])
     """

@@ -31,7 +31,7 @@ def job_name(job: LaunchConfig) -> str:
     """A name for the job that every scheduler takes: at most 40 lower-case letters, digits and dashes, a letter first.
 
     Example:
-        >>> job_name(LaunchConfig(("experiments/Train_2.py",))), job_name(Job(("2.py",)))
+        >>> job_name(LaunchConfig(("experiments/Train_2.py",))), job_name(LaunchConfig(("2.py",)))
         ('train-2', 'job-2')
     """
     program = job.program[0].rpartition("/")[2].removesuffix(".py")
