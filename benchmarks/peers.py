@@ -44,7 +44,7 @@ from bars import draw
 
 from lockstep.launch.malloc_selection import CHOICES, choose_allocator, glibc_version, library_folders
 from lockstep.launch.rank_assignment import reserved_addresses
-from lockstep.tools.commands.machine import describe_machine
+from lockstep.tools.commands.env import describe_machine
 
 FOLDER, RESULTS = Path(__file__).parent / "peers", Path(__file__).parent / "results"
 sys.path.insert(0, str(FOLDER))

@@ -11,11 +11,10 @@ import pytest
 
 import lockstep
 from lockstep import OptionError, cli
-from lockstep.tools.migrate.files import migrate
 from lockstep.tools.migrate.imports import is_there
 from lockstep.tools.migrate.rewrite_rules import _SIZES
 from lockstep.tools.migrate.symbol_map import ABSENT, RENAMED, STRATEGY_METHODS, translated, why_absent
-from lockstep.tools.migrate.translate import translate
+from lockstep.tools.migrate.translate import migrate, translate
 from tests.pages import names_the_backend_first
 
 PROGRAMS = Path(__file__).parent / "programs"

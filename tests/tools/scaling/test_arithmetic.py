@@ -9,7 +9,8 @@ import pytest
 from lockstep import OptionError
 from lockstep.collectives.cost_model import Network, NetworkLink, not_negative, predict
 from lockstep.tools.scaling import formatting
-from lockstep.tools.scaling.block_timer import WARM, BlockTimer, block_ends
+from lockstep.tools.scaling.api import report_of
+from lockstep.tools.scaling.benchmark import WARM, BlockTimer, block_ends
 from lockstep.tools.scaling.prediction import (
     errors_of,
     link_between,
@@ -19,8 +20,7 @@ from lockstep.tools.scaling.prediction import (
     series_of,
     total,
 )
-from lockstep.tools.scaling.recommendation import choose, recommend
-from lockstep.tools.scaling.report import Question, report_of
+from lockstep.tools.scaling.report import Question
 from lockstep.tools.scaling.results import (
     Budget,
     CurvePoint,
@@ -30,7 +30,7 @@ from lockstep.tools.scaling.results import (
     settings_of,
     to_json,
 )
-from lockstep.tools.scaling.table import shares_of, table_of, value_at
+from lockstep.tools.scaling.table import choose, recommend, shares_of, table_of, value_at
 from lockstep.tools.scaling.terminal import line_of, render
 
 from .made import BYTES, WITHIN, by_formula, measured

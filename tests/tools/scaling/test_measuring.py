@@ -22,11 +22,9 @@ from lockstep.strategies import device_override
 from lockstep.strategies.device_override import as_imposed, devices_imposed
 from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling import api
-from lockstep.tools.scaling.benchmark import is_higher_better, measure
-from lockstep.tools.scaling.component_timing import formula_of
-from lockstep.tools.scaling.measure_main import measure_program, reason_of
+from lockstep.tools.scaling.benchmark import formula_of, is_higher_better, measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
-from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child
+from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child, measure_program, reason_of
 from lockstep.tools.scaling.terminal import line_of, telling
 from lockstep.tools.scaling.workload import FunctionWorkload, Workload, program_of, run_program
 

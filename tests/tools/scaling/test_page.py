@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
+from lockstep.tools.scaling.api import report_of
 from lockstep.tools.scaling.html_report import page_of
-from lockstep.tools.scaling.report import Question, report_of
+from lockstep.tools.scaling.report import Question
 from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingFailure
 from lockstep.tools.scaling.svg import Axis, Bar, ChartPoint, Series, bar_chart, line_chart, standalone, ticks_of
 

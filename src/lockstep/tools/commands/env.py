@@ -1,4 +1,4 @@
-"""``lockstep env``: what one should say of a machine when one reports a problem."""
+"""Describe this machine: one line for reports and benchmarks, and the output of ``lockstep env``."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,9 +17,20 @@ from lockstep.devices.cpu_devices import usable_cores
 from lockstep.devices.host_memory import first_line, host_memory
 from lockstep.launch.gpus import gpus_of
 from lockstep.launch.malloc_selection import choose_allocator, glibc_version, library_folders
-from lockstep.tools.commands.machine import describe_machine
 
-__all__ = ["describe_environment"]
+__all__ = ["describe_environment", "describe_machine"]
+
+_PROCESSORS = Path("/proc/cpuinfo")
+
+
+def describe_machine() -> str:
+    """One line, for example ``AMD EPYC, 2 cores; Python 3.11.7, jax 0.10.2, keras 3.15.1, keras-lockstep 0.1.0; …``."""
+    names = re.findall(r"model name\s*: (.+)", _PROCESSORS.read_text()) if _PROCESSORS.exists() else []
+    processor = names[0].strip() if names else platform.processor()
+    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "keras", "keras-lockstep"))
+    python = platform.python_version()
+    return f"{processor}, {os.cpu_count()} cores; Python {python}, {versions}; {time.strftime('%Y-%m-%d')}."
+
 
 _PACKAGES = ("keras-lockstep", "keras", "jax", "jaxlib", "numpy", "tensorflow", "torch", "grain")
 _MATTERS = re.compile(

@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep._errors import LockstepError, OptionError
 from lockstep.doctor.finding import Report
 from lockstep.tools.commands.doctor_command import examine_script, to_standard_error
-from lockstep.tools.migrate.files import Migration, migrate
+from lockstep.tools.migrate.translate import Migration, migrate
 
 __all__ = ["run_migrate"]
 

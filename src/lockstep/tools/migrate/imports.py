@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from lockstep.tools.migrate.edits import Edit, SourceText
-from lockstep.tools.migrate.name_resolution import ImportBindings, imports_of_ours
+from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, imports_of_ours
 from lockstep.tools.migrate.symbol_map import translated
 
 __all__ = ["imports", "is_there", "names", "thing"]

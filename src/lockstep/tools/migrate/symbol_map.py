@@ -1,10 +1,281 @@
-"""Which name of TensorFlow is which of Keras and Lockstep, and which is none: the tables that the translation and the page show."""
+"""Tables of names: what each name of TensorFlow becomes, and what to write where there is no counterpart."""
 
 import re
 
-from lockstep.tools.migrate.tensorflow1 import TENSORFLOW_1
+__all__ = ["ABSENT", "RENAMED", "STRATEGY_METHODS", "TENSORFLOW_1", "translated", "why_absent"]
 
-__all__ = ["ABSENT", "RENAMED", "STRATEGY_METHODS", "translated", "why_absent"]
+_OPTIMIZERS = {
+    "AdadeltaOptimizer": "Adadelta",
+    "AdagradDAOptimizer": "Adagrad",
+    "AdagradOptimizer": "Adagrad",
+    "AdamOptimizer": "Adam",
+    "FtrlOptimizer": "Ftrl",
+    "GradientDescentOptimizer": "SGD",
+    "Optimizer": "Optimizer",
+    "ProximalAdagradOptimizer": "Adagrad",
+    "ProximalGradientDescentOptimizer": "SGD",
+    "RMSPropOptimizer": "RMSprop",
+}
+_DECAYS = {
+    "cosine_decay": "CosineDecay",
+    "cosine_decay_restarts": "CosineDecayRestarts",
+    "exponential_decay": "ExponentialDecay",
+    "inverse_time_decay": "InverseTimeDecay",
+    "linear_cosine_decay": "CosineDecay",
+    "natural_exp_decay": "ExponentialDecay",
+    "noisy_linear_cosine_decay": "CosineDecay",
+    "piecewise_constant": "PiecewiseConstantDecay",
+    "piecewise_constant_decay": "PiecewiseConstantDecay",
+    "polynomial_decay": "PolynomialDecay",
+}
+_INITIALIZERS = {
+    "constant_initializer": "Constant",
+    "glorot_normal_initializer": "GlorotNormal",
+    "glorot_uniform_initializer": "GlorotUniform",
+    "ones_initializer": "Ones",
+    "orthogonal_initializer": "Orthogonal",
+    "random_normal_initializer": "RandomNormal",
+    "random_uniform_initializer": "RandomUniform",
+    "truncated_normal_initializer": "TruncatedNormal",
+    "uniform_unit_scaling_initializer": "VarianceScaling",
+    "variance_scaling_initializer": "VarianceScaling",
+    "zeros_initializer": "Zeros",
+}
+
+_SCHEDULE = (
+    "write keras.optimizers.schedules.{} and give it to the optimizer as learning_rate; it counts the steps by itself"
+)
+_OPTIMIZER = "write keras.optimizers.{} and give it to compile; fit minimizes"
+_INITIALIZER = "write keras.initializers.{} and give it to the layer"
+_QUEUE = (
+    "there are no queues: write a tf.data.Dataset, or a keras.utils.PyDataset, and give it to fit, which reads ahead"
+)
+_THREADS = "there are no threads to start or to join: fit reads ahead by itself; leave it out"
+_BATCHES = "write tf.data.Dataset.batch, or arrays and fit(batch_size=…)"
+_SHUFFLED = "write tf.data.Dataset.shuffle(…).batch(…), or arrays and fit(batch_size=…, shuffle=True)"
+_FILES = "write tf.data.TFRecordDataset, TextLineDataset or FixedLengthRecordDataset over the names of the files"
+_SESSION = (
+    "there are no sessions: fit trains, and lockstep.callbacks.BackupAndRestore goes on after an end (docs/resume.md)"
+)
+_CONFIGURED = "JAX sets its threads and its memory by itself: leave it out"
+_HOOK = "write a keras.callbacks.Callback and give it to fit"
+_STEP = "write model.optimizer.iterations"
+_SAVED = "lockstep.callbacks.BackupAndRestore in fit, strategy.checkpoint in a loop (docs/resume.md)"
+_OLD_FILES = "read the old file with TensorFlow in a program of its own, and give the arrays to layer.set_weights"
+_VARIABLE = "write self.add_weight in a keras.layers.Layer, or keras.Variable outside of one"
+_VARIABLES = "write model.trainable_variables, model.non_trainable_variables or model.variables"
+_COLLECTION = "there are no collections: model.losses, model.metrics and model.variables have what layers add"
+_INITIALIZED = "variables have their values when they are made: leave it out"
+_ASSIGNED = "write variable.assign in a layer's call, with keras.ops.scatter_update for some rows"
+_SCOPE = "give the layer a name, or use keras.name_scope"
+_GRAPH = "there is no graph to build: write a keras.Model"
+_PLACEHOLDER = "write keras.Input, or give the arrays to fit"
+_GRADIENTS = "write jax.value_and_grad in a loop of your own (docs/custom_loops.md); fit computes them by itself"
+_ADDED = "layers add losses by self.add_loss, and model.losses has them; fit adds them up"
+_CALLED_BACK = "write keras.ops, or jax.pure_callback for what only Python can do"
+_PLACED = "a strategy places its models: lockstep.ParameterServerStrategy where variables belong on servers (docs/parameter_servers.md)"
+_LAYER = "write the layer of keras.layers, and call it"
+
+_TRAINING = {
+    **{name: _OPTIMIZER.format(keras) for name, keras in _OPTIMIZERS.items()},
+    **{name: _SCHEDULE.format(keras) for name, keras in _DECAYS.items()},
+    "MomentumOptimizer": _OPTIMIZER.format("SGD(momentum=…)"),
+    "SyncReplicasOptimizer": "replicas train in step by themselves: write keras.optimizers and lockstep.MultiWorkerMirroredStrategy",
+    "ExponentialMovingAverage": "write use_ema=True in the optimizer",
+    **dict.fromkeys(("QueueRunner", "queue_runner", "add_queue_runner", "start_queue_runners"), _THREADS),
+    **dict.fromkeys(("Coordinator", "LooperThread"), _THREADS),
+    **dict.fromkeys(("batch", "batch_join", "maybe_batch", "maybe_batch_join"), _BATCHES),
+    **dict.fromkeys(
+        ("shuffle_batch", "shuffle_batch_join", "maybe_shuffle_batch", "maybe_shuffle_batch_join"), _SHUFFLED
+    ),
+    **dict.fromkeys(("string_input_producer", "match_filenames_once"), _FILES),
+    **dict.fromkeys(("input_producer", "slice_input_producer", "range_input_producer", "limit_epochs"), _QUEUE),
+    **dict.fromkeys(
+        (
+            "ChiefSessionCreator",
+            "MonitoredSession",
+            "MonitoredTrainingSession",
+            "Scaffold",
+            "SessionCreator",
+            "SessionManager",
+            "SingularMonitoredSession",
+            "Supervisor",
+            "WorkerSessionCreator",
+            "basic_train_loop",
+        ),
+        _SESSION,
+    ),
+    **dict.fromkeys(
+        (
+            "FeedFnHook",
+            "FinalOpsHook",
+            "GlobalStepWaiterHook",
+            "SecondOrStepTimer",
+            "SessionRunArgs",
+            "SessionRunContext",
+            "SessionRunHook",
+            "SessionRunValues",
+        ),
+        _HOOK,
+    ),
+    **dict.fromkeys(("CheckpointSaverHook", "CheckpointSaverListener"), _SAVED),
+    **dict.fromkeys(("LoggingTensorHook", "StepCounterHook"), "fit logs by itself: leave it out"),
+    "StopAtStepHook": "write fit(epochs=…, steps_per_epoch=…)",
+    **dict.fromkeys(("ProfilerHook", "SummarySaverHook"), "write lockstep.callbacks.TensorBoard"),
+    **dict.fromkeys(
+        ("NanLossDuringTrainingError", "NanTensorHook"), "write lockstep.callbacks.NanGuard (docs/nan_guard.md)"
+    ),
+    **dict.fromkeys(
+        (
+            "assert_global_step",
+            "create_global_step",
+            "get_global_step",
+            "get_or_create_global_step",
+            "global_step",
+        ),
+        _STEP,
+    ),
+    **dict.fromkeys(
+        (
+            "NewCheckpointReader",
+            "VocabInfo",
+            "checkpoint_exists",
+            "get_checkpoint_mtimes",
+            "import_meta_graph",
+            "init_from_checkpoint",
+            "list_variables",
+            "load_checkpoint",
+            "load_variable",
+            "warm_start",
+        ),
+        _OLD_FILES,
+    ),
+    **dict.fromkeys(
+        ("export_meta_graph", "write_graph"), "write model.save('model.keras'), or model.export for a server"
+    ),
+    "replica_device_setter": _PLACED,
+    "summary_iterator": "TensorBoard reads files of events: leave it out, or read them in a program of its own",
+    "sdca_optimizer": _OPTIMIZER.format("SGD"),
+    "do_quantize_training_on_graphdef": "write model.quantize('int8')",
+    "Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",
+    # What describes rows of TFRecord files, which tf.data goes on to read.
+    **dict.fromkeys(
+        (
+            "BytesList",
+            "Example",
+            "Feature",
+            "FeatureList",
+            "FeatureLists",
+            "Features",
+            "FloatList",
+            "Int64List",
+            "SequenceExample",
+        ),
+        "",
+    ),
+}
+
+_OTHERS = {
+    **{name: _INITIALIZER.format(keras) for name, keras in _INITIALIZERS.items()},
+    **{
+        name: _QUEUE
+        for name in ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "QueueBase", "RandomShuffleQueue", "queue")
+    },
+    **{
+        name: _FILES
+        for name in (
+            "FixedLengthRecordReader",
+            "IdentityReader",
+            "LMDBReader",
+            "ReaderBase",
+            "TFRecordReader",
+            "TextLineReader",
+            "WholeFileReader",
+        )
+    },
+    **dict.fromkeys(("get_variable", "get_local_variable"), _VARIABLE),
+    **dict.fromkeys(("VariableScope", "get_variable_scope", "variable_op_scope", "variable_scope"), _SCOPE),
+    **dict.fromkeys(
+        (
+            "all_variables",
+            "global_variables",
+            "local_variables",
+            "model_variables",
+            "moving_average_variables",
+            "trainable_variables",
+        ),
+        _VARIABLES,
+    ),
+    **dict.fromkeys(
+        ("GraphKeys", "add_to_collection", "add_to_collections", "get_collection", "get_collection_ref"), _COLLECTION
+    ),
+    **dict.fromkeys(
+        (
+            "assert_variables_initialized",
+            "global_variables_initializer",
+            "initialize_all_tables",
+            "initialize_all_variables",
+            "initialize_local_variables",
+            "initialize_variables",
+            "is_variable_initialized",
+            "local_variables_initializer",
+            "report_uninitialized_variables",
+            "tables_initializer",
+            "variables_initializer",
+        ),
+        _INITIALIZED,
+    ),
+    **dict.fromkeys(("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update"), _ASSIGNED),
+    "count_up_to": "count in Python, or by model.optimizer.iterations",
+    **dict.fromkeys(("py_func", "py_function", "numpy_function"), _CALLED_BACK),
+    **dict.fromkeys(
+        ("nn.dynamic_rnn", "nn.static_rnn", "nn.bidirectional_dynamic_rnn", "nn.rnn_cell"),
+        "write keras.layers.RNN, LSTM or GRU",
+    ),
+    **dict.fromkeys(
+        ("data.make_one_shot_iterator", "data.make_initializable_iterator"),
+        "write for batch in dataset, or give it to fit",
+    ),
+    "make_template": "write a keras.layers.Layer, which keeps its variables",
+    **dict.fromkeys(
+        (
+            "losses.add_loss",
+            "losses.get_losses",
+            "losses.get_regularization_loss",
+            "losses.get_regularization_losses",
+            "losses.get_total_loss",
+        ),
+        _ADDED,
+    ),
+    **dict.fromkeys(("VariableAggregation", "VariableSynchronization"), "write the word, as in aggregation='mean'"),
+    "create_partitioned_variables": "write a partitioner of lockstep.partitioners (docs/parameter_servers.md)",
+    "fixed_size_partitioner": "write lockstep.partitioners.FixedShardsPartitioner (docs/parameter_servers.md)",
+    "min_max_variable_partitioner": "write lockstep.partitioners.MinSizePartitioner (docs/parameter_servers.md)",
+    "variable_axis_size_partitioner": "write lockstep.partitioners.MaxSizePartitioner (docs/parameter_servers.md)",
+    **dict.fromkeys(("Graph", "Operation", "get_default_graph", "reset_default_graph", "graph_util"), _GRAPH),
+    **dict.fromkeys(("ConfigProto", "GPUOptions", "GraphOptions", "OptimizerOptions"), _CONFIGURED),
+    **dict.fromkeys(("InteractiveSession", "Session"), _SESSION),
+    **dict.fromkeys(("get_default_session", "get_session_handle", "get_session_tensor"), _SESSION),
+    **dict.fromkeys(("placeholder", "placeholder_with_default", "sparse_placeholder"), _PLACEHOLDER),
+    **dict.fromkeys(("gradients", "hessians", "AggregationMethod"), _GRADIENTS),
+    "control_dependencies": "a step runs in the order of its values: leave it out",
+    "layers": _LAYER,
+    "losses": "write the loss of keras.losses and give it to compile",
+    "metrics": "write the metric of keras.metrics and give it to compile",
+    "app": "write if __name__ == '__main__': main()",
+    "flags": "write argparse",
+    "enable_eager_execution": "Keras runs so by itself: leave it out",
+    "disable_eager_execution": "Keras compiles each step by itself: leave it out",
+    "enable_v2_behavior": "leave it out",
+    "disable_v2_behavior": "leave it out",
+}
+
+# By the names that TensorFlow 1 has, which TensorFlow 2 has below tensorflow.compat.v1. Without a text: it may stay.
+TENSORFLOW_1 = {
+    **{f"tensorflow.train.{name}": advice for name, advice in _TRAINING.items()},
+    **{f"tensorflow.{name}": advice for name, advice in _OTHERS.items()},
+}
+
 
 # The longest entry that a dotted name begins with says what it becomes.
 RENAMED = {

@@ -1,23 +1,81 @@
 """The two doors: a script, or a function that builds a model and data to train it on."""
 
+import contextlib
 import functools
+import json
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
 from lockstep._errors import OptionError
-from lockstep.tools.scaling.report import Question, ScalingReport, refuse_unwritable, report_of
-from lockstep.tools.scaling.results import Budget, settings_of
+from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.scaling.html_report import page_of
+from lockstep.tools.scaling.report import Question, ReportData, outlook_of
+from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, settings_of
 from lockstep.tools.scaling.subprocess_runner import measure_all
-from lockstep.tools.scaling.terminal import telling
+from lockstep.tools.scaling.table import recommend, table_of
+from lockstep.tools.scaling.terminal import render, telling
 from lockstep.tools.scaling.workload import FunctionWorkload, Workload, is_in_child, program_of, train_given
 
-__all__ = ["scale_script", "scaling_report"]
+__all__ = ["ScalingReport", "refuse_unwritable", "report_of", "scale_script", "scaling_report"]
+
+
+@dataclass(frozen=True)
+class ScalingReport(ReportData):
+    """What ``lockstep.scaling_report`` and ``lockstep scale`` give; ``print`` shows it.
+
+    Args:
+        title: what was measured.
+        command: that did it.
+        machine: where.
+        table: what each setting gave.
+        recommendation: sentences.
+        outlook: what more devices would do; None where nothing could be measured.
+        notes: what the reader must know.
+
+    Example:
+        >>> import os, tempfile
+        >>> from lockstep.tools.scaling.api import ScalingReport
+        >>> from lockstep.tools.scaling.table import table_of
+        >>> report = ScalingReport("a net", "lockstep scale net.py", "a laptop", table_of([]), ("Take 1 device.",), None, ())
+        >>> report.to_json()["recommendation"]
+        ['Take 1 device.']
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report.save_json(f"{folder}/figures.json")
+        ...     os.listdir(folder)
+        ['figures.json']
+    """
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def save_json(self, path: str | Path) -> None:
+        """Write it as JSON.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OptionError: the file cannot be written.
+        """
+        _write(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+    def save_html(self, path: str | Path) -> None:
+        """Write it as one page that needs nothing else.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OptionError: the file cannot be written.
+        """
+        _write(path, page_of(self))
 
 
 def scale_script(
@@ -134,3 +192,50 @@ def _measured(
     with telling(len(settings)) as tell:
         found = measure_all(program, settings, budget, os.environ, tell)
     return report_of(title, command, found, question)
+
+
+def report_of(
+    title: str, command: str, found: Sequence[SettingResult | SettingFailure], question: Question
+) -> ScalingReport:
+    """The report of what was measured.
+
+    Args:
+        title: what it was.
+        command: that did it.
+        found: what each setting gave.
+        question: what the prediction is for.
+    """
+    table = table_of(found)
+    notes = list(dict.fromkeys(note for row in table.rows for note in row.measured.notes))
+    return ScalingReport(
+        title, command, describe_machine(), table, tuple(recommend(table)), outlook_of(table, question), tuple(notes)
+    )
+
+
+def refuse_unwritable(paths: Iterable[str | Path | None]) -> None:
+    """Find out before something takes long whether its files can be written; None is no file.
+
+    Raises:
+        OptionError: one cannot.
+    """
+    for path in (one for one in paths if one is not None):
+        is_new = not Path(path).exists()
+        with _refused(path):
+            Path(path).open("ab").close()
+            if is_new:
+                Path(path).unlink()
+
+
+def _write(path: str | Path, text: str) -> None:
+    with _refused(path):
+        Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _refused(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(
+            f"{path}: cannot be written: {error.strerror or error}. Give a file in a folder in which files can be written."
+        ) from error

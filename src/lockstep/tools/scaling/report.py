@@ -1,17 +1,12 @@
 """What comes out: the table, the prediction, and what to take; as text, as JSON and as a page."""
 
-import contextlib
-import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from lockstep._errors import OptionError, whole_number
+from lockstep._errors import whole_number
 from lockstep.collectives.cost_model import Network
-from lockstep.tools.commands.machine import describe_machine
 from lockstep.tools.scaling.prediction import (
     Predicted,
     StepModel,
@@ -21,11 +16,9 @@ from lockstep.tools.scaling.prediction import (
     network_for,
     series_of,
 )
-from lockstep.tools.scaling.recommendation import choose, recommend
-from lockstep.tools.scaling.results import SettingFailure, SettingResult
-from lockstep.tools.scaling.table import ScalingRow, ScalingTable, table_of
+from lockstep.tools.scaling.table import ScalingRow, ScalingTable, choose
 
-__all__ = ["Outlook", "Question", "ScalingReport", "refuse_unwritable", "report_of"]
+__all__ = ["Outlook", "Question", "ReportData", "outlook_of"]
 
 _TELLING = 3  # settings; with fewer the formula has as many constants, and meets them all
 
@@ -84,29 +77,17 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class ScalingReport:
-    """What ``lockstep.scaling_report`` and ``lockstep scale`` give; ``print`` shows it.
+class ReportData:
+    """The content of a report, which the terminal and the HTML page render.
 
     Args:
-        title: what was measured.
-        command: that did it.
-        machine: where.
-        table: what each setting gave.
+        title: of what was measured.
+        command: that started the measurement.
+        machine: that it ran on.
+        table: the results of all settings.
         recommendation: sentences.
-        outlook: what more devices would do; None where nothing could be measured.
-        notes: what the reader must know.
-
-    Example:
-        >>> import os, tempfile
-        >>> from lockstep.tools.scaling.report import ScalingReport
-        >>> from lockstep.tools.scaling.table import table_of
-        >>> report = ScalingReport("a net", "lockstep scale net.py", "a laptop", table_of([]), ("Take 1 device.",), None, ())
-        >>> report.to_json()["recommendation"]
-        ['Take 1 device.']
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     report.save_json(f"{folder}/figures.json")
-        ...     os.listdir(folder)
-        ['figures.json']
+        outlook: the prediction for more devices; None if no setting could be measured.
+        notes: remarks for the reader.
     """
 
     title: str
@@ -116,11 +97,6 @@ class ScalingReport:
     recommendation: tuple[str, ...]
     outlook: Outlook | None
     notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        from lockstep.tools.scaling.terminal import render
-
-        return render(self)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as values of JSON.
@@ -140,50 +116,9 @@ class ScalingReport:
         plain: dict[str, Any] = _plain(values)
         return plain
 
-    def save_json(self, path: str | Path) -> None:
-        """Write it as JSON.
 
-        Args:
-            path: of the file.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        _write(path, json.dumps(self.to_json(), indent=1) + "\n")
-
-    def save_html(self, path: str | Path) -> None:
-        """Write it as one page that needs nothing else.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        from lockstep.tools.scaling.html_report import page_of
-
-        _write(path, page_of(self))
-
-
-def report_of(
-    title: str, command: str, found: Sequence[SettingResult | SettingFailure], question: Question
-) -> ScalingReport:
-    """The report of what was measured.
-
-    Args:
-        title: what it was.
-        command: that did it.
-        found: what each setting gave.
-        question: what the prediction is for.
-    """
-    table = table_of(found)
-    notes = list(dict.fromkeys(note for row in table.rows for note in row.measured.notes))
-    return ScalingReport(
-        title, command, describe_machine(), table, tuple(recommend(table)), _outlook(table, question), tuple(notes)
-    )
-
-
-def _outlook(table: ScalingTable, question: Question) -> Outlook | None:
+def outlook_of(table: ScalingTable, question: Question) -> Outlook | None:
+    """Return the prediction for more devices; None if nothing was measured under a strategy."""
     model, chosen = model_of(table.rows), choose(table)
     if model is None or chosen is None:
         return None
@@ -207,20 +142,6 @@ def _outlook(table: ScalingTable, question: Question) -> Outlook | None:
     )
 
 
-def refuse_unwritable(paths: Iterable[str | Path | None]) -> None:
-    """Find out before something takes long whether its files can be written; None is no file.
-
-    Raises:
-        OptionError: one cannot.
-    """
-    for path in (one for one in paths if one is not None):
-        is_new = not Path(path).exists()
-        with _refused(path):
-            Path(path).open("ab").close()
-            if is_new:
-                Path(path).unlink()
-
-
 def _plain(value: Any) -> Any:
     """Values of JSON, which knows neither NaN nor infinity."""
     if isinstance(value, dict):
@@ -228,18 +149,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: str | Path, text: str) -> None:
-    with _refused(path):
-        Path(path).write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _refused(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OptionError(
-            f"{path}: cannot be written: {error.strerror or error}. Give a file in a folder in which files can be written."
-        ) from error

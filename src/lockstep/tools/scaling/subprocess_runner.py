@@ -1,4 +1,4 @@
-"""A fresh process for each setting: CPU devices are made before JAX starts, memory is that of a process, and a crash is one row."""
+"""Run each setting in a fresh process: the parent starts and kills it, the child measures and writes JSON."""
 
 import contextlib
 import json
@@ -11,10 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json
-from lockstep.tools.scaling.workload import Workload
+from lockstep._errors import LockstepError
+from lockstep.devices.cpu_devices import reserve_devices
+from lockstep.launch.process_tree import die_with_parent
+from lockstep.strategies.device_override import devices_imposed
+from lockstep.tools.scaling.benchmark import measure
+from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json, to_json
+from lockstep.tools.scaling.workload import Workload, run_program
 
-__all__ = ["measure_all", "measure_in_child"]
+__all__ = ["main", "measure_all", "measure_in_child", "measure_program"]
 
 Told = Callable[[ScalingSetting, "SettingResult | SettingFailure | None"], None]
 
@@ -71,8 +76,8 @@ def measure_in_child(
 
 def _run(files: list[str], limit: float, environment: Mapping[str, str], output: int) -> int | None:
     """Exit code of the child; None where the limit came first."""
-    command = [sys.executable, "-m", "lockstep.tools.scaling.measure_main", *files]
-    source = str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "lockstep.tools.scaling.subprocess_runner", *files]
+    source = str(Path(__file__).parents[3])
     paths = environment.get("PYTHONPATH", "")
     variables = {"KERAS_BACKEND": "jax", **environment, "PYTHONPATH": os.pathsep.join(filter(None, [source, paths]))}
     child = subprocess.Popen(
@@ -95,3 +100,44 @@ def _end_of(code: int, output: str) -> str:
         return "The process was killed (SIGKILL): out of memory, as a rule."
     ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     return f"The process ended {ended}: {last}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure what the first file asks for, and write what came out into the second."""
+    request, answer = map(Path, arguments)
+    asked = json.loads(request.read_text())
+    die_with_parent(asked["parent"])
+    setting = ScalingSetting(**asked["setting"])
+    reserve_devices(max(1, setting.devices))
+    found = measure_program(Workload(**asked["program"]), setting, Budget(**asked["budget"]))
+    answer.write_text(json.dumps(to_json(found)))
+
+
+def measure_program(program: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
+    """What a program gives in one setting; what goes wrong in it is an answer, too."""
+    import keras
+
+    found: list[SettingResult] = []
+    keras.utils.set_random_seed(0)  # All settings begin alike, unless the program says otherwise.
+    try:
+        with devices_imposed(setting.devices):
+            run_program(program, lambda first: found.append(measure(first, setting, budget)))
+    except Exception as error:
+        return SettingFailure(setting, reason_of(error))
+    return found[0]
+
+
+def reason_of(error: Exception) -> str:
+    """One line about an error."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
+        return f"out of memory: {_first_line(text) or 'no more could be had'}"
+    return text if isinstance(error, LockstepError) else f"{type(error).__name__}: {_first_line(text)}"
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:300]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from lockstep.tools.scaling.formatting import memory, number, ratio, seconds, share
-from lockstep.tools.scaling.report import ScalingReport
+from lockstep.tools.scaling.report import ReportData
 from lockstep.tools.scaling.results import ScalingSetting, SettingFailure, SettingResult
 from lockstep.tools.scaling.subprocess_runner import Told
 from lockstep.tools.scaling.table import ScalingRow, ScalingTable
@@ -26,7 +26,7 @@ __all__ = ["render", "telling"]
 _LEAST_WIDTH = 100  # of a line that is no terminal's
 
 
-def render(report: ScalingReport, width: int | None = None, *, is_terminal: bool = False) -> str:
+def render(report: ReportData, width: int | None = None, *, is_terminal: bool = False) -> str:
     """The report as text.
 
     Args:
@@ -94,7 +94,7 @@ def _where(table: ScalingTable) -> RichTable:
     return shown
 
 
-def _outlook(report: ScalingReport) -> RichTable:
+def _outlook(report: ReportData) -> RichTable:
     outlook = report.outlook
     shown = RichTable(box=SIMPLE_HEAD, title="Predicted, not measured")
     for name in ("devices", "strong: batch", "rows/s", "speed-up", "weak: batch", "rows/s", "speed-up"):
