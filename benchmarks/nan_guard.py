@@ -48,9 +48,9 @@ NETS = {
 class Steps:
     """One way to train a model, with the state it has come to."""
 
-    def __init__(self, model, strategy, plan, batch, *, is_guarded):
+    def __init__(self, model, strategy, executor, batch, *, is_guarded):
         placement = strategy._placement
-        functions = StepFunctions(model, placement, plan, lambda _: None, StepListener())
+        functions = StepFunctions(model, placement, executor, lambda _: None, StepListener())
         if is_guarded:
             functions.watch = StepGuard(NanGuard(), functions, lambda: None, print).step
         self.train, self.batch = functions.make("train"), placement.place(batch)
@@ -82,8 +82,10 @@ def compare(build, rows, *, is_deterministic):
     batch = rng.normal(size=(rows, *shape)).astype("float32"), rng.integers(0, 10, rows)
     model._symbolic_build(data_batch=batch)
     placement = strategy._placement
-    plan = DeterministicExecutor(placement) if is_deterministic else SpmdExecutor(placement, strategy.cross_device_ops)
-    ways = [Steps(model, strategy, plan, batch, is_guarded=guarded) for guarded in (False, True)]
+    executor = (
+        DeterministicExecutor(placement) if is_deterministic else SpmdExecutor(placement, strategy.cross_device_ops)
+    )
+    ways = [Steps(model, strategy, executor, batch, is_guarded=guarded) for guarded in (False, True)]
     for way in ways:
         way.time()
     times = [[way.time() for way in ways] for _ in range(ROUNDS)]
@@ -106,7 +108,7 @@ def main():
         for count in (64, 512)
         for is_deterministic in (False, True)
     ]
-    columns = "net", "rows", "plan", "step, ms", "guarded, ms", "ratio"
+    columns = "net", "rows", "executor", "step, ms", "guarded, ms", "ratio"
     write("nan_guard", "A training step with and without NanGuard", columns, rows)
 
 

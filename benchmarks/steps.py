@@ -48,7 +48,7 @@ class Steps:
             step, self._batch, self._state, places = model.train_step, jax.device_put(batch), state, None
         else:
             functions, placement = strategy._functions_of(model), strategy._placement
-            step, self._batch = functions.step_by(functions.plan, "train"), placement.place(batch)
+            step, self._batch = functions.build_step(functions.executor, "train"), placement.place(batch)
             self._state, places = placement.put(state), placement.replicated
         self.program = jax.jit(step, donate_argnums=0, out_shardings=places)
 

@@ -13,7 +13,7 @@ from lockstep.collectives.tree import branches, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.devices.layout import Layout
 from lockstep.execution.per_device import PerDevice
-from lockstep.execution.replica_schedule import merges_of, rounds_of
+from lockstep.execution.replica_schedule import reduction_schedule, replica_rounds
 from lockstep.execution.tree_accumulate import TreeAdder
 
 layouts = st.builds(Layout, st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))
@@ -53,11 +53,11 @@ def test_branches_are_whole_disjoint_and_as_few_as_can_be(total, data):
 def test_each_busy_replica_runs_once_and_in_order_on_its_device(layout):
     seen = []
     for device in range(layout.devices):
-        own = [one.replicas[device] for one in rounds_of(layout) if one.replicas[device] is not None]
+        own = [one.replicas[device] for one in replica_rounds(layout) if one.replicas[device] is not None]
         assert own == sorted(own)
         seen += own
     assert seen == list(range(len(layout.busy_replicas)))
-    for one in rounds_of(layout):
+    for one in replica_rounds(layout):
         replica, local, first = one.numbers(layout)
         for device, chosen in enumerate(one.replicas):
             if chosen is not None:
@@ -69,10 +69,10 @@ def test_each_busy_replica_runs_once_and_in_order_on_its_device(layout):
 
 @given(layouts)
 def test_adding_replica_by_replica_gives_the_sum_in_order(layout):
-    merges, where = merges_of(layout)
+    merges, where = reduction_schedule(layout)
     stacks = [[] for _ in range(layout.devices)]
     highest = [0] * layout.devices
-    for one, turn in zip(rounds_of(layout), merges, strict=True):
+    for one, turn in zip(replica_rounds(layout), merges, strict=True):
         for place in one.places:
             value = Sum(one.replicas[place])
             for _ in range(turn[place]):
@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_the_naive_sum_in_order(replicas, devices, seed):
     ]
 
     def values_of_rounds():
-        for one in rounds_of(layout):
+        for one in replica_rounds(layout):
             by_device = [
                 None if chosen is None else [jax.device_put(leaf[None], device) for leaf in pieces[chosen]]
                 for chosen, device in zip(one.replicas, placement.devices, strict=True)
@@ -117,7 +117,7 @@ def test_the_bits_are_those_of_the_naive_sum_in_order(replicas, devices, seed):
 
 def test_values_of_several_dtypes_keep_them():
     mesh = Mesh(np.asarray(jax.local_devices()[:2]), (DEVICE_AXIS,))
-    _, where = merges_of(Layout(4, 2, 2))
+    _, where = reduction_schedule(Layout(4, 2, 2))
     values = [np.arange(2, dtype=dtype) for dtype in ("float32", "int32", "float16", "bool")]
     cut = PartitionSpec(DEVICE_AXIS)
     add = jax.shard_map(

@@ -10,7 +10,7 @@ from lockstep.callbacks import BackupAndRestore, NanGuard
 from tests.fit.nan_guard.runs import BAD_STEP, CAUSES, STEPS, Run, data, without
 from tests.support.marks import quick_first
 
-PLANS = {
+EXECUTORS = {
     "default": {},
     "default, one device": {"devices": 1},
     "deterministic": {"deterministic": True},
@@ -31,35 +31,41 @@ OTHERS = [cause for cause in CAUSES if cause != "layer"]
 
 
 @pytest.mark.parametrize(
-    ("plan", "kind"),
-    quick_first([*((plan, "plain") for plan in PLANS), *product(("default", "deterministic"), list(KINDS)[1:])]),
+    ("executor", "kind"),
+    quick_first(
+        [*((executor, "plain") for executor in EXECUTORS), *product(("default", "deterministic"), list(KINDS)[1:])]
+    ),
 )
-def test_with_finite_numbers_no_bit_changes(plan, kind):
-    options = PLANS[plan] | KINDS[kind] | {"compile": PLANS[plan].get("compile", {}) | KINDS[kind].get("compile", {})}
+def test_with_finite_numbers_no_bit_changes(executor, kind):
+    options = (
+        EXECUTORS[executor]
+        | KINDS[kind]
+        | {"compile": EXECUTORS[executor].get("compile", {}) | KINDS[kind].get("compile", {})}
+    )
     (x, y), run = data(), Run(**options)
     expected = run.fit(x[:-3], y[:-3], epochs=2, shuffle=True)[1:]  # The last batch has fewer rows.
     assert run.fit(x[:-3], y[:-3], NanGuard(), epochs=2, shuffle=True)[1:] == expected
 
 
 @functools.cache
-def left_without_the_bad_step(plan):
-    return Run(**PLANS[plan]).fit(*without([BAD_STEP], *data()))[1:]
+def left_without_the_bad_step(executor):
+    return Run(**EXECUTORS[executor]).fit(*without([BAD_STEP], *data()))[1:]
 
 
 @pytest.mark.parametrize(
-    ("plan", "cause"),
+    ("executor", "cause"),
     [
-        *((plan, "layer") for plan in PLANS),
+        *((executor, "layer") for executor in EXECUTORS),
         *product(["default"], OTHERS),
         *(pytest.param("deterministic", cause, marks=pytest.mark.nightly) for cause in OTHERS),
     ],
 )
-def test_a_step_that_is_skipped_is_as_if_it_had_not_been_there(plan, cause):
+def test_a_step_that_is_skipped_is_as_if_it_had_not_been_there(executor, cause):
     x, y = data(cause)
     guard = NanGuard("skip")
-    _, left, history = Run(**PLANS[plan]).fit(x, y, guard)
+    _, left, history = Run(**EXECUTORS[executor]).fit(x, y, guard)
     assert guard.skipped == 1
-    assert (left, history) == left_without_the_bad_step(plan)
+    assert (left, history) == left_without_the_bad_step(executor)
 
 
 @pytest.mark.parametrize(

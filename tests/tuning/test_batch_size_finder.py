@@ -74,7 +74,7 @@ def naive(model, strategy, rows):
     )
     if strategy:
         functions, placement = strategy._functions_of(model), strategy._placement
-        step, places = functions.step_by(functions.plan, "train"), placement.replicated
+        step, places = functions.build_step(functions.executor, "train"), placement.replicated
         state, batch = placement.put(state), placement.place(batch)
     else:
         step, places = model.train_step, None
@@ -176,7 +176,7 @@ def test_the_table_ends_with_the_recommendation():
         ["64", "-", "-", "-", "no", "memory"],
     ]
     assert lines[5].startswith(
-        "Memory is an estimate: that of the default plan's program. Largest that fits: 32 (3 GB may be used)."
+        "Memory is an estimate: that of the default executor's program. Largest that fits: 32 (3 GB may be used)."
     )
     assert lines[6].startswith("Recommended: 16, the smallest with at least 95% of the fastest's rows a second")
     assert lines[6].endswith("The learning rate: see lockstep.callbacks.LearningRateScaling.")

@@ -10,7 +10,7 @@ import keras
 from lockstep._keras.layers import with_mask_of
 from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.custom_loops.replica_context import ReplicaContext
-from lockstep.execution.call_splitter import merge_of
+from lockstep.execution.call_splitter import output_merge
 from lockstep.execution.replica import OutputMerge
 from lockstep.execution.replica_rng import seed_of_replica
 
@@ -32,7 +32,7 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
     """
 
     def stateless_call(trainable: Any, non_trainable: Any, *args: Any, **kwargs: Any) -> Any:
-        merges = [merge_of(variable) for variable in model.non_trainable_variables]
+        merges = [output_merge(variable) for variable in model.non_trainable_variables]
         replica = context.replica_id_in_sync_group
         own = [
             seed_of_replica(value, replica) if merge is OutputMerge.SEED else value

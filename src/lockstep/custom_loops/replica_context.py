@@ -13,7 +13,7 @@ from lockstep.collectives.reduce_op import ReduceOp
 from lockstep.custom_loops.per_replica import countable, is_array, is_per_replica, sum_over_replicas, value_of
 from lockstep.custom_loops.sync_points import SyncPoint, meet
 from lockstep.custom_loops.value_checks import check_arrays, check_axis, check_shapes
-from lockstep.execution.train_functions import is_in_step, trace_for
+from lockstep.execution.train_functions import is_in_step, trace_context
 
 __all__ = [
     "ReplicaContext",
@@ -223,7 +223,7 @@ def inside(strategy: Any, replica: ReplicaContext | None) -> Iterator[None]:
     """Work in a replica of ``strategy``, or, with None, for all of them in a merge call."""
     token = _inside.set((strategy, replica))
     try:
-        with trace_for(replica.trace if replica else strategy.num_replicas_in_sync):
+        with trace_context(replica.trace if replica else strategy.num_replicas_in_sync):
             yield
     finally:
         _inside.reset(token)

@@ -19,8 +19,8 @@ from lockstep._errors import ModelError
 from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
 from lockstep.custom_loops.sync_points import SyncPoint, meet_p
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.execution.jaxpr_utils import part_of
-from lockstep.execution.program_partition import marks_outside
+from lockstep.execution.jaxpr_utils import subprogram
+from lockstep.execution.program_partition import inline_marked
 
 __all__ = ["Shapes", "run_on_replicas"]
 
@@ -107,7 +107,7 @@ class _ReplicaBatch:
         closed, results = jax.make_jaxpr(
             lambda replica, *own: function(replica, list(own), gathering), return_shape=True
         )(number, *shapes)
-        closed = marks_outside(closed, meet_p, _refuse)
+        closed = inline_marked(closed, meet_p, _refuse)
         self.jaxpr, self.structure = closed.jaxpr, jax.tree.structure(results)
         self.parts, marks = _cut(self.jaxpr.eqns)
         self.marks = marks
@@ -170,7 +170,7 @@ class _ReplicaBatch:
         used = (atom for equation in equations for atom in equation.invars if not isinstance(atom, Literal))
         known = set(made)
         inputs = list(dict.fromkeys(var for var in used if var not in known))
-        self.values.update(zip(made, call(part_of(self.jaxpr, equations, inputs, made), inputs), strict=True))
+        self.values.update(zip(made, call(subprogram(self.jaxpr, equations, inputs, made), inputs), strict=True))
 
     def _side_by_side(self, function: Callable[..., Any], inputs: list[Var]) -> list[jax.Array]:
         own = [var for var in inputs if self.is_own(var)]

@@ -28,22 +28,22 @@ class ProgressReporter(StepListener):
         self._steps = self._trained = 0
         self._seen: set[Any] = set()
 
-    def reads(self) -> None:
+    def on_fetch(self) -> None:
         """See :class:`StepListener`."""
         self._session.report(self._steps, "data")
 
-    def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
+    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         """See :class:`StepListener`."""
         self._steps += 1
         shape = (id(model), kind, *(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_rows)))
         self._session.report(self._steps, "step" if shape in self._seen else "compiling")
         self._seen.add(shape)
 
-    def pauses(self) -> None:
+    def on_pause(self) -> None:
         """See :class:`StepListener`."""
         self._session.report(self._steps, "compiling")
 
-    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
         """See :class:`StepListener`."""
         self._session.report(self._steps, "step")
         if kind != "train" or not self._check_every:

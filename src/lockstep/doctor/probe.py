@@ -14,7 +14,7 @@ from lockstep.data.random_state import captured_random_state, restore_random_sta
 from lockstep.data.wait_meter import BOUND, about_waiting
 from lockstep.doctor.finding import Finding
 from lockstep.execution.executors import SpmdExecutor
-from lockstep.execution.step_probe import StrategyProbes, copies, usual_seconds
+from lockstep.execution.step_probe import StrategyProbes, copies, median_step_seconds
 from lockstep.execution.train_functions import StepFunctions
 
 __all__ = ["BATCHES", "ProbedBatches", "StepTimings", "about_input", "measure", "read_some", "waiting_share"]
@@ -84,13 +84,17 @@ def measure(functions: StepFunctions, read: ProbedBatches) -> StepTimings:
     """Train on the first batch that was read, with copies of all values."""
     random, steps = captured_random_state(), max(1, len(read.batches) - 1)
     try:
-        if isinstance(functions.plan, SpmdExecutor) and functions.model.jit_compile and not functions.model.run_eagerly:
-            trials = StrategyProbes(functions.model, functions.placement, functions.plan, functions.plan)
-            trial = trials.of(read.batches[0])
+        if (
+            isinstance(functions.executor, SpmdExecutor)
+            and functions.model.jit_compile
+            and not functions.model.run_eagerly
+        ):
+            trials = StrategyProbes(functions.model, functions.placement, functions.executor, functions.executor)
+            trial = trials.compile(read.batches[0])
             return StepTimings(trial.seconds(steps), trial.memory)
         train, state = functions.make("train"), copies(trainer.training_state(functions.model, read.batches[0]))
         step = lambda state, batch: train(state, iter([batch]))  # noqa: E731
-        return StepTimings(usual_seconds(step, state, read.batches[0], steps), None)
+        return StepTimings(median_step_seconds(step, state, read.batches[0], steps), None)
     finally:
         restore_random_state(random)
 

@@ -1,13 +1,16 @@
-"""How one call of the model is taken apart into replicas, and what came back is put together.
+"""Split one call of a model into calls for replicas, and join their results into those of the whole batch.
 
-A call is taken apart where it is proved (``rowwise/``) that each row of each result follows from its own row of the batch, or
-that a result is a mean over the rows or the same for all. Else, or where the model does not run on a part of its batch, the model
-runs on the global batch. BatchNormalization, which normalizes over the rows of a replica by design, and random draws do not count.
+A call is split if ``rowwise/`` proves that each row of each result depends only on its own row of the batch, or that a result
+is a mean over the rows or independent of them. Otherwise, or if the model does not run on a part of its batch, the model runs
+on the global batch. The proof ignores BatchNormalization, which normalizes over the rows of a replica by design, and random draws.
+
+In order of use: :func:`trace_call`, :func:`infer_output_spec`, :func:`split`, :func:`join`.
 """
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +20,7 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep._keras.layers import arrays_kept, keep_arrays, without_batch_statistics
-from lockstep.execution.replica import OutputMerge, ReplicaResult
+from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult
 from lockstep.execution.rowwise import (
     Mixed,
     Place,
@@ -30,207 +33,316 @@ from lockstep.execution.rowwise import (
     with_rows_first,
 )
 
-__all__ = ["CallSplitter", "CannotSplitError", "merge_of"]
+__all__ = [
+    "CallTrace",
+    "CannotSplitError",
+    "ModelCall",
+    "OutputSpec",
+    "infer_output_spec",
+    "join",
+    "output_merge",
+    "split",
+    "trace_call",
+]
+
+_RANDOM_OPERATIONS = (
+    "random_bits",
+    "random_gamma",
+    "random_seed",
+    "random_wrap",
+    "random_split",
+    "random_fold_in",
+)
 
 
-_DRAWS = ("random_bits", "random_gamma", "random_seed", "random_wrap", "random_split", "random_fold_in")
+class CannotSplitError(Exception):  # caught by the caller, which runs the model on the global batch
+    """The call needs the global batch; the message gives the reason."""
 
 
-class CannotSplitError(Exception):  # a way to go on, not an error that anyone sees
-    """The call must see the global batch; the message says why."""
+@dataclass(frozen=True)
+class ModelCall:
+    """One call of a model's ``stateless_call``.
 
-
-class CallSplitter:
-    """One call of a model's ``stateless_call``, to be made once for each replica.
-
-    What layers keep in their attributes while they are called is a result like others: the rest of a step may use it.
-
-    Args:
+    Attributes:
         model: the model.
-        original: its own ``stateless_call``.
-        arguments: positional and keyword arguments after the two lists of values. Arrays among them that have as many entries as
-            the first has rows are cut like it: where they are something else, the proof says so.
+        function: its original ``stateless_call``.
+        trainable: values of the trainable variables.
+        non_trainable: values of the non-trainable variables.
+        leaves: the other arguments, flattened.
+        structure: tree structure of ``leaves``.
+        rows: number of rows of the first array of the first argument; 0 if it has none.
+        is_cut: for each leaf whether replicas get only their rows of it.
     """
 
-    def __init__(self, model: keras.Model, original: Callable[..., Any], arguments: Any) -> None:
-        self.model, self.original = model, original
-        self.leaves, self.structure = jax.tree.flatten(arguments)
-        inputs = len(jax.tree.leaves(arguments[0][:1]))  # of the first argument, which are rows if anything is
-        self.rows = next((np.shape(leaf)[0] for leaf in self.leaves[:inputs] if np.ndim(leaf)), 0)
-        self.cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == self.rows for leaf in self.leaves]
-        self.unstated: list[str] = []  # paths of variables that change and do not say how replicas meet
-        self.has_stated = False  # whether others change
-        self.normalized: list[Any] = []  # layers that ask for statistics of their rows
-        self.outputs: Any = None  # structure of the outputs; it and the next are known after `learn`
-        self.masked: list[bool] = []
-        self.kept: list[Any] = []  # the attributes
-        # For outputs, then losses, then what is kept, then masks: where the rows are; None: it has none, and is averaged.
-        self.places: list[RowAxis | None] = []
-        self.dtypes: list[Any] = []
+    model: keras.Model
+    function: Callable[..., Any]
+    trainable: list[Any]
+    non_trainable: list[Any]
+    leaves: list[Any]
+    structure: Any
+    rows: int
+    is_cut: list[bool]
+
+    @classmethod
+    def from_arguments(
+        cls,
+        model: keras.Model,
+        function: Callable[..., Any],
+        trainable: list[Any],
+        non_trainable: list[Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> "ModelCall":
+        """Describe a call.
+
+        Args:
+            model: see the attributes.
+            function: see the attributes.
+            trainable: see the attributes.
+            non_trainable: see the attributes.
+            arguments: positional and keyword arguments after the two lists of values. Each array among them that has as many
+                entries as the first has rows is cut like it; if these entries are not rows, the proof fails.
+        """
+        leaves, structure = jax.tree.flatten(arguments)
+        inputs = len(jax.tree.leaves(arguments[0][:1]))
+        rows = next((np.shape(leaf)[0] for leaf in leaves[:inputs] if np.ndim(leaf)), 0)
+        is_cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]
+        return cls(model, function, trainable, non_trainable, leaves, structure, rows, is_cut)
 
     @property
     def inputs(self) -> list[Any]:
         """The arguments that are cut into rows."""
-        return [leaf for leaf, cut in zip(self.leaves, self.cut, strict=True) if cut]
+        return [leaf for leaf, is_cut in zip(self.leaves, self.is_cut, strict=True) if is_cut]
 
     @property
     def shared(self) -> list[Any]:
-        """The arguments that each replica gets whole; numbers and flags, which are no arrays, are left out."""
-        return [
-            leaf for leaf, cut in zip(self.leaves, self.cut, strict=True) if not cut and isinstance(leaf, jax.Array)
-        ]
+        """The arrays among the arguments that every replica gets whole; numbers and flags are left out."""
+        return [leaf for leaf, is_cut in zip(self.leaves, self.is_cut, strict=True) if not is_cut and _is_array(leaf)]
 
-    def look(self, trainable: list[Any], non_trainable: list[Any]) -> None:
-        """Trace the call on all rows, which says in how many calls it may be made.
 
-        Raises:
-            CannotSplitError: that is not possible. Where the step is compiled, the call will then say the same.
-        """
-        self._values = trainable, non_trainable
-        try:
-            self._whole = self._traced(self.rows)
-        except Exception as error:
-            raise CannotSplitError(f"it cannot be traced ({_reason(error)})") from error
+@dataclass(frozen=True)
+class _ResultForm:
+    """Structure of what a call returns.
 
-    def _traced(self, rows: int) -> Trace:
-        """The call on so many rows, with BatchNormalization that uses its moving statistics."""
-        trainable, non_trainable = self._values
-        variables = self.model.non_trainable_variables
+    Attributes:
+        outputs: tree structure of the outputs.
+        has_mask: for each output whether it has a Keras mask.
+        attributes: where layers store arrays in attributes while they are called; the rest of a step may use these.
+    """
 
-        def call(fixed: list[Any], inputs: list[Any]) -> list[Any]:
-            count = len(trainable), len(trainable) + len(non_trainable)
-            values = fixed[: count[0]], fixed[count[0] : count[1]]
-            found, masks, state = self._call(*values, inputs, fixed[count[1] :])
-            changed = [
-                (variable, new)
-                for variable, new, old in zip(variables, state, values[1], strict=True)
-                if new is not old
-            ]
-            unstated = [one for one in changed if trainer.has_no_stated_aggregation(self.model, one[0])]
-            self.unstated = [variable.path for variable, _ in unstated]
-            self.has_stated = len(unstated) < len(changed)
-            return [*found, *masks, *(jnp.asarray(new) for _, new in unstated)]
+    outputs: Any
+    has_mask: tuple[bool, ...]
+    attributes: tuple[Any, ...]
 
-        with without_batch_statistics(self.model) as self.normalized:
-            return traced(call, [*trainable, *non_trainable, *self.shared], self.inputs, rows)
 
-    @property
-    def tells_replicas_apart(self) -> bool:
-        """Whether by design each replica has something of its own: statistics of its rows, random draws, or its part of a variable."""
-        return bool(self.normalized) or self.has_stated or not self._whole.operations.keys().isdisjoint(_DRAWS)
+@dataclass(frozen=True)
+class CallTrace:
+    """A call traced on some number of rows, with BatchNormalization that uses its moving statistics.
+
+    Attributes:
+        trace: its results are outputs, losses and stored attributes, masks, then the variables ``unaggregated``.
+        form: structure of the results.
+        unaggregated: paths of the variables that change and state no aggregation over replicas.
+        depends_on_replica: whether each replica has something of its own: statistics of its rows, random draws, or its part of a
+            variable.
+    """
+
+    trace: Trace
+    form: _ResultForm
+    unaggregated: tuple[str, ...]
+    depends_on_replica: bool
 
     @property
     def has_convolution(self) -> bool:
-        """Whether XLA for CPUs has work here that it does not divide well."""
-        return "conv_general_dilated" in self._whole.operations
+        """Whether it contains an operation that XLA for CPUs does not parallelize well."""
+        return "conv_general_dilated" in self.trace.operations
 
     @property
     def operations(self) -> int:
-        """How many a call has, which is what compiling takes."""
-        return self._whole.operations.total()
+        """Number of operations, which determines the time to compile."""
+        return self.trace.operations.total()
 
-    def learn(self, sizes: set[int]) -> None:
-        """Prove of each result how it follows from the rows, and see that calls with ``sizes`` rows run.
 
-        Raises:
-            CannotSplitError: a result follows from several rows, or a call does not run.
-        """
-        whole = self._whole
-        # Of one row a call is traced in other words, as an axis of one may be stretched: what is proved then is another number.
-        asked = sorted({size for size in sizes if size > 1} or {2 if self.rows > 2 else 3}, reverse=True)
-        parts = []
-        for size in (*asked, *(sizes - {*asked})):
-            with self._runs_on(size):
-                parts.append(self._traced(size))
-        shapes = whole.shapes[: len(whole.shapes) - len(self.unstated)]
-        found = []
-        for part in parts[: len(asked)]:
-            places = _followed(whole, part)
-            for path, place in zip(self.unstated, places[len(shapes) :], strict=True):
-                _check_state(path, place)
-            found.append([_place(*one) for one in zip(shapes, places, strict=False)])
-        self.dtypes, self.places = [one.dtype for one in shapes], found[0]
-        for part in parts:
-            expected = [_shape(*one, part.rows) for one in zip(shapes, self.places, strict=True)]
-            got = [one.shape for one in part.shapes[: len(shapes)]]
-            if got != expected or any(places != self.places for places in found):
-                raise CannotSplitError(
-                    f"what it returns for {part.rows} of its rows lies otherwise than what it returns for all"
-                )
+@dataclass(frozen=True)
+class OutputSpec:
+    """How the results of a call follow from the rows of its batch.
 
-    @contextlib.contextmanager
-    def _runs_on(self, size: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # whatever it is: the same call has run on all rows
+    Attributes:
+        form: structure of the results.
+        row_axes: for outputs, then losses, then stored attributes, then masks: where the rows are, or None if the result has no
+            rows and replicas average it.
+        dtypes: of the same results.
+    """
+
+    form: _ResultForm
+    row_axes: tuple[RowAxis | None, ...]
+    dtypes: tuple[Any, ...]
+
+
+def trace_call(call: ModelCall) -> CallTrace:
+    """Trace a call on all rows, to decide in how many calls it is made.
+
+    Raises:
+        CannotSplitError: the call cannot be traced. If the step is compiled, the call itself will then fail likewise.
+    """
+    try:
+        return _trace(call, call.rows)
+    except Exception as error:
+        raise CannotSplitError(f"it cannot be traced ({_reason(error)})") from error
+
+
+def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> OutputSpec:
+    """Prove for each result how it follows from the rows, and check that calls with ``sizes`` rows run.
+
+    Args:
+        call: the call.
+        whole: the result of :func:`trace_call`.
+        sizes: numbers of rows that replicas have.
+
+    Raises:
+        CannotSplitError: a result depends on several rows, or a call does not run.
+    """
+    # JAX traces other operations for one row, as an axis of length 1 may be broadcast: the proof uses another number.
+    proved = sorted({size for size in sizes if size > 1} or {2 if call.rows > 2 else 3}, reverse=True)
+    parts = []
+    for size in (*proved, *(sizes - {*proved})):
+        with _explaining_size(call.rows, size):
+            parts.append(_trace(call, size).trace)
+    shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.unaggregated)]
+    found = []
+    for part in parts[: len(proved)]:
+        places = _follow_rows(whole.trace, part)
+        for path, place in zip(whole.unaggregated, places[len(shapes) :], strict=True):
+            _check_variable(path, place)
+        found.append(tuple(_row_axis(*one) for one in zip(shapes, places, strict=False)))
+    for part in parts:
+        expected = [_shape(*one, part.rows) for one in zip(shapes, found[0], strict=True)]
+        got = [one.shape for one in part.shapes[: len(shapes)]]
+        if got != expected or any(row_axes != found[0] for row_axes in found):
             raise CannotSplitError(
-                f"it runs on {self.rows} rows but not on {size} of them ({_reason(error)})"
-            ) from error
+                f"its results for {part.rows} of its rows have other axes of rows than those for all"
+            )
+    return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes))
 
-    def __call__(
-        self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]
-    ) -> ReplicaResult:
-        """One replica's forward pass."""
-        values, masks, state = self._call(trainable, non_trainable, inputs, shared)
-        placed = list(zip((*values, *masks), self.places, strict=True))
+
+def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
+    """Return the forward pass of one replica: a function of its variables' values, its inputs and the shared arguments."""
+
+    def run(trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> ReplicaResult:
+        values, masks, state, _ = _run(call, trainable, non_trainable, inputs, shared)
+        results = list(zip((*values, *masks), spec.row_axes, strict=True))
         rows = len(inputs[0])
         return ReplicaResult(
-            rows=[with_rows_first(value, place, rows) for value, place in placed if place is not None],
-            means=[value for value, place in placed if place is None],
+            rows=[with_rows_first(value, axis, rows) for value, axis in results if axis is not None],
+            means=[value for value, axis in results if axis is None],
             state=[None if new is old else jnp.asarray(new) for new, old in zip(state, non_trainable, strict=True)],
         )
 
-    def _call(
-        self, trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]
-    ) -> tuple[list[Any], ...]:
-        """Outputs, losses and what is kept; masks; and new non-trainable values, each as a flat list."""
-        own, whole = iter(inputs), iter(shared)
-        leaves = [
-            next(own) if cut else next(whole) if isinstance(leaf, jax.Array) else leaf
-            for leaf, cut in zip(self.leaves, self.cut, strict=True)
+    return run
+
+
+def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
+    """Return outputs, with their masks, and losses of the whole batch; store the arrays that layers keep in attributes."""
+    rows, means = iter(result.rows), iter(result.means)
+    values = [
+        next(means).astype(dtype) if axis is None else with_rows_back(next(rows), axis)
+        for axis, dtype in zip(spec.row_axes, spec.dtypes, strict=True)
+    ]
+    form = spec.form
+    masks = iter(values[len(values) - sum(form.has_mask) :])
+    values = values[: len(values) - sum(form.has_mask)]
+    count = len(values) - len(form.attributes)
+    outputs, losses = values[: form.outputs.num_leaves], values[form.outputs.num_leaves : count]
+    keep_arrays(list(form.attributes), values[count:])
+    for output, has_mask in zip(outputs, form.has_mask, strict=True):
+        if has_mask:
+            trainer.set_keras_mask(output, next(masks))
+    return jax.tree.unflatten(form.outputs, outputs), losses
+
+
+def output_merge(variable: keras.Variable) -> OutputMerge:
+    """Return how the replicas' values of a non-trainable variable are merged."""
+    if trainer.is_seed(variable):
+        return OutputMerge.SEED
+    if variable.aggregation == "sum":
+        return OutputMerge.SUM
+    if variable.aggregation == "only_first_replica" or "float" not in variable.dtype:
+        return OutputMerge.FIRST
+    return OutputMerge.MEAN
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+
+def _trace(call: ModelCall, rows: int) -> CallTrace:
+    variables = call.model.non_trainable_variables
+    trainable, state_end = len(call.trainable), len(call.trainable) + len(call.non_trainable)
+    learned: dict[str, Any] = {}  # Python values that the traced function computes besides its arrays
+
+    def function(fixed: list[Any], inputs: list[Any]) -> list[Any]:
+        non_trainable = fixed[trainable:state_end]
+        values, masks, state, form = _run(call, fixed[:trainable], non_trainable, inputs, fixed[state_end:])
+        changed = [
+            (variable, new)
+            for variable, new, old in zip(variables, state, non_trainable, strict=True)
+            if new is not old
         ]
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        before = arrays_kept(self.model)
-        outputs, state, losses = self.original(trainable, non_trainable, *args, return_losses=True, **kwargs)
-        kept = {place: array for place, array in arrays_kept(self.model).items() if array is not before.get(place)}
-        self.kept = list(kept)
-        outputs, self.outputs = jax.tree.flatten(outputs)
-        masks = [trainer.get_keras_mask(leaf) for leaf in outputs]
-        self.masked = [mask is not None for mask in masks]
-        return (
-            [jnp.asarray(value) for value in (*outputs, *losses, *kept.values())],
-            [mask for mask in masks if mask is not None],
-            state,
-        )
+        unaggregated = [one for one in changed if trainer.has_no_stated_aggregation(call.model, one[0])]
+        learned["form"], learned["changed"] = form, len(changed)
+        learned["paths"] = tuple(variable.path for variable, _ in unaggregated)
+        return [*values, *masks, *(jnp.asarray(new) for _, new in unaggregated)]
 
-    def joined(self, result: ReplicaResult) -> tuple[Any, list[Any]]:
-        """Outputs, with their masks, and losses, of the whole batch; what is kept is left in its attributes."""
-        rows, means = iter(result.rows), iter(result.means)
-        values = [
-            next(means).astype(dtype) if place is None else with_rows_back(next(rows), place)
-            for place, dtype in zip(self.places, self.dtypes, strict=True)
-        ]
-        masks = iter(values[len(values) - sum(self.masked) :])
-        values = values[: len(values) - sum(self.masked)]
-        count = len(values) - len(self.kept)
-        outputs, losses = values[: self.outputs.num_leaves], values[self.outputs.num_leaves : count]
-        keep_arrays(self.kept, values[count:])
-        for output, masked in zip(outputs, self.masked, strict=True):
-            if masked:
-                trainer.set_keras_mask(output, next(masks))
-        return jax.tree.unflatten(self.outputs, outputs), losses
+    with without_batch_statistics(call.model) as normalizations:
+        trace = traced(function, [*call.trainable, *call.non_trainable, *call.shared], call.inputs, rows)
+    draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
+    has_aggregated = len(learned["paths"]) < learned["changed"]
+    return CallTrace(trace, learned["form"], learned["paths"], bool(normalizations) or has_aggregated or draws)
 
 
-def _followed(whole: Trace, part: Trace) -> list[Place]:
-    """The proof; what it stumbles over, as over an operation that JAX has changed, is not proved."""
+def _run(
+    call: ModelCall, trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]
+) -> tuple[list[Any], list[Any], list[Any], _ResultForm]:
+    """Call the model; return outputs, losses and stored attributes; masks; new non-trainable values; and their form."""
+    cut, whole = iter(inputs), iter(shared)
+    leaves = [
+        next(cut) if is_cut else next(whole) if _is_array(leaf) else leaf
+        for leaf, is_cut in zip(call.leaves, call.is_cut, strict=True)
+    ]
+    args, kwargs = jax.tree.unflatten(call.structure, leaves)
+    before = arrays_kept(call.model)
+    tree, state, losses = call.function(trainable, non_trainable, *args, return_losses=True, **kwargs)
+    stored = {place: array for place, array in arrays_kept(call.model).items() if array is not before.get(place)}
+    outputs, structure = jax.tree.flatten(tree)
+    masks = [trainer.get_keras_mask(leaf) for leaf in outputs]
+    form = _ResultForm(structure, tuple(mask is not None for mask in masks), tuple(stored))
+    values = [jnp.asarray(value) for value in (*outputs, *losses, *stored.values())]
+    return values, [mask for mask in masks if mask is not None], state, form
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)
+
+
+@contextlib.contextmanager
+def _explaining_size(rows: int, size: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any kind: the same call has run on all rows
+        raise CannotSplitError(f"it runs on {rows} rows but not on {size} of them ({_reason(error)})") from error
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def _follow_rows(whole: Trace, part: Trace) -> list[Place]:
+    """Run the proof; an exception in it, as after a change of JAX's operations, means that nothing is proved."""
     try:
         return places_of(whole, part)
     except Exception as error:
         raise CannotSplitError(f"its rows cannot be followed ({type(error).__name__}: {_reason(error)})") from error
 
 
-def _place(whole: jax.ShapeDtypeStruct, place: Place) -> RowAxis | None:
-    """Where the rows of a result are, or None for what replicas average."""
+def _row_axis(whole: jax.ShapeDtypeStruct, place: Place) -> RowAxis | None:
+    """Return where the rows of a result are, or None if replicas average it."""
     if isinstance(place, RowAxis):
         return place
     if isinstance(place, Mixed):
@@ -243,36 +355,24 @@ def _place(whole: jax.ShapeDtypeStruct, place: Place) -> RowAxis | None:
     return None
 
 
-def _check_state(path: str, place: Place) -> None:
-    """That replicas may be averaged in a variable whose layer does not say how they meet."""
+def _check_variable(path: str, place: Place) -> None:
+    """Check that replicas may be averaged in a variable whose layer states no aggregation."""
     if not (place is None or isinstance(place, RowMean)):
         reason = place if isinstance(place, Mixed) else "it gets no average over the rows"
         raise CannotSplitError(f"variable {path!r} has no aggregation, and {reason}")
 
 
-def _shape(whole: jax.ShapeDtypeStruct, place: RowAxis | None, rows: int) -> tuple[int, ...]:
-    """That of a result for a part of the rows."""
-    return whole.shape if place is None else place.shape(whole.shape, rows)
+def _shape(whole: jax.ShapeDtypeStruct, axis: RowAxis | None, rows: int) -> tuple[int, ...]:
+    """Return the shape of a result for a part of the rows."""
+    return whole.shape if axis is None else axis.shape(whole.shape, rows)
 
 
 def _reason(error: Exception) -> str:
-    """The line of an exception that says what is wrong; Keras puts where it was before it, and what was given behind it."""
+    """Return the line of an exception that gives the cause; Keras puts the layer before it and the arguments after it."""
     if "_error_repr" in str(error) and isinstance(error.__context__, Exception):
-        error = (
-            error.__context__
-        )  # Keras (3.15) makes JAX's exceptions anew with a text, which some of them do not take.
+        # Keras (3.15) rebuilds JAX's exceptions from a text, which some of them do not accept.
+        error = error.__context__
     lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line and not line.startswith("Exception encountered when calling")]
-    # One line for all batches: their shapes are left out.
-    return re.sub(r" with shape \S+$", "", said[0]) if said else type(error).__name__
-
-
-def merge_of(variable: keras.Variable) -> OutputMerge:
-    """How the replicas' values of a non-trainable variable become one."""
-    if trainer.is_seed(variable):
-        return OutputMerge.SEED
-    if variable.aggregation == "sum":
-        return OutputMerge.SUM
-    if variable.aggregation == "only_first_replica" or "float" not in variable.dtype:
-        return OutputMerge.FIRST
-    return OutputMerge.MEAN
+    causes = [line for line in lines if line and not line.startswith("Exception encountered when calling")]
+    # Shapes are left out, so that batches of different sizes log one line.
+    return re.sub(r" with shape \S+$", "", causes[0]) if causes else type(error).__name__

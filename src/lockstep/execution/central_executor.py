@@ -1,4 +1,4 @@
-"""The plan that keeps all variables on one device, and sends the others what a step reads of them."""
+"""Executor that keeps all variables on one device, and sends the other devices the values that a step reads."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,7 +13,14 @@ from lockstep.data.device_placement import Placement
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.nonfinite_gate import NonFiniteGate, losses_of
-from lockstep.execution.train_state import Step, TrainState, changes_of, dispatch_lock, with_changes, without_aliases
+from lockstep.execution.train_state import (
+    CompiledTrainStep,
+    Step,
+    apply_changes,
+    dispatch_lock,
+    state_changes,
+    without_aliases,
+)
 
 __all__ = ["CentralExecutor"]
 
@@ -21,13 +28,13 @@ Parts = Sequence[Sequence[Any]]
 
 
 class CentralExecutor(SpmdExecutor):
-    """Forward pass and gradients on the devices of ``placement``, variables and update at ``home``.
+    """Computes gradients on the devices of ``placement``; ``home`` holds the variables and computes the update.
 
     Args:
         placement: devices that compute, and number of replicas.
         ops: adds up their gradients.
-        home: where the variables are; may be one of these devices.
-        model: whose steps are run.
+        home: the device of the variables; it may be one of the placement's.
+        model: the model that is trained.
     """
 
     def __init__(self, placement: Placement, ops: CrossDeviceOps, home: jax.Device, model: keras.Model) -> None:
@@ -35,14 +42,14 @@ class CentralExecutor(SpmdExecutor):
         self._home, self._model = SingleDeviceSharding(home), model
 
     @property
-    def uncompiled_on(self) -> jax.Device:
+    def eager_device(self) -> jax.Device:
         """See :class:`Executor`."""
         (device,) = self._home.device_set
         return device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
-        run = self._training(step, gate) if kind == "train" else self._evaluating(step)
+        run = self._train(step, gate) if kind == "train" else self._evaluate(step)
 
         def placed(state: Any, batch: Any) -> tuple[Any, Any]:
             batch = self.placement.place(batch)
@@ -53,60 +60,60 @@ class CentralExecutor(SpmdExecutor):
 
         return placed
 
-    def _training(self, step: Step, gate: NonFiniteGate | None) -> Step:
-        # Where a device of the placement is home too, it does not copy what it is sent, and so cannot give it away.
-        donated = self.uncompiled_on not in self.placement.devices
+    def _train(self, step: Step, gate: NonFiniteGate | None) -> Step:
+        # If home is a device of the placement, transfers to it are no copies, and must not be donated.
+        donated = self.eager_device not in self.placement.devices
         programs = GradientPrograms(step, self._model, self.placement, donated=donated)
         optimizer = self._model.optimizer
 
         def apply(values: Any, gradients: Any) -> tuple[Any, Any]:
             return (), optimizer.stateless_apply(values[1], gradients, values[0])
 
-        places = (self._home, self._home)
-        update = TrainState(apply, lambda values: places, self.placement.platform, donated=gate is None)
+        shardings = (self._home, self._home)
+        update = CompiledTrainStep(apply, lambda values: shardings, self.placement.platform, donated=gate is None)
 
         def run(state: _CentralState, batch: Any) -> tuple[Any, Any]:
-            program = programs.of(state, batch)
-            sent = self._sent(state, program.reads)
+            program = programs.program_for(state, batch)
+            sent = self._transfer(state, program.is_used)
             gradients, logs, changes = program(sent, batch)
             gradients, at_home = jax.device_put((gradients, changes), self._home)
             _, (trainable, own) = update((state[0], state[2]), gradients)
-            others, metrics = with_changes((state[1], state[3]), at_home)
+            others, metrics = apply_changes((state[1], state[3]), at_home)
             new = (trainable, others, own, metrics)
             if gate:
                 return logs, _CentralState(gate(state, new, jax.device_put(losses_of(logs), self._home)))
-            others, metrics = with_changes((sent[1], sent[3]), changes)
+            others, metrics = apply_changes((sent[1], sent[3]), changes)
             return logs, _CentralState(new, (_nothing(trainable), others, _nothing(own), metrics))
 
         return run
 
-    def _evaluating(self, step: Step) -> Step:
-        read = self.reading(step)
+    def _evaluate(self, step: Step) -> Step:
+        read = self.read_only_step(step)
 
         def run(state: _CentralState, batch: Any) -> tuple[Any, Any]:
-            sent = self._sent(state, [[True] * len(part) for part in state])
+            sent = self._transfer(state, [[True] * len(part) for part in state])
             result, new = read(tuple(sent), batch)
-            changes = jax.device_put(changes_of(sent, new), self._home)
-            return result, _CentralState(with_changes(state, changes), new)
+            changes = jax.device_put(state_changes(sent, new), self._home)
+            return result, _CentralState(apply_changes(state, changes), new)
 
         return run
 
-    def _sent(self, state: "_CentralState", reads: Sequence[Sequence[bool]]) -> list[list[Any]]:
-        """What the devices have of the state, and what they read of it."""
+    def _transfer(self, state: "_CentralState", is_used: Sequence[Sequence[bool]]) -> list[list[Any]]:
+        """Send the values that are used and that the devices lack; return all that the devices have."""
         missing = [
-            [value if read and there is None else None for value, there, read in zip(*parts, strict=True)]
-            for parts in zip(state, state.sent, reads, strict=True)
+            [value if used and there is None else None for value, there, used in zip(*parts, strict=True)]
+            for parts in zip(state, state.sent, is_used, strict=True)
         ]
-        return with_changes(state.sent, self.placement.put(missing))
+        return apply_changes(state.sent, self.placement.put(missing))
 
 
 class _CentralState(tuple[Any, ...]):
-    """State that lies at home; ``sent`` is what the devices have of it, in the same order, None where they have nothing."""
+    """State on the home device; ``sent`` are the devices' copies of its values, in the same order, None for those without a copy."""
 
     sent: Parts
 
     def __new__(cls, parts: Parts, sent: Parts | None = None) -> "_CentralState":
-        """A state; by default the devices have nothing of it."""
+        """Create a state; by default the devices have no copies."""
         state = super().__new__(cls, parts)
         state.sent = [_nothing(part) for part in parts] if sent is None else sent
         return state

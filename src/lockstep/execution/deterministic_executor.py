@@ -22,19 +22,19 @@ from jax.sharding import PartitionSpec
 from lockstep.collectives.tree import PartialSum, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.execution.per_device import PerDevice, cut_array, local
-from lockstep.execution.program_partition import run_apart
+from lockstep.execution.program_partition import bind_isolated
 from lockstep.execution.replica import ReplicaResult, run_replicas
 from lockstep.execution.replica_program import ReplicaProgram
-from lockstep.execution.replica_schedule import rounds_of
+from lockstep.execution.replica_schedule import replica_rounds
 from lockstep.execution.spmd import SpmdForward, finished
 from lockstep.execution.tree_accumulate import TreeAdder
 
-__all__ = ["ReplicasBackward", "ReplicasForward", "forward_apart"]
+__all__ = ["ReplicasBackward", "ReplicasForward", "forward_isolated"]
 
 Shape = jax.ShapeDtypeStruct
 
 
-def forward_apart(forward: SpmdForward, inputs: list[Any], placement: Placement) -> ReplicaResult:
+def forward_isolated(forward: SpmdForward, inputs: list[Any], placement: Placement) -> ReplicaResult:
     """One forward pass by replicas, each a program of its own; called while a step is traced.
 
     Args:
@@ -51,12 +51,12 @@ def forward_apart(forward: SpmdForward, inputs: list[Any], placement: Placement)
 
     @jax.custom_vjp
     def run(*values: Any) -> list[Any]:
-        return run_apart(make(()), values)
+        return bind_isolated(make(()), values)
 
     def run_and_keep(*primals: Any) -> tuple[list[Any], Any]:
         values = [primal.value for primal in primals]
         work = make(tuple(i for i, primal in enumerate(primals) if primal.perturbed and _varies(primal.value)))
-        outputs = run_apart(work, values)
+        outputs = bind_isolated(work, values)
         count = work.results.num_leaves
         return outputs[:count], jax.tree_util.Partial(work.backwards, outputs[count:], values)
 
@@ -81,7 +81,7 @@ class ReplicasForward:
     ) -> None:
         self.layout, self.placement, self.wrt = forward.layout, placement, wrt
         self.whole, self.cut = whole, cut
-        self.rounds = rounds_of(self.layout)
+        self.rounds = replica_rounds(self.layout)
         trainable, fixed = len(forward.trainable), len(forward.trainable) + len(forward.non_trainable)
 
         def replica(rows: int, number: jax.Array, whole: list[Any], cut: list[Any]) -> list[jax.Array]:
@@ -164,7 +164,7 @@ class ReplicasForward:
     def backwards(self, residuals: list[Any], values: list[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         """Gradients of all arguments, None where none is wanted; used while a step is traced."""
         of_outputs = [_dense(x) for x in cotangents if jnp.issubdtype(x.dtype, jnp.inexact)]
-        found = iter(run_apart(ReplicasBackward(self), [*of_outputs, *residuals, *values]))
+        found = iter(bind_isolated(ReplicasBackward(self), [*of_outputs, *residuals, *values]))
         return tuple(next(found) if i in self.wrt else None for i in range(len(self.whole) + len(self.cut)))
 
     def split(self, values: list[Any]) -> tuple[list[PerDevice], list[PerDevice], list[bool]]:

@@ -1,6 +1,6 @@
-"""How a step is run: all devices at once (the default), reproducibly, or without compiling.
+"""Executors: run a step on all devices at once (the default), deterministically, or without compiling.
 
-A plan compiles a step that was written for the global batch, and says how the model's forward pass inside it is done.
+An executor compiles a step that was written for the global batch, and runs the model's forward passes inside it by replicas.
 """
 
 import contextlib
@@ -16,61 +16,62 @@ from lockstep.data.device_placement import PlacedRows, Placement, joined
 from lockstep.devices.cpu_devices import usable_cores
 from lockstep.devices.layout import Layout, rows_of_replicas
 from lockstep.devices.xla_options import compiler_options
-from lockstep.execution.call_splitter import CallSplitter
+from lockstep.execution.call_splitter import CallTrace
 from lockstep.execution.cpu_rewrites import rewritten
-from lockstep.execution.deterministic_executor import forward_apart
+from lockstep.execution.deterministic_executor import forward_isolated
 from lockstep.execution.nonfinite_gate import NonFiniteGate
 from lockstep.execution.program_partition import ProgramPartition
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward, forward_eagerly, forward_on_devices
 from lockstep.execution.train_state import (
+    CompiledTrainStep,
     StateValues,
     Step,
-    TrainState,
-    changes_of,
+    apply_changes,
     dispatch_lock,
-    with_changes,
+    state_changes,
     without_aliases,
 )
 
 __all__ = ["DeterministicExecutor", "EagerExecutor", "Executor", "SpmdExecutor"]
 
-Calls = tuple[tuple[int, ...], ...]
+CallSizes = tuple[tuple[int, ...], ...]
 
 
 class Executor(Protocol):
     """One way to run a step.
 
     Attributes:
-        of_global_batch: what becomes of a model that cannot be split into replicas.
-        is_differentiable_twice: whether a forward pass may be, as gradient penalties of models within a model ask for.
+        global_batch_note: how a model runs that cannot be split into replicas; part of log messages.
+        supports_second_derivatives: whether a forward pass may be differentiated twice, as for gradient penalties of models
+            within a model.
     """
 
-    of_global_batch: str
-    is_differentiable_twice: bool
+    global_batch_note: str
+    supports_second_derivatives: bool
 
     @property
-    def uncompiled_on(self) -> jax.Device:
-        """Where steps run that are not to be compiled."""
+    def eager_device(self) -> jax.Device:
+        """The device of steps that are not compiled."""
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
-        """``step`` as a function of a batch on the host; ``kind`` is "train", "test" or "predict".
+        """Return ``step`` as a function of a batch on the host; ``kind`` is "train", "test" or "predict".
 
-        A training step with a gate gives the state that this lets through or keeps.
+        A training step with a gate returns the state that the gate chooses.
         """
 
-    def calls_of(self, layout: Layout, split: CallSplitter) -> Calls:
-        """For each device the rows of each call that the forward pass is made in."""
+    def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
+        """Return for each device the number of rows of each call that the forward pass makes."""
 
-    def joined(self, rows: PlacedRows) -> jax.Array:
-        """The global batch, while a step is traced."""
+    def join_rows(self, rows: PlacedRows) -> jax.Array:
+        """Return the global batch while a step is traced."""
 
-    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
-        """The forward pass on inputs that are joined, ``(rows, …)``, and that may lie on the devices already."""
+    def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
+        """Run the forward pass on joined inputs, ``(rows, …)``; ``placed`` are those that are on the devices already."""
 
 
 class SpmdExecutor:
-    """One program for all devices; equal replicas of a device are one batch of the compiler's.
+    """Runs one program on all devices; the compiler sees equal replicas of a device as one batch.
 
     Args:
         placement: devices and number of replicas.
@@ -78,135 +79,134 @@ class SpmdExecutor:
         shard_optimizer: each device holds and updates a slice of the optimizer's variables.
     """
 
-    of_global_batch = "and XLA divides the work"
-    is_differentiable_twice = True
+    global_batch_note = "and XLA divides the work"
+    supports_second_derivatives = True
 
     def __init__(self, placement: Placement, ops: CrossDeviceOps, *, shard_optimizer: bool = False) -> None:
         self.placement, self.ops, self.shard_optimizer = placement, ops, shard_optimizer
 
     @property
-    def uncompiled_on(self) -> jax.Device:
+    def eager_device(self) -> jax.Device:
         """See :class:`Executor`."""
         return self.placement.first_own_device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
         if kind == "train":
-            return _placing(self.training(step, gate), self.placement, self._places, gate)
+            return _with_placement(self.train_step(step, gate), self.placement, self._state_shardings, gate)
 
-        return _placing(self.reading(step), self.placement)
+        return _with_placement(self.read_only_step(step), self.placement)
 
-    def training(self, step: Step, gate: NonFiniteGate | None = None) -> TrainState:
-        """A training step, on placed arrays."""
-        return TrainState(step, self._places, self.placement.platform, donated=gate is None)
+    def train_step(self, step: Step, gate: NonFiniteGate | None = None) -> CompiledTrainStep:
+        """Return a training step on placed arrays."""
+        return CompiledTrainStep(step, self._state_shardings, self.placement.platform, donated=gate is None)
 
-    def reading(self, step: Step) -> Step:
-        """A step that changes little or nothing, on placed arrays: the state is kept, and what did not change is not copied either."""
+    def read_only_step(self, step: Step) -> Step:
+        """Return a step on placed arrays that keeps the old state, and copies no value that did not change."""
 
         def changes(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = step(state, batch)
-            return result, changes_of(state, new)
+            return result, state_changes(state, new)
 
         options = compiler_options(self.placement.platform)
         program = jax.jit(changes, out_shardings=self.placement.replicated, compiler_options=options)
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = program(state, batch)
-            return result, with_changes(state, new)
+            return result, apply_changes(state, new)
 
         return run
 
-    def calls_of(self, layout: Layout, split: CallSplitter) -> Calls:
-        """As many as replicas, where something tells these apart; else one on each device.
+    def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
+        """Return one call for each replica if the model depends on the replica; otherwise one for each device.
 
-        XLA for CPUs runs several convolutions at once faster than one of as many rows: of these there are as many as cores, and two
-        at least, as a single call for the global batch would not be rewritten.
+        XLA for CPUs runs several convolutions at once faster than one with as many rows: models that have them get as many calls as
+        there are cores, and at least two, as a single call on the global batch would not be rewritten.
         """
-        if split.tells_replicas_apart:
+        if trace.depends_on_replica:
             return layout.per_device
-        is_divided = self.placement.platform == "cpu" and split.has_convolution
+        is_divided = self.placement.platform == "cpu" and trace.has_convolution
         most = max(2, usable_cores() // len(self.placement.own_places)) if is_divided else 1
         return tuple(rows_of_replicas(sum(own), min(most, len(own)) or 1) for own in layout.per_device)
 
-    def _places(self, state: Any) -> Any:
-        """Where a training step's state lies."""
-        places = [self.placement.replicated] * len(state)
+    def _state_shardings(self, state: Any) -> Any:
+        shardings = [self.placement.replicated] * len(state)
         if not self.shard_optimizer:
-            return tuple(places)
+            return tuple(shardings)
         sliced = [self.placement.sliced(value.shape) for value in state[2]]
-        return (*places[:2], sliced, places[3])
+        return (*shardings[:2], sliced, shardings[3])
 
-    def joined(self, rows: PlacedRows) -> jax.Array:
+    def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
         return joined(rows)
 
-    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
+    def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
         arrays = [
-            leaf.array if leaf is not None else self._placed(value, forward.layout)
-            for value, leaf in zip(inputs, places, strict=True)
+            leaf.array if leaf is not None else self._place(value, forward.layout)
+            for value, leaf in zip(inputs, placed, strict=True)
         ]
         forward = replace(forward, call=rewritten(forward.call, self.placement.platform))
         return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard_optimizer)
 
-    def _placed(self, value: Any, layout: Layout) -> jax.Array:
-        """A new place for what the step made itself (augmented pictures, say)."""
+    def _place(self, value: Any, layout: Layout) -> jax.Array:
+        """Lay an array that the step computed (augmented images, say) over the devices."""
         array = value if layout.is_full else value[layout.row_index()]
         return jax.lax.with_sharding_constraint(array, self.placement.cut)
 
 
 class DeterministicExecutor:
-    """Programs that do not depend on the number of devices (law 2).
+    """Runs programs that do not depend on the number of devices (law 2).
 
     Args:
         placement: devices and number of replicas.
     """
 
-    of_global_batch = "on every device alike"
-    is_differentiable_twice = False
+    global_batch_note = "on every device alike"
+    supports_second_derivatives = False
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
     @property
-    def uncompiled_on(self) -> jax.Device:
+    def eager_device(self) -> jax.Device:
         """See :class:`Executor`."""
         return self.placement.first_own_device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
         donated = kind == "train" and gate is None
-        return _placing(ProgramPartition(step, self.placement, donated=donated), self.placement, gate=gate)
+        return _with_placement(ProgramPartition(step, self.placement, donated=donated), self.placement, gate=gate)
 
-    def calls_of(self, layout: Layout, split: CallSplitter) -> Calls:
-        """See :class:`Executor`: each replica is one."""
+    def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
+        """See :class:`Executor`: one call for each replica."""
         return layout.per_device
 
-    def joined(self, rows: PlacedRows) -> jax.Array:
+    def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
         return rows.array
 
-    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
+    def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
         forward = replace(forward, call=rewritten(forward.call, self.placement.platform))
-        return forward_apart(forward, inputs, self.placement)
+        return forward_isolated(forward, inputs, self.placement)
 
 
 class EagerExecutor:
-    """Nothing is compiled, and replicas run one after the other on one device: for debugging.
+    """Runs replicas one after the other on one device, without compiling: for debugging.
 
     Args:
         device: that device.
     """
 
-    of_global_batch = "on one device"
-    is_differentiable_twice = True
+    global_batch_note = "on one device"
+    supports_second_derivatives = True
 
     def __init__(self, device: jax.Device) -> None:
         self.device = device
 
     @property
-    def uncompiled_on(self) -> jax.Device:
+    def eager_device(self) -> jax.Device:
         """See :class:`Executor`."""
         return self.device
 
@@ -221,41 +221,41 @@ class EagerExecutor:
 
         return run
 
-    def calls_of(self, layout: Layout, split: CallSplitter) -> Calls:
-        """See :class:`Executor`: each replica is one."""
+    def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
+        """See :class:`Executor`: one call for each replica."""
         return layout.per_device
 
-    def joined(self, rows: PlacedRows) -> jax.Array:
+    def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
         return joined(rows)
 
-    def forward(self, forward: SpmdForward, inputs: list[Any], places: list[PlacedRows | None]) -> ReplicaResult:
+    def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
         return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
 
 
 class _PlacedState(tuple[Any, ...]):
-    """State that a step of this strategy returned: it lies on the devices already."""
+    """State that a step of this strategy returned, which is on the devices already."""
 
     __slots__ = ()
 
 
-def _placing(
-    run: Step, placement: Placement, places: Callable[[Any], Any] | None = None, gate: NonFiniteGate | None = None
+def _with_placement(
+    run: Step, placement: Placement, shardings: Callable[[Any], Any] | None = None, gate: NonFiniteGate | None = None
 ) -> Step:
-    """``run``, with batch and state put on the devices first, and one step at a time where there are several.
+    """Return ``run`` with batch and state put on the devices first, and, with several devices, one step at a time.
 
     Args:
         run: a step on placed arrays.
         placement: the devices.
-        places: where the parts of the state go; by default each device gets all of them.
-        gate: gets the old state too.
+        shardings: those of a state; by default each device gets all of it.
+        gate: chooses between the old and the new state.
     """
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = placement.hand_over(batch)
         if not isinstance(state, _PlacedState):
-            state = placement.put(without_aliases(state), places(state) if places else None)
+            state = placement.put(without_aliases(state), shardings(state) if shardings else None)
         with dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():
             result, new = run(tuple(list(part) for part in state), placed)
             new = gate(state, new, result) if gate else new

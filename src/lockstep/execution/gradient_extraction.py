@@ -16,9 +16,9 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep._keras.layers import replaced_methods
 from lockstep.data.device_placement import Placement
-from lockstep.execution.jaxpr_utils import part_of
-from lockstep.execution.program_partition import marks_outside
-from lockstep.execution.train_state import Step, changes_of
+from lockstep.execution.jaxpr_utils import subprogram
+from lockstep.execution.program_partition import inline_marked
+from lockstep.execution.train_state import Step, state_changes
 
 __all__ = ["GradientProgram", "GradientPrograms"]
 
@@ -59,7 +59,7 @@ class GradientPrograms:
         self._make = partial(GradientProgram, step, model, placement, donated=donated)
         self._known: dict[Any, GradientProgram] = {}
 
-    def of(self, state: State, batch: Any) -> "GradientProgram":
+    def program_for(self, state: State, batch: Any) -> "GradientProgram":
         """The program for a state and a batch of these shapes, wherever they are."""
         leaves, structure = jax.tree.flatten((tuple(map(list, state)), batch))
         key = structure, *map(jax.typeof, leaves)
@@ -73,7 +73,7 @@ class GradientProgram:
     """The program for one kind of batch; see :class:`GradientPrograms`.
 
     Attributes:
-        reads: for each value of the state whether the program needs it.
+        is_used: for each value of the state whether the program reads it.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class GradientProgram:
         def marked(state: State, batch: Any) -> Any:
             with replaced_methods([model.optimizer], "stateless_apply", lambda *_: _mark):
                 logs, new = step(state, batch)
-            return new[0], new[2], (logs, changes_of((state[1], state[3]), (new[1], new[3])))
+            return new[0], new[2], (logs, state_changes((state[1], state[3]), (new[1], new[3])))
 
         name = f"{type(model).__name__}.train_step"
         closed, results = jax.make_jaxpr(marked, return_shape=True)(state, batch)
-        closed = marks_outside(closed, _update, lambda where: _refuse(name, f"calls the optimizer {where}"))
+        closed = inline_marked(closed, _update, lambda where: _refuse(name, f"calls the optimizer {where}"))
         jaxpr = closed.jaxpr
         sizes = [len(part) for part in state]
         update = _the_update(jaxpr, sizes, partial(_refuse, name))
@@ -99,10 +99,10 @@ class GradientProgram:
         self._constants = placement.put(list(constants.values()))
         inputs = [*constants, *(jaxpr.invars[position] for position in self._wanted)]
         given = [n for n, var in enumerate(inputs) if donated and var in jaxpr.invars[: sizes[0]]]
-        function = part_of(jaxpr, equations, inputs, outputs)
+        function = subprogram(jaxpr, equations, inputs, outputs)
         self._program = jax.jit(function, donate_argnums=given, out_shardings=placement.replicated)
         flags = iter([var in used for var in jaxpr.invars])
-        self.reads = [[next(flags) for _ in part] for part in state]
+        self.is_used = [[next(flags) for _ in part] for part in state]
 
     def __call__(self, state: State, batch: Any) -> tuple[list[jax.Array], Any, list[list[Any]]]:
         """Run it.

@@ -5,12 +5,14 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-__all__ = ["Instead", "evaluate", "is_literal", "part_of"]
+__all__ = ["EquationHandler", "evaluate", "is_literal", "subprogram"]
 
-Instead = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]  # the outputs of an equation, or None: as it says
+EquationHandler = Callable[
+    [JaxprEqn, list[Any]], Sequence[Any] | None
+]  # the outputs of an equation, or None: as it says
 
 
-def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], instead: Instead) -> list[Any]:
+def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], instead: EquationHandler) -> list[Any]:
     """Run equation by equation.
 
     Args:
@@ -28,12 +30,14 @@ def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], instead: Instead) ->
         outputs = instead(equation, [read(atom) for atom in equation.invars])
         if outputs is None:
             inputs = list(dict.fromkeys(atom for atom in equation.invars if not is_literal(atom)))
-            outputs = part_of(closed.jaxpr, [equation], inputs, equation.outvars)(*map(read, inputs))
+            outputs = subprogram(closed.jaxpr, [equation], inputs, equation.outvars)(*map(read, inputs))
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 
-def part_of(jaxpr: Jaxpr, equations: list[JaxprEqn], inputs: list[Var], outputs: Sequence[Var]) -> Callable[..., Any]:
+def subprogram(
+    jaxpr: Jaxpr, equations: list[JaxprEqn], inputs: list[Var], outputs: Sequence[Var]
+) -> Callable[..., Any]:
     """Some equations of ``jaxpr`` as a function."""
     own = jaxpr.replace(constvars=[], invars=inputs, outvars=list(outputs), eqns=equations)
     return jaxpr_as_fun(ClosedJaxpr(own, []))

@@ -16,10 +16,10 @@ from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
 from lockstep.data.device_placement import PlacedRows, Placement, joined
-from lockstep.execution.jaxpr_utils import evaluate, is_literal, part_of
+from lockstep.execution.jaxpr_utils import evaluate, is_literal, subprogram
 from lockstep.execution.per_device import PerDevice, PerDeviceProgram, local, whole_array
 
-__all__ = ["IsolatedCall", "ProgramPart", "ProgramPartition", "marks_outside", "run_apart"]
+__all__ = ["IsolatedCall", "ProgramPart", "ProgramPartition", "bind_isolated", "inline_marked"]
 
 
 class IsolatedCall(Protocol):
@@ -31,11 +31,11 @@ class IsolatedCall(Protocol):
         """The outputs, on the devices, from arrays that every device holds or from :class:`PlacedRows`."""
 
 
-_apart = Primitive("lockstep_apart")
-_apart.multiple_results = True
+_isolated_p = Primitive("lockstep_apart")
+_isolated_p.multiple_results = True
 
 
-_apart.def_abstract_eval(lambda *_, work: [ShapedArray(output.shape, output.dtype) for output in work.outputs])
+_isolated_p.def_abstract_eval(lambda *_, work: [ShapedArray(output.shape, output.dtype) for output in work.outputs])
 
 
 def _refuse(what: str, *_: Any, **__: Any) -> Any:
@@ -45,13 +45,13 @@ def _refuse(what: str, *_: Any, **__: Any) -> Any:
     )
 
 
-ad.primitive_jvps[_apart] = partial(_refuse, "differentiated twice or in forward mode")
-batching.primitive_batchers[_apart] = partial(_refuse, "called under jax.vmap")
+ad.primitive_jvps[_isolated_p] = partial(_refuse, "differentiated twice or in forward mode")
+batching.primitive_batchers[_isolated_p] = partial(_refuse, "called under jax.vmap")
 
 
-def run_apart(work: IsolatedCall, values: Sequence[Any]) -> list[Any]:
+def bind_isolated(work: IsolatedCall, values: Sequence[Any]) -> list[Any]:
     """Mark ``work`` on ``values`` to run apart; used while a step is traced for :class:`ProgramPartition`."""
-    return _apart.bind(*values, work=work)
+    return _isolated_p.bind(*values, work=work)
 
 
 class ProgramPartition:
@@ -89,7 +89,7 @@ class _Traced:
             return step(*jax.tree.unflatten(structure, own))
 
         closed, results = jax.make_jaxpr(flat, return_shape=True)(*map(_global_shape, leaves))
-        closed = marks_outside(closed, _apart, lambda where: _refuse(f"called {where}"))
+        closed = inline_marked(closed, _isolated_p, lambda where: _refuse(f"called {where}"))
         self._inputs, self._results, self._on = closed.jaxpr.invars, closed.jaxpr.outvars, on
         self._structure = jax.tree.structure(results)
         self._constants = dict(zip(closed.jaxpr.constvars, on.put(closed.consts), strict=True))
@@ -139,7 +139,7 @@ class ProgramPart:
         self.equations = equations
         made = {var for equation in equations for var in equation.outvars}
         used = [atom for equation in equations for atom in equation.invars if is_literal(atom) or atom not in made]
-        self.is_apart = equations[0].primitive is _apart
+        self.is_apart = equations[0].primitive is _isolated_p
         self.inputs: list[Any] = used if self.is_apart else list(dict.fromkeys(x for x in used if not is_literal(x)))
         outputs = [var for equation in equations for var in equation.outvars]
         self.outputs: list[Var] = outputs if self.is_apart else [var for var in outputs if var in live]
@@ -151,7 +151,7 @@ class ProgramPart:
 
     def compile(self, jaxpr: Jaxpr, donated: set[Var], on: Placement) -> None:
         """Make the program of equations that are not marked; ``donated`` inputs give their memory to outputs."""
-        function = part_of(jaxpr, self.equations, self.inputs, self.outputs)
+        function = subprogram(jaxpr, self.equations, self.inputs, self.outputs)
         self.donated = self._usable(donated)
         program = PerDeviceProgram(function, on, self.donated)
         self.run = lambda values: program(*(local(value, on) for value in values))
@@ -176,7 +176,7 @@ def _cut(jaxpr: Jaxpr, donated: set[Var], on: Placement) -> list[ProgramPart]:
         if not equation.effects and live.isdisjoint(equation.outvars):
             continue  # Nobody needs it.
         live.update(atom for atom in equation.invars if not isinstance(atom, Literal))
-        if not groups or _apart in (equation.primitive, groups[-1][-1].primitive):
+        if not groups or _isolated_p in (equation.primitive, groups[-1][-1].primitive):
             groups.append([])
         groups[-1].append(equation)
     pieces, live = [], results
@@ -192,7 +192,7 @@ def _cut(jaxpr: Jaxpr, donated: set[Var], on: Placement) -> list[ProgramPart]:
 # --- marks inside functions that were called: jit, custom derivatives -------------------------------------------------
 
 
-def marks_outside(closed: ClosedJaxpr, mark: Primitive, refuse: Callable[[str], Any]) -> ClosedJaxpr:
+def inline_marked(closed: ClosedJaxpr, mark: Primitive, refuse: Callable[[str], Any]) -> ClosedJaxpr:
     """The same trace with the calls opened that hide a mark.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.collectives.tree import PartialSum, branches
 from lockstep.devices.layout import Layout
 
-__all__ = ["ReplicaRound", "merges_of", "rounds_of"]
+__all__ = ["ReplicaRound", "reduction_schedule", "replica_rounds"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ReplicaRound:
         return np.asarray(replica, "int32"), np.asarray(local, "int32"), np.asarray(first, "int32")
 
 
-def rounds_of(layout: Layout) -> list[ReplicaRound]:
+def replica_rounds(layout: Layout) -> list[ReplicaRound]:
     """The rounds of one batch; on each device the replicas come in their order."""
     rounds = []
     for size in sorted(set(layout.busy_replicas), reverse=True):
@@ -51,7 +51,7 @@ def rounds_of(layout: Layout) -> list[ReplicaRound]:
     return rounds
 
 
-def merges_of(layout: Layout) -> tuple[list[list[int]], list[PartialSum]]:
+def reduction_schedule(layout: Layout) -> tuple[list[list[int]], list[PartialSum]]:
     """Adding up replicas as they come, in the order of the tree, in as few partial sums as the tree allows.
 
     A device keeps its partial sums on a stack. What a round yields is added to as many of them as the number says, from
@@ -67,7 +67,7 @@ def merges_of(layout: Layout) -> tuple[list[list[int]], list[PartialSum]]:
             0 if replica is None else _push(stacks[place], replica, replicas)
             for place, replica in enumerate(one.replicas)
         ]
-        for one in rounds_of(layout)
+        for one in replica_rounds(layout)
     ]
     where = [
         PartialSum(*piece, device, slot) for device, stack in enumerate(stacks) for slot, piece in enumerate(stack)

@@ -1,8 +1,8 @@
 """The functions that Keras's ``fit``, ``evaluate`` and ``predict`` call: ``(state, iterator) -> (logs, state)``.
 
-Keras keeps its loop, callbacks, history and progress bar, and its ``train_step``, also one that a user wrote: it is
-traced on the global batch, and only the forward passes inside it, of the model and of models within it, are taken over (:class:`_Forwarder`). Loss,
-metrics, clipping, accumulation and update therefore are Keras's own code on the global batch, on every device alike.
+Keras keeps its loop, callbacks, history and progress bar, and its ``train_step`` or the user's. The step is traced on the global
+batch; only the forward passes inside it, of the model and of models within it, are replaced (:class:`_ForwardInterceptor`). Loss,
+metrics, clipping, accumulation and update are therefore Keras's own code on the global batch, on every device alike.
 """
 
 import contextlib
@@ -20,12 +20,20 @@ from lockstep._keras.layers import models_within, replaced_call, replaced_method
 from lockstep.data.device_placement import PlacedRows, Placement
 from lockstep.data.keras_adapter import next_batch
 from lockstep.devices.names import device_name
-from lockstep.execution.call_splitter import CallSplitter, CannotSplitError, merge_of
+from lockstep.execution.call_splitter import (
+    CannotSplitError,
+    ModelCall,
+    infer_output_spec,
+    join,
+    output_merge,
+    split,
+    trace_call,
+)
 from lockstep.execution.executors import EagerExecutor, Executor
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.spmd import SpmdForward
 
-__all__ = ["STATE", "StepFunctions", "StepListener", "in_step", "is_in_step", "trace_for"]
+__all__ = ["STATE", "StepFunctions", "StepListener", "in_step", "is_in_step", "trace_context"]
 
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
@@ -36,15 +44,15 @@ STATE = {
 KerasStep = Callable[[Any, Any], tuple[Any, Any]]  # (state, data) -> (logs or outputs, state)
 
 
-# JAX keeps traces of compiled functions, and these may ask for the strategy or the replica. So it keeps those in a scope for the number of
-# replicas, those of a replica for one trace, and those of a step, wherever that stands, as without a strategy.
-trace_for = jax.make_user_context(None)
+# JAX caches traces of compiled functions, and these may ask for the strategy or the replica. This context is part of the cache's key:
+# the number of replicas in a scope, the trace of one replica in ``run``, and None in a step, as without a strategy.
+trace_context = jax.make_user_context(None)
 _in_step = ContextVar("_in_step", default=False)
 
 
 @contextlib.contextmanager
 def in_step() -> Iterator[None]:
-    """While it is open, code is part of a step of Keras, or of what Keras runs to build a model for one."""
+    """Mark the code that runs inside as part of a Keras step, or of what Keras runs to build a model for one."""
     token = _in_step.set(True)
     try:
         yield
@@ -53,24 +61,24 @@ def in_step() -> Iterator[None]:
 
 
 def is_in_step() -> bool:
-    """Whether a step of Keras is being traced or run: a loss there is that of all rows, and what layers add is averaged already."""
+    """Return whether a Keras step is being traced or run: a loss there is that of all rows, and losses of layers are averaged already."""
     return _in_step.get()
 
 
 class StepListener:
-    """Is told of each step, in the thread that starts it; this one does nothing."""
+    """Callbacks for each step, called in the thread that starts it. The base class does nothing."""
 
-    def reads(self) -> None:
-        """The next batch is waited for."""
+    def on_fetch(self) -> None:
+        """Called before the next batch is fetched from the input."""
 
-    def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """A step of ``kind`` ("train", "test" or "predict") is about to be started, or compiled first."""
+    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
+        """Called before a step of ``kind`` ("train", "test" or "predict") is started, or compiled first."""
 
-    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """It was started; ``state`` is what it will have left, and ``logs`` what it will give, or its outputs."""
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+        """Called after a step was started; ``state`` and ``logs`` (or outputs) are its results, which may not be computed yet."""
 
-    def pauses(self) -> None:
-        """Something else is done now, which may take as long as compiling does."""
+    def on_pause(self) -> None:
+        """Called before other work than a step, which may take as long as compiling does."""
 
 
 class StepFunctions:
@@ -79,38 +87,35 @@ class StepFunctions:
     Args:
         model: a Keras model.
         placement: devices and number of replicas.
-        plan: how compiled steps are run.
-        tell: is given a sentence wherever the model does not run in the usual way.
-        listener: is told of each step.
+        executor: how compiled steps are run.
+        log: called with a sentence if the model does not run in the usual way.
+        listener: called for each step.
     """
 
     def __init__(
         self,
         model: keras.Model,
         placement: Placement,
-        plan: Executor,
-        tell: Callable[[str], None],
+        executor: Executor,
+        log: Callable[[str], None],
         listener: StepListener,
     ) -> None:
         self.model = model
         self.placement = placement
-        self.plan = plan
-        self.tell = tell
+        self.executor = executor
+        self.log = log
         self.listener = listener
-        self.skipped: Callable[[], Any] = lambda: None  # logs, where an earlier process has done a training step
-        self.stepped: Callable[[Any], None] = lambda state: None  # is told what a training step will have left
-        self.watch: Callable[[GatedStep, Any, Any], tuple[Any, Any]] | None = (
-            None  # makes the training steps, if there is one
-        )
-
-        self.elsewhere: KerasStep | None = None  # makes the training steps, where other processes do
-        self.settle: Callable[[], Any] = lambda: None  # then gives what they have made of the state
+        self.skipped: Callable[[], Any] = lambda: None  # returns logs if an earlier process has done the training step
+        self.stepped: Callable[[Any], None] = lambda state: None  # called with the state after a training step
+        self.watch: Callable[[GatedStep, Any, Any], tuple[Any, Any]] | None = None  # runs the training steps if set
+        self.remote_step: KerasStep | None = None  # makes the training steps if other processes compute them
+        self.settle: Callable[[], Any] = lambda: None  # then waits for them and returns their state
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
-        """The function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
-        step, gated = self._step(kind), functools.cache(self._gated_step)
+        """Return the function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
+        step, gated = self._compile_step(kind), functools.cache(self._compile_gated_step)
         combine = _concatenated if kind == "predict" else _last
-        last = None  # what the last step gave
+        last = None  # result of the last step
 
         def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
             nonlocal last
@@ -119,21 +124,21 @@ class StepFunctions:
             results = []
             try:
                 for position in range(self.model.steps_per_execution):
-                    self.listener.reads()
+                    self.listener.on_fetch()
                     try:
                         batch = next_batch(iterator, last)
                     except StopIteration:
                         if position:
                             break  # The input ends within the steps of one call.
                         raise
-                    self.listener.begins(self.model, kind, batch)
-                    with trace_for(None):
+                    self.listener.on_step_start(self.model, kind, batch)
+                    with trace_context(None):
                         if kind == "train" and self.watch:
                             last, state = self.watch(gated(), state, batch)
                         else:
-                            own = self.elsewhere if kind == "train" else None
-                            last, state = (own or step)(state, batch)
-                    self.listener.ended(self.model, kind, state, last)
+                            remote_step = self.remote_step if kind == "train" else None
+                            last, state = (remote_step or step)(state, batch)
+                    self.listener.on_step_end(self.model, kind, state, last)
                     if kind == "train":
                         self.stepped(state)
                     results.append(last)
@@ -144,136 +149,138 @@ class StepFunctions:
 
         return function
 
-    def _step(self, kind: str) -> KerasStep:
-        plan = self._compiling_plan()
-        return plan.compile(self.step_by(plan, kind), kind)
+    def _compile_step(self, kind: str) -> KerasStep:
+        executor = self._select_executor()
+        return executor.compile(self.build_step(executor, kind), kind)
 
-    def _gated_step(self) -> GatedStep:
-        plan = self._compiling_plan()
-        step = self.step_by(plan, "train")
-        return GatedStep(lambda gate: plan.compile(step, "train", gate), donated=plan is self.plan)
+    def _compile_gated_step(self) -> GatedStep:
+        executor = self._select_executor()
+        step = self.build_step(executor, "train")
+        return GatedStep(lambda gate: executor.compile(step, "train", gate), donated=executor is self.executor)
 
-    def _compiling_plan(self) -> Executor:
+    def _select_executor(self) -> Executor:
         if not self.model.run_eagerly and self.model.jit_compile:
-            return self.plan
-        device = self.plan.uncompiled_on
-        self.tell(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
+            return self.executor
+        device = self.executor.eager_device
+        self.log(f"it is not compiled, so its replicas run one after the other, on {device_name(device)}")
         return EagerExecutor(device)
 
-    def step_by(self, plan: Executor, kind: str) -> KerasStep:
-        """The step of ``kind`` whose forward pass is done by ``plan``, to be compiled."""
+    def build_step(self, executor: Executor, kind: str) -> KerasStep:
+        """Return the step of ``kind`` whose forward passes are run by ``executor``, to be compiled."""
         keras_step = _keras_step(self.model, kind)
 
         def step(state: Any, batch: Any) -> tuple[Any, Any]:
-            forwarder = _Forwarder(self.model, self.placement, plan, self.tell)
-            data = jax.tree.map(forwarder.joined, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
-            with self._forward_pass(forwarder):
+            interceptor = _ForwardInterceptor(self.model, self.placement, executor, self.log)
+            data = jax.tree.map(interceptor.join_rows, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+            with self._intercepted(interceptor):
                 return keras_step(state, data)
 
         return step
 
     @contextlib.contextmanager
-    def _forward_pass(self, forwarder: "_Forwarder") -> Iterator[None]:
+    def _intercepted(self, interceptor: "_ForwardInterceptor") -> Iterator[None]:
         reason = trainer.needs_global_batch(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(in_step())
             if reason:
-                self.tell(f"it runs on the global batch, {self.plan.of_global_batch}: {reason}")
+                self.log(f"it runs on the global batch, {self.executor.global_batch_note}: {reason}")
                 stack.enter_context(trainer.plain_batch_normalization(self.model))
             models = [] if reason else models_within(self.model)
             for model in models:
-                call = functools.partial(forwarder.call, model, model.stateless_call)
+                call = functools.partial(interceptor.call, model, model.stateless_call)
                 stack.enter_context(replaced_call(model, call))
-            stack.enter_context(replaced_methods(models, "call", forwarder.called_directly))
+            stack.enter_context(replaced_methods(models, "call", interceptor.wrap_direct_call))
             yield
 
 
-class _Forwarder:
-    """Stands in for ``stateless_call`` of a model, and of models within it, while one step is traced: the same results, by replicas."""
+class _ForwardInterceptor:
+    """Replacement for ``stateless_call`` of a model and of models within it, while one step is traced: the same results, by replicas."""
 
-    def __init__(self, model: keras.Model, placement: Placement, plan: Executor, tell: Callable[[str], None]) -> None:
-        self.model, self.placement, self.plan, self.tell = model, placement, plan, tell
-        self._is_inside = False  # a call that is being made; it may call models in its turn
-        self._places: dict[int, tuple[jax.Array, PlacedRows]] = {}
+    def __init__(
+        self, model: keras.Model, placement: Placement, executor: Executor, log: Callable[[str], None]
+    ) -> None:
+        self.model, self.placement, self.executor, self.log = model, placement, executor, log
+        self._is_in_call = False  # inside a call of a model, which may call other models
+        self._placed: dict[int, tuple[jax.Array, PlacedRows]] = {}
 
-    def joined(self, leaf: Any) -> Any:
-        """The global array of a leaf of a placed batch; its places are remembered for the forward pass."""
+    def join_rows(self, leaf: Any) -> Any:
+        """Return the global array of a leaf of a placed batch, and remember its placed rows for the forward pass."""
         if not isinstance(leaf, PlacedRows):
             return leaf
-        array = self.plan.joined(leaf)
-        self._places[id(array)] = (array, leaf)
+        array = self.executor.join_rows(leaf)
+        self._placed[id(array)] = (array, leaf)
         return array
 
     def call(
         self,
         model: keras.Model,
-        own: Callable[..., Any],
+        original: Callable[..., Any],
         trainable_variables: list[Any],
         non_trainable_variables: list[Any],
         *args: Any,
         return_losses: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As ``own``, which is the model's ``stateless_call``: outputs and new non-trainable values, and losses if asked for."""
+        """Return what ``original``, the model's ``stateless_call``, returns: outputs, new non-trainable values, and losses if asked for."""
         values = list(trainable_variables), list(non_trainable_variables)
-        original = functools.partial(self._inside, own)
-        if self._is_inside:
-            return original(*values, *args, return_losses=return_losses, **kwargs)
-        # Keras warns where it calls a model. A model that is compiled is called in a trace, so the first one warns.
+        function = functools.partial(self._run_original, original)
+        if self._is_in_call:
+            return function(*values, *args, return_losses=return_losses, **kwargs)
+        # Keras warns when it calls a model, and a compiled model is called in a trace: only the first trace shows warnings.
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
         with contextlib.ExitStack() as quiet:
             try:
-                if model is not self.model and not self.plan.is_differentiable_twice:
+                if model is not self.model and not self.executor.supports_second_derivatives:
                     raise CannotSplitError("with deterministic=True only the model itself is run by replicas")
-                split = CallSplitter(model, original, (args, kwargs))
-                layout = self.placement.layout(split.rows)
-                if len(layout.busy_replicas) < 2:  # No rows, or all in one replica: nothing to take apart.
-                    return original(*values, *args, return_losses=return_losses, **kwargs)
+                call = ModelCall.from_arguments(model, function, *values, (args, kwargs))
+                layout = self.placement.layout(call.rows)
+                if len(layout.busy_replicas) < 2:  # There are no rows, or one replica has them all.
+                    return function(*values, *args, return_losses=return_losses, **kwargs)
                 with _warnings(is_traced):
-                    split.look(*values)
+                    whole = trace_call(call)
                 quiet.enter_context(_warnings(not is_traced))
-                calls = self.plan.calls_of(layout, split)
-                if sum(map(len, calls)) == 1:  # One call, and nothing in it tells replicas apart.
-                    return original(*values, *args, return_losses=return_losses, **kwargs)
+                sizes = self.executor.partition_calls(layout, whole)
+                if sum(map(len, sizes)) == 1:  # Nothing in the call depends on the replica.
+                    return function(*values, *args, return_losses=return_losses, **kwargs)
                 with _warnings(False):
-                    split.learn({rows for own in calls for rows in own if rows})
+                    spec = infer_output_spec(call, whole, {rows for device in sizes for rows in device if rows})
             except CannotSplitError as reason:
                 normalized = ", BatchNormalization included" if trainer.unsynchronized_normalizations(model) else ""
-                who = "it" if model is self.model else f"model {model.name!r} within it"
-                self.tell(f"{who} runs on the global batch{normalized}, {self.plan.of_global_batch}: {reason}")
-                return original(*values, *args, return_losses=return_losses, **kwargs)
-            merges = tuple(merge_of(variable) for variable in model.non_trainable_variables)
-            places = [self._places.get(id(leaf), (None, None))[1] for leaf in split.inputs]
-            forward = SpmdForward(split, merges, *values, split.shared, layout, calls, split.operations)
-            result = self.plan.forward(forward, split.inputs, places)
-        outputs, losses = split.joined(result)
+                subject = "it" if model is self.model else f"model {model.name!r} within it"
+                self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
+                return function(*values, *args, return_losses=return_losses, **kwargs)
+            merges = tuple(output_merge(variable) for variable in model.non_trainable_variables)
+            placed = [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]
+            forward = SpmdForward(split(spec, call), merges, *values, call.shared, layout, sizes, whole.operations)
+            result = self.executor.forward(forward, call.inputs, placed)
+        outputs, losses = join(spec, result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)
 
-    def called_directly(self, model: keras.Model, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The method ``call`` of a model, which says so where a step calls it and not ``stateless_call``."""
+    def wrap_direct_call(self, model: keras.Model, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method ``call`` of a model, which logs if a step calls it instead of ``stateless_call``."""
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_inside and self.placement.replicas > 1:
-                self.tell(
-                    f"model {model.name!r} is called directly, and so runs on the global batch, {self.plan.of_global_batch}. To have it run "
-                    "by replicas, call its stateless_call"
+            if not self._is_in_call and self.placement.replicas > 1:
+                self.log(
+                    f"model {model.name!r} is called directly, and so runs on the global batch, "
+                    f"{self.executor.global_batch_note}. To have it run by replicas, call its stateless_call"
                 )
-            return self._inside(own, *args, **kwargs)
+            return self._run_original(original, *args, **kwargs)
 
         return call
 
-    def _inside(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before, self._is_inside = self._is_inside, True
+    def _run_original(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self._is_in_call = self._is_in_call, True
         try:
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
-            self._is_inside = before
+            self._is_in_call = before
 
 
-def _warnings(come: bool) -> contextlib.AbstractContextManager[Any]:
-    """What is within warns, or, where it is only looked at, does not."""
-    return contextlib.nullcontext() if come else warnings.catch_warnings(action="ignore")
+def _warnings(shown: bool) -> contextlib.AbstractContextManager[Any]:
+    """Show or suppress warnings of the code inside."""
+    return contextlib.nullcontext() if shown else warnings.catch_warnings(action="ignore")
 
 
 def _keras_step(model: keras.Model, kind: str) -> KerasStep:

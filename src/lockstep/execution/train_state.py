@@ -1,4 +1,4 @@
-"""The state of a step: who may give its memory away, what has changed in it, and one step at a time."""
+"""State of a step: its types, donated memory, changed values, and the lock that starts one step at a time."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,21 +9,29 @@ import jax.numpy as jnp
 
 from lockstep.devices.xla_options import compiler_options
 
-__all__ = ["StateValues", "Step", "TrainState", "changes_of", "dispatch_lock", "with_changes", "without_aliases"]
+__all__ = [
+    "CompiledTrainStep",
+    "StateValues",
+    "Step",
+    "apply_changes",
+    "dispatch_lock",
+    "state_changes",
+    "without_aliases",
+]
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
 
-# Two threads that start steps on the same devices at once could start them in another order on each device, and their
-# collectives would wait for each other for ever. A step that starts another one (a teacher, in a callback) may do so.
+# Two threads that start steps on the same devices at once could start them in a different order on each device, and their
+# collectives would deadlock. Reentrant: a step may start another one (a teacher, in a callback).
 dispatch_lock = threading.RLock()
 
 
 @jax.tree_util.register_pytree_node_class
 class StateValues(Sequence[Any]):
-    """One part of a state that Keras is given.
+    """One part of a state that is returned to Keras.
 
-    Keras hangs the state on the model after each step, which looks at each number of a list or tuple in Python; what is
-    neither it leaves alone. With many variables that is most of the host's time.
+    Keras sets the state as an attribute of the model after each step, and tracks each element of a list or tuple in Python; other
+    types it leaves alone. With many variables that tracking is most of the host's time.
     """
 
     __slots__ = ("_values",)
@@ -41,60 +49,63 @@ class StateValues(Sequence[Any]):
         return iter(self._values)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
-        """For JAX: it is a tree like a list."""
+        """Flatten for JAX, like a list."""
         return self._values, None
 
     @classmethod
     def tree_unflatten(cls, _: None, values: Iterable[Any]) -> "StateValues":
-        """The opposite."""
+        """Unflatten for JAX."""
         return cls(values)
 
 
-class TrainState:
-    """A compiled training step, whose new state lies in the same places as the old, and has its memory where that is ``donated``.
+class CompiledTrainStep:
+    """A training step that is compiled at its first call; the new state has the shardings of the old.
 
     Args:
         step: on arrays.
-        places: where the parts of a state lie.
+        shardings: function that returns the shardings of a state.
         platform: of the devices.
-        donated: whether the new state has the old one's memory.
+        donated: whether the new state reuses the old one's memory.
     """
 
-    def __init__(self, step: Step, places: Callable[[Any], Any], platform: str, *, donated: bool) -> None:
-        self._step, self._places, self._donated = step, places, donated
+    def __init__(self, step: Step, shardings: Callable[[Any], Any], platform: str, *, donated: bool) -> None:
+        self._step, self._shardings, self._donated = step, shardings, donated
         self._options = compiler_options(platform)
         self._program: Any = None
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Logs and the new state."""
+        """Return logs and the new state."""
         if self._program is None:
-            self._program = self._made(state)
+            self._program = self._jit(state)
         result, new = self._program(state, batch)
-        return result, new if self._donated else with_changes(state, new)
+        return result, new if self._donated else apply_changes(state, new)
 
-    def ahead(self, state: Any, batch: Any) -> jax.stages.Compiled:
-        """The program for a state and a batch of these shapes, without running it."""
-        kinds = jax.tree.map(jax.typeof, tuple(list(part) for part in state))
-        described = jax.tree.map(_described, kinds, jax.tree.broadcast(self._places(state), kinds))
-        return self._made(state).lower(described, batch).compile()
+    def compile_for(self, state: Any, batch: Any) -> jax.stages.Compiled:
+        """Return the program for a state and a batch of these shapes, without running it."""
+        types = jax.tree.map(jax.typeof, tuple(list(part) for part in state))
+        described = jax.tree.map(_described, types, jax.tree.broadcast(self._shardings(state), types))
+        return self._jit(state).lower(described, batch).compile()
 
-    def _made(self, state: Any) -> Any:
-        places, donated = self._places(state), (0,) if self._donated else ()
+    def _jit(self, state: Any) -> Any:
+        shardings, donated = self._shardings(state), (0,) if self._donated else ()
         return jax.jit(
-            self._run, donate_argnums=donated, out_shardings=(places[0], places), compiler_options=self._options
+            self._run,
+            donate_argnums=donated,
+            out_shardings=(shardings[0], shardings),
+            compiler_options=self._options,
         )
 
     def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
         result, new = self._step(state, batch)
-        return result, tuple(list(part) for part in new) if self._donated else tuple(changes_of(state, new))
+        return result, tuple(list(part) for part in new) if self._donated else tuple(state_changes(state, new))
 
 
-def _described(kind: Any, place: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place, weak_type=kind.weak_type)
+def _described(of_type: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(of_type.shape, of_type.dtype, sharding=sharding, weak_type=of_type.weak_type)
 
 
 def without_aliases(state: Any) -> tuple[Any, ...]:
-    """An array that stands twice in a state (Keras leaves averages so) cannot be given away twice: copy the second."""
+    """Copy each repeated array of a state (Keras leaves averages so), because memory can be donated only once."""
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
@@ -106,16 +117,16 @@ def without_aliases(state: Any) -> tuple[Any, ...]:
     return jax.tree.map(own, tuple(state))
 
 
-def changes_of(old: Any, new: Any) -> list[list[Any]]:
-    """The new values, with None for each that is the old one."""
+def state_changes(old: Any, new: Any) -> list[list[Any]]:
+    """Return the new values, with None for each that is the old one."""
     return [
         [None if after is before else after for before, after in zip(*parts, strict=True)]
         for parts in zip(old, new, strict=True)
     ]
 
 
-def with_changes(old: Any, changes: Any) -> list[list[Any]]:
-    """The opposite of :func:`changes_of`."""
+def apply_changes(old: Any, changes: Any) -> list[list[Any]]:
+    """Return the state after ``changes``, the result of :func:`state_changes`."""
     return [
         [before if after is None else after for before, after in zip(*parts, strict=True)]
         for parts in zip(old, changes, strict=True)

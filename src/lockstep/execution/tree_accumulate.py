@@ -15,7 +15,7 @@ from lockstep.collectives.tree import PartialSum, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.devices.layout import Layout
 from lockstep.execution.per_device import PerDevice, cut_array
-from lockstep.execution.replica_schedule import merges_of, rounds_of
+from lockstep.execution.replica_schedule import reduction_schedule, replica_rounds
 
 __all__ = ["TreeAdder"]
 
@@ -32,8 +32,8 @@ class TreeAdder:
 
     def __init__(self, layout: Layout, placement: Placement) -> None:
         self.placement = placement
-        self.rounds = rounds_of(layout)
-        self.merges, where = merges_of(layout)
+        self.rounds = replica_rounds(layout)
+        self.merges, where = reduction_schedule(layout)
         self.slots = 1 + max(branch.slot for branch in where)
         self._over_devices = _over_devices(placement.mesh, tuple(where))
 

@@ -11,7 +11,7 @@ from lockstep._errors import ModelError
 from lockstep.data.device_placement import Placement
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
-from lockstep.execution.train_state import with_changes
+from lockstep.execution.train_state import apply_changes
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.variables.sharding import VariableSpec
 
@@ -59,7 +59,7 @@ class GradientStep:
                 "of a compiled step. Leave them out, or train it under a MirroredStrategy."
             )
         self._model, self._names, self._placement = model, names_of(model), placement
-        self._keras_step = functions.step_by(functions.plan, "train")
+        self._keras_step = functions.build_step(functions.executor, "train")
         self._programs = GradientPrograms(self._measuring, model, placement, donated=False)
         _, _, optimizer, _ = variables_of(model)
         self._optimizer = [np.asarray(variable.value) for variable in optimizer]
@@ -83,11 +83,11 @@ class GradientStep:
             optimizer[self._iterations] = np.asarray(version, optimizer[self._iterations].dtype)
         state = [[values[name] for name in self._names], list(others), optimizer, list(metrics)]
         placed = self._placement.place(batch)
-        program = self._programs.of(state, placed)
-        pairs = zip(state, program.reads, strict=True)
+        program = self._programs.program_for(state, placed)
+        pairs = zip(state, program.is_used, strict=True)
         read = [[value if is_read else None for value, is_read in zip(*pair, strict=True)] for pair in pairs]
         gradients, (logs, measured), changes = program(self._placement.put(read), placed)
-        new = with_changes((state[1], state[3]), changes)
+        new = apply_changes((state[1], state[3]), changes)
         new_others, new_metrics = [[np.asarray(value) for value in part] for part in new]
         named = {name: np.asarray(gradient) for name, gradient in zip(self._names, gradients, strict=True)}
         return GradientResult(named, _on_host(logs), _on_host(measured), new_others, new_metrics)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.execution.call_splitter import merge_of
+from lockstep.execution.call_splitter import output_merge
 from lockstep.execution.replica import OutputMerge
 
 __all__ = ["DeltaAccumulator", "difference", "differences", "is_sum", "merges"]
@@ -22,7 +22,7 @@ Arrays = Mapping[str, np.ndarray]
 
 def merges(model: keras.Model) -> list[OutputMerge]:
     """How the values of each variable that is not trained meet."""
-    return [merge_of(variable) for variable in model.non_trainable_variables]
+    return [output_merge(variable) for variable in model.non_trainable_variables]
 
 
 def difference(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:

@@ -29,7 +29,7 @@ from lockstep.devices.malloc_tuning import keep_memory
 from lockstep.devices.names import device_name
 from lockstep.doctor.fit_checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions, StepListener, in_step, trace_for
+from lockstep.execution.train_functions import StepFunctions, StepListener, in_step, trace_context
 from lockstep.fit.checkpointing.checkpoint_hook import backed_up
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
 from lockstep.fit.checkpointing.save_schedule import SaveFrequency
@@ -135,7 +135,7 @@ class Strategy(Diagnostics):
         _refuse_distribution()
         open_scopes.set((*open_scopes.get(), self))
         try:
-            with trainer.models_claimed(_current_claim), trace_for(self.num_replicas_in_sync):
+            with trainer.models_claimed(_current_claim), trace_context(self.num_replicas_in_sync):
                 yield self
         finally:
             scopes = list(open_scopes.get())
@@ -174,7 +174,7 @@ class Strategy(Diagnostics):
         """
         return Checkpoint(directory, SaveFrequency(save_freq), keep, self._placement, self._together, self._announce)
 
-    def _plan_for(self, placement: Placement, model: keras.Model) -> Executor:
+    def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         """How the steps of a model run."""
         return (
             DeterministicExecutor(placement)
@@ -194,8 +194,8 @@ class Strategy(Diagnostics):
                 told.add(reason)
                 self._announce(f"Model {model.name!r}: {reason}.")
 
-        plan = self._plan_for(self._placement, model)
-        functions = StepFunctions(model, self._placement, plan, tell, self._listener)
+        executor = self._executor_for(self._placement, model)
+        functions = StepFunctions(model, self._placement, executor, tell, self._listener)
         vars(model)[_FUNCTIONS] = functions  # There, as they hold the model: both are freed together.
 
         def make(kind: str) -> Any:

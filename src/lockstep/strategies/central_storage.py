@@ -79,7 +79,7 @@ class CentralStorageStrategy(Strategy):
         """Name of the device that the variables are on."""
         return device_name(self._home)
 
-    def _plan_for(self, placement: Placement, model: keras.Model) -> Executor:
+    def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         return CentralExecutor(placement, self._ops, self._home, model)
 
     @contextlib.contextmanager

@@ -32,8 +32,8 @@ def compare_steps(model: keras.Model, batch: Any, ways: Sequence[tuple[Placement
     """
     state = trainer.training_state(model, batch)
     outcomes = []
-    for placement, plan in ways:
-        step = StepFunctions(model, placement, plan, lambda _: None, StepListener()).make("train")
+    for placement, executor in ways:
+        step = StepFunctions(model, placement, executor, lambda _: None, StepListener()).make("train")
         logs, new = step(jax.tree.map(jax.numpy.copy, state), iter([batch]))
         outcomes.append(_named(model, logs, new))
     for (placement, _), outcome in zip(ways[1:], outcomes[1:], strict=True):

@@ -29,7 +29,7 @@ class Diagnostics(StrategyApi):
     _inputs: InputFactory
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
     _functions_of: Callable[[keras.Model], StepFunctions]
-    _plan_for: Callable[[Placement, keras.Model], Executor]
+    _executor_for: Callable[[Placement, keras.Model], Executor]
 
     def self_check(
         self, model: keras.Model | None = None, x: Any = None, y: Any = None, sample_weight: Any = None
@@ -67,7 +67,7 @@ class Diagnostics(StrategyApi):
         placements = [self._placement, self._placement]
         if self._deterministic and len(self._placement.devices) > 1:
             placements.append(self._placement.on_first_device())
-        return compare_steps(model, (x, y, sample_weight), [(p, self._plan_for(p, model)) for p in placements])
+        return compare_steps(model, (x, y, sample_weight), [(p, self._executor_for(p, model)) for p in placements])
 
     def doctor(
         self,
@@ -137,7 +137,7 @@ class Diagnostics(StrategyApi):
 
     def _tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
-        self._functions_of(model).tell(sentence)
+        self._functions_of(model).log(sentence)
 
 
 def examined(strategy: Diagnostics, program: FitCall) -> Report:
@@ -147,6 +147,6 @@ def examined(strategy: Diagnostics, program: FitCall) -> Report:
         ModelError: the model is not compiled.
     """
     model, placement = program.model, strategy._placement
-    plan = strategy._plan_for(placement, model)
-    functions = StepFunctions(model, placement, plan, lambda _: None, StepListener())
+    executor = strategy._executor_for(placement, model)
+    functions = StepFunctions(model, placement, executor, lambda _: None, StepListener())
     return examine(replace(program, setting=strategy._setting()), functions, strategy._inputs, os.environ)

@@ -175,12 +175,12 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
     ) -> Iterator[None]:
         """Have the training steps of a model made by ``step``; ``settle`` waits for them, and gives the state that they have left."""
         functions = self._functions_of(model)
-        before = functions.elsewhere, functions.settle
-        functions.elsewhere, functions.settle = step, settle
+        before = functions.remote_step, functions.settle
+        functions.remote_step, functions.settle = step, settle
         try:
             yield
         finally:
-            functions.elsewhere, functions.settle = before
+            functions.remote_step, functions.settle = before
 
     def model_of_loop(self) -> keras.Model:
         """The model whose variables the servers hold while functions are scheduled: the newest one that is compiled and built.
@@ -198,13 +198,13 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     def tell(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
-        self._functions_of(model).tell(sentence)
+        self._functions_of(model).log(sentence)
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)
         if model in self._models and model not in self._order:
             self._order[model] = None
-            self._functions_of(model).elsewhere = _refuse_to_train_here
+            self._functions_of(model).remote_step = _refuse_to_train_here
         if not self.is_chief:
             leave_files_to_the_chief(model)
 

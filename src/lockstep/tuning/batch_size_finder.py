@@ -83,7 +83,7 @@ def batch_size_finder(
     trials = _trials(model, owner)
     sizes = powers_of_two(rows, trials.replicas) if batch_sizes is None else _asked(batch_sizes, rows)
     together = owner._together if owner else ProcessGroup()
-    pauses = owner._listener.pauses if owner else lambda: None
+    on_pause = owner._listener.on_pause if owner else lambda: None
     _agree(together, [sizes, steps, rows, batch_sizes is None])
     hosts = together.gathered("batch_size_finder: the machines", socket.gethostname())
     if memory_limit is None:
@@ -91,7 +91,7 @@ def batch_size_finder(
     else:
         available = whole_number("batch_size_finder: memory_limit", memory_limit)
     search = _Search(
-        trials, lambda size: _batch(data, size), steps, available, together, pauses, stops=batch_sizes is None
+        trials, lambda size: _batch(data, size), steps, available, together, on_pause, stops=batch_sizes is None
     )
     largest = find_largest(sizes, search.fits, trials.replicas if batch_sizes is None else None)
     found = tuple(sorted(search.found, key=lambda measured: measured.rows))
@@ -112,7 +112,7 @@ class _Search:
         steps: how many are timed.
         available: bytes, or None.
         together: the processes.
-        pauses: is called before what may take long.
+        on_pause: is called before what may take long.
         stops: whether larger sizes are run no more once they are no faster.
     """
 
@@ -123,12 +123,12 @@ class _Search:
         steps: int,
         available: int | None,
         together: ProcessGroup,
-        pauses: Callable[[], None],
+        on_pause: Callable[[], None],
         *,
         stops: bool,
     ) -> None:
         self._trials, self._batch, self._steps, self._available = trials, batch, steps, available
-        self._together, self._pauses, self._stops = together, pauses, stops
+        self._together, self._pauses, self._stops = together, on_pause, stops
         self._best, self._slower = 0.0, 0
         self.found: list[BatchMeasurement] = []
 
@@ -151,7 +151,7 @@ class _Search:
     def _compiled(self, rows: int) -> tuple[StepProbe | None, int | None, str]:
         """What is ready to run, its memory, and why it does not fit, if so."""
         try:
-            trial = self._trials.of(self._batch(rows))
+            trial = self._trials.compile(self._batch(rows))
         except jax.errors.JaxRuntimeError as error:
             return None, None, _reason(error)
         devices = self._trials.devices
@@ -197,9 +197,9 @@ def _trials(model: keras.Model, strategy: Strategy | None) -> StepProbes:
     if strategy is None:
         return KerasProbes(model)
     placement = strategy._placement
-    plan = strategy._plan_for(placement, model)
-    default = plan if type(plan) is SpmdExecutor else SpmdExecutor(placement, strategy.cross_device_ops)
-    return StrategyProbes(model, placement, plan, default)
+    executor = strategy._executor_for(placement, model)
+    default = executor if type(executor) is SpmdExecutor else SpmdExecutor(placement, strategy.cross_device_ops)
+    return StrategyProbes(model, placement, executor, default)
 
 
 def _batch(data: tuple[Any, ...], rows: int) -> Any:

@@ -41,7 +41,7 @@ class BatchSizes:
         measurements: by rising rows.
         largest: the largest that was found to fit.
         available_bytes: memory that a step may take, of the worker with least; None where no device says.
-        is_estimate: whether memory is that of the default plan's program, as the strategy runs several, which have no common figure.
+        is_estimate: whether memory is that of the default executor's program, as the strategy runs several, which have no common figure.
         is_all: whether ``largest`` is all the rows there are.
     """
 
@@ -72,7 +72,7 @@ class BatchSizes:
         return "\n".join([*(line.rstrip() for line in lines), *self._sentences()])
 
     def _sentences(self) -> list[str]:
-        about = "Memory is an estimate: that of the default plan's program. " if self.is_estimate else ""
+        about = "Memory is an estimate: that of the default executor's program. " if self.is_estimate else ""
         room = (
             "no device says how much memory there is"
             if self.available_bytes is None

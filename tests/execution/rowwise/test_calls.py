@@ -40,13 +40,13 @@ class Mean(layers.Layer):
 def calls(inner, method, replicas, devices, monkeypatch):
     """The rows of each call that a step is made in, on all devices."""
     seen = []
-    calls_of = executors.SpmdExecutor.calls_of
+    partition_calls = executors.SpmdExecutor.partition_calls
 
-    def noted(plan, layout, split):
-        seen.append(calls_of(plan, layout, split))
+    def noted(executor, layout, split):
+        seen.append(partition_calls(executor, layout, split))
         return seen[-1]
 
-    monkeypatch.setattr(executors.SpmdExecutor, "calls_of", noted)
+    monkeypatch.setattr(executors.SpmdExecutor, "partition_calls", noted)
     monkeypatch.setattr(executors, "usable_cores", lambda: 4)
     with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], replicas=replicas).scope():
         model = keras.Sequential([keras.Input((6, 2)), *inner, layers.Flatten(), layers.Dense(1)])

@@ -26,12 +26,12 @@ class Times:
         self.clock = StepTimer(StepListener(), lambda: self.waited, window, lambda: self.now)
 
     def step(self, seconds, rows=8, waits=0.0, kind="train"):
-        self.clock.reads()
+        self.clock.on_fetch()
         self.now += waits
         self.waited += waits
-        self.clock.begins(None, kind, (np.zeros((rows, 3)),))
+        self.clock.on_step_start(None, kind, (np.zeros((rows, 3)),))
         self.now += seconds
-        self.clock.ended(None, kind, None, {})
+        self.clock.on_step_end(None, kind, None, {})
 
     def trained(self, *seconds, **options):
         for one in seconds:

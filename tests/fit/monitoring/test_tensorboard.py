@@ -278,8 +278,8 @@ class Failed:
 def test_a_profile_ends_where_its_step_fails(tmp_path):
     for number in range(2):
         profile = StepProfiler(1, 2, tmp_path / str(number), print)
-        profile.begins(None, "train", None)
-        profile.ended(None, "train", None, Failed())
+        profile.on_step_start(None, "train", None)
+        profile.on_step_end(None, "train", None, Failed())
         profile.stop()
         assert list((tmp_path / str(number)).rglob("*.xplane.pb"))
 

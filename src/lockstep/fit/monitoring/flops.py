@@ -68,8 +68,8 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     """
     device = jax.local_devices()[0]
     alone = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
-    plan = EagerExecutor(device)
-    step = StepFunctions(model, alone, plan, lambda sentence: None, StepListener()).step_by(plan, "train")
+    executor = EagerExecutor(device)
+    step = StepFunctions(model, alone, executor, lambda sentence: None, StepListener()).build_step(executor, "train")
     shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
     found = jax.jit(step).lower(shapes, _shapes(batch)).cost_analysis()
     flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
@@ -89,12 +89,12 @@ class FlopCounter(StepListener):
         self.per_row: float | None = None
         self._batch: Any = None
 
-    def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
+    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         """See :class:`StepListener`."""
         if self.is_wanted:
             self._batch = _shapes(batch)
 
-    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
         """See :class:`StepListener`."""
         leaves = jax.tree.leaves(self._batch)
         if self.is_wanted and leaves:

@@ -28,14 +28,14 @@ class StepProfiler(StepListener):
         self._step, self._is_running = 0, False
         self._newest: Any = None
 
-    def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
+    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         """See :class:`StepListener`."""
         self._step += 1
         if self._step == self._first:
             jax.block_until_ready(self._newest)  # What was started before is not part of it.
             self._start()
 
-    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
         """See :class:`StepListener`."""
         self._newest = logs
         if self._step == self._last:

@@ -86,7 +86,7 @@ class _Display(StepListener):
         self._live: Live | None = None
         clock.followers.append(self)
 
-    def ended(self, model: Any, kind: str, state: Any, logs: Any) -> None:
+    def on_step_end(self, model: Any, kind: str, state: Any, logs: Any) -> None:
         """See :class:`StepListener`."""
         self._before, self._newest = self._newest, logs
 

@@ -85,16 +85,16 @@ class StepTimer(StepListener):
 
     # What the strategy and Keras's loop tell.
 
-    def reads(self) -> None:
+    def on_fetch(self) -> None:
         """See :class:`StepListener`."""
-        self._inner.reads()
+        self._inner.on_fetch()
         self.enter("data")
         if self._opened is None:
             self._open()
 
-    def begins(self, model: keras.Model, kind: str, batch: Any) -> None:
+    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         """See :class:`StepListener`."""
-        self._inner.begins(model, kind, batch)
+        self._inner.on_step_start(model, kind, batch)
         if kind != "train":
             self.pause()
             self.enter(_OTHERS[kind])
@@ -107,11 +107,11 @@ class StepTimer(StepListener):
             self.pause()
         self.enter("compiling" if count == 0 else "step")
         for follower in self.followers:
-            follower.begins(model, kind, batch)
+            follower.on_step_start(model, kind, batch)
 
-    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
         """See :class:`StepListener`."""
-        self._inner.ended(model, kind, state, logs)
+        self._inner.on_step_end(model, kind, state, logs)
         if kind != "train":
             return
         self.logs = logs
@@ -124,11 +124,11 @@ class StepTimer(StepListener):
             self._rows_done += self._rows
             self._recent.append(self.reading)
         for follower in self.followers:
-            follower.ended(model, kind, state, logs)
+            follower.on_step_end(model, kind, state, logs)
 
-    def pauses(self) -> None:
+    def on_pause(self) -> None:
         """See :class:`StepListener`."""
-        self._inner.pauses()
+        self._inner.on_pause()
 
     def begin_epoch(self, course: FitProgress) -> None:
         """An epoch begins."""

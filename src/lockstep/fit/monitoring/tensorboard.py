@@ -147,7 +147,7 @@ class _FitRecorder(StepListener):
         if self._asked.write_graph and type(model).__name__ in ("Functional", "Sequential"):
             self._describe(model)
 
-    def ended(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
         """A step was started; what is due is written while the next one runs, so that nothing waits for it."""
         self._write_waiting()
         if self.step % (self._asked.update_freq or 1) == 0:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from lockstep.data.device_placement import PlacedRows, Placement, count_rows, joined
 from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.devices.layout import Layout
-from lockstep.execution.call_splitter import CallSplitter
+from lockstep.execution.call_splitter import CallTrace
 from lockstep.execution.nonfinite_gate import losses_of
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward, forward_eagerly
@@ -25,16 +25,16 @@ __all__ = ["count_of", "rerun", "whole_batch"]
 
 
 class _ReplayExecutor:
-    """A plan whose replicas run one after the other, each noted in ``record``."""
+    """An executor whose replicas run one after the other, each noted in ``record``."""
 
-    def __init__(self, record: LayerTrace, of_global_batch: str) -> None:
-        self._record, self.of_global_batch, self.is_differentiable_twice = record, of_global_batch, True
+    def __init__(self, record: LayerTrace, global_batch_note: str) -> None:
+        self._record, self.global_batch_note, self.supports_second_derivatives = record, global_batch_note, True
 
-    def calls_of(self, layout: Layout, split: CallSplitter) -> tuple[tuple[int, ...], ...]:
+    def partition_calls(self, layout: Layout, trace: CallTrace) -> tuple[tuple[int, ...], ...]:
         """See :class:`Executor`: each replica is one."""
         return layout.per_device
 
-    def joined(self, rows: PlacedRows) -> jax.Array:
+    def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`; the rows were brought together before."""
         return rows.array
 
@@ -63,12 +63,12 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     placement, model = functions.placement, functions.model
     layout = placement.layout(count_of(batch))
     record = LayerTrace(model, lambda replica: _own_rows(layout, replica), _busy(layout))
-    plan: Any = _ReplayExecutor(record, functions.plan.of_global_batch)
+    executor: Any = _ReplayExecutor(record, functions.executor.global_batch_note)
     device = placement.first_own_device
     random = captured_random_state()
     try:
         with jax.default_device(device), record.watching():
-            logs, _ = functions.step_by(plan, "train")(_on_one_device(state, placement), batch)
+            logs, _ = functions.build_step(executor, "train")(_on_one_device(state, placement), batch)
     finally:
         restore_random_state(random)
     record.loss = record.loss or next(filter(None, map(kind_of, losses_of(logs).values())), None)

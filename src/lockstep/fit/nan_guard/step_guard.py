@@ -104,7 +104,7 @@ class StepGuard:
             self._in_a_row = 0 if before else self._in_a_row
             return None
         self._in_a_row += 1
-        self.functions.listener.pauses()
+        self.functions.listener.on_pause()
         return self._answer(before, bad, state)
 
     def _answer(self, step: _PendingStep, bad: list[Any], state: Any) -> Any:

@@ -122,8 +122,8 @@ def _on_one_device(program: FitCall) -> Report:
     def around(model: keras.Model, arguments: dict[str, Any]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    plan = SpmdExecutor(placement, AutoAllReduce())
-    functions = StepFunctions(program.model, placement, plan, lambda _: None, StepListener())
+    executor = SpmdExecutor(placement, AutoAllReduce())
+    functions = StepFunctions(program.model, placement, executor, lambda _: None, StepListener())
     inputs = InputFactory(placement, InputOptions(), ProcessGroup(), around, FitObserver())
     setting = RuntimeSettings(devices=(device,), has_strategy=False)
     report = examine(replace(program, setting=setting), functions, inputs, os.environ)
