@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def imports(path: Path) -> set[str]:
     return {package_of(name.removeprefix("lockstep.").replace(".", "/")) for name in found}
 
 
+def package_imports() -> dict[str, set[str]]:
+    """Which entries of ``LAYERS`` each entry imports."""
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        own = package_of(path.relative_to(PACKAGE).as_posix().removesuffix(".py"))
+        found.setdefault(own, set()).update(imports(path) - {own})
+    return found
+
+
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
 
 
@@ -66,6 +76,11 @@ def test_the_picture_in_architecture_md_shows_these_layers():
     rows = re.findall(r"^\| (\d+) \| (.+?) \|", text, flags=re.MULTILINE)
     shown = [tuple(re.findall(r"`([\w/]+?)/?`", names)) for _, names in rows]
     assert tuple(shown) == LAYERS
+
+
+def test_the_picture_of_the_packages_is_drawn_from_these_imports():
+    picture = runpy.run_path(str(ROOT / "docs" / "make_architecture.py"))
+    assert picture["PICTURE"].read_text() == picture["picture"](), "Fix: python docs/make_architecture.py"
 
 
 def test_only_the_seam_touches_the_internals_of_keras():
