@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lockstep.custom_loops.loss_scaling import compute_average_loss, scale_regularization_loss
     from lockstep.custom_loops.per_replica import PerReplica
     from lockstep.custom_loops.replica_context import ReplicaContext
-    from lockstep.data.input_options import InputOptions
+    from lockstep.data.fit_entry import InputOptions
     from lockstep.parameter_server.cluster_coordinator import ClusterCoordinator, RemoteValue
     from lockstep.parameter_server.per_worker import PerWorkerDataset, PerWorkerValues
     from lockstep.strategies.central_storage import CentralStorageStrategy
@@ -122,7 +122,7 @@ _LATER = {
     "HalvingDoublingAllReduce": "lockstep.collectives",
     "HierarchicalCopyAllReduce": "lockstep.collectives",
     "InputContext": "lockstep.custom_loops.distributed_dataset",
-    "InputOptions": "lockstep.data.input_options",
+    "InputOptions": "lockstep.data.fit_entry",
     "MirroredStrategy": "lockstep.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "lockstep.strategies.multi_worker",
     "NcclAllReduce": "lockstep.collectives",

@@ -6,12 +6,12 @@ standard error. ``logging.getLogger("lockstep").setLevel("WARNING")`` switches i
 
 import logging
 
-__all__ = ["announce"]
+__all__ = ["log_info"]
 
 _logger = logging.getLogger("lockstep")
 
 
-def announce(message: str) -> None:
+def log_info(message: str) -> None:
     """Log one line of level INFO that is visible unless the program has decided otherwise."""
     if _logger.level == logging.NOTSET and not _logger.hasHandlers():
         _print(message)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import ContractError, OptionError
 from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, resolve_cross_device_ops
-from lockstep.collectives.message_trace import MessageTrace, traffic_of
+from lockstep.collectives.message_trace import MessageTrace, trace_messages
 from lockstep.devices.names import resolve_devices
 
 __all__ = ["DTYPES", "SHAPES", "check_cross_device_ops", "count_traffic"]
@@ -85,7 +85,7 @@ def count_traffic(ops: Ops, values: Sequence[jax.ShapeDtypeStruct | jax.Array], 
         >>> len(traffic.rounds), traffic.sent[0]
         (14, 7000000.0)
     """
-    return traffic_of(resolve_cross_device_ops(ops), values, devices)
+    return trace_messages(resolve_cross_device_ops(ops), values, devices)
 
 
 def _dtypes(names: Sequence[str]) -> list[np.dtype]:

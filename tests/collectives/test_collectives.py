@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import lockstep
 from lockstep.collectives import ALGORITHMS, all_reduce, resolve_cross_device_ops
 from lockstep.collectives.bucketing import pack, plan_packs, unpack
-from lockstep.collectives.platform import platform_sum_in_few
+from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.testing import check_cross_device_ops, count_traffic
 
 OPTIONS = {  # Beside the defaults.
@@ -406,7 +406,7 @@ def test_between_processes_on_cpus_small_arrays_travel_together():
     values = [jnp.ones((2, *shape), dtype) for dtype, some in shapes.items() for shape in some]
 
     def add(one):
-        return platform_sum_in_few(one, "d", devices)
+        return platform_sum_bucketed(one, "d", devices)
 
     assert all((total == 2).all() for total in jax.vmap(add, axis_name="d")(values))
     traced = jax.make_jaxpr(add, axis_env=[("d", 2)])([value[0] for value in values])

@@ -11,8 +11,7 @@ import pytest
 
 from lockstep import InputError
 from lockstep.data.keras_adapter import KerasInput, next_batch
-from lockstep.data.source_factory import source_of
-from lockstep.data.sources import IterableSource
+from lockstep.data.sources import IterableSource, make_source
 
 from .programs import BATCH, ROWS, STEPS, cut, data
 
@@ -111,7 +110,7 @@ def by_keras(given, **options):
 def input_of(given, depth=0, steps=None):
     given = {"shuffle": False, "steps_per_epoch": steps, "pending": deque()} | given
     pending = given.pop("pending")  # what was read of a generator and not used
-    source = source_of(**given, pending=lambda generator: pending)
+    source = make_source(**given, pending=lambda generator: pending)
     return KerasInput(source, lambda batch: batch, depth, steps, lambda sentence: None)
 
 
@@ -127,21 +126,21 @@ class Taken:
 def by_the_chief(given, depth=0, steps=None, epochs=EPOCHS, hooks=None):
     """The batches that the chief's loop takes, each with what is told of it; facts are those of its epoch's begin."""
     made, found = input_of(given, depth, steps), []
-    made.keep_position(None, is_expecting=False)
+    made.track_position(None, is_expecting=False)
 
     def take(iterator):
         batch = next_batch(iterator, None)
-        pass_, number = made.taken_last
-        facts = json.loads(json.dumps(made.facts_of_pass()))
+        pass_, number = made.last_taken
+        facts = json.loads(json.dumps(made.pass_metadata()))
         if found and (found[-1].facts["pass"], found[-1].facts["hooks"]) == (pass_, facts["hooks"]):
             facts = found[-1].facts
         found.append(Taken(number, facts, batch))
-        assert made.taken_in_all == len(found)
+        assert made.total_taken == len(found)
 
     fit(made, take, epochs=epochs, **({"steps_per_epoch": steps} if steps else {}))
     made.close()
     if hooks is not None:
-        hooks += made.hooks
+        hooks += made.epoch_hooks
     return found
 
 
@@ -152,8 +151,8 @@ class Reader:
         random.seed(seed)
         np.random.seed(seed)
         self.input = input_of(given)
-        self.input.look()
-        self.batches = self.input.numbered()
+        self.input.peek()
+        self.batches = self.input.indexed_batches()
         self._facts = None
 
     def batch(self, taken, lowest=None):
@@ -243,7 +242,7 @@ def test_a_second_fit_goes_on_with_a_generator_where_the_first_has_ended_here_an
         for number in (0, 1):
             assert_same(taken[number].batch, expected[3 * call + number])
             assert_same(other.batch(taken[number]), taken[number].batch)
-        other.batches.skip_to(len(taken))
+        other.batches.read_up_to(len(taken))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -263,7 +262,7 @@ def numbers(count):
 
 
 def numbered(iterable, **facts):
-    batches = KerasInput(IterableSource(iterable), lambda batch: batch, 0, None, lambda s: None).numbered()
+    batches = KerasInput(IterableSource(iterable), lambda batch: batch, 0, None, lambda s: None).indexed_batches()
     batches.begin(FACTS | facts)
     return batches
 
@@ -278,14 +277,14 @@ def test_only_what_goes_on_from_pass_to_pass_is_skipped():
     for iterable, following in ((numbers(5), 1), (iter(numbers(5)), 4)):
         batches = numbered(iterable)
         batches.batch(0, 0)
-        batches.skip_to(4)
+        batches.read_up_to(4)
         assert int(batches.batch(following, following)[0]) == following
 
 
 @pytest.mark.parametrize("kind", ["function", "arrays", "generator"])
 def test_less_data_than_the_chief_has_is_refused(kind):
     given = (KINDS | {"generator": lambda: {"x": iter_once()}})[kind]()
-    batches = input_of(given).numbered()
+    batches = input_of(given).indexed_batches()
     batches.begin(FACTS)
     with pytest.raises(
         InputError, match=f"has {STEPS} batches here, and more at the chief. Every process must read the same"
@@ -300,7 +299,7 @@ def iter_once():
 @pytest.mark.parametrize("kind", [*KINDS, "generator"])
 def test_a_look_takes_nothing(kind):
     looked, plain = input_of((KINDS | ONE_PASS)[kind]()), []
-    first = looked.look()
+    first = looked.peek()
     fit(looked, lambda iterator: plain.append(next_batch(iterator, None)), epochs=1, steps_per_epoch=STEPS)
     looked.close()
     assert len(plain) == STEPS
@@ -310,4 +309,4 @@ def test_a_look_takes_nothing(kind):
 
 
 def test_a_look_at_nothing_gives_nothing():
-    assert input_of({"x": lambda step: None}).look() is None
+    assert input_of({"x": lambda step: None}).peek() is None

@@ -13,7 +13,7 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 import lockstep
 from lockstep._keras import trainer
 from lockstep.data.keras_adapter import KerasInput, next_batch
-from lockstep.data.source_factory import source_of
+from lockstep.data.sources import make_source
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, STEPS, TOPOLOGIES, counting, cut, data, weights
@@ -378,7 +378,7 @@ def test_evaluate_and_predict_have_as_many_steps_a_call_as_in_keras(steps, toget
 
 
 def test_a_pass_knows_its_position():
-    source = source_of(function(*data()), pending=None)
+    source = make_source(function(*data()), pending=None)
     made = KerasInput(source, lambda batch: batch, 2, None, print)
     epoch = made.get_jax_iterator()
     assert [next_batch(epoch, None)[1][0, 0] for _ in range(3)] == [0, BATCH, 2 * BATCH]
@@ -397,5 +397,5 @@ def test_the_copy_ahead_that_keras_makes_on_accelerators_takes_no_batch(kind, mo
 def test_keras_s_copy_to_the_default_device_is_passed_by():
     own = iter([1, 2])
     on_accelerators = JAXEpochIterator(*data())._one_batch_ahead_iterator(own)
-    assert trainer.on_its_way(on_accelerators) is own
-    assert trainer.on_its_way(own) is own
+    assert trainer.unwrap_iterator(on_accelerators) is own
+    assert trainer.unwrap_iterator(own) is own

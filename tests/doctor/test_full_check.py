@@ -12,8 +12,8 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.data.random_state import captured_random_state
-from lockstep.devices.host_memory import HostMemory
+from lockstep.data.iterator_state import capture_random_state
+from lockstep.devices.memory import HostMemory
 from lockstep.doctor.fit_call import FitCall, RuntimeSettings
 from lockstep.doctor.memory_check import about_memory
 from lockstep.doctor.pipeline_order import about_order
@@ -78,9 +78,9 @@ def test_nothing_is_changed_and_what_follows_has_the_same_bits(given, options):
         x, y = given()
         model.fit(x, y, epochs=1, verbose=0)
         if is_looked_at:
-            before = bits(model), captured_random_state()
+            before = bits(model), capture_random_state()
             report = strategy.doctor(model, x, y)
-            assert (bits(model), captured_random_state()) == before
+            assert (bits(model), capture_random_state()) == before
             assert "training steps on a copy of the state" in str(report)
         model.fit(x, y, epochs=2, verbose=0)
         found.append(bits(model))

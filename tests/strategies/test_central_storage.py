@@ -9,7 +9,7 @@ from keras import layers
 
 import lockstep
 from lockstep.data.device_placement import Placement
-from lockstep.devices.names import resolve_with_home
+from lockstep.devices.names import resolve_with_parameter_device
 from lockstep.execution.gradient_extraction import GradientProgram
 from tests.laws.cases import case_named
 from tests.laws.compare import Central, assert_same, reference, run
@@ -330,8 +330,8 @@ def test_by_default_the_first_device_holds_the_variables_and_the_line_says_so(ca
 
 def test_several_accelerators_have_the_cpu_hold_them_and_one_holds_them_itself(monkeypatch):
     monkeypatch.setattr("lockstep.devices.names.platform_of", lambda device: "gpu")
-    assert resolve_with_home(["cpu:2", "cpu:1"], None)[1] == jax.devices()[0]
-    assert resolve_with_home(["cpu:2"], None)[1] == jax.devices()[2]
+    assert resolve_with_parameter_device(["cpu:2", "cpu:1"], None)[1] == jax.devices()[0]
+    assert resolve_with_parameter_device(["cpu:2"], None)[1] == jax.devices()[2]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.devices.host_memory import host_memory
+from lockstep.devices.memory import host_memory
 from lockstep.tuning.batch_sizes import BatchMeasurement, BatchSizes
 from lockstep.tuning.size_search import find_largest, powers_of_two
 
@@ -238,7 +238,7 @@ def test_other_distributions_are_refused():
 def test_servers_are_refused():
     model = model_of()
     strategy = object.__new__(lockstep.ParameterServerStrategy)  # One that has met its cluster needs processes.
-    lockstep._keras.trainer.adopt(model, strategy, lambda kind: None)
+    lockstep._keras.trainer.attach_strategy(model, strategy, lambda kind: None)
     with pytest.raises(lockstep.ScopeError, match="under ParameterServerStrategy each worker has batches of its own"):
         lockstep.batch_size_finder(model, X, Y)
 

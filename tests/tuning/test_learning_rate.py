@@ -232,7 +232,7 @@ def test_in_plain_keras_the_batch_must_be_said():
 def test_where_servers_keep_the_variables_it_is_refused():
     model = plain()
     strategy = object.__new__(ParameterServerStrategy)  # One that has met its cluster needs processes.
-    trainer.adopt(model, strategy, lambda kind: None)
+    trainer.attach_strategy(model, strategy, lambda kind: None)
     with pytest.raises(lockstep.ScopeError, match="all workers of a ParameterServerStrategy would have to wait"):
         fit(model, LearningRateScaling(BASE))
 

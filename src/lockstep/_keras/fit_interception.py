@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-__all__ = ["Take", "compiles_noted", "fits_taken", "takeable"]
+__all__ = ["Take", "intercept_fit", "interceptable", "observe_compile"]
 
 Fit = Callable[..., Any]
 Take = Callable[[keras.Model, Fit, tuple[Any, ...], dict[str, Any]], Any]
@@ -17,7 +17,7 @@ _taken_by: ContextVar[Take | None] = ContextVar("taken_by", default=None)
 
 
 @contextlib.contextmanager
-def fits_taken(take: Take) -> Iterator[None]:
+def intercept_fit(take: Take) -> Iterator[None]:
     """Have ``take(model, fit, args, kwargs)`` get each call of ``fit``, with or without a strategy, while this context is open.
 
     ``fit(*args, **kwargs)`` is what would have been done; calls that ``take`` makes are not taken again.
@@ -27,7 +27,7 @@ def fits_taken(take: Take) -> Iterator[None]:
 
     @functools.wraps(original)
     def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        return takeable(model, functools.partial(original, model))(*args, **kwargs)
+        return interceptable(model, functools.partial(original, model))(*args, **kwargs)
 
     token = _taken_by.set(take)
     setattr(owner, "fit", fit)  # noqa: B010  # mypy does not see that a class is an object like others.
@@ -39,7 +39,7 @@ def fits_taken(take: Take) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiles_noted(note: Callable[[keras.Model], None]) -> Iterator[None]:
+def observe_compile(note: Callable[[keras.Model], None]) -> Iterator[None]:
     """Have ``note`` see each model that is compiled while this context is open, from within that call."""
     owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
     original = vars(owner)["compile"]
@@ -56,7 +56,7 @@ def compiles_noted(note: Callable[[keras.Model], None]) -> Iterator[None]:
         setattr(owner, "compile", original)  # noqa: B010
 
 
-def takeable(model: keras.Model, fit: Fit) -> Fit:
+def interceptable(model: keras.Model, fit: Fit) -> Fit:
     """``fit`` of a model, whose calls go to whoever takes them."""
 
     @functools.wraps(fit)

@@ -11,13 +11,13 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = ["settled_before_sync", "steps_done"]
+__all__ = ["refresh_before_sync", "steps_done"]
 
 _KINDS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 
 
 @contextlib.contextmanager
-def settled_before_sync(model: keras.Model, settle: Callable[[], Any]) -> Iterator[None]:
+def refresh_before_sync(model: keras.Model, settle: Callable[[], Any]) -> Iterator[None]:
     """Ask for the newest values whenever Keras, or a callback by ``self.model``, is about to write them into the variables.
 
     Args:

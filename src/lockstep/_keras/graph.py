@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import keras
 
-__all__ = ["Output", "has_own", "is_kerases_own", "layers_of", "outputs_of"]
+__all__ = ["Output", "is_keras_class", "layers_of", "outputs_of", "overrides_any"]
 
 _SHAPES_ONLY = (keras.layers.Reshape, keras.layers.Flatten, keras.layers.Permute)
 _WITH_ACTIVATION = (
@@ -62,13 +62,13 @@ def outputs_of(model: keras.Model) -> list[Output] | None:
     return [_output(names, tensor) for names, tensor in zip(_names(graph), graph.outputs, strict=True)]
 
 
-def has_own(model: keras.Model, *methods: str) -> bool:
+def overrides_any(model: keras.Model, *methods: str) -> bool:
     """Whether the class of a model has one of these methods for itself."""
     owners = [next(cls for cls in type(model).__mro__ if name in vars(cls)) for name in methods]
-    return not all(is_kerases_own(owner) for owner in owners)
+    return not all(is_keras_class(owner) for owner in owners)
 
 
-def is_kerases_own(kind: type) -> bool:
+def is_keras_class(kind: type) -> bool:
     """Whether a class is one of Keras's."""
     return kind.__module__.partition(".")[0] == "keras"
 
@@ -80,7 +80,7 @@ def layers_of(model: keras.Model) -> list[Any]:
 
 def _graph_of(model: keras.Model) -> Any:
     """The functional model that computes what ``model`` gives; None where there is none, or something may come after it."""
-    if has_own(model, "call", "__call__"):
+    if overrides_any(model, "call", "__call__"):
         return None
     graph = model._functional if isinstance(model, keras.Sequential) else model
     return graph if graph is not None and "_outputs_struct" in vars(graph) else None

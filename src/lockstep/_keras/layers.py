@@ -15,20 +15,20 @@ import keras
 from lockstep._keras.trainer import get_keras_mask, set_keras_mask
 
 __all__ = [
-    "arrays_kept",
-    "keep_arrays",
-    "models_within",
+    "attribute_arrays",
+    "copy_keras_mask",
+    "disable_batch_statistics",
+    "nested_models",
     "operations_of",
-    "replaced_call",
-    "replaced_methods",
-    "with_mask_of",
-    "without_batch_statistics",
+    "patched_methods",
+    "patched_stateless_call",
+    "set_attribute_arrays",
 ]
 
 Place = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in the tree that it holds
 
 
-def arrays_kept(model: keras.Model) -> dict[Place, jax.Array]:
+def attribute_arrays(model: keras.Model) -> dict[Place, jax.Array]:
     """The arrays that a model and its layers hold in attributes, alone or in lists, tuples and dicts."""
     return {
         (layer, name, number): leaf
@@ -40,7 +40,7 @@ def arrays_kept(model: keras.Model) -> dict[Place, jax.Array]:
     }
 
 
-def keep_arrays(places: list[Place], arrays: list[Any]) -> None:
+def set_attribute_arrays(places: list[Place], arrays: list[Any]) -> None:
     """Put arrays into attributes that hold others."""
     for (layer, name, number), array in zip(places, arrays, strict=True):
         leaves = keras.tree.flatten(vars(layer)[name])
@@ -48,7 +48,7 @@ def keep_arrays(places: list[Place], arrays: list[Any]) -> None:
         layer.__dict__[name] = keras.tree.pack_sequence_as(vars(layer)[name], leaves)
 
 
-def models_within(model: keras.Model) -> list[keras.Model]:
+def nested_models(model: keras.Model) -> list[keras.Model]:
     """The model, and those among its layers at all depths."""
     return [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
 
@@ -63,7 +63,7 @@ def operations_of(model: keras.Model) -> list[Any]:
 
 
 @contextlib.contextmanager
-def replaced_methods(owners: list[Any], name: str, around: Callable[[Any, Any], Any]) -> Iterator[None]:
+def patched_methods(owners: list[Any], name: str, around: Callable[[Any, Any], Any]) -> Iterator[None]:
     """Have the method ``name`` of each owner be ``around(owner, method)`` for a while."""
     before = [(owner, vars(owner).get(name)) for owner in owners]
     for owner in owners:
@@ -78,7 +78,7 @@ def replaced_methods(owners: list[Any], name: str, around: Callable[[Any, Any], 
 
 
 @contextlib.contextmanager
-def without_batch_statistics(model: keras.Model) -> Iterator[list[keras.Layer]]:
+def disable_batch_statistics(model: keras.Model) -> Iterator[list[keras.Layer]]:
     """Have each BatchNormalization use its moving statistics for a while, so that it treats each row by itself.
 
     Gives a list in which those will be that are called in training.
@@ -98,11 +98,11 @@ def without_batch_statistics(model: keras.Model) -> Iterator[list[keras.Layer]]:
 
         return call if "training" in signature.parameters else method
 
-    with replaced_methods(layers, "call", around):
+    with patched_methods(layers, "call", around):
         yield asked
 
 
-def with_mask_of(original: Any, value: jax.Array) -> jax.Array:
+def copy_keras_mask(original: Any, value: jax.Array) -> jax.Array:
     """``value`` with the mask that Keras has hung on ``original``, if any."""
     mask = get_keras_mask(original)
     if mask is not None:
@@ -111,7 +111,7 @@ def with_mask_of(original: Any, value: jax.Array) -> jax.Array:
 
 
 @contextlib.contextmanager
-def replaced_call(model: keras.Model, call: Callable[..., Any]) -> Iterator[None]:
+def patched_stateless_call(model: keras.Model, call: Callable[..., Any]) -> Iterator[None]:
     """Have ``model.stateless_call`` be ``call`` for the length of one trace."""
     before = model.__dict__.pop("stateless_call", None)
     model.__dict__["stateless_call"] = call

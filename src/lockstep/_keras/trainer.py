@@ -37,27 +37,27 @@ except ModuleNotFoundError as error:
 __all__ = [
     "DataAdapter",
     "adapter_of",
-    "adopt",
-    "adopted_by",
+    "attach_strategy",
     "check_keras",
+    "claim_models",
+    "clear_synchronized",
     "get_jax_iterator",
     "get_keras_mask",
     "get_random_seed",
-    "has_no_stated_aggregation",
-    "is_arrays",
+    "global_batch_reason",
+    "is_array_adapter",
     "is_seed",
     "is_synced",
     "is_tf_dataset",
-    "keep_values",
-    "models_claimed",
-    "needs_global_batch",
-    "on_its_way",
-    "plain_batch_normalization",
+    "lacks_aggregation",
     "set_keras_mask",
-    "standard_batch",
+    "standardize_batch",
+    "strategy_of",
     "train_validation_split",
     "training_state",
     "unpack_x_y_sample_weight",
+    "unwrap_iterator",
+    "write_back_values",
 ]
 
 FUNCTIONS = ("train", "test", "predict")
@@ -90,7 +90,7 @@ _originals: list[tuple[type, str, Any]] = []
 
 
 @contextlib.contextmanager
-def models_claimed(current: Callable[[], Claim | None]) -> Iterator[None]:
+def claim_models(current: Callable[[], Claim | None]) -> Iterator[None]:
     """Hand over each model that is made, compiled or used while this context, or another one, is open.
 
     ``current()`` says who claims the models of the calling thread, or None where no scope is open: other threads see
@@ -161,7 +161,7 @@ def _accepting_synchronized(original: Callable[..., None], current: Callable[[],
 # --- a model that has a strategy ---------------------------------------------------------------------------------
 
 
-def adopt(
+def attach_strategy(
     model: keras.Model,
     owner: Any,
     make: Callable[[str], Callable[..., Any]],
@@ -189,7 +189,7 @@ def adopt(
     model.__dict__[_OWNER] = owner
 
 
-def adopted_by(model: keras.Model) -> Any:
+def strategy_of(model: keras.Model) -> Any:
     """The owner that ``model`` was adopted by, or None."""
     return model.__dict__.get(_OWNER)
 
@@ -227,7 +227,7 @@ def is_synced(model: keras.Model) -> bool:
     return model._jax_state_synced
 
 
-def keep_values(model: keras.Model, names: tuple[str, ...], state: Any) -> None:
+def write_back_values(model: keras.Model, names: tuple[str, ...], state: Any) -> None:
     """Write values back into a model's variables after a step failed: Keras takes them out before and would lose them.
 
     Args:
@@ -249,15 +249,15 @@ adapter_of = data_adapters.get_data_adapter  # x, y, sample_weight, batch_size, 
 is_tf_dataset = data_adapters.is_tf_dataset
 
 
-def is_arrays(adapter: DataAdapter) -> bool:
+def is_array_adapter(adapter: DataAdapter) -> bool:
     """Whether an input is arrays that lie in memory as a whole."""
     return isinstance(adapter, data_adapters.ArrayDataAdapter)
 
 
-standard_batch = data_adapters.PyDatasetAdapter._standardize_batch  # what a PyDataset returned, as a tuple
+standardize_batch = data_adapters.PyDatasetAdapter._standardize_batch  # what a PyDataset returned, as a tuple
 
 
-def on_its_way(iterator: Any) -> Any:
+def unwrap_iterator(iterator: Any) -> Any:
     """The adapter's iterator inside the one that Keras hands over.
 
     On accelerators Keras wraps it in a generator that first copies each batch to the default device.
@@ -275,7 +275,7 @@ def is_seed(variable: keras.Variable) -> bool:
     return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)
 
 
-def needs_global_batch(model: keras.Model) -> str | None:
+def global_batch_reason(model: keras.Model) -> str | None:
     """Why a model must see the global batch at once, or None: replicas of their own would change what it means."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
@@ -288,7 +288,7 @@ def needs_global_batch(model: keras.Model) -> str | None:
     return None
 
 
-def has_no_stated_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
+def lacks_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
     """Whether a variable of somebody's own layer leaves open how the values of replicas meet.
 
     Keras's own layers leave it open too; of those that change in a forward pass the mean by rows is right.
@@ -308,7 +308,7 @@ def unsynchronized_normalizations(model: keras.Model) -> list[str]:
 
 
 @contextlib.contextmanager
-def plain_batch_normalization(model: keras.Model) -> Iterator[None]:
+def clear_synchronized(model: keras.Model) -> Iterator[None]:
     """Let synchronized layers run on JAX for the length of a trace in which they see the global batch anyway."""
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization) and x.synchronized]
     for layer in layers:

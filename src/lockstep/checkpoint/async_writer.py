@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep._errors import CheckpointError, LockstepError
-from lockstep._logging import announce as announce_line
+from lockstep._logging import log_info
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.distributed.control.wait_logger import WaitLogger
@@ -49,7 +49,7 @@ class BackgroundWriter:
         store: CheckpointStore,
         *,
         timeout_seconds: float = 600.0,
-        announce: Callable[[str], None] = announce_line,
+        announce: Callable[[str], None] = log_info,
     ) -> None:
         self.store = store
         self.last_error: BaseException | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError, OptionError, whole_number
-from lockstep._logging import announce as announce_line
+from lockstep._logging import log_info
 from lockstep.checkpoint import atomic_write, reader
 from lockstep.checkpoint.lock import WriterLock
 from lockstep.checkpoint.manifest import Manifest
@@ -58,7 +58,7 @@ class CheckpointStore:
         keep: int = 3,
         *,
         timeout_seconds: float = 600.0,
-        announce: Callable[[str], None] = announce_line,
+        announce: Callable[[str], None] = log_info,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if "://" in os.fspath(directory):

@@ -5,15 +5,12 @@ from collections.abc import Callable
 import jax
 
 from lockstep._errors import OptionError
-from lockstep.collectives.base import CrossDeviceOps
-from lockstep.collectives.custom_function import FunctionAllReduce
+from lockstep.collectives.base import CrossDeviceOps, FunctionAllReduce, ReduceOp, all_reduce
 from lockstep.collectives.half_precision import HalfPrecisionAllReduce
 from lockstep.collectives.halving_doubling import HalvingDoublingAllReduce
 from lockstep.collectives.hierarchical_copy import HierarchicalCopyAllReduce
-from lockstep.collectives.nccl import NcclAllReduce
 from lockstep.collectives.options import CommunicationImplementation, CommunicationOptions
-from lockstep.collectives.platform import AutoAllReduce
-from lockstep.collectives.reduce_op import ReduceOp, all_reduce
+from lockstep.collectives.platform import AutoAllReduce, NcclAllReduce
 from lockstep.collectives.reduce_to_one import ReductionToOneDevice
 from lockstep.collectives.ring import RingAllReduce
 from lockstep.collectives.tree import TreeAllReduce

@@ -1,13 +1,17 @@
 """The contract of a cross-device operation: how the gradients of the devices meet."""
 
 import abc
-from collections.abc import Sequence
+import enum
+import inspect
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["CrossDeviceOps"]
+from lockstep._errors import OptionError, member_of
+
+__all__ = ["CrossDeviceOps", "FunctionAllReduce", "ReduceOp", "all_reduce"]
 
 
 class CrossDeviceOps(abc.ABC):
@@ -76,3 +80,79 @@ class CrossDeviceOps(abc.ABC):
         with np.errstate(invalid="ignore"):  # 0 × infinity, where one device holds what is not finite.
             relative = additions * float(number.eps) * magnitude
         return np.asarray(relative + additions * float(number.tiny))  # Hardware may take subnormal numbers for zero.
+
+
+class ReduceOp(enum.Enum):
+    """How values are brought together: ``tf.distribute.ReduceOp``."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+def all_reduce(
+    reduce_op: ReduceOp | str,
+    values: Sequence[jax.Array],
+    axis: str,
+    devices: Sequence[jax.Device],
+    ops: CrossDeviceOps,
+) -> list[jax.Array]:
+    """Sum or mean of each array over the devices, inside ``jax.shard_map``.
+
+    Args:
+        reduce_op: a member of :class:`ReduceOp` or its name.
+        values: this device's arrays; floating-point or complex ones for the mean.
+        axis: name of the mesh axis that runs over the devices.
+        devices: the devices along that axis, in order.
+        ops: adds the arrays.
+
+    Returns:
+        Arrays of the same shapes and dtypes, the same bits on every device.
+
+    Raises:
+        OptionError: ``reduce_op`` is something else, or the mean of integers or bools is asked for.
+    """
+    chosen = member_of(ReduceOp, "reduce_op", reduce_op)
+    if chosen is ReduceOp.MEAN:
+        for value in values:
+            if not jnp.issubdtype(value.dtype, jnp.inexact):
+                raise OptionError(
+                    f"reduce_op: the mean of {value.dtype} numbers is no {value.dtype} number; convert them to a "
+                    "floating-point dtype first, or take ReduceOp.SUM."
+                )
+    sums = ops.all_reduce(values, axis, devices)
+    return [total / len(devices) for total in sums] if chosen is ReduceOp.MEAN else sums
+
+
+class FunctionAllReduce(CrossDeviceOps):
+    """Calls a function for each array.
+
+    Args:
+        function: takes this device's array and the name of the mesh axis, and returns the sum over the devices, of the
+            same shape. The sum is converted to the array's dtype.
+    """
+
+    def __init__(self, function: Callable[[jax.Array, str], jax.Array]) -> None:
+        self.function = function
+        self.name = function.__name__ if inspect.isroutine(function) else repr(function)
+
+    def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
+        """Sum of each array over the devices; see :class:`CrossDeviceOps`.
+
+        Raises:
+            OptionError: the function returns another shape, or no array.
+        """
+        return [self._one(value, axis) for value in values]
+
+    def describe(self, devices: Sequence[jax.Device]) -> str:
+        """What the strategy's log line says."""
+        return f"all-reduce by {self.name}"
+
+    def _one(self, value: jax.Array, axis: str) -> jax.Array:
+        total = self.function(value, axis)
+        if not isinstance(total, jax.Array) or total.shape != value.shape:
+            found = f"shape {total.shape}" if isinstance(total, jax.Array) else repr(total)
+            raise OptionError(
+                f"cross_device_ops: {self.name} was given an array of shape {value.shape} and must return one of the "
+                f"same shape, the sum over the devices; it returned {found}."
+            )
+        return total.astype(value.dtype)

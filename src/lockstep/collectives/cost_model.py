@@ -22,9 +22,9 @@ __all__ = [
     "NetworkLink",
     "Stage",
     "fit",
-    "not_negative",
+    "message_seconds",
+    "nnls",
     "predict",
-    "seconds_on_the_way",
 ]
 
 
@@ -127,7 +127,7 @@ def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> fl
     )
 
 
-def seconds_on_the_way(traffic: MessageTrace, network: Network) -> float:
+def message_seconds(traffic: MessageTrace, network: Network) -> float:
     """What the messages of a counted program take, without the adding."""
     return sum(network.seconds(np.asarray(turn.pairs), turn.nbytes) for turn in traffic.rounds)
 
@@ -145,7 +145,7 @@ def fit(measurements: Sequence[AllReduceMeasurement]) -> tuple[Network, float]:
     """
     counts = np.array([_counts(one) for one in measurements])
     seconds = np.array([one.seconds for one in measurements])
-    alpha, beta, gamma = map(float, not_negative(counts / seconds[:, None], np.ones(len(counts))))
+    alpha, beta, gamma = map(float, nnls(counts / seconds[:, None], np.ones(len(counts))))
     errors = np.abs(counts @ [alpha, beta, gamma] / seconds - 1)
     link = NetworkLink(alpha, beta)
     most = max(one.devices for one in measurements)
@@ -160,7 +160,7 @@ def _counts(one: AllReduceMeasurement) -> tuple[float, float, float]:
     return rounds, sent * one.nbytes, added * one.nbytes
 
 
-def not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+def nnls(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The coefficients, none negative, with which ``rows`` give ``values`` best by least squares.
 
     Args:

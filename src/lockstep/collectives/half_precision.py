@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from lockstep._errors import OptionError
-from lockstep.collectives.bucketed import PackedAllReduce
+from lockstep.collectives.bucketing import PackedAllReduce
 from lockstep.collectives.platform import platform_sum
 
 __all__ = ["HalfPrecisionAllReduce"]

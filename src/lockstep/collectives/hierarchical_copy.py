@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lockstep.collectives.bucketed import PackedAllReduce
+from lockstep.collectives.bucketing import PackedAllReduce
 
 __all__ = ["HierarchicalCopyAllReduce", "group_size"]
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from lockstep._errors import OptionError, whole_number
 from lockstep.collectives.base import CrossDeviceOps
 
-__all__ = ["MessageRound", "MessageTrace", "traffic_of"]
+__all__ = ["MessageRound", "MessageTrace", "trace_messages"]
 
 _AXIS = "device"
 Pairs = tuple[tuple[int, int], ...]
@@ -60,7 +60,7 @@ class MessageTrace:
         return total
 
 
-def traffic_of(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | jax.Array], count: int) -> MessageTrace:
+def trace_messages(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | jax.Array], count: int) -> MessageTrace:
     """Rounds of messages of one all-reduce.
 
     A ``ppermute`` is one round. For the platform's collectives, which may do otherwise, the usual algorithms are

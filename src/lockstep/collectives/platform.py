@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import jax
 
-from lockstep.collectives.bucketed import PackedAllReduce
-from lockstep.collectives.bucketing import pack, plan_packs, unpack
+from lockstep.collectives.bucketing import PackedAllReduce, pack, plan_packs, unpack
 from lockstep.devices.names import platform_of
 
-__all__ = ["AutoAllReduce", "platform_sum", "platform_sum_in_few"]
+__all__ = ["AutoAllReduce", "NcclAllReduce", "platform_sum", "platform_sum_bucketed"]
 
 _SMALL = 1 << 20  # bytes; larger arrays are not worth a copy
 
@@ -34,7 +33,7 @@ class AutoAllReduce(PackedAllReduce):
         """Sum of each array over the devices; see :class:`CrossDeviceOps`."""
         if self.bytes_per_pack:
             return super().all_reduce(values, axis, devices)
-        return platform_sum_in_few(values, axis, devices)
+        return platform_sum_bucketed(values, axis, devices)
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
         """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
@@ -51,7 +50,7 @@ def platform_sum(values: Sequence[jax.Array], axis: str) -> list[jax.Array]:
     return [total.astype(value.dtype) for total, value in zip(sums, values, strict=True)]
 
 
-def platform_sum_in_few(values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
+def platform_sum_bucketed(values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
     """As :func:`platform_sum`, in few collectives: between processes on CPUs each array is one of its own, which waits for the others."""
     between_processes = len({device.process_index for device in devices}) > 1
     if not between_processes or platform_of(devices[0]) != "cpu":
@@ -62,3 +61,33 @@ def platform_sum_in_few(values: Sequence[jax.Array], axis: str, devices: Sequenc
     sums = platform_sum([*large, *pack(small, plan)], axis)
     of_large, of_small = iter(sums[: len(large)]), iter(unpack(sums[len(large) :], plan, small))
     return [next(of_small if value.nbytes <= _SMALL else of_large) for value in values]
+
+
+class NcclAllReduce(PackedAllReduce):
+    """All-reduce of packs by NCCL; where there is no NCCL, by the platform's own collective, and the log line says so.
+
+    Source: ``tf.distribute.NcclAllReduce``. How NCCL moves the bytes (ring or tree) is its own choice.
+
+    Args:
+        num_packs: the arrays of each dtype are joined and split into at most so many packs, each of which is one
+            collective. 0: one collective for each array.
+        bytes_per_pack: a pack has at most so many bytes. 0: no limit.
+
+    Raises:
+        OptionError: one of the numbers is negative or no whole number.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(cross_device_ops=lockstep.NcclAllReduce(num_packs=2))
+    """
+
+    def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
+        """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        return platform_sum([vector], axis)[0]
+
+    def describe(self, devices: Sequence[jax.Device]) -> str:
+        """What the strategy's log line says."""
+        platform = platform_of(devices[0])
+        if platform == "gpu":
+            return "all-reduce by NCCL"
+        return f"all-reduce by XLA (NcclAllReduce was asked for; there is no NCCL between devices of type {platform})"

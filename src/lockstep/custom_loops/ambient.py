@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from lockstep._errors import member_of
 from lockstep.collectives import AutoAllReduce
-from lockstep.collectives.reduce_op import ReduceOp
+from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import countable
 from lockstep.custom_loops.replica_context import (
     ReplicaContext,
@@ -24,8 +24,7 @@ from lockstep.custom_loops.replica_context import (
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.custom_loops.value_checks import check_arrays, check_axis
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import ProcessGroup
-from lockstep.data.input_options import InputOptions
+from lockstep.data.fit_entry import InputOptions, ProcessGroup
 
 __all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context"]
 
@@ -33,7 +32,7 @@ __all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_repl
 class _NoStrategy(StrategyApi):
     """What :func:`get_strategy` returns where there is none: one replica, on JAX's default device."""
 
-    _ops, _together, _input_options = AutoAllReduce(), ProcessGroup(), InputOptions()
+    _ops, _process_group, _input_options = AutoAllReduce(), ProcessGroup(), InputOptions()
 
     @cached_property
     def _placement(self) -> Placement:  # type: ignore[override]  # made when it is used: it starts JAX

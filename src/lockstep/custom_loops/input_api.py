@@ -12,9 +12,8 @@ from lockstep.custom_loops.per_replica_dataset import PerReplicaDataset
 from lockstep.custom_loops.replica_context import refuse_in_replica
 from lockstep.custom_loops.value_checks import check_structures
 from lockstep.data.device_placement import Placement
-from lockstep.data.fit_entry import ProcessGroup
-from lockstep.data.input_options import InputOptions
-from lockstep.data.source_factory import source_of_trees
+from lockstep.data.fit_entry import InputOptions, ProcessGroup
+from lockstep.data.sources import make_tree_source
 
 __all__ = ["InputApi"]
 
@@ -24,7 +23,7 @@ class InputApi:
 
     _placement: Placement
     _input_options: InputOptions
-    _together: ProcessGroup
+    _process_group: ProcessGroup
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """One value for each replica.
@@ -69,8 +68,8 @@ class InputApi:
             [[2, 1], [1, 1]]
         """
         refuse_in_replica("experimental_distribute_dataset")
-        source = source_of_trees(dataset)
-        check = self._together.checking(source.name, source.num_batches is not None)
+        source = make_tree_source(dataset)
+        check = self._process_group.make_batch_check(source.name, source.num_batches is not None)
         return DistributedDataset(source, self._placement, self._ahead(options), check)
 
     def distribute_datasets_from_function(
@@ -99,10 +98,12 @@ class InputApi:
             [[0.0, 1.0]]
         """
         refuse_in_replica("distribute_datasets_from_function")
-        together = self._together
-        context = InputContext(together.processes, together.process, self._placement.replicas)
-        source = source_of_trees(dataset_fn(context))
-        return PerReplicaDataset(source, self._placement, self._ahead(options), together.gathering(source.name))
+        process_group = self._process_group
+        context = InputContext(process_group.processes, process_group.process, self._placement.replicas)
+        source = make_tree_source(dataset_fn(context))
+        return PerReplicaDataset(
+            source, self._placement, self._ahead(options), process_group.make_batch_gather(source.name)
+        )
 
     def _ahead(self, options: InputOptions | None) -> int:
         if options is not None and not isinstance(options, InputOptions):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from lockstep._keras.layers import with_mask_of
-from lockstep.collectives.reduce_op import ReduceOp
+from lockstep._keras.layers import copy_keras_mask
+from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.replica_context import ReplicaContext
 from lockstep.execution.call_splitter import output_merge
 from lockstep.execution.replica import OutputMerge
@@ -41,7 +41,7 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
         outputs, state, *losses = original(trainable, own, *args, **kwargs)
         rows = next(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if jnp.ndim(leaf))
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.
-            outputs = jax.tree.map(lambda leaf: with_mask_of(leaf, jax.lax.stop_gradient(leaf)), outputs)
+            outputs = jax.tree.map(lambda leaf: copy_keras_mask(leaf, jax.lax.stop_gradient(leaf)), outputs)
             losses = [_without_rows(model, every) for every in losses]
         changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
         shares = [_share(jnp.asarray(state[i]), own[i], merges[i], replica, rows) for i in changed]

@@ -21,7 +21,7 @@ __all__ = [
     "is_array",
     "is_per_replica",
     "is_value",
-    "of_own_replicas",
+    "of_local_replicas",
     "of_replicas",
     "rows_of_batch",
     "stacked",
@@ -150,10 +150,10 @@ def of_replicas(values: Sequence[Any], placement: Placement) -> PerReplica:
     return PerReplica(tuple(groups), tuple(members))
 
 
-def of_own_replicas(values: Sequence[Any], placement: Placement) -> PerReplica:
+def of_local_replicas(values: Sequence[Any], placement: Placement) -> PerReplica:
     """One value for each replica of this process, of one shape in all processes; the devices divide the replicas."""
     own = np.stack([np.asarray(value) for value in values])
-    return PerReplica((placement.put_own(own, placement.replicas),), (tuple(range(placement.replicas)),))
+    return PerReplica((placement.put_local(own, placement.replicas),), (tuple(range(placement.replicas)),))
 
 
 def rows_of_batch(batch: Any, rows: int, placement: Placement) -> Any:
@@ -169,7 +169,7 @@ def rows_of_batch(batch: Any, rows: int, placement: Placement) -> Any:
 def stacked(values: np.ndarray, placement: Placement) -> jax.Array:
     """Put ``(replicas, …)`` on the devices: cut over them if they divide the replicas, else whole on each."""
     divides = len(values) % len(placement.devices) == 0
-    return placement.put(values, placement.cut if divides else placement.replicated)
+    return placement.put(values, placement.row_sharding if divides else placement.replicated)
 
 
 def countable(leaf: Any) -> jax.Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep._errors import InputError
 from lockstep.custom_loops.distributed_dataset import DistributedDataset
-from lockstep.custom_loops.per_replica import of_own_replicas, of_replicas, with_numbers
+from lockstep.custom_loops.per_replica import of_local_replicas, of_replicas, with_numbers
 from lockstep.custom_loops.pytree_exchange import gathered_trees
 from lockstep.custom_loops.value_checks import check_structures
 from lockstep.data.device_placement import Placement, count_rows
@@ -51,7 +51,7 @@ class PerReplicaDataset(DistributedDataset):
         self._recent: deque[tuple[Any, list[Any]]] = deque(maxlen=2 * depth + 4)
 
     def _values_of(self, batch: list[Any]) -> Any:
-        make = of_replicas if len(batch) == self._placement.replicas else of_own_replicas
+        make = of_replicas if len(batch) == self._placement.replicas else of_local_replicas
         return jax.tree.map(lambda *values: make(values, self._placement), *batch)
 
     def batches(self) -> Iterator[Any]:
@@ -60,7 +60,7 @@ class PerReplicaDataset(DistributedDataset):
             batch = jax.tree.map(lambda *values: np.concatenate(values), *drawn)
             if not self._placement.is_local:
                 is_whole = len(drawn) == self._placement.replicas
-                batch = self._placement.place(batch) if is_whole else self._placement.place_own(batch)
+                batch = self._placement.place(batch) if is_whole else self._placement.place_local(batch)
             if not self.restarts:
                 self._recent.append((batch, drawn))
             yield batch
@@ -108,7 +108,7 @@ class _ProcessGroupIterator(_PerReplicaIterator):
     """As :class:`_PerReplicaIterator`, in several processes: the batches of this process's replicas, or, where they are uneven, of all."""
 
     def __init__(self, source: InputSource, placement: Placement, new_gather: Callable[[], BatchGather]) -> None:
-        super().__init__(source, len(placement.own_replicas))
+        super().__init__(source, len(placement.local_replicas))
         self._all, self._new_gather = placement.replicas, new_gather
         self._divides = placement.replicas % len(placement.devices) == 0
 
@@ -121,13 +121,13 @@ class _ProcessGroupIterator(_PerReplicaIterator):
         """See :class:`InputSource`."""
         batches, gather = self._source.batches(), self._new_gather()
         try:
-            while drawn := self._together(_next_of(batches, self._replicas), gather):
+            while drawn := self._drawn_by_all(_next_of(batches, self._replicas), gather):
                 check_structures("distribute_datasets_from_function", drawn)
                 yield drawn
         finally:
             gather.close()
 
-    def _together(self, drawn: list[Any], gather: BatchGather) -> list[Any]:
+    def _drawn_by_all(self, drawn: list[Any], gather: BatchGather) -> list[Any]:
         """What this process has drawn, or all have; nothing where all have come to their ends, or nobody takes batches any more."""
         try:
             rows = gather([self._replicas, [count_rows(batch) for batch in drawn]])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lockstep._errors import ScopeError, member_of
-from lockstep.collectives.reduce_op import ReduceOp
+from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import countable, is_array, is_per_replica, sum_over_replicas, value_of
 from lockstep.custom_loops.sync_points import SyncPoint, meet
 from lockstep.custom_loops.value_checks import check_arrays, check_axis, check_shapes

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from lockstep._errors import ModelError, OptionError, member_of
 from lockstep.collectives import CrossDeviceOps
-from lockstep.collectives.reduce_op import ReduceOp
+from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.input_api import InputApi
 from lockstep.custom_loops.per_replica import (
     PerReplica,
@@ -240,7 +240,7 @@ class StrategyApi(InputApi):
         leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
         if not any(map(is_per_replica, leaves)):
             return (value,)
-        own = self._placement.own_replicas
+        own = self._placement.local_replicas
         held = [_held(x) if is_per_replica(x) else dict.fromkeys(own, x) for x in leaves]
         columns = [[values[replica] for replica in own] for values in held]
         return tuple(jax.tree.unflatten(structure, column) for column in zip(*columns, strict=True))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._errors import InputError
 from lockstep.devices.layout import Layout
 
-__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "PlacedRows", "Placement", "count_rows", "gather_rows", "joined"]
+__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "PlacedRows", "Placement", "count_rows", "drop_padding", "join_rows"]
 
 DEVICE_AXIS = "device"
 REPLICATE_BELOW = 1 << 20  # bytes; larger arrays stay cut over the devices
@@ -61,26 +61,26 @@ class Placement:
         return self.devices[0].platform
 
     @property
-    def own_places(self) -> tuple[int, ...]:
+    def local_places(self) -> tuple[int, ...]:
         """Numbers of the devices that belong to this process."""
         return tuple(place for place, device in enumerate(self.devices) if device.process_index == jax.process_index())
 
     @property
-    def first_own_device(self) -> jax.Device:
+    def first_local_device(self) -> jax.Device:
         """The first device of this process."""
-        return self.devices[self.own_places[0]]
+        return self.devices[self.local_places[0]]
 
     @property
     def is_local(self) -> bool:
         """Whether all devices belong to this process."""
-        return len(self.own_places) == len(self.devices)
+        return len(self.local_places) == len(self.devices)
 
     @property
-    def own_replicas(self) -> range:
+    def local_replicas(self) -> range:
         """Numbers of the replicas that run on the devices of this process."""
         one_row_each = self.layout(self.replicas)
-        counts = [len(one_row_each.per_device[place]) for place in self.own_places]
-        first = one_row_each.first_replica[self.own_places[0]]
+        counts = [len(one_row_each.per_device[place]) for place in self.local_places]
+        first = one_row_each.first_replica[self.local_places[0]]
         return range(first, first + sum(counts))
 
     @property
@@ -89,25 +89,25 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
-    def cut(self) -> NamedSharding:
+    def row_sharding(self) -> NamedSharding:
         """Each device holds an equal piece of the first axis."""
         return NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
 
-    def sliced(self, shape: tuple[int, ...]) -> NamedSharding:
+    def slice_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Each device holds an equal slice of an array, along its longest axis that the devices divide; else all of it."""
-        axis = self.sliced_axis(shape)
+        axis = self.slice_axis(shape)
         if axis is None:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
 
-    def sliced_axis(self, shape: tuple[int, ...]) -> int | None:
+    def slice_axis(self, shape: tuple[int, ...]) -> int | None:
         """The longest axis that the devices divide, the first of several; None where there is none."""
         fitting = [axis for axis, length in enumerate(shape) if length and length % len(self.devices) == 0]
         return max(fitting, key=lambda axis: shape[axis], default=None)
 
     def on_first_device(self) -> "Placement":
         """The same replicas, all of them on the first device of this process."""
-        return Placement(Mesh(self.mesh.devices[list(self.own_places[:1])], (DEVICE_AXIS,)), self.replicas)
+        return Placement(Mesh(self.mesh.devices[list(self.local_places[:1])], (DEVICE_AXIS,)), self.replicas)
 
     def put(self, tree: Any, places: Any = None) -> Any:
         """Arrays on the devices. Every process has all of them, and puts on its devices what these hold.
@@ -121,30 +121,30 @@ class Placement:
             return jax.device_put(tree, places)
         return jax.tree.map(_put_own_part, tree, jax.tree.broadcast(places, tree))
 
-    def put_own(self, array: np.ndarray, length: int) -> jax.Array:
+    def put_local(self, array: np.ndarray, length: int) -> jax.Array:
         """An array that is cut over the devices, of which each process has its own part.
 
         Args:
             array: the part of this process, ``(its replicas * k, …)``; all processes have the same k.
             length: of the whole array along the first axis, ``replicas * k``.
         """
-        first = self.own_replicas.start * length // self.replicas
+        first = self.local_replicas.start * length // self.replicas
 
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(length)
             return array[start - first : stop - first]
 
-        return jax.make_array_from_callback((length, *array.shape[1:]), self.cut, part)
+        return jax.make_array_from_callback((length, *array.shape[1:]), self.row_sharding, part)
 
-    def place_own(self, batch: Any) -> Any:
+    def place_local(self, batch: Any) -> Any:
         """As :meth:`place`, where this process has the rows of its own replicas, and all replicas equally many.
 
         Args:
             batch: a tree of arrays ``(rows of this process, …)``. The devices must divide the replicas.
         """
-        rows = count_rows(batch) // len(self.own_replicas) * self.replicas
+        rows = count_rows(batch) // len(self.local_replicas) * self.replicas
         layout = self.layout(rows)
-        return jax.tree.map(lambda leaf: PlacedRows(self.put_own(np.asarray(leaf), rows), layout), batch)
+        return jax.tree.map(lambda leaf: PlacedRows(self.put_local(np.asarray(leaf), rows), layout), batch)
 
     def layout(self, rows: int) -> Layout:
         """Layout of a global batch of ``rows`` rows."""
@@ -168,7 +168,7 @@ class Placement:
         laid = self._laid_out(batch)
         return self.put(laid, self._places(laid))
 
-    def described(self, batch: Any) -> Any:
+    def abstract_batch(self, batch: Any) -> Any:
         """What :meth:`place` would put on the devices, by shapes, types and places: nothing is put there."""
         laid = self._laid_out(batch)
         kinds = jax.tree.map(jax.typeof, laid)
@@ -179,9 +179,11 @@ class Placement:
         )
 
     def _places(self, laid: Any) -> Any:
-        return jax.tree.map(lambda leaf: self.cut if _is_rows(leaf) else self.replicated, laid, is_leaf=_is_rows)
+        return jax.tree.map(
+            lambda leaf: self.row_sharding if _is_rows(leaf) else self.replicated, laid, is_leaf=_is_rows
+        )
 
-    def hand_over(self, batch: Any) -> Any:
+    def place_for_step(self, batch: Any) -> Any:
         """As :meth:`place`, for a compiled step: to one CPU alone its program takes the arrays of the host itself, in less time."""
         if len(self.devices) == 1 and self.platform == "cpu" and not _is_placed(batch):
             return self._laid_out(batch)
@@ -195,7 +197,7 @@ class Placement:
             numbers: numbers of the rows, shape ``(rows,)``.
         """
         layout = self.layout(len(numbers))
-        wanted = self.put(numbers if layout.is_full else numbers[layout.row_index()], self.cut)
+        wanted = self.put(numbers if layout.is_full else numbers[layout.row_index()], self.row_sharding)
 
         def rows(tree: Any) -> Any:
             return jax.tree.map(
@@ -278,12 +280,12 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
     return ", ".join(map(str, shapes)) or "missing (there is no array at all)"
 
 
-def joined(rows: PlacedRows) -> jax.Array:
+def join_rows(rows: PlacedRows) -> jax.Array:
     """The global batch, ``(rows, …)``, out of its places on the devices. Used while a step is traced."""
-    return gather_rows(rows.array, rows.layout)
+    return drop_padding(rows.array, rows.layout)
 
 
-def gather_rows(array: jax.Array, layout: Layout) -> jax.Array:
+def drop_padding(array: jax.Array, layout: Layout) -> jax.Array:
     """Drop the free places of ``(devices * capacity, …)``: gives ``(rows, …)``."""
     if layout.is_full:
         return array

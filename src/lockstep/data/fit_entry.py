@@ -7,33 +7,64 @@ does the rest. No class is changed.
 import functools
 import inspect
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, whole_number
 from lockstep._keras import trainer
-from lockstep._keras.fit_interception import takeable
+from lockstep._keras.fit_interception import interceptable
 from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore, MemoryBatchStore
 from lockstep.data.device_placement import Placement, count_rows
-from lockstep.data.input_options import InputOptions
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import BatchCheck, BatchGather
-from lockstep.data.source_factory import source_of
-from lockstep.data.sources import AdapterSource, InputSource, Pending
+from lockstep.data.sources import AdapterSource, InputSource, Pending, make_source
 from lockstep.data.wait_meter import FitObserver
 from lockstep.distributed.control.failure_detector import WorkerStatus
 
-__all__ = ["InputFactory", "ProcessGroup"]
+__all__ = ["InputFactory", "InputOptions", "ProcessGroup"]
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How batches reach the devices; the place of ``tf.distribute.InputOptions``, and of ``prefetch`` and ``cache`` of tf.data.
+
+    Args:
+        prefetch: number of batches that wait on the devices ahead of the step. A thread of its own reads and places
+            them, but for arrays on CPU devices, which are there already. 0: each batch is read when its step is due.
+        cache: what becomes of the batches of ``fit`` after the first epoch. None: they are read anew. ``"memory"``: they
+            are kept on the host. ``"device"``: they are kept on the devices; arrays lie there as a whole, on each
+            device, and are shuffled there, in the order that they would have on the host. A path: they are kept in that
+            file. What is kept lasts as long as the call of ``fit``.
+
+    Raises:
+        OptionError: one of them is out of its range.
+
+    Example:
+        >>> import lockstep
+        >>> options = lockstep.InputOptions(prefetch=4, cache="memory")
+        >>> strategy = lockstep.MirroredStrategy(input_options=options)
+    """
+
+    prefetch: int = 2
+    cache: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefetch", whole_number("InputOptions: prefetch", self.prefetch, least=0))
+        cache = self.cache
+        if cache is not None and (not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache)):
+            raise OptionError(f'InputOptions: cache: expected None, "memory", "device" or a path, got {cache!r}.')
 
 
 class ProcessGroup:
@@ -46,33 +77,33 @@ class ProcessGroup:
 
     processes, process = 1, 0
 
-    def during(
+    def surround_call(
         self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
     ) -> AbstractContextManager[None]:
         """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments. The input is made by then."""
         return nullcontext()
 
-    def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
+    def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """What the call gives: ``proceed()`` is Keras's own, with the arguments as they are then."""
         return proceed()
 
-    def checking(self, name: str, has_known_length: bool) -> Callable[[], BatchCheck] | None:
+    def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], BatchCheck] | None:
         """Gives, for each pass over an input, what looks at the batches, in the thread that reads them."""
         return None
 
-    def shared(self, found: Any) -> Any:
+    def broadcast_from_chief(self, found: Any) -> Any:
         """What the chief has found, on every process."""
         return found
 
-    def gathered(self, topic: str, value: Any) -> list[Any]:
+    def all_gather(self, topic: str, value: Any) -> list[Any]:
         """The values of all processes, each of which calls this for that topic."""
         return [value]
 
-    def beats(self) -> list[WorkerStatus]:
+    def worker_statuses(self) -> list[WorkerStatus]:
         """What the chief has last heard of all processes; nothing on the others, and where there is one process."""
         return []
 
-    def gathering(self, name: str) -> Callable[[], BatchGather] | None:
+    def make_batch_gather(self, name: str) -> Callable[[], BatchGather] | None:
         """Gives, for each pass over an input, what brings values of all processes together; None where there is one process."""
         return None
 
@@ -83,30 +114,30 @@ class InputFactory:
     Args:
         placement: devices and number of replicas.
         options: what the user has chosen.
-        together: what surrounds the calls.
+        process_group: what surrounds the calls.
         around_fit: what surrounds a call of fit besides, given the model and the arguments.
-        onlooker: is shown each call of fit.
+        observer: is shown each call of fit.
     """
 
     def __init__(
         self,
         placement: Placement,
         options: InputOptions,
-        together: ProcessGroup,
+        process_group: ProcessGroup,
         around_fit: Callable[[keras.Model, dict[str, Any]], AbstractContextManager[None]],
-        onlooker: FitObserver,
+        observer: FitObserver,
     ) -> None:
-        self._placement, self._options, self._together = placement, options, together
-        self._around_fit, self._onlooker = around_fit, onlooker
+        self._placement, self._options, self._process_group = placement, options, process_group
+        self._around_fit, self._observer = around_fit, observer
         # What was read from a generator and not used waits here for the next call; with the generator it goes away.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
-    def install(self, model: keras.Model, tell: Tell) -> list[str]:
+    def install(self, model: keras.Model, report: Report) -> list[str]:
         """Shadow the methods of a model, but for those that its own class defines: these get what they are given.
 
         Args:
             model: a Keras model.
-            tell: is given a sentence where something could be done better.
+            report: is given a sentence where something could be done better.
 
         Returns:
             What is to be told when the model is used.
@@ -115,12 +146,12 @@ class InputFactory:
         for name in _STEPS:
             owner = next(cls for cls in type(model).__mro__ if name in vars(cls))
             if owner in keras.Model.__mro__:
-                vars(model)[name] = self._shadow(model, name, tell)
+                vars(model)[name] = self._shadow(model, name, report)
             elif self._options != InputOptions():
                 notes.append(f"{owner.__name__} has its own {name}, to which input_options do not apply")
         return notes
 
-    def to_look_at(self, model: keras.Model, data: tuple[Any, Any, Any], **options: Any) -> KerasInput:
+    def open_preview(self, model: keras.Model, data: tuple[Any, Any, Any], **options: Any) -> KerasInput:
         """The input that ``fit`` would get, without a cache, for somebody who reads some batches and closes it.
 
         Args:
@@ -130,7 +161,7 @@ class InputFactory:
         """
         return self._input(model, lambda _: None, False, *data, **options)
 
-    def _shadow(self, model: keras.Model, name: str, tell: Tell) -> Callable[..., Any]:
+    def _shadow(self, model: keras.Model, name: str, report: Report) -> Callable[..., Any]:
         original = getattr(type(model), name)
         signature = inspect.signature(original)
 
@@ -141,7 +172,7 @@ class InputFactory:
             if given.get("x") is None or isinstance(given["x"], KerasInput):
                 return original(*call.args, **call.kwargs)
             with ExitStack() as stack:
-                make = functools.partial(self._input, model, tell, name == "fit")
+                make = functools.partial(self._input, model, report, name == "fit")
                 if name == "fit":
                     _hold_out(given)
                 if name == "fit" and "evaluate" in vars(model):  # An evaluate of its own gets what was given.
@@ -149,23 +180,23 @@ class InputFactory:
                 data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
                 options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
                 options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
-                look = self._onlooker.called(model, tuple(data), given | options) if name == "fit" else None
+                look = self._observer.called(model, tuple(data), given | options) if name == "fit" else None
                 made = make(*data, steps_per_epoch=given.get(_STEPS[name]), look=look, **options)
                 given["x"] = stack.enter_context(_closing(made))
-                stack.enter_context(self._together.during(model, name, given, options["batch_size"]))
+                stack.enter_context(self._process_group.surround_call(model, name, given, options["batch_size"]))
 
                 def proceed() -> Any:
                     with self._around_fit(model, given) if name == "fit" else nullcontext():
                         return original(*call.args, **call.kwargs)
 
-                return self._together.perform(model, name, given, proceed)
+                return self._process_group.run_call(model, name, given, proceed)
 
-        return takeable(model, method) if name == "fit" else method
+        return interceptable(model, method) if name == "fit" else method
 
     def _input(
         self,
         model: keras.Model,
-        tell: Tell,
+        report: Report,
         is_fit: bool,
         *data: Any,
         path_ending: str = "",
@@ -173,18 +204,20 @@ class InputFactory:
         **options: Any,
     ) -> KerasInput:
         given = options | {"pending": self._pending_of}
-        source = source_of(*data, **given)
+        source = make_source(*data, **given)
         is_compiled = model.jit_compile and not model.run_eagerly
         if is_fit and self._options.cache:
             source = self._kept(source, data, is_compiled, path_ending, given)
         return KerasInput(
             source,
-            self._placement.hand_over if is_compiled else (lambda batch: batch),
+            self._placement.place_for_step if is_compiled else (lambda batch: batch),
             self._depth(source, options["shuffle"]),
             _batches_of_an_epoch(options["steps_per_epoch"], model.steps_per_execution),
-            tell,
+            report,
             look,
-            self._together.checking(source.name, source.num_batches is not None) if source.is_shared else None,
+            self._process_group.make_batch_check(source.name, source.num_batches is not None)
+            if source.is_shared
+            else None,
         )
 
     def _pending_of(self, generator: Any) -> Pending:
@@ -222,15 +255,15 @@ class InputFactory:
     def _on_devices(self, data: tuple[Any, ...], given: dict[str, Any]) -> InputSource:
         """Arrays on the devices; the same code as always says in which order their rows come."""
         everything = given | {"shuffle": False, "batch_size": sys.maxsize, "steps_per_epoch": None}
-        whole = next(source_of(*data, **everything).batches())
+        whole = next(make_source(*data, **everything).batches())
         numbers = np.arange(count_rows(whole))
-        return DeviceSource(source_of(numbers, **given | {"class_weight": None}), whole, self._placement)
+        return DeviceSource(make_source(numbers, **given | {"class_weight": None}), whole, self._placement)
 
 
-def _batches_of_an_epoch(steps: int | None, together: int) -> int | None:
-    """How many Keras takes: as many as are given, or its own limit for trials (KERAS_MAX_STEPS_PER_EPOCH), in whole calls of ``together`` steps."""
+def _batches_of_an_epoch(steps: int | None, process_group: int) -> int | None:
+    """How many Keras takes: as many as are given, or its own limit for trials (KERAS_MAX_STEPS_PER_EPOCH), in whole calls of ``process_group`` steps."""
     given = [number for number in (steps, keras.config.max_steps_per_epoch()) if number]
-    return together * math.ceil(min(given) / together) if given else steps
+    return process_group * math.ceil(min(given) / process_group) if given else steps
 
 
 def _hold_out(given: dict[str, Any]) -> None:

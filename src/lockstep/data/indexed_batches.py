@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep._errors import InputError
-from lockstep.data.random_state import restore_random_state
+from lockstep.data.iterator_state import restore_random_state
 from lockstep.data.sources import InputSource
 
 __all__ = ["IndexedBatches", "UnreadBatchCounter"]
@@ -90,7 +90,7 @@ class IndexedBatches:
         """Do what the data's own code did elsewhere where epochs began and ended, and what was not done here yet.
 
         Args:
-            hooks: all of the call, each with its random state: see :attr:`lockstep.data.keras_adapter.KerasInput.hooks`.
+            hooks: all of the call, each with its random state: see :attr:`lockstep.data.keras_adapter.KerasInput.epoch_hooks`.
         """
         for kind, state in hooks[self._hooks_done :]:
             restore_random_state(state)
@@ -119,7 +119,7 @@ class IndexedBatches:
             self._read(keep=self._position >= lowest)
         return self._kept[wanted]
 
-    def skip_to(self, taken: int) -> None:
+    def read_up_to(self, taken: int) -> None:
         """Read until so many batches were read of an input that goes on from pass to pass."""
         while not self._source.restarts and self._batches is not None and self._position < taken:
             self._read(keep=False)

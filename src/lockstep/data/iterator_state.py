@@ -1,6 +1,9 @@
 """Where a pass over an input stands, so that another process can go on with the very next batch."""
 
+import base64
 import hashlib
+import random
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +12,7 @@ import numpy as np
 
 from lockstep._errors import InputError
 
-__all__ = ["IteratorState", "digest_of_batch", "refuse_other_batch"]
+__all__ = ["IteratorState", "capture_random_state", "check_same_batch", "digest_of_batch", "restore_random_state"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class IteratorState:
     after: dict[str, Any]
     digest: str | None
 
-    def as_facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """This, as values of JSON."""
         return asdict(self)
 
@@ -45,7 +48,7 @@ def digest_of_batch(batch: Any) -> str | None:
     return found.hexdigest()
 
 
-def refuse_other_batch(name: str, position: IteratorState, batch: Any) -> None:
+def check_same_batch(name: str, position: IteratorState, batch: Any) -> None:
     """Refuse to go on in an input that gives another batch than the one that was used last.
 
     Raises:
@@ -57,3 +60,31 @@ def refuse_other_batch(name: str, position: IteratorState, batch: Any) -> None:
             f"{position.batches} of this pass is not the one that was trained on. Give it the same data, and its shuffling a seed; or "
             "begin anew with another directory."
         )
+
+
+def capture_random_state() -> dict[str, Any]:
+    """The state of ``random``, of ``numpy.random`` and, where it is loaded, of torch."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    found: dict[str, Any] = {
+        "random": [version, list(numbers), gauss],
+        "numpy": [kind, _text(np.asarray(keys, "uint32").tobytes()), int(position), int(has_gauss), float(cached)],
+    }
+    if "torch" in sys.modules:
+        found["torch"] = _text(sys.modules["torch"].get_rng_state().numpy().tobytes())
+    return found
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set what :func:`capture_random_state` gave; torch's only where it is loaded."""
+    version, numbers, gauss = state["random"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), "uint32"), position, has_gauss, cached))
+    if "torch" in state and "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -6,23 +6,24 @@ step, which takes placed batches from it; Keras itself looks at no more than the
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from lockstep._keras import trainer
 from lockstep.data.device_placement import PlacedRows
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter
-from lockstep.data.iterator_state import IteratorState
+from lockstep.data.iterator_state import IteratorState, capture_random_state, restore_random_state
 from lockstep.data.pass_iterator import BatchCheck, PassIterator, Place
-from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.data.sources import DatasetSource, InputSource
 from lockstep.data.wait_meter import WaitMeter
 
-__all__ = ["Hook", "KerasInput", "next_batch"]
+__all__ = ["Hook", "InputListener", "KerasInput", "listening", "next_batch"]
 
 Hook = list[Any]  # "begin" or "end" of an epoch, and the random state then; where the source has code for these
 
@@ -35,13 +36,13 @@ class KerasInput(trainer.DataAdapter):
         place: puts a batch on the devices.
         depth: number of batches that are placed ahead.
         steps: number of batches of an epoch, or None for all of them.
-        tell: is given a sentence where something could be done better.
+        report: is given a sentence where something could be done better.
         look: is shown the first batch on the host.
         new_check: gives what looks at the batches of a pass; None: nobody does.
 
     Attributes:
         meter: measures the waits for batches.
-        goes_on: whether training goes on where another process stood.
+        resumed: whether training goes on where another process stood.
     """
 
     def __init__(
@@ -50,22 +51,22 @@ class KerasInput(trainer.DataAdapter):
         place: Place,
         depth: int,
         steps: int | None,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         look: Callable[[Any], None] | None = None,
         new_check: Callable[[], BatchCheck] | None = None,
     ) -> None:
         self._source, self._place, self._depth = source, place, depth
         self._steps = math.inf if steps is None else steps
-        self._tell, self._look, self._new_check = tell, look, new_check
+        self._report, self._look, self._new_check = report, look, new_check
         self._start: IteratorState | None = None
         self._done, self._is_kept = 0, False
-        self._is_expecting = self.goes_on = False
-        self.hooks: list[Hook] = []
+        self._is_expecting = self.resumed = False
+        self.epoch_hooks: list[Hook] = []
         self.meter = WaitMeter()
         self._epoch: PassIterator | None = None
         self._passes = self._taken_before = 0
         self._handed_out: PassIterator | None = None  # the pass that Keras has
-        self._is_going_on = False  # whether this process began in the middle of a pass of several epochs
+        self._is_resumed_mid_pass = False  # whether this process began in the middle of a pass of several epochs
         self._within = False
         self.rows: int | None = None  # of the first batch that was taken
 
@@ -92,7 +93,7 @@ class KerasInput(trainer.DataAdapter):
         if before and not self._source.restarts:
             self._epoch.at_begin = before.at_begin  # What was looked at is still part of this pass.
         if start:
-            self._epoch.find_start()  # Now, as the random state is that of the checkpoint from here on.
+            self._epoch.seek()  # Now, as the random state is that of the checkpoint from here on.
         self._epoch.allow(self._steps - self._done)
         return self._epoch
 
@@ -116,16 +117,16 @@ class KerasInput(trainer.DataAdapter):
         """Number of batches that are placed ahead."""
         return self._depth
 
-    def numbered(self) -> IndexedBatches:
+    def indexed_batches(self) -> IndexedBatches:
         """The batches by pass and number, for a process that takes some of them; this object gives none then."""
         return IndexedBatches(self._source)
 
-    def leave_reading_to_others(self) -> None:
+    def count_without_reading(self) -> None:
         """Count batches from now on, where they need not be read for that."""
         if isinstance(self._source, DatasetSource) and self._source.num_batches is not None:
             self._source = UnreadBatchCounter(self._source)
 
-    def look(self) -> Any:
+    def peek(self) -> Any:
         """The first batch, on the host; where it cannot be read again, it comes first in the next pass."""
         first = next(self.get_jax_iterator(), None)
         if self._epoch:
@@ -142,22 +143,27 @@ class KerasInput(trainer.DataAdapter):
         return self.rows
 
     @property
-    def taken_last(self) -> tuple[int, int]:
+    def last_taken(self) -> tuple[int, int]:
         """Number of the pass, and in it that of the batch, which was taken last."""
         return self._passes, (self._epoch.position if self._epoch else 0) - 1
 
     @property
-    def taken_in_all(self) -> int:
+    def total_taken(self) -> int:
         """Number of batches that were taken, in all passes."""
         return self._taken_before + (self._epoch.position if self._epoch else 0)
 
-    def facts_of_pass(self) -> dict[str, Any]:
+    def pass_metadata(self) -> dict[str, Any]:
         """What another process needs to know of the pass, to read the same batches: see :class:`IndexedBatches`."""
         begun_with = self._epoch.at_begin if self._epoch else {}
-        return {"pass": self._passes, "at_begin": begun_with, "hooks": self.hooks, "taken_before": self._taken_before}
+        return {
+            "pass": self._passes,
+            "at_begin": begun_with,
+            "hooks": self.epoch_hooks,
+            "taken_before": self._taken_before,
+        }
 
     @property
-    def done_before(self) -> int:
+    def resumed_steps(self) -> int:
         """Number of steps of this epoch that another process has done."""
         return self._done
 
@@ -166,19 +172,19 @@ class KerasInput(trainer.DataAdapter):
         """Whether a pass can begin in the middle, without reading what comes before."""
         return self._source.can_seek
 
-    def keep_position(self, earlier: IteratorState | None, is_expecting: bool) -> None:
-        """From now on :meth:`where` will be asked.
+    def track_position(self, earlier: IteratorState | None, is_expecting: bool) -> None:
+        """From now on :meth:`get_state` will be asked.
 
         Args:
             earlier: where another process stood.
-            is_expecting: :meth:`go_on_from` will follow when training begins. Until then Keras looks at shapes only.
+            is_expecting: :meth:`set_state` will follow when training begins. Until then Keras looks at shapes only.
         """
         self._is_kept, self._is_expecting = True, is_expecting
-        self._is_going_on = bool(earlier and self._steps < math.inf and self._source.num_batches)
+        self._is_resumed_mid_pass = bool(earlier and self._steps < math.inf and self._source.num_batches)
         if earlier and not self._source.restarts:
             restore_random_state(earlier.at_begin)  # The first look is the begin of the pass.
 
-    def go_on_from(self, position: IteratorState | None, steps: int, hooks: list[Hook]) -> None:
+    def set_state(self, position: IteratorState | None, steps: int, hooks: list[Hook]) -> None:
         """Begin where another process stood.
 
         Args:
@@ -186,13 +192,13 @@ class KerasInput(trainer.DataAdapter):
             steps: number of steps of the epoch that are done.
             hooks: what :attr:`hooks` was there.
         """
-        self._start, self._done, self._is_expecting, self.goes_on = position, steps, False, True
+        self._start, self._done, self._is_expecting, self.resumed = position, steps, False, True
         for kind, state in hooks:
             restore_random_state(state)
             (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
-        self.hooks = list(hooks)
+        self.epoch_hooks = list(hooks)
 
-    def where(self, is_epoch_over: bool) -> IteratorState | None:
+    def get_state(self, is_epoch_over: bool) -> IteratorState | None:
         """Where the pass stands; None where a new one begins next.
 
         Args:
@@ -200,11 +206,11 @@ class KerasInput(trainer.DataAdapter):
         """
         if self._epoch is None or (is_epoch_over and self._steps == math.inf):
             return None
-        found = self._epoch.where()
+        found = self._epoch.get_state()
         if found is None or not is_epoch_over:
             return found
         # Nothing is read ahead of an epoch's end, but the data's own code may have drawn numbers there, and changed the batches.
-        return replace(found, after=captured_random_state(), digest=None if self._source.has_hooks else found.digest)
+        return replace(found, after=capture_random_state(), digest=None if self._source.has_hooks else found.digest)
 
     def _placed(self, batch: Any) -> Any:
         self.rows = self.rows or _rows_of(batch)
@@ -220,7 +226,7 @@ class KerasInput(trainer.DataAdapter):
         Keras begins a new pass when it has counted so many, and of one that goes on it has not seen the beginning. That one has
         no end for Keras: it ends by itself.
         """
-        return sys.maxsize if self._is_going_on else self._source.num_batches
+        return sys.maxsize if self._is_resumed_mid_pass else self._source.num_batches
 
     @property
     def batch_size(self) -> None:
@@ -243,16 +249,21 @@ class KerasInput(trainer.DataAdapter):
         if not (self._is_expecting or was_done):
             self._note_hook("end")
             self._source.end_epoch()
-        if self._is_going_on and self._handed_out and self._epoch and self._epoch.position == self._source.num_batches:
+        if (
+            self._is_resumed_mid_pass
+            and self._handed_out
+            and self._epoch
+            and self._epoch.position == self._source.num_batches
+        ):
             self._handed_out.successor = self._new_pass()
 
     def _was_done(self, *kinds: str) -> bool:
-        """Whether an earlier process has come so far in the epoch that goes on; it was done again in :meth:`go_on_from`."""
-        return bool(self._done and self.hooks and self.hooks[-1][0] in kinds)
+        """Whether an earlier process has come so far in the epoch that goes on; it was done again in :meth:`set_state`."""
+        return bool(self._done and self.epoch_hooks and self.epoch_hooks[-1][0] in kinds)
 
     def _note_hook(self, kind: str) -> None:
         if self._is_kept and self._source.has_hooks:
-            self.hooks.append([kind, captured_random_state()])
+            self.epoch_hooks.append([kind, capture_random_state()])
 
     def close(self, failed: bool = False) -> None:
         """End all work.
@@ -267,7 +278,7 @@ class KerasInput(trainer.DataAdapter):
         self._source.close()
         sentence = self.meter.sentence()
         if sentence:
-            self._tell(sentence)
+            self._report(sentence)
 
 
 def _rows_of(batch: Any) -> int | None:
@@ -286,5 +297,32 @@ def next_batch(iterator: Any, after: Any) -> Any:
     Raises:
         StopIteration: there is none.
     """
-    own = trainer.on_its_way(iterator)
+    own = trainer.unwrap_iterator(iterator)
     return own.take(after) if isinstance(own, PassIterator) else next(iterator)
+
+
+class InputListener(keras.callbacks.Callback):
+    """A callback that knows the input.
+
+    Attributes:
+        data: the input during a call of ``fit`` of a strategy's model, else None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: KerasInput | None = None
+
+
+@contextmanager
+def listening(arguments: dict[str, Any]) -> Iterator[None]:
+    """Is open during a call of ``fit`` with these arguments, of which x is an :class:`KerasInput`."""
+    callbacks = arguments.get("callbacks")
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    found = [callback for callback in given if isinstance(callback, InputListener)]
+    for listener in found:
+        listener.data = arguments["x"]
+    try:
+        yield
+    finally:
+        for listener in found:
+            listener.data = None

@@ -9,9 +9,14 @@ from typing import Any, Protocol
 
 import jax
 
-from lockstep.data.iterator_state import IteratorState, digest_of_batch, refuse_other_batch
+from lockstep.data.iterator_state import (
+    IteratorState,
+    capture_random_state,
+    check_same_batch,
+    digest_of_batch,
+    restore_random_state,
+)
 from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher
-from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.data.sources import InputSource
 from lockstep.data.wait_meter import WaitMeter
 
@@ -59,7 +64,7 @@ class PassIterator:
         meter: measures the waits.
         check: looks at each batch before it is placed.
         start: where an earlier process stood in this pass.
-        is_kept: whether :meth:`where` will be asked.
+        is_kept: whether :meth:`get_state` will be asked.
     """
 
     def __init__(
@@ -104,17 +109,17 @@ class PassIterator:
         """Number of batches of this pass that steps have taken: the number of the next one."""
         return self._reader.taken + (self._start.batches if self._start else 0)
 
-    def find_start(self) -> None:
+    def seek(self) -> None:
         """Go to where the earlier process stood, before a step asks for a batch."""
         self._batches = self._batches or self._begin()
 
-    def where(self) -> IteratorState | None:
+    def get_state(self) -> IteratorState | None:
         """Where the pass stands; None before its first batch was taken."""
         if self._last is None:
             if self._start is None or self._depth:
                 return self._start
-            return replace(self._start, after=captured_random_state())
-        after = self._last.after or captured_random_state()
+            return replace(self._start, after=capture_random_state())
+        after = self._last.after or capture_random_state()
         return IteratorState(self.position, self.at_begin, after, digest_of_batch(self._last.host))
 
     def allow(self, batches: float) -> None:
@@ -169,13 +174,13 @@ class PassIterator:
         start = self._start
         if start is None:
             if self._is_kept:
-                self.at_begin = self.at_begin or captured_random_state()
+                self.at_begin = self.at_begin or capture_random_state()
             return self._source.batches()
         self.at_begin = start.at_begin
         if self._source.restarts:
             restore_random_state(start.at_begin)
         batches = self._source.batches_from(start.batches - 1)
-        refuse_other_batch(self._source.name, start, next(batches, None))
+        check_same_batch(self._source.name, start, next(batches, None))
         restore_random_state(start.after)
         return batches
 
@@ -196,7 +201,7 @@ class PassIterator:
             jax.block_until_ready(placed)
         is_ahead = self._is_kept and self._depth > 0
         kept = host if self._is_kept or not self._source.restarts else None
-        return _HostBatch(placed, kept, captured_random_state() if is_ahead else None)
+        return _HostBatch(placed, kept, capture_random_state() if is_ahead else None)
 
     def _finish(self) -> None:
         if inspect.isgenerator(self._batches):

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lockstep._logging import announce
+from lockstep._logging import log_info
 from lockstep.distributed.control.wait_logger import is_given_up
 
 __all__ = ["PATIENCE", "BatchReader", "InlineReader", "Prefetcher"]
@@ -141,7 +141,7 @@ class Prefetcher:
         begun, patience = time.monotonic(), self._patience
         while not self._changed.wait_for(condition, timeout=patience):
             waited = time.monotonic() - begun
-            announce(
+            log_info(
                 f"{waited:.0f} s without batch {self.taken + 1} of {self._name}: its code has not returned it yet."
             )
             patience = waited

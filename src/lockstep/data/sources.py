@@ -29,6 +29,8 @@ __all__ = [
     "InputSource",
     "IterableSource",
     "Pending",
+    "make_source",
+    "make_tree_source",
 ]
 
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
@@ -99,7 +101,7 @@ class AdapterSource(InputSource):
     @property
     def is_arrays(self) -> bool:
         """Whether it is arrays, which lie in memory as a whole."""
-        return trainer.is_arrays(self._adapter)
+        return trainer.is_array_adapter(self._adapter)
 
     @property
     def can_seek(self) -> bool:  # type: ignore[override]
@@ -235,7 +237,7 @@ class DatasetSource(_UserCodeSource):
         return self._picking(lambda number: self._standard(self._dataset[order[number] if order else number]))
 
     def _standard(self, batch: Any) -> Any:
-        return batch if self._adapter is None else trainer.standard_batch(self._adapter, batch)
+        return batch if self._adapter is None else trainer.standardize_batch(self._adapter, batch)
 
     def _order(self) -> Iterator[int]:
         if self.num_batches is None:
@@ -321,3 +323,69 @@ class IterableSource(_LeftoverSource):
 
     def _made(self) -> Iterator[Any]:
         return iter(self._iterable)
+
+
+def make_source(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    shuffle: bool | str = False,
+    class_weight: Any = None,
+    pending: Callable[[Any], Pending],
+    **options: Any,
+) -> InputSource:
+    """The source for what was given to ``fit``, ``evaluate`` or ``predict``.
+
+    Args:
+        x: inputs, or an object that yields whole batches; a source, such as a distributed data set, is one already.
+        y: targets.
+        sample_weight: a weight for each row.
+        shuffle: whether epochs go through the rows in another order each time.
+        class_weight: a weight for each class.
+        pending: finds what earlier calls left over of a generator.
+        **options: batch_size and steps_per_epoch.
+
+    Raises:
+        InputError: something was given besides a generator or a callable that has to come out of it.
+        ValueError: from Keras, likewise for its kinds of input.
+    """
+    is_generator = isinstance(x, GeneratorType)
+    if isinstance(x, InputSource):
+        _refuse_besides(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
+        return x
+    if is_generator or (callable(x) and not isinstance(x, (trainer.DataAdapter, keras.utils.PyDataset))):
+        _refuse_besides(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
+        return GeneratorSource(x, pending(x)) if is_generator else CallableSource(x)
+    adapter = trainer.adapter_of(x, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
+    if isinstance(x, keras.utils.PyDataset) and not (x.use_multiprocessing and x.workers):
+        return DatasetSource(x, adapter, bool(shuffle))
+    return AdapterSource(adapter, type(x).__name__)
+
+
+def make_tree_source(dataset: Any) -> InputSource:
+    """The source for batches of any form: an iterable, a ``keras.utils.PyDataset``, or a function of the step.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    if isinstance(dataset, InputSource):
+        return dataset
+    if isinstance(dataset, keras.utils.PyDataset):
+        return DatasetSource(dataset)
+    if isinstance(dataset, Iterable):
+        return IterableSource(dataset)
+    if callable(dataset):
+        return CallableSource(dataset)
+    raise InputError(
+        f"A data set is expected: an iterable of batches, a keras.utils.PyDataset or a function step -> batch. Got {dataset!r}."
+    )
+
+
+def _refuse_besides(x: Any, **arguments: Any) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise InputError(
+            f"{given[0]} was given besides a {type(x).__name__}: let it come out of the {type(x).__name__} itself, as "
+            "(inputs, targets) or (inputs, targets, sample_weights)."
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-__all__ = ["BOUND", "FitObserver", "WaitMeter", "about_waiting", "meters_observed"]
+__all__ = ["BOUND", "FitObserver", "WaitMeter", "collect_meters", "describe_waiting"]
 
 BOUND = 0.2  # share of the time that may be spent waiting for data before it is told
 _LEAST = 2.0  # seconds of waiting below which nothing is told: it is not worth a sentence
@@ -17,7 +17,7 @@ _observed: ContextVar["list[WaitMeter] | None"] = ContextVar("observed", default
 
 
 @contextmanager
-def meters_observed() -> Iterator["list[WaitMeter]"]:
+def collect_meters() -> Iterator["list[WaitMeter]"]:
     """Gives a list that each meter joins which is made in this context."""
     made: list[WaitMeter] = []
     token = _observed.set(made)
@@ -80,11 +80,11 @@ class WaitMeter:
         passed = self._clock() - self._begun
         if self._steps <= 3 or self._waited < _LEAST or self._waited < BOUND * passed:
             return None
-        what, cure = about_waiting(self._waited / passed)
+        what, cure = describe_waiting(self._waited / passed)
         return f"input-bound: {what}. {cure}"
 
 
-def about_waiting(share: float) -> tuple[str, str]:
+def describe_waiting(share: float) -> tuple[str, str]:
     """What is found where so large a share of the time is spent waiting, and the cure."""
     return (
         f"{100 * share:.0f} % of the time is spent waiting for data",

@@ -5,6 +5,7 @@ that it runs on. With too few threads two devices wait for each other for ever (
 ``PJRT_NPROC`` (or ``NPROC``) in the environment sets the size of the pool, once, when JAX starts its backend.
 """
 
+import functools
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from lockstep._errors import DeviceError, whole_number
 
 __all__ = [
     "check_thread_pool",
+    "compiler_options",
     "ensure_cpu_devices",
     "has_started",
     "pool_threads",
@@ -150,3 +152,25 @@ def _too_late(wanted: int, found: int) -> DeviceError:
 def usable_cores() -> int:
     """Cores that this process may use, where the system says that; else all."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+# XLA's own routine for convolutions on CPUs is faster than that of YNNPACK, which jaxlib 0.10 takes for some of them: see
+# docs/decisions/0028. Products of matrices stay with the latter.
+_ON_CPUS = {"xla_cpu_experimental_ynn_fusion_type": "-individual_convolution"}
+
+
+@functools.cache
+def compiler_options(platform: str) -> dict[str, str]:
+    """For ``jax.jit``; empty where this version of XLA does not know them.
+
+    Args:
+        platform: of the devices, "cpu" for example.
+    """
+    if platform != "cpu":
+        return {}
+    number = jax.device_put(1.0, jax.local_devices(backend="cpu")[0])
+    try:
+        jax.jit(lambda x: x, compiler_options=_ON_CPUS).lower(number).compile()
+    except (jax.errors.JaxRuntimeError, TypeError):
+        return {}
+    return _ON_CPUS

@@ -15,7 +15,7 @@ __all__ = [
     "parse_device_name",
     "platform_of",
     "resolve_devices",
-    "resolve_with_home",
+    "resolve_with_parameter_device",
 ]
 
 # "/job:localhost/replica:0/task:0/device:GPU:0" is what TensorFlow prints, so people paste it.
@@ -60,7 +60,7 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     return found
 
 
-def resolve_with_home(
+def resolve_with_parameter_device(
     devices: Sequence[str | jax.Device] | None, home: str | jax.Device | None
 ) -> tuple[tuple[jax.Device, ...], jax.Device]:
     """The devices that compute, as :func:`resolve_devices`, and the one that the variables are on.

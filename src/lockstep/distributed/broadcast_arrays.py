@@ -49,11 +49,11 @@ def _sum(placement: Placement, own: np.ndarray) -> np.ndarray:
     """The sum over the workers; of each, one device brings what it has."""
     nothing = np.zeros_like(own)
     parts = [
-        jax.device_put((own if place == placement.own_places[0] else nothing)[None], placement.devices[place])
-        for place in placement.own_places
+        jax.device_put((own if place == placement.local_places[0] else nothing)[None], placement.devices[place])
+        for place in placement.local_places
     ]
     whole = (len(placement.devices), *own.shape)
-    stack = jax.make_array_from_single_device_arrays(whole, placement.cut, parts)
+    stack = jax.make_array_from_single_device_arrays(whole, placement.row_sharding, parts)
     return np.asarray(_summed(placement.mesh)(stack).addressable_shards[0].data)
 
 

@@ -12,7 +12,7 @@ import jax
 
 from lockstep._errors import ClusterError
 from lockstep.devices.cpu_devices import has_started, reserve_threads
-from lockstep.devices.malloc_tuning import NVIDIA_GPUS
+from lockstep.devices.memory import NVIDIA_GPUS
 from lockstep.distributed.cluster.addresses import host_of, is_loopback
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.wait_logger import listed

@@ -34,7 +34,7 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         self.processes, self.process = session.group.workers, session.group.index
 
     @contextmanager
-    def during(
+    def surround_call(
         self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
     ) -> Iterator[None]:
         """Agree on a call, and see to it that only the chief prints; the arguments may be changed.
@@ -54,24 +54,24 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
             self._session.facts = lambda: {"waited": meter.waited, "read": meter.read}
         yield
 
-    def checking(self, name: str, has_known_length: bool) -> Callable[[], BatchComparison]:
+    def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], BatchComparison]:
         """See the base class."""
         return of_each_pass(BatchComparison, self._session, f"input {next(self._inputs)}", name, has_known_length)
 
-    def shared(self, found: Any) -> Any:
+    def broadcast_from_chief(self, found: Any) -> Any:
         """See the base class: a checkpoint, which the chief has read, or None."""
         step, arrays, facts = found or (None, {}, None)
         step, facts = self._session.broadcast("the checkpoint", [step, facts])
         return None if step is None else (step, shared_arrays(self._session, self._placement, arrays), facts)
 
-    def gathered(self, topic: str, value: Any) -> list[Any]:
+    def all_gather(self, topic: str, value: Any) -> list[Any]:
         """See the base class."""
         return self._session.gather(topic, value)
 
-    def beats(self) -> list[WorkerStatus]:
+    def worker_statuses(self) -> list[WorkerStatus]:
         """See the base class."""
         return self._session.beats()
 
-    def gathering(self, name: str) -> Callable[[], BatchGathering]:
+    def make_batch_gather(self, name: str) -> Callable[[], BatchGathering]:
         """See the base class."""
         return of_each_pass(BatchGathering, self._session, f"own input {next(self._inputs)}", name)

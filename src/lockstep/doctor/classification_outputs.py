@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._keras.graph import Output, has_own, outputs_of
+from lockstep._keras.graph import Output, outputs_of, overrides_any
 from lockstep.doctor.fit_call import FitCall, in_memory
 
 __all__ = ["ClassificationOutput", "CrossEntropy", "heads_of"]
@@ -69,7 +69,7 @@ class ClassificationOutput:
 def heads_of(program: FitCall) -> list[ClassificationOutput]:
     """The outputs whose loss is a cross-entropy of Keras's, in a model that trains as Keras does; others are left out."""
     model = program.model
-    if has_own(model, "train_step", "compute_loss", "compute_loss_and_updates"):
+    if overrides_any(model, "train_step", "compute_loss", "compute_loss_and_updates"):
         return []
     single = Output(("",))
     outputs = outputs_of(model) or [single]

@@ -10,7 +10,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.data.input_options import InputOptions
+from lockstep.data.fit_entry import InputOptions
 
 __all__ = ["ROWS", "FitCall", "RuntimeSettings", "caller", "in_memory", "spread", "step_of"]
 

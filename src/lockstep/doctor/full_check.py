@@ -37,7 +37,7 @@ def examine(program: FitCall, functions: StepFunctions, inputs: InputFactory, en
         raise ModelError(f"doctor: model {model.name!r} is not compiled; compile it first.")
     program = replace(program, numbers=_NUMBERS)
     data = program.x, program.y, program.sample_weight
-    seen = read_some(inputs.to_look_at(model, data, **{name: program.arguments.get(name) for name in _OPTIONS}))
+    seen = read_some(inputs.open_preview(model, data, **{name: program.arguments.get(name) for name in _OPTIONS}))
     looked = program if program.rows is not None or not seen.batches else of_batch(program, seen.batches[0])
     found = findings_of(program, ABOUT_THE_CALL) + findings_of(looked, ABOUT_BATCHES)
     try:

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._keras.graph import is_kerases_own, layers_of, outputs_of
+from lockstep._keras.graph import is_keras_class, layers_of, outputs_of
 from lockstep._keras.layers import operations_of
 from lockstep.doctor.classification_outputs import ClassificationOutput, heads_of
 from lockstep.doctor.finding import Finding
@@ -150,6 +150,6 @@ def _takes_numbers_only(model: keras.Model) -> bool:
     """Whether all that the model computes is done by layers of Keras's that pass a NaN on."""
     outputs = outputs_of(model)
     return outputs is not None and all(
-        is_kerases_own(type(layer)) and isinstance(layer, keras.layers.Layer) and not isinstance(layer, _ANYTHING)
+        is_keras_class(type(layer)) and isinstance(layer, keras.layers.Layer) and not isinstance(layer, _ANYTHING)
         for layer in operations_of(model)
     )

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._keras.graph import is_kerases_own
+from lockstep._keras.graph import is_keras_class
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.fit_call import ROWS, FitCall
 
@@ -87,4 +87,4 @@ def _may_change(callbacks: Any) -> bool:
 
 def _is_known(kind: type) -> bool:
     is_ours = kind.__module__.startswith("lockstep.") and not kind.__module__.startswith("lockstep.tuning.")
-    return is_kerases_own(kind) or is_ours
+    return is_keras_class(kind) or is_ours

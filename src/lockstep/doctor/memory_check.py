@@ -7,7 +7,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.devices.host_memory import HostMemory, host_memory
+from lockstep.devices.memory import HostMemory, host_memory
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.fit_call import FitCall, in_memory
 

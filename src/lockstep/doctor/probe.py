@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from lockstep._keras import trainer
+from lockstep.data.iterator_state import capture_random_state, restore_random_state
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.data.random_state import captured_random_state, restore_random_state
-from lockstep.data.wait_meter import BOUND, about_waiting
+from lockstep.data.wait_meter import BOUND, describe_waiting
 from lockstep.doctor.finding import Finding
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import StrategyProbes, copies, median_step_seconds
@@ -65,7 +65,7 @@ def read_some(made: KerasInput, clock: Clock = time.perf_counter) -> ProbedBatch
         made: the input, which is closed then.
         clock: gives seconds.
     """
-    before, begun = captured_random_state(), clock()
+    before, begun = capture_random_state(), clock()
     batches, seconds = [], []
     try:
         for batch in islice(made.get_jax_iterator(), BATCHES):
@@ -82,7 +82,7 @@ def read_some(made: KerasInput, clock: Clock = time.perf_counter) -> ProbedBatch
 
 def measure(functions: StepFunctions, read: ProbedBatches) -> StepTimings:
     """Train on the first batch that was read, with copies of all values."""
-    random, steps = captured_random_state(), max(1, len(read.batches) - 1)
+    random, steps = capture_random_state(), max(1, len(read.batches) - 1)
     try:
         if (
             isinstance(functions.executor, SpmdExecutor)
@@ -111,7 +111,7 @@ def about_input(read: ProbedBatches, steps: StepTimings, where: str) -> list[Fin
     share = waiting_share(read, steps)
     if share < BOUND or (read.seconds or 0) - steps.seconds < _LEAST:
         return []
-    what, cure = about_waiting(share)
+    what, cure = describe_waiting(share)
     reads, runs = 1000 * (read.seconds or 0), 1000 * steps.seconds
     why = f"a batch of {read.name} is read in {reads:.1f} ms, and a step takes {runs:.1f} ms"
     return [Finding("input-bound", what, where, why, cure)]

@@ -9,7 +9,7 @@ import keras
 
 from lockstep._errors import DeviceError
 from lockstep.devices.cpu_devices import check_thread_pool, usable_cores
-from lockstep.devices.malloc_tuning import gives_memory_back
+from lockstep.devices.memory import returned_memory_reason
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.fit_call import FitCall
 
@@ -85,7 +85,7 @@ def about_thread_pool(program: FitCall, environ: Mapping[str, str]) -> Iterator[
 def about_allocator(program: FitCall, environ: Mapping[str, str]) -> Iterator[Finding]:
     """About an allocator that gives the memory of each step back to the system."""
     on_cpus = any(device.platform == "cpu" for device in program.setting.devices)
-    reason = gives_memory_back(environ) if on_cpus and program.setting.has_strategy else None
+    reason = returned_memory_reason(environ) if on_cpus and program.setting.has_strategy else None
     if reason:
         yield Finding(
             "memory-given-back",

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from lockstep._keras import trainer
-from lockstep._keras.layers import arrays_kept, keep_arrays, without_batch_statistics
+from lockstep._keras.layers import attribute_arrays, disable_batch_statistics, set_attribute_arrays
 from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult
 from lockstep.execution.rowwise import (
     Mixed,
@@ -252,7 +252,7 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
     values = values[: len(values) - sum(form.has_mask)]
     count = len(values) - len(form.attributes)
     outputs, losses = values[: form.outputs.num_leaves], values[form.outputs.num_leaves : count]
-    keep_arrays(list(form.attributes), values[count:])
+    set_attribute_arrays(list(form.attributes), values[count:])
     for output, has_mask in zip(outputs, form.has_mask, strict=True):
         if has_mask:
             trainer.set_keras_mask(output, next(masks))
@@ -286,12 +286,12 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
             for variable, new, old in zip(variables, state, non_trainable, strict=True)
             if new is not old
         ]
-        unaggregated = [one for one in changed if trainer.has_no_stated_aggregation(call.model, one[0])]
+        unaggregated = [one for one in changed if trainer.lacks_aggregation(call.model, one[0])]
         learned["form"], learned["changed"] = form, len(changed)
         learned["paths"] = tuple(variable.path for variable, _ in unaggregated)
         return [*values, *masks, *(jnp.asarray(new) for _, new in unaggregated)]
 
-    with without_batch_statistics(call.model) as normalizations:
+    with disable_batch_statistics(call.model) as normalizations:
         trace = traced(function, [*call.trainable, *call.non_trainable, *call.shared], call.inputs, rows)
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_aggregated = len(learned["paths"]) < learned["changed"]
@@ -308,9 +308,9 @@ def _run(
         for leaf, is_cut in zip(call.leaves, call.is_cut, strict=True)
     ]
     args, kwargs = jax.tree.unflatten(call.structure, leaves)
-    before = arrays_kept(call.model)
+    before = attribute_arrays(call.model)
     tree, state, losses = call.function(trainable, non_trainable, *args, return_losses=True, **kwargs)
-    stored = {place: array for place, array in arrays_kept(call.model).items() if array is not before.get(place)}
+    stored = {place: array for place, array in attribute_arrays(call.model).items() if array is not before.get(place)}
     outputs, structure = jax.tree.flatten(tree)
     masks = [trainer.get_keras_mask(leaf) for leaf in outputs]
     form = _ResultForm(structure, tuple(mask is not None for mask in masks), tuple(stored))

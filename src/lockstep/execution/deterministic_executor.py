@@ -121,7 +121,7 @@ class ReplicasForward:
         return [[self._on_each_device(column) for column in one.numbers(self.layout)] for one in self.rounds]
 
     def _on_each_device(self, column: np.ndarray) -> PerDevice:
-        devices, own = self.placement.devices, self.placement.own_places
+        devices, own = self.placement.devices, self.placement.local_places
         return PerDevice(
             jax.device_put(number, devices[place]) if place in own else None for place, number in enumerate(column)
         )

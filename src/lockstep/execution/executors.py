@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.collectives import CrossDeviceOps
-from lockstep.data.device_placement import PlacedRows, Placement, joined
-from lockstep.devices.cpu_devices import usable_cores
+from lockstep.data.device_placement import PlacedRows, Placement, join_rows
+from lockstep.devices.cpu_devices import compiler_options, usable_cores
 from lockstep.devices.layout import Layout, rows_of_replicas
-from lockstep.devices.xla_options import compiler_options
 from lockstep.execution.call_splitter import CallTrace
 from lockstep.execution.cpu_rewrites import rewritten
 from lockstep.execution.deterministic_executor import forward_isolated
@@ -88,7 +87,7 @@ class SpmdExecutor:
     @property
     def eager_device(self) -> jax.Device:
         """See :class:`Executor`."""
-        return self.placement.first_own_device
+        return self.placement.first_local_device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
@@ -126,19 +125,19 @@ class SpmdExecutor:
         if trace.depends_on_replica:
             return layout.per_device
         is_divided = self.placement.platform == "cpu" and trace.has_convolution
-        most = max(2, usable_cores() // len(self.placement.own_places)) if is_divided else 1
+        most = max(2, usable_cores() // len(self.placement.local_places)) if is_divided else 1
         return tuple(rows_of_replicas(sum(own), min(most, len(own)) or 1) for own in layout.per_device)
 
     def _state_shardings(self, state: Any) -> Any:
         shardings = [self.placement.replicated] * len(state)
         if not self.shard_optimizer:
             return tuple(shardings)
-        sliced = [self.placement.sliced(value.shape) for value in state[2]]
+        sliced = [self.placement.slice_sharding(value.shape) for value in state[2]]
         return (*shardings[:2], sliced, shardings[3])
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
-        return joined(rows)
+        return join_rows(rows)
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
@@ -152,7 +151,7 @@ class SpmdExecutor:
     def _place(self, value: Any, layout: Layout) -> jax.Array:
         """Lay an array that the step computed (augmented images, say) over the devices."""
         array = value if layout.is_full else value[layout.row_index()]
-        return jax.lax.with_sharding_constraint(array, self.placement.cut)
+        return jax.lax.with_sharding_constraint(array, self.placement.row_sharding)
 
 
 class DeterministicExecutor:
@@ -171,7 +170,7 @@ class DeterministicExecutor:
     @property
     def eager_device(self) -> jax.Device:
         """See :class:`Executor`."""
-        return self.placement.first_own_device
+        return self.placement.first_local_device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
@@ -227,7 +226,7 @@ class EagerExecutor:
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
-        return joined(rows)
+        return join_rows(rows)
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
@@ -253,7 +252,7 @@ def _with_placement(
     """
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        placed = placement.hand_over(batch)
+        placed = placement.place_for_step(batch)
         if not isinstance(state, _PlacedState):
             state = placement.put(without_aliases(state), shardings(state) if shardings else None)
         with dispatch_lock if len(placement.devices) > 1 else contextlib.nullcontext():

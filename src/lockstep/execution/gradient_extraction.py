@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
-from lockstep._keras.layers import replaced_methods
+from lockstep._keras.layers import patched_methods
 from lockstep.data.device_placement import Placement
 from lockstep.execution.jaxpr_utils import subprogram
 from lockstep.execution.program_partition import inline_marked
@@ -80,7 +80,7 @@ class GradientProgram:
         self, step: Step, model: keras.Model, placement: Placement, state: State, batch: Any, *, donated: bool
     ) -> None:
         def marked(state: State, batch: Any) -> Any:
-            with replaced_methods([model.optimizer], "stateless_apply", lambda *_: _mark):
+            with patched_methods([model.optimizer], "stateless_apply", lambda *_: _mark):
                 logs, new = step(state, batch)
             return new[0], new[2], (logs, state_changes((state[1], state[3]), (new[1], new[3])))
 

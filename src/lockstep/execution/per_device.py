@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep.data.device_placement import Placement
-from lockstep.devices.xla_options import compiler_options
+from lockstep.devices.cpu_devices import compiler_options
 
 __all__ = ["PerDevice", "PerDeviceProgram", "cut_array", "local", "whole_array"]
 
@@ -55,7 +55,7 @@ class PerDeviceProgram:
         Returns:
             For each result a :class:`PerDevice`, None elsewhere.
         """
-        own = self._placement.own_places
+        own = self._placement.local_places
         places = [place for place in own if places is None or place in places] or own[:1]
         leaves, structure = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, PerDevice))
         calls = [jax.tree.unflatten(structure, [leaf[place] for leaf in leaves]) for place in places]
@@ -96,7 +96,7 @@ def cut_array(value: PerDevice, placement: Placement) -> jax.Array:
     shape, dtype = next((part.shape, part.dtype) for part in value if part is not None)
     parts = [
         jax.device_put(np.zeros(shape, dtype), placement.devices[place]) if value[place] is None else value[place]
-        for place in placement.own_places
+        for place in placement.local_places
     ]
     whole = (shape[0] * len(placement.devices), *shape[1:])
-    return jax.make_array_from_single_device_arrays(whole, placement.cut, parts)
+    return jax.make_array_from_single_device_arrays(whole, placement.row_sharding, parts)

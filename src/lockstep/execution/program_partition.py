@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
-from lockstep.data.device_placement import PlacedRows, Placement, joined
+from lockstep.data.device_placement import PlacedRows, Placement, join_rows
 from lockstep.execution.jaxpr_utils import evaluate, is_literal, subprogram
 from lockstep.execution.per_device import PerDevice, PerDeviceProgram, local, whole_array
 
@@ -94,7 +94,7 @@ class _Traced:
         self._structure = jax.tree.structure(results)
         self._constants = dict(zip(closed.jaxpr.constvars, on.put(closed.consts), strict=True))
         self._pieces = _cut(closed.jaxpr, set(self._inputs[:donated]), on)
-        self._join = jax.jit(joined, out_shardings=on.replicated)
+        self._join = jax.jit(join_rows, out_shardings=on.replicated)
 
     def __call__(self, leaves: list[Any]) -> Any:
         values = self._constants | dict(zip(self._inputs, leaves, strict=True))

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from lockstep.collectives import CrossDeviceOps
-from lockstep.collectives.platform import platform_sum_in_few
-from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, gather_rows
+from lockstep.collectives.platform import platform_sum_bucketed
+from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.devices.layout import Layout
 from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult, run_replicas
 
@@ -83,7 +83,7 @@ def forward_on_devices(
         own = replace(forward, trainable=[value[0] for value in trainable], non_trainable=non_trainable, shared=shared)
         result = _on_this_device(own, inputs, placement)
         changed, form = jax.tree.flatten(result.state)
-        state = jax.tree.unflatten(form, platform_sum_in_few(changed, DEVICE_AXIS, placement.devices))
+        state = jax.tree.unflatten(form, platform_sum_bucketed(changed, DEVICE_AXIS, placement.devices))
         return ReplicaResult(rows=result.rows, means=[share[None] for share in result.means], state=state)
 
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
@@ -108,14 +108,14 @@ def _own_copies(trainable: list[jax.Array], placement: Placement, ops: CrossDevi
     @jax.custom_vjp
     def copies(values: list[jax.Array]) -> list[jax.Array]:
         return [
-            lax.with_sharding_constraint(jnp.broadcast_to(value, (count, *value.shape)), placement.cut)
+            lax.with_sharding_constraint(jnp.broadcast_to(value, (count, *value.shape)), placement.row_sharding)
             for value in values
         ]
 
     def backward(_: None, gradients: list[jax.Array]) -> tuple[list[jax.Array]]:
         shapes = [gradient.shape[1:] for gradient in gradients]
-        axes = [placement.sliced_axis(shape) if sliced else None for shape in shapes]
-        specs = [placement.sliced(shape).spec if sliced else PartitionSpec() for shape in shapes]
+        axes = [placement.slice_axis(shape) if sliced else None for shape in shapes]
+        specs = [placement.slice_sharding(shape).spec if sliced else PartitionSpec() for shape in shapes]
         meet = jax.shard_map(
             lambda pieces: _sum([piece[0] for piece in pieces], axes, placement, ops),
             mesh=placement.mesh,
@@ -219,7 +219,7 @@ def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.A
     """The global batch of an output; small ones are brought together on every device, once, for loss and metrics."""
     if leaf.nbytes <= REPLICATE_BELOW:
         leaf = lax.with_sharding_constraint(leaf, placement.replicated)
-    return gather_rows(leaf, layout)
+    return drop_padding(leaf, layout)
 
 
 def finished(forward: SpmdForward, result: ReplicaResult) -> ReplicaResult:

@@ -63,7 +63,7 @@ class StrategyProbes:
     def __init__(self, model: keras.Model, placement: Placement, executor: Executor, default: SpmdExecutor) -> None:
         self._model, self._placement, self._executor, self._default = model, placement, executor, default
         self._functions = StepFunctions(model, placement, executor, lambda _: None, StepListener())
-        self.devices = tuple(placement.devices[place] for place in placement.own_places)
+        self.devices = tuple(placement.devices[place] for place in placement.local_places)
         self.replicas, self.is_estimate = placement.replicas, executor is not default
 
     def compile(self, batch: Any) -> StepProbe:
@@ -72,7 +72,7 @@ class StrategyProbes:
             state = trainer.training_state(self._model, batch)
         functions = StepFunctions(self._model, self._placement, self._default, lambda _: None, StepListener())
         train_step = self._default.train_step(functions.build_step(self._default, "train"))
-        program = train_step.compile_for(state, self._placement.described(batch))
+        program = train_step.compile_for(state, self._placement.abstract_batch(batch))
         if not self.is_estimate:
             shardings = program.input_shardings[0][0]
             return _CompiledProbe(

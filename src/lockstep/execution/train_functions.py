@@ -16,7 +16,7 @@ import jax
 import keras
 
 from lockstep._keras import trainer
-from lockstep._keras.layers import models_within, replaced_call, replaced_methods
+from lockstep._keras.layers import nested_models, patched_methods, patched_stateless_call
 from lockstep.data.device_placement import PlacedRows, Placement
 from lockstep.data.keras_adapter import next_batch
 from lockstep.devices.names import device_name
@@ -143,7 +143,7 @@ class StepFunctions:
                         self.stepped(state)
                     results.append(last)
             except BaseException:
-                trainer.keep_values(self.model, STATE[kind], state)
+                trainer.write_back_values(self.model, STATE[kind], state)
                 raise
             return combine(results), state
 
@@ -179,17 +179,17 @@ class StepFunctions:
 
     @contextlib.contextmanager
     def _intercepted(self, interceptor: "_ForwardInterceptor") -> Iterator[None]:
-        reason = trainer.needs_global_batch(self.model)
+        reason = trainer.global_batch_reason(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(in_step())
             if reason:
                 self.log(f"it runs on the global batch, {self.executor.global_batch_note}: {reason}")
-                stack.enter_context(trainer.plain_batch_normalization(self.model))
-            models = [] if reason else models_within(self.model)
+                stack.enter_context(trainer.clear_synchronized(self.model))
+            models = [] if reason else nested_models(self.model)
             for model in models:
                 call = functools.partial(interceptor.call, model, model.stateless_call)
-                stack.enter_context(replaced_call(model, call))
-            stack.enter_context(replaced_methods(models, "call", interceptor.wrap_direct_call))
+                stack.enter_context(patched_stateless_call(model, call))
+            stack.enter_context(patched_methods(models, "call", interceptor.wrap_direct_call))
             yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lockstep.devices.xla_options import compiler_options
+from lockstep.devices.cpu_devices import compiler_options
 
 __all__ = [
     "CompiledTrainStep",

@@ -43,16 +43,16 @@ class TreeAdder:
         Args:
             rounds: what each round yields, ``(1, …)`` on each device that had a replica; asked for the next when there is room.
         """
-        own_places = self.placement.own_places
-        stacks: dict[int, list[Values]] = {place: [] for place in own_places}
+        local_places = self.placement.local_places
+        stacks: dict[int, list[Values]] = {place: [] for place in local_places}
         for one, merges, values in zip(self.rounds, self.merges, rounds, strict=True):
-            for place in set(one.places).intersection(own_places):
+            for place in set(one.places).intersection(local_places):
                 own = [value[place] for value in values]
                 for _ in range(merges[place]):
                     own = _pair(stacks[place].pop(), own)
                 stacks[place].append(own)
         if not any(stacks.values()):  # This process has had no replica; it brings what nobody reads.
-            stacks[own_places[0]].append([value[own_places[0]] for value in values])
+            stacks[local_places[0]].append([value[local_places[0]] for value in values])
         slots = {p: _in_slots([*own, *[own[-1]] * (self.slots - len(own))]) for p, own in stacks.items() if own}
         places, count = range(len(self.placement.devices)), len(next(iter(slots.values())))
         parts = [PerDevice(slots[place][i] if place in slots else None for place in places) for i in range(count)]

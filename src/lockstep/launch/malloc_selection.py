@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError
-from lockstep.devices.malloc_tuning import SWITCH
+from lockstep.devices.memory import SWITCH
 
 __all__ = ["CHOICES", "MallocSelection", "choose_allocator", "library_folders"]
 

@@ -99,9 +99,9 @@ class ChiefFit:
         self._shown: dict[str, Any] = {}  # what Keras was given last
         self._is_lost = False
         self.count = UpdateCounters()
-        data.keep_position(None, is_expecting=False)
+        data.track_position(None, is_expecting=False)
         if parts is None:  # Else the number of rows of each batch must be known.
-            data.leave_reading_to_others()
+            data.count_without_reading()
         desk.open(call, self._newest)
 
     def begin(self) -> None:
@@ -112,11 +112,11 @@ class ChiefFit:
     def step(self, state: Any, batch: Any) -> tuple[dict[str, Any], State]:
         """Keras's next step: hand out the batch that was taken just now."""
         given = self._taken_over(state)
-        place = self._data.taken_last
-        reading = f"pass {place[0]}, after {len(self._data.hooks)} hooks"
+        place = self._data.last_taken
+        reading = f"pass {place[0]}, after {len(self._data.epoch_hooks)} hooks"
         if reading != self._reading:
             self._reading = reading
-            self._desk.tell(reading, self._data.facts_of_pass())
+            self._desk.tell(reading, self._data.pass_metadata())
         self._hand_out(place[1], count_batch_rows(batch))
         self._collect(0 if self._parts else _AHEAD * max(1, self._desk.workers) - 1)
         self._shown = dict(self._logs)

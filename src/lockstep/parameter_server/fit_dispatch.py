@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep._errors import ClusterError
 from lockstep._keras import trainer
-from lockstep._keras.fit_state import settled_before_sync
+from lockstep._keras.fit_state import refresh_before_sync
 from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.distributed.cluster import exit_codes
@@ -59,7 +59,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         self._call, self._is_inside = 0, False
         self.coordination: scheduler_base.SchedulerBase = ChiefScheduler(member, training, self._next_call, desk)
 
-    def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
+    def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
         if call == "predict" or self._is_inside:
             return proceed()
@@ -114,7 +114,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             with (
                 closing(fit),
                 self._training.steps_by(model, fit.step, fit.settle),
-                settled_before_sync(model, fit.settle),
+                refresh_before_sync(model, fit.settle),
             ):
                 history = proceed()
         except BaseException as error:
@@ -124,8 +124,8 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         result = {
             "history": plain(history.history),
             "epoch": list(history.epoch),
-            "taken": data.taken_in_all,
-            "hooks": data.hooks,
+            "taken": data.total_taken,
+            "hooks": data.epoch_hooks,
         }
         self._desk.close(result, kept_values(model))
         return history
@@ -146,7 +146,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         self.coordination: scheduler_base.SchedulerBase = WorkerScheduler(member, training, self._next_call, desk)
         self._roles = {"worker": self._work, "ps": self._serve, "evaluator": self._look_on}
 
-    def perform(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
+    def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
         if call == "predict" or self.coordination.is_in_function:
             arguments["verbose"] = 0
@@ -168,7 +168,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
 
     def _end_of(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallEnded:
         if call == "fit":  # Makes the variables, as Keras's loop does at the chief.
-            trainer.training_state(model, arguments["x"].look())
+            trainer.training_state(model, arguments["x"].peek())
         try:
             self._desk.enter(self._call)
         except CallEnded as over:
@@ -186,12 +186,12 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         return self._call
 
     def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallEnded:
-        batches = arguments["x"].numbered()
+        batches = arguments["x"].indexed_batches()
         with closing(self._go_to_servers(model)) as client:
             step = self._training.gradient_step(model)
             over = WorkerFit(model, step, batches, self._desk, client, self._call, self._member.announce).run()
         batches.catch_up(over.result["hooks"])
-        batches.skip_to(over.result["taken"])
+        batches.read_up_to(over.result["taken"])
         return over
 
     def _serve(self, model: keras.Model, arguments: dict[str, Any]) -> CallEnded:

@@ -14,18 +14,17 @@ from jax.sharding import Mesh
 
 from lockstep._errors import ModelError, ScopeError, whole_number
 from lockstep._keras import trainer
-from lockstep._keras.layers import replaced_call
-from lockstep._logging import announce
+from lockstep._keras.layers import patched_stateless_call
+from lockstep._logging import log_info
 from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.custom_loops.model_in_replica import call_on_replica
 from lockstep.custom_loops.replica_context import ReplicaContext, ReusableContext, open_scopes
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import InputFactory, ProcessGroup
-from lockstep.data.input_callback import listening
-from lockstep.data.input_options import InputOptions
+from lockstep.data.fit_entry import InputFactory, InputOptions, ProcessGroup
+from lockstep.data.keras_adapter import listening
 from lockstep.devices.cpu_devices import has_started
 from lockstep.devices.determinism import describe_determinism, is_deterministic, prepare_determinism
-from lockstep.devices.malloc_tuning import keep_memory
+from lockstep.devices.memory import keep_memory
 from lockstep.devices.names import device_name
 from lockstep.doctor.fit_checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
@@ -85,8 +84,10 @@ class Strategy(Diagnostics):
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._own_calls: dict[keras.Model, Any] = {}  # of the models, while replicas run
         self._input_options = options_of(input_options)
-        onlooker = FitChecks(self._setting(), self._tell)
-        self._inputs = InputFactory(self._placement, self._input_options, self._together, self._around_fit, onlooker)
+        observer = FitChecks(self._setting(), self._tell)
+        self._inputs = InputFactory(
+            self._placement, self._input_options, self._process_group, self._around_fit, observer
+        )
         self._announce(self._summary())
 
     @property
@@ -135,7 +136,7 @@ class Strategy(Diagnostics):
         _refuse_distribution()
         open_scopes.set((*open_scopes.get(), self))
         try:
-            with trainer.models_claimed(_current_claim), trace_context(self.num_replicas_in_sync):
+            with trainer.claim_models(_current_claim), trace_context(self.num_replicas_in_sync):
                 yield self
         finally:
             scopes = list(open_scopes.get())
@@ -172,7 +173,9 @@ class Strategy(Diagnostics):
             (3, [5.0, 5.0])
             >>> folder.cleanup()
         """
-        return Checkpoint(directory, SaveFrequency(save_freq), keep, self._placement, self._together, self._announce)
+        return Checkpoint(
+            directory, SaveFrequency(save_freq), keep, self._placement, self._process_group, self._announce
+        )
 
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         """How the steps of a model run."""
@@ -184,8 +187,8 @@ class Strategy(Diagnostics):
 
     def _claim(self, model: keras.Model) -> None:
         """Make a model that belongs to nobody yet this strategy's, for good."""
-        if trainer.adopted_by(model) is not None:
-            _refuse_other_scope(model, trainer.adopted_by(model))
+        if trainer.strategy_of(model) is not None:
+            _refuse_other_scope(model, trainer.strategy_of(model))
             return
         told: set[str] = set()
 
@@ -206,7 +209,7 @@ class Strategy(Diagnostics):
                 tell(note)
             return functions.make(kind)
 
-        trainer.adopt(model, self, make, in_step)
+        trainer.attach_strategy(model, self, make, in_step)
         notes = self._inputs.install(model, tell)
         self._models.add(model)
 
@@ -215,20 +218,20 @@ class Strategy(Diagnostics):
         return vars(model)[_FUNCTIONS]
 
     @cached_property
-    def _together(self) -> ProcessGroup:  # type: ignore[override]  # made when it is first asked for
+    def _process_group(self) -> ProcessGroup:  # type: ignore[override]  # made when it is first asked for
         """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
         return ProcessGroup()
 
     @contextlib.contextmanager
     def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
         setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
-        functions, together, announce = self._functions_of(model), self._together, self._announce
+        functions, process_group, announce = self._functions_of(model), self._process_group, self._announce
         guard = guard_among(arguments.get("callbacks"))
         with (
-            monitored(arguments, functions, self._placement, together, announce),
+            monitored(arguments, functions, self._placement, process_group, announce),
             listening(arguments),
-            backed_up(model, arguments, functions, setup, together, announce) as run,
-            guarded(guard, functions, run, together, announce),
+            backed_up(model, arguments, functions, setup, process_group, announce) as run,
+            guarded(guard, functions, run, process_group, announce),
         ):
             yield
 
@@ -238,7 +241,7 @@ class Strategy(Diagnostics):
         return StepListener()
 
     def _announce(self, message: str) -> None:
-        announce(message)
+        log_info(message)
 
     @contextlib.contextmanager
     def _models_in_replica(self, context: ReplicaContext) -> Iterator[None]:
@@ -249,7 +252,7 @@ class Strategy(Diagnostics):
                 stack.callback(self._own_calls.clear)
                 self._own_calls.update((model, model.stateless_call) for model in self._models)
             for model, own in list(self._own_calls.items()):
-                stack.enter_context(replaced_call(model, call_on_replica(model, own, context)))
+                stack.enter_context(patched_stateless_call(model, call_on_replica(model, own, context)))
             yield
 
     def __repr__(self) -> str:
@@ -292,7 +295,7 @@ def _refuse_distribution() -> None:
 
 
 def _refuse_mixed_normalization(model: keras.Model) -> None:
-    reason = trainer.needs_global_batch(model)
+    reason = trainer.global_batch_reason(model)
     alone = trainer.unsynchronized_normalizations(model)
     if reason and alone:
         raise ModelError(

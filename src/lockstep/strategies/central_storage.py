@@ -10,9 +10,9 @@ import keras
 from lockstep._errors import OptionError
 from lockstep.collectives import Ops
 from lockstep.data.device_placement import Placement
-from lockstep.data.input_options import InputOptions
+from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.determinism import is_deterministic
-from lockstep.devices.names import device_name, resolve_with_home
+from lockstep.devices.names import device_name, resolve_with_parameter_device
 from lockstep.execution.central_executor import CentralExecutor
 from lockstep.execution.executors import Executor
 from lockstep.strategies.base import Strategy
@@ -69,7 +69,7 @@ class CentralStorageStrategy(Strategy):
             )
 
         def find() -> Sequence[jax.Device]:
-            found, self._home = resolve_with_home(compute_devices, parameter_device)
+            found, self._home = resolve_with_parameter_device(compute_devices, parameter_device)
             return found
 
         super().__init__(find, cross_device_ops, replicas, False, False, input_options)

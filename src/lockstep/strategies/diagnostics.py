@@ -124,7 +124,7 @@ class Diagnostics(StrategyApi):
         return examined(self, FitCall(model, *data, options, fit_at=caller()))
 
     def _refuse_foreign(self, model: keras.Model, call: str) -> None:
-        if trainer.adopted_by(model) is not self or not model.compiled:
+        if trainer.strategy_of(model) is not self or not model.compiled:
             raise ModelError(
                 f"{call}: {model.name!r} is not a compiled model of {self}. Build and compile it in scope()."
             )

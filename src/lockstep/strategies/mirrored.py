@@ -6,7 +6,7 @@ from functools import partial
 import jax
 
 from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
-from lockstep.data.input_options import InputOptions
+from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.names import resolve_devices
 from lockstep.strategies.base import Strategy
 

@@ -12,7 +12,7 @@ import keras
 from lockstep._errors import OptionError, whole_number
 from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
 from lockstep.data import fit_entry
-from lockstep.data.input_options import InputOptions
+from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.names import count_cpu_devices, resolve_devices
 from lockstep.distributed.chief_only_io import leave_files_to_the_chief
 from lockstep.distributed.cluster.worker_group import WorkerGroup
@@ -125,7 +125,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         }
 
     @cached_property
-    def _together(self) -> fit_entry.ProcessGroup:  # type: ignore[override]
+    def _process_group(self) -> fit_entry.ProcessGroup:  # type: ignore[override]
         return WorkerProcessGroup(self._job.session, self._placement) if self._job else fit_entry.ProcessGroup()
 
     @cached_property

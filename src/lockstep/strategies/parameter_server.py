@@ -11,8 +11,8 @@ import keras
 
 from lockstep._errors import ClusterError, ModelError, OptionError, whole_number
 from lockstep._keras import trainer
-from lockstep.data.input_options import InputOptions
-from lockstep.data.random_state import captured_random_state, restore_random_state
+from lockstep.data.fit_entry import InputOptions
+from lockstep.data.iterator_state import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
 from lockstep.distributed.chief_only_io import leave_files_to_the_chief
@@ -137,13 +137,13 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     @property
     def _coordination(self) -> SchedulerBase:
-        return self._together.coordination
+        return self._process_group.coordination
 
     @cached_property
-    def _together(self) -> ChiefFitDispatch | WorkerFitDispatch:  # type: ignore[override]
-        together = self._met()
-        self._closing.callback(together.coordination.end)
-        return together
+    def _process_group(self) -> ChiefFitDispatch | WorkerFitDispatch:  # type: ignore[override]
+        process_group = self._met()
+        self._closing.callback(process_group.coordination.end)
+        return process_group
 
     def _met(self) -> ChiefFitDispatch | WorkerFitDispatch:
         self._guard = ExitGuard()
@@ -153,7 +153,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             self._guard.before_end = lambda summary, code: desk.abort(f"the chief has failed: {summary}", code)
             self._closing.callback(self._member.serve_desk(desk).stop)
             desk.open(0)
-            desk.close({"seed": trainer.get_random_seed(), "random": captured_random_state()})
+            desk.close({"seed": trainer.get_random_seed(), "random": capture_random_state()})
             return ChiefFitDispatch(self._member, desk, self)
         client = self._member.go_to_desk()
         self._closing.callback(client.close)

@@ -2,7 +2,7 @@
 
 from lockstep._errors import OptionError
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
-from lockstep.data.input_options import InputOptions
+from lockstep.data.fit_entry import InputOptions
 
 __all__ = ["options_of", "refuse_with_slices", "resolve_ops"]
 

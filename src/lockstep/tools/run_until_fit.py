@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from lockstep._errors import OptionError
-from lockstep._keras.fit_interception import fits_taken
+from lockstep._keras.fit_interception import intercept_fit
 from lockstep.doctor.fit_call import caller
 
 __all__ = ["FirstFit", "run_until_fit"]
@@ -65,7 +65,7 @@ def run_until_fit(path: str, arguments: Sequence[str], look: Callable[[FirstFit]
                 ended.append(error)
         raise _FirstFitReached
 
-    with _as_main(path, arguments), fits_taken(take):
+    with _as_main(path, arguments), intercept_fit(take):
         try:
             runpy.run_path(path, run_name="__main__")
         except BaseException as end:  # Where a script has caught _FirstFitReached all the same, anything may come.

@@ -11,8 +11,7 @@ from lockstep._errors import ClusterError, InputError, ModelError, OptionError, 
 from lockstep._keras import trainer
 from lockstep.data.device_placement import count_rows
 from lockstep.data.fit_entry import ProcessGroup
-from lockstep.data.source_factory import source_of
-from lockstep.data.sources import AdapterSource
+from lockstep.data.sources import AdapterSource, make_source
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import KerasProbes, StepProbe, StepProbes, StrategyProbes
 from lockstep.strategies.base import Strategy
@@ -75,23 +74,23 @@ def batch_size_finder(
         >>> [measured.rows for measured in found.measurements], found.largest
         ([8, 16, 32, 64], 64)
     """
-    owner = trainer.adopted_by(model)
+    owner = trainer.strategy_of(model)
     _refuse(model, owner)
     data = (x, y, sample_weight)
     _source(data, 1)
     rows, steps = count_rows(data), whole_number("batch_size_finder: steps", steps)
     trials = _trials(model, owner)
     sizes = powers_of_two(rows, trials.replicas) if batch_sizes is None else _asked(batch_sizes, rows)
-    together = owner._together if owner else ProcessGroup()
+    process_group = owner._process_group if owner else ProcessGroup()
     on_pause = owner._listener.on_pause if owner else lambda: None
-    _agree(together, [sizes, steps, rows, batch_sizes is None])
-    hosts = together.gathered("batch_size_finder: the machines", socket.gethostname())
+    _agree(process_group, [sizes, steps, rows, batch_sizes is None])
+    hosts = process_group.all_gather("batch_size_finder: the machines", socket.gethostname())
     if memory_limit is None:
         available = free_memory(trials.devices, hosts.count(socket.gethostname()))
     else:
         available = whole_number("batch_size_finder: memory_limit", memory_limit)
     search = _Search(
-        trials, lambda size: _batch(data, size), steps, available, together, on_pause, stops=batch_sizes is None
+        trials, lambda size: _batch(data, size), steps, available, process_group, on_pause, stops=batch_sizes is None
     )
     largest = find_largest(sizes, search.fits, trials.replicas if batch_sizes is None else None)
     found = tuple(sorted(search.found, key=lambda measured: measured.rows))
@@ -100,7 +99,7 @@ def batch_size_finder(
             f"batch_size_finder: not even a batch of {sizes[0]:,} rows fits: {found[0].note}. Give smaller batch_sizes, free memory, or take "
             "gradient accumulation or a smaller model."
         )
-    return BatchSizes(found, largest, _least(together, available), trials.is_estimate, largest == rows)
+    return BatchSizes(found, largest, _least(process_group, available), trials.is_estimate, largest == rows)
 
 
 class _Search:
@@ -111,7 +110,7 @@ class _Search:
         batch: gives a batch of so many rows.
         steps: how many are timed.
         available: bytes, or None.
-        together: the processes.
+        process_group: the processes.
         on_pause: is called before what may take long.
         stops: whether larger sizes are run no more once they are no faster.
     """
@@ -122,13 +121,13 @@ class _Search:
         batch: Callable[[int], Any],
         steps: int,
         available: int | None,
-        together: ProcessGroup,
+        process_group: ProcessGroup,
         on_pause: Callable[[], None],
         *,
         stops: bool,
     ) -> None:
         self._trials, self._batch, self._steps, self._available = trials, batch, steps, available
-        self._together, self._pauses, self._stops = together, on_pause, stops
+        self._process_group, self._pauses, self._stops = process_group, on_pause, stops
         self._best, self._slower = 0.0, 0
         self.found: list[BatchMeasurement] = []
 
@@ -176,7 +175,7 @@ class _Search:
         return seconds, ""
 
     def _all(self, what: str, value: Any) -> list[Any]:
-        return self._together.gathered(f"batch_size_finder: {what}", value)
+        return self._process_group.all_gather(f"batch_size_finder: {what}", value)
 
 
 def _reason(error: jax.errors.JaxRuntimeError) -> str:
@@ -186,10 +185,11 @@ def _reason(error: jax.errors.JaxRuntimeError) -> str:
     return f"the device has no memory for it: {str(error).splitlines()[0]}"
 
 
-def _least(together: ProcessGroup, available: int | None) -> int | None:
+def _least(process_group: ProcessGroup, available: int | None) -> int | None:
     """What the process with least memory has; None where nobody says."""
     return min(
-        (own for own in together.gathered("batch_size_finder: memory", available) if own is not None), default=None
+        (own for own in process_group.all_gather("batch_size_finder: memory", available) if own is not None),
+        default=None,
     )
 
 
@@ -213,7 +213,7 @@ def _source(data: tuple[Any, ...], rows: int) -> AdapterSource:
     Raises:
         InputError: they are no arrays.
     """
-    source = source_of(*data, batch_size=rows, steps_per_epoch=None, pending=lambda generator: generator)
+    source = make_source(*data, batch_size=rows, steps_per_epoch=None, pending=lambda generator: generator)
     if not isinstance(source, AdapterSource) or not source.is_arrays:
         raise InputError(
             f"batch_size_finder: x must be a tree of arrays, of which it makes batches of any size; got {type(data[0]).__name__}."
@@ -230,8 +230,8 @@ def _asked(batch_sizes: Sequence[int], rows: int) -> list[int]:
     return sizes
 
 
-def _agree(together: ProcessGroup, value: list[Any]) -> None:
-    found = together.gathered("batch_size_finder", value)
+def _agree(process_group: ProcessGroup, value: list[Any]) -> None:
+    found = process_group.all_gather("batch_size_finder", value)
     for index, other in enumerate(found):
         if other != found[0]:
             raise ClusterError(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 
-from lockstep.devices.host_memory import host_memory
+from lockstep.devices.memory import host_memory
 
 __all__ = ["free_memory"]
 

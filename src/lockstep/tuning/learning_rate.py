@@ -11,8 +11,8 @@ import keras
 
 from lockstep._errors import OptionError, ScopeError, whole_number
 from lockstep._keras import trainer
-from lockstep._logging import announce
-from lockstep.data.input_callback import InputListener
+from lockstep._logging import log_info
+from lockstep.data.keras_adapter import InputListener
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 from lockstep.tuning.lr_warmup import RULES, WarmUp
 
@@ -93,7 +93,7 @@ class LearningRateScaling(InputListener):
             ScopeError: see the class.
         """
         model = self.model
-        self._refuse_where_it_cannot_work(trainer.adopted_by(model), model.optimizer)
+        self._refuse_where_it_cannot_work(trainer.strategy_of(model), model.optimizer)
         if model.optimizer is not self._optimizer:
             self._optimizer, self.progress = model.optimizer, {}
         self._each, self._warm_up = model.steps_per_execution, None
@@ -170,8 +170,8 @@ class LearningRateScaling(InputListener):
         return self._rate != float(keras.ops.cast(self.progress["set"], self._optimizer.learning_rate.dtype))
 
     def _tell_of_another(self) -> None:
-        owner = trainer.adopted_by(self.model)
-        (owner._announce if owner else announce)(
+        owner = trainer.strategy_of(self.model)
+        (owner._announce if owner else log_info)(
             f"LearningRateScaling: the warm-up ends after {self.progress['steps']} steps, as something else has set the learning rate to "
             f"{self._rate:.6g}. To have both, let that leave the rate alone in the first {self._epochs} epochs."
         )

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lockstep._keras.layers import without_batch_statistics
+from lockstep._keras.layers import disable_batch_statistics
 from lockstep.execution.rowwise import RowAxis, places_of, traced
 
 ROWS = (6, 4)
@@ -29,7 +29,7 @@ def places_of_model(model, *batch, training=None):
         )
         return [jnp.asarray(leaf) for leaf in (*jax.tree.leaves(outputs), *losses)]
 
-    with without_batch_statistics(model):
+    with disable_batch_statistics(model):
         return places_of(*(traced(call, [*values[0], *values[1]], leaves, rows) for rows in ROWS))
 
 

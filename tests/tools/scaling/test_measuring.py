@@ -17,7 +17,7 @@ import pytest
 import lockstep
 from lockstep import DeviceError, OptionError, cli
 from lockstep.collectives import resolve_cross_device_ops
-from lockstep.data.wait_meter import WaitMeter, meters_observed
+from lockstep.data.wait_meter import WaitMeter, collect_meters
 from lockstep.strategies import device_override
 from lockstep.strategies.device_override import as_imposed, devices_imposed
 from lockstep.tools.run_until_fit import FirstFit
@@ -216,13 +216,13 @@ def test_an_operation_has_its_formula_and_somebodys_own_the_platforms():
 
 def test_a_meter_counts_what_getting_a_batch_takes_and_is_seen_where_it_is_made():
     times = iter(range(100))
-    with meters_observed() as meters:
+    with collect_meters() as meters:
         meter = WaitMeter(lambda: next(times))
         with meter.getting():
             pass
     assert meters == [meter]
     assert meter.taking == 1
-    with meters_observed() as others:
+    with collect_meters() as others:
         assert others == []
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep._errors import ClusterError
-from lockstep._logging import announce as announce_line
+from lockstep._logging import log_info
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.control.control_client import ControlClient
@@ -45,7 +45,7 @@ def join(
     bind_host: str | None = None,
     listener: socket.socket | None = None,
     on_failure: Callable[[Failure], None] | None = None,
-    announce: Callable[[str], None] = announce_line,
+    announce: Callable[[str], None] = log_info,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ControlClient:

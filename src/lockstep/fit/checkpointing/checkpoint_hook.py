@@ -25,7 +25,7 @@ def backed_up(
     arguments: dict[str, Any],
     functions: StepFunctions,
     setup: dict[str, Any],
-    together: ProcessGroup,
+    process_group: ProcessGroup,
     announce: Callable[[str], None],
 ) -> Iterator[FitCheckpoint | None]:
     """Is open during a call of ``fit``, whose arguments may be changed.
@@ -35,7 +35,7 @@ def backed_up(
         arguments: of the call; x is an :class:`KerasInput`.
         functions: of the model.
         setup: what must be the same in a run that goes on.
-        together: the processes.
+        process_group: the processes.
         announce: takes a line for the user.
 
     Raises:
@@ -48,9 +48,9 @@ def backed_up(
         yield None
         return
     data: KerasInput = arguments["x"]
-    store = CheckpointStore(backup.directory, backup.keep, announce=announce) if together.process == 0 else None
-    with store or nullcontext(), Preemption(together) as preemption:
-        found = together.shared(_newest(store))
+    store = CheckpointStore(backup.directory, backup.keep, announce=announce) if process_group.process == 0 else None
+    with store or nullcontext(), Preemption(process_group) as preemption:
+        found = process_group.broadcast_from_chief(_newest(store))
         run = FitCheckpoint(
             backup, model, data, setup | {"steps of an epoch": data.steps}, found, store, preemption, announce
         )

@@ -18,9 +18,8 @@ from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.iterator_state import IteratorState
+from lockstep.data.iterator_state import IteratorState, capture_random_state, restore_random_state
 from lockstep.data.keras_adapter import Hook, KerasInput
-from lockstep.data.random_state import captured_random_state, restore_random_state
 from lockstep.doctor.fit_call import FitCall
 from lockstep.doctor.learning_rate_check import FitRecord, about_changed_batch, fitted, rate_of
 from lockstep.doctor.settings import is_on
@@ -110,7 +109,7 @@ class FitCheckpoint:
         if found:
             self._refuse_other_setup()
             self._refuse_replay()
-        data.keep_position(self._position, is_expecting=found is not None)
+        data.track_position(self._position, is_expecting=found is not None)
 
     @property
     def is_finished(self) -> bool:
@@ -149,7 +148,7 @@ class FitCheckpoint:
         """All callbacks have begun."""
         self._begun_with = [packed_attributes(callback, "", None) for callback in self._others]
         if self._facts:
-            self._data.go_on_from(self._position, self.done, self._facts["hooks"])
+            self._data.set_state(self._position, self.done, self._facts["hooks"])
             self._restore()
             given = {"callbacks": self._others}  # The rate of learning is that of the checkpoint now.
             program = FitCall(self._model, None, arguments=given, rows_read=self._facts.get("rows"))
@@ -242,7 +241,7 @@ class FitCheckpoint:
             "is_finished": is_finished,
             "stop_training": bool(self._model.stop_training),
             "rows": self._data.rows,
-            "position": moment.position.as_facts() if moment.position else None,
+            "position": moment.position.to_json() if moment.position else None,
             "hooks": moment.hooks,
             "random": moment.random,
             "callbacks": attributes,
@@ -261,9 +260,9 @@ class FitCheckpoint:
 
     def _now(self, epoch: int, done: int, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _Moment:
         """This moment, with the values of some kinds of variables."""
-        position, random = self._data.where(is_epoch_over), captured_random_state()
+        position, random = self._data.get_state(is_epoch_over), capture_random_state()
         values = self._variables.copies(*kinds) if kinds else {}
-        return _Moment(epoch, done, is_epoch_over and done > 0, position, list(self._data.hooks), random, values)
+        return _Moment(epoch, done, is_epoch_over and done > 0, position, list(self._data.epoch_hooks), random, values)
 
     def _leave(self) -> None:
         leave(self._preemption, self.step, self._backup.directory, self._writer, self._announce)

@@ -14,7 +14,7 @@ from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import ProcessGroup
-from lockstep.data.random_state import captured_random_state, restore_random_state
+from lockstep.data.iterator_state import capture_random_state, restore_random_state
 from lockstep.fit.checkpointing.model_state import copies_of
 from lockstep.fit.checkpointing.preemption import Preemption, leave
 from lockstep.fit.checkpointing.save_schedule import SaveFrequency
@@ -30,7 +30,7 @@ class Checkpoint:
         frequency: of what is written.
         keep: how many stay.
         placement: the devices.
-        together: the processes; the first one writes.
+        process_group: the processes; the first one writes.
         announce: takes a line for the user.
     """
 
@@ -40,14 +40,14 @@ class Checkpoint:
         frequency: SaveFrequency,
         keep: int,
         placement: Placement,
-        together: ProcessGroup,
+        process_group: ProcessGroup,
         announce: Callable[[str], None],
     ) -> None:
-        self._placement, self._together, self._announce = placement, together, announce
+        self._placement, self._process_group, self._announce = placement, process_group, announce
         self._store = CheckpointStore(directory, keep, announce=announce)
         self._frequency, self._step, self._versions = frequency, 0, used_versions()
-        self._preemption = Preemption(together)
-        self._writer = BackgroundWriter(self._store, announce=announce) if together.process == 0 else None
+        self._preemption = Preemption(process_group)
+        self._writer = BackgroundWriter(self._store, announce=announce) if process_group.process == 0 else None
         if self._writer:
             self._store.lock()
 
@@ -74,7 +74,9 @@ class Checkpoint:
             CheckpointError: none is good, or it is of another tree.
         """
         loaded = self._store.newest() if self._writer else None
-        found = self._together.shared((loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None)
+        found = self._process_group.broadcast_from_chief(
+            (loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None
+        )
         if found is None:
             return state, 0
         step, arrays, facts = found
@@ -119,7 +121,7 @@ class Checkpoint:
             return
         names, _ = _named(state)
         copies = copies_of(list(names.values()))
-        facts = {"random": captured_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
+        facts = {"random": capture_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
         try:
             self._writer.submit(step, lambda: Snapshot(dict(zip(names, map(np.asarray, copies), strict=True)), facts))
         except CheckpointError as error:

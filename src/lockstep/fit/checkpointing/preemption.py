@@ -31,15 +31,15 @@ class Preemption:
     process at once, as it does without us.
 
     Args:
-        together: the processes.
+        process_group: the processes.
         clock: gives seconds, and is not set back.
 
     Attributes:
         reason: why to stop; None where nobody was asked to.
     """
 
-    def __init__(self, together: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> None:
-        self._together, self._clock = together, clock
+    def __init__(self, process_group: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> None:
+        self._process_group, self._clock = process_group, clock
         self.reason: str | None = None
         self._noticed: str | None = None
         self._steps, self._asked_at, self._ask_at = 0, 0, 1
@@ -70,7 +70,7 @@ class Preemption:
             return False
         steps, now = self._steps - self._asked_at, self._clock()
         slowest = self._ask((now - self._asked_when) / steps)
-        if self._together.processes > 1:
+        if self._process_group.processes > 1:
             steps = max(1, min(2 * steps, int(_INTERVAL / max(slowest, 1e-6))))
             self._asked_at, self._asked_when, self._ask_at = self._steps, now, self._steps + steps
         return self.reason is not None
@@ -82,7 +82,7 @@ class Preemption:
 
     def _ask(self, seconds: float) -> float:
         """Find out whether a process was asked to stop; gives the longest of their ``seconds``."""
-        found = self._together.gathered("whether to stop", [self._noticed, seconds])
+        found = self._process_group.all_gather("whether to stop", [self._noticed, seconds])
         for process, (signal_name, _) in enumerate(found):
             if signal_name and self.reason is None:
                 who = "" if len(found) == 1 else f"worker {process} of {len(found)}: "

@@ -22,7 +22,7 @@ class Attachment:
         clock: of the call.
         devices: of all processes together.
         counting: counts what a step computes.
-        goes_on: says whether training goes on where another process stood, once the first epoch begins.
+        resumed: returns whether training resumed from a checkpoint, once the first epoch begins.
         is_chief: whether this process is the one that prints and writes.
         announce: takes a line for the user.
     """
@@ -30,7 +30,7 @@ class Attachment:
     clock: StepTimer
     devices: tuple[jax.Device, ...]
     counting: FlopCounter
-    goes_on: Callable[[], bool]
+    resumed: Callable[[], bool]
     is_chief: bool
     announce: Callable[[str], None]
 

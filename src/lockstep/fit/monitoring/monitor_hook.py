@@ -31,7 +31,7 @@ def monitored(
     arguments: dict[str, Any],
     functions: StepFunctions,
     placement: Placement,
-    together: ProcessGroup,
+    process_group: ProcessGroup,
     announce: Callable[[str], None],
 ) -> Iterator[None]:
     """Is open during a call of ``fit``, whose arguments may be changed.
@@ -40,26 +40,30 @@ def monitored(
         arguments: of the call; x is an :class:`KerasInput`.
         functions: of the model.
         placement: devices and number of replicas.
-        together: the processes.
+        process_group: the processes.
         announce: takes a line for the user.
     """
     given = arguments.get("callbacks")
     callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
     watching = [callback for callback in callbacks if isinstance(callback, MonitorCallback)]
     folders = _folders(watching, backup_among(callbacks))
-    if not watching and (not folders or together.process):
+    if not watching and (not folders or process_group.process):
         yield
         return
     data: KerasInput = arguments["x"]
     window = max((found.window for found in watching if isinstance(found, ThroughputMonitor)), default=_WINDOW)
     clock, devices = StepTimer(functions.listener, lambda: data.meter.waited, window), placement.devices
-    status = StatusWriter([] if together.process else folders, clock, data.meter, together, len(devices), announce)
+    status = StatusWriter(
+        [] if process_group.process else folders, clock, data.meter, process_group, len(devices), announce
+    )
     # The others see what these add to the logs.
     first = [callback for callback in watching if isinstance(callback, ThroughputMonitor)]
     others = [callback for callback in callbacks if callback not in first]
     arguments["callbacks"] = [_Marks(clock, data, status), *first, *others]
     with _listening(functions, clock), _told(status), ExitStack() as stack:
-        attachment = Attachment(clock, devices, FlopCounter(), lambda: data.goes_on, together.process == 0, announce)
+        attachment = Attachment(
+            clock, devices, FlopCounter(), lambda: data.resumed, process_group.process == 0, announce
+        )
         clock.followers.append(attachment.counting)
         for callback in watching:
             stack.callback(callback.detach)
@@ -105,7 +109,7 @@ class _Marks(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         total = self._clock.course.total if self._clock.has_begun else steps_done(self.model.optimizer)
         epochs, steps = self.params["epochs"], self.params["steps"]
-        self._clock.begin_epoch(FitProgress(epoch, epochs, self._data.done_before, steps, total))
+        self._clock.begin_epoch(FitProgress(epoch, epochs, self._data.resumed_steps, steps, total))
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._clock.pause()

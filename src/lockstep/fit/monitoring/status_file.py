@@ -38,7 +38,7 @@ class StatusWriter:
         folders: where it is written to.
         clock: of the call.
         meter: of its input.
-        together: the processes.
+        process_group: the processes.
         devices: number of devices of all processes together.
         announce: takes a line for the user.
         now: gives the seconds since 1970.
@@ -49,12 +49,12 @@ class StatusWriter:
         folders: Sequence[Path],
         clock: StepTimer,
         meter: WaitMeter,
-        together: ProcessGroup,
+        process_group: ProcessGroup,
         devices: int,
         announce: Callable[[str], None],
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._folders, self._clock, self._meter, self._together = folders, clock, meter, together
+        self._folders, self._clock, self._meter, self._process_group = folders, clock, meter, process_group
         self._devices, self._announce, self._now = devices, announce, now
         self._begun = now()
         self._samples: deque[Sample] = deque(maxlen=_LOOK_BACK)
@@ -124,7 +124,7 @@ class StatusWriter:
         }
 
     def _workers(self) -> list[dict[str, Any]]:
-        now, beats = time.monotonic(), self._together.beats()
+        now, beats = time.monotonic(), self._process_group.worker_statuses()
         rows = [_row(beat, now) for beat in beats] or [self._alone()]
         facts = {beat.peer.index: beat.facts for beat in beats} or {
             0: {"waited": self._meter.waited, "read": self._meter.read}

@@ -139,7 +139,7 @@ class _FitRecorder(StepListener):
         if self._is_open:
             return
         self._is_open = True
-        if self._attachment.goes_on():
+        if self._attachment.resumed():
             try:
                 self._known = {name: newest_steps(self._asked.log_dir / name) for name in _FOLDERS}
             except OSError as error:

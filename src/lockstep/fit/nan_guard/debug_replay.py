@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from lockstep.data.device_placement import PlacedRows, Placement, count_rows, joined
-from lockstep.data.random_state import captured_random_state, restore_random_state
+from lockstep.data.device_placement import PlacedRows, Placement, count_rows, join_rows
+from lockstep.data.iterator_state import capture_random_state, restore_random_state
 from lockstep.devices.layout import Layout
 from lockstep.execution.call_splitter import CallTrace
 from lockstep.execution.nonfinite_gate import losses_of
@@ -64,8 +64,8 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     layout = placement.layout(count_of(batch))
     record = LayerTrace(model, lambda replica: _own_rows(layout, replica), _busy(layout))
     executor: Any = _ReplayExecutor(record, functions.executor.global_batch_note)
-    device = placement.first_own_device
-    random = captured_random_state()
+    device = placement.first_local_device
+    random = capture_random_state()
     try:
         with jax.default_device(device), record.watching():
             logs, _ = functions.build_step(executor, "train")(_on_one_device(state, placement), batch)
@@ -81,14 +81,14 @@ def whole_batch(batch: Any, placement: Placement) -> Any:
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, PlacedRows):
             return _on_one_device(leaf, placement)
-        array = jax.jit(joined, out_shardings=placement.replicated)(leaf)
+        array = jax.jit(join_rows, out_shardings=placement.replicated)(leaf)
         return PlacedRows(_on_one_device(array, placement), leaf.layout)
 
     return jax.tree.map(whole, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
 
 
 def _on_one_device(tree: Any, placement: Placement) -> Any:
-    device = placement.first_own_device
+    device = placement.first_local_device
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

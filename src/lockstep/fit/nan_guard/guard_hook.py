@@ -33,7 +33,7 @@ def guarded(
     guard: NanGuard | None,
     functions: StepFunctions,
     run: FitCheckpoint | None,
-    together: ProcessGroup,
+    process_group: ProcessGroup,
     announce: Callable[[str], None],
 ) -> Iterator[None]:
     """Is open during a call of ``fit``.
@@ -42,7 +42,7 @@ def guarded(
         guard: what was asked for, if anything.
         functions: of the model.
         run: keeps the checkpoints of this call, if anything does.
-        together: the processes.
+        process_group: the processes.
         announce: takes a line for the user.
 
     Raises:
@@ -56,7 +56,7 @@ def guarded(
             'NanGuard("rollback") goes back to the newest checkpoint of a lockstep.callbacks.BackupAndRestore, and there is none among the '
             "callbacks of fit. Add one, or take another action."
         )
-    watch = StepGuard(guard, functions, lambda: _newest(functions, run, together), announce)
+    watch = StepGuard(guard, functions, lambda: _newest(functions, run, process_group), announce)
     guard.watch, functions.watch = watch, watch.step
     if run:
         run.may_save = watch.may_save
@@ -67,9 +67,9 @@ def guarded(
 
 
 def _newest(
-    functions: StepFunctions, run: FitCheckpoint | None, together: ProcessGroup
+    functions: StepFunctions, run: FitCheckpoint | None, process_group: ProcessGroup
 ) -> tuple[int, list[list[Any]]] | None:
-    found = together.shared(run.newest() if run else None)
+    found = process_group.broadcast_from_chief(run.newest() if run else None)
     if found is None:
         return None
     step, arrays, _ = found

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras.layers import operations_of, replaced_methods, with_mask_of
+from lockstep._keras.layers import copy_keras_mask, operations_of, patched_methods
 from lockstep.fit.nan_guard.nonfinite import kind_of, rows_of
 
 __all__ = ["LayerTrace", "NonFiniteValue"]
@@ -72,9 +72,9 @@ class LayerTrace:
         """Layers, gradients and losses are looked at meanwhile."""
         layers = operations_of(self.model)
         with (
-            replaced_methods(layers, "call", self._around_layer),
-            replaced_methods([self.model], "stateless_call", self._around_model),
-            replaced_methods([self.model], "compute_loss", self._around_loss),
+            patched_methods(layers, "call", self._around_layer),
+            patched_methods([self.model], "stateless_call", self._around_model),
+            patched_methods([self.model], "compute_loss", self._around_loss),
         ):
             yield
 
@@ -129,7 +129,7 @@ class LayerTrace:
             if kind:
                 self.backward.append(NonFiniteValue(path, kind, side, not self.backward, replica))
 
-        return jax.tree.map(lambda leaf: with_mask_of(leaf, _looked_at(leaf, tell)) if _varies(leaf) else leaf, tree)
+        return jax.tree.map(lambda leaf: copy_keras_mask(leaf, _looked_at(leaf, tell)) if _varies(leaf) else leaf, tree)
 
     def _around_loss(self, model: keras.Model, compute: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:

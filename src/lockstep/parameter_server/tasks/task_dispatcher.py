@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from lockstep._errors import ClusterError
-from lockstep._logging import announce as announce_line
+from lockstep._logging import log_info
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.wait_logger import WaitLogger, listed
 from lockstep.parameter_server.tasks.sync_point_log import SyncPointLog
@@ -56,7 +56,7 @@ class TaskDispatcher:
         timeout_seconds: float = 60.0,
         long_seconds: float = 1800.0,
         result_bytes: int = 2**30,
-        announce: Callable[[str], None] = announce_line,
+        announce: Callable[[str], None] = log_info,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout, self._long, self._result_bytes = timeout_seconds, long_seconds, result_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from lockstep._logging import announce as announce_line
+from lockstep._logging import log_info
 from lockstep.distributed.control.peer import Peer
 from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
 from lockstep.parameter_server.variables.sharding import ShardingPlan
@@ -27,7 +27,7 @@ def serve(
     max_staleness: int | None = None,
     identity: Mapping[str, Any] | None = None,
     secret: bytes | None = None,
-    announce: Callable[[str], None] = announce_line,
+    announce: Callable[[str], None] = log_info,
 ) -> ArrayServer:
     """Serve the variables of one server, from now on.
 

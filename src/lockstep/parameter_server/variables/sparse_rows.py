@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._logging import announce as announce_line
+from lockstep._logging import log_info
 from lockstep.parameter_server.variables.embedding_rows import EmbeddingRows, tables_of
 from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, padded
 
@@ -47,7 +47,7 @@ class TouchedRows:
         (5000, 1)
     """
 
-    def __init__(self, model: keras.Model, announce: Callable[[str], Any] = announce_line) -> None:
+    def __init__(self, model: keras.Model, announce: Callable[[str], Any] = log_info) -> None:
         self._announce = announce
         tables = {path: layer for path, layer in tables_of(model).items() if layer.input_dim >= LEAST_ROWS}
         self._undecided, self._by_rows = set(tables), set[str]()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lockstep._logging import announce as announce_line
+from lockstep._logging import log_info
 from lockstep.distributed.control.handshake_server import HandshakeError
 from lockstep.distributed.control.peer import Peer
 from lockstep.parameter_server.variables.array_transport import (
@@ -64,7 +64,7 @@ class ArrayServer:
         listener: socket.socket,
         *,
         secret: bytes | None = None,
-        announce: Callable[[str], None] = announce_line,
+        announce: Callable[[str], None] = log_info,
     ) -> None:
         self._me, self._answers, self._listener = me, answers, listener
         self._secret, self._announce = secret, announce

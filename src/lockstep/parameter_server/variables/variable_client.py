@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lockstep._errors import ClusterError
-from lockstep._logging import announce as announce_line
+from lockstep._logging import log_info
 from lockstep.distributed.control.peer import Peer
 from lockstep.parameter_server.variables.array_transport import Message
 from lockstep.parameter_server.variables.messages import (
@@ -94,7 +94,7 @@ class VariableClient:
         *,
         secret: bytes | None = None,
         timeout_seconds: float = 60.0,
-        announce: Callable[[str], Any] = announce_line,
+        announce: Callable[[str], Any] = log_info,
     ) -> None:
         self._plan, self._timeout = plan, timeout_seconds
         self._couriers: list[RpcClient] = []

@@ -50,7 +50,9 @@ class ClusterMeasurement:
 
 def all_reduce(placement: Placement, own: np.ndarray) -> np.ndarray:
     """Sum over the devices of what each worker brings, ``(n,)``."""
-    stack = jax.make_array_from_callback((len(placement.devices), *own.shape), placement.cut, lambda _: own[None])
+    stack = jax.make_array_from_callback(
+        (len(placement.devices), *own.shape), placement.row_sharding, lambda _: own[None]
+    )
     return np.asarray(_summed(placement.mesh)(stack).addressable_shards[0].data)
 
 

@@ -16,12 +16,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep._keras import trainer
-from lockstep._keras.fit_interception import compiles_noted
+from lockstep._keras.fit_interception import observe_compile
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import InputFactory, ProcessGroup
-from lockstep.data.input_options import InputOptions
+from lockstep.data.fit_entry import InputFactory, InputOptions, ProcessGroup
 from lockstep.data.wait_meter import FitObserver
 from lockstep.doctor.connectivity import about_network, peers_of
 from lockstep.doctor.finding import Finding, Report
@@ -97,7 +96,7 @@ def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings
     before = is_on()
     set_doctor(False)  # Or the script's strategy would say the same of other calls.
     try:
-        with compiles_noted(note):
+        with observe_compile(note):
             run_until_fit(path, arguments, look)
     finally:
         set_doctor(before)
@@ -110,7 +109,7 @@ def _with_network(report: Report, network: ClusterFindings) -> Report:
 
 
 def _examined(program: FitCall) -> Report:
-    owner = trainer.adopted_by(program.model)
+    owner = trainer.strategy_of(program.model)
     return examined(owner, program) if isinstance(owner, Diagnostics) else _on_one_device(program)
 
 

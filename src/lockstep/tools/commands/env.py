@@ -14,7 +14,7 @@ from pathlib import Path
 from lockstep._errors import ClusterError
 from lockstep.cluster_resolver import resolve
 from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.host_memory import first_line, host_memory
+from lockstep.devices.memory import first_line, host_memory
 from lockstep.launch.gpus import gpus_of
 from lockstep.launch.malloc_selection import choose_allocator, glibc_version, library_folders
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._keras import trainer
 from lockstep.collectives import ALGORITHMS, CrossDeviceOps
 from lockstep.collectives.cost_model import FORMULAS
-from lockstep.data.wait_meter import WaitMeter, meters_observed
+from lockstep.data.wait_meter import WaitMeter, collect_meters
 from lockstep.execution.train_functions import STATE
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
@@ -134,7 +134,7 @@ def clocked(model: keras.Model, function: StepFunction, clock: BlockTimer) -> St
     def timed(state: Any, iterator: Any) -> tuple[Any, Any]:
         logs, state = function(state, iterator)
         if clock.stepped((logs, state), model.steps_per_execution):
-            trainer.keep_values(model, STATE["train"], state)
+            trainer.write_back_values(model, STATE["train"], state)
             clock.look()
             model.stop_training = model.stop_training or clock.is_cut
             clock.begin()
@@ -257,7 +257,7 @@ def measure(found: FirstFit, setting: ScalingSetting, budget: Budget) -> Setting
     """
     strategy = _strategy_of(found.model, setting)
     work = work_of(found, setting.batch, budget)
-    with meters_observed() as meters:
+    with collect_meters() as meters:
         clock, metric = _train(found, work, budget, meters)
     devices = strategy._placement.devices if strategy else jax.local_devices()[:1]
     memory = greatest_memory(devices)
@@ -294,7 +294,7 @@ def _strategy_of(model: keras.Model, setting: ScalingSetting) -> Strategy | None
     """The strategy that the model has, or a new one; None for plain Keras."""
     if not setting.devices:
         return None
-    owner = trainer.adopted_by(model)
+    owner = trainer.strategy_of(model)
     if owner is None:
         owner = MirroredStrategy()
         owner._claim(model)
@@ -352,7 +352,7 @@ def _clock_on(model: keras.Model, clock: BlockTimer) -> Iterator[None]:
 def _bare(model: keras.Model, work: TrainingTask, strategy: Strategy | None) -> float:
     is_compiled = model.jit_compile and not model.run_eagerly
     if strategy and is_compiled:
-        placed = strategy._placement.hand_over(work.first)
+        placed = strategy._placement.place_for_step(work.first)
     else:
         placed = jax.device_put(work.first) if is_compiled else work.first
     return bare_seconds(model, model.train_function, placed)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.collectives.cost_model import AllReduceMeasurement, Network, NetworkLink, fit, not_negative, predict
+from lockstep.collectives.cost_model import AllReduceMeasurement, Network, NetworkLink, fit, nnls, predict
 from lockstep.tools.scaling.results import AllReduceTiming
 from lockstep.tools.scaling.table import ScalingRow, Shares
 
@@ -111,7 +111,7 @@ def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.
     """Coefficients of columns, none negative; scaled, so that large numbers of rows weigh no more than ones."""
     scales = [float(column.max()) or 1.0 for column in columns]
     table = np.stack([column / scale for column, scale in zip(columns, scales, strict=True)], axis=1)
-    found = not_negative(table * weights[:, None], np.array(values) * weights)
+    found = nnls(table * weights[:, None], np.array(values) * weights)
     a, u, v, w = (float(one) / scale for one, scale in zip(found, scales, strict=True))
     return a, u, v, w
 

@@ -16,9 +16,8 @@ import numpy as np
 
 from lockstep._errors import OptionError
 from lockstep._keras import trainer
-from lockstep._keras.fit_interception import fits_taken
-from lockstep.data.source_factory import source_of
-from lockstep.data.sources import AdapterSource, InputSource
+from lockstep._keras.fit_interception import intercept_fit
+from lockstep.data.sources import AdapterSource, InputSource, make_source
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 from lockstep.tools.scaling.results import Budget
 
@@ -114,7 +113,7 @@ def run_program(program: Workload, look: Callable[[FirstFit], None]) -> None:
         sys.path[:] = list(program.folders)
         build, data = _imported(program.build), _loaded(program.data)
         given = FunctionWorkload(build, data, program.validation and _loaded(program.validation))
-        with fits_taken(lambda model, fit, args, kwargs: look(FirstFit(model, fit, args, kwargs, ""))):
+        with intercept_fit(lambda model, fit, args, kwargs: look(FirstFit(model, fit, args, kwargs, ""))):
             train_given(given)
     finally:
         _measuring.reset(token)
@@ -231,7 +230,7 @@ def work_of(found: FirstFit, batch: int, budget: Budget) -> TrainingTask:
 
 def _source(data: Any, given: Any, batch: int | None) -> InputSource:
     steps, weights = given.get("steps_per_epoch"), given.get("class_weight")
-    return source_of(
+    return make_source(
         *data, batch_size=batch, steps_per_epoch=steps, class_weight=weights, pending=lambda generator: deque()
     )
 

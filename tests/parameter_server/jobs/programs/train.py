@@ -141,7 +141,7 @@ class Awaits(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         deadline = time.monotonic() + 100
-        while self.strategy._together._desk.workers < self.workers:
+        while self.strategy._process_group._desk.workers < self.workers:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
