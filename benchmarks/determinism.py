@@ -143,12 +143,11 @@ def timed_parts():
 
     import jax
 
-    from lockstep.execution import tree_accumulate
-    from lockstep.execution.deterministic_executor import ReplicasForward
+    from lockstep.execution import replica_schedule
+    from lockstep.execution.deterministic_executor import ReplicaProgram, ReplicasForward
     from lockstep.execution.per_device import PerDevice
     from lockstep.execution.program_partition import ProgramPart
-    from lockstep.execution.replica_program import ReplicaProgram
-    from lockstep.execution.tree_accumulate import TreeAdder
+    from lockstep.execution.replica_schedule import TreeAdder
 
     seconds = {}
 
@@ -169,11 +168,11 @@ def timed_parts():
         ReplicasForward: {"collect": "join rows, add means"},
         TreeAdder: {"_over_devices": "add over devices"},
     }
-    timed(tree_accumulate, "_pair", "add on a device")
+    timed(replica_schedule, "_pair", "add on a device")
     for owner in gc.get_objects():
         for attribute, part in parts.get(type(owner), {}).items():
             timed(owner, attribute, part)
-        if type(owner) is ProgramPart and not owner.is_apart:
+        if type(owner) is ProgramPart and not owner.is_isolated:
             timed(owner, "run", "loss, metrics, optimizer")
     return seconds
 

@@ -20,7 +20,7 @@ from jax import lax
 from keras import layers
 from results_file import write
 
-from lockstep.execution.cpu_rewrites import rewritten
+from lockstep.execution.cpu_rewrites import rewrite_for_cpu
 
 TURNS, SECONDS = 9, 0.05  # of a turn, for each of the two
 SPECS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
@@ -166,13 +166,13 @@ def compared(before, after):
 def main():
     lines = []
     for name, (function, arguments) in OPERATIONS.items():
-        ways = function, rewritten(function)
+        ways = function, rewrite_for_cpu(function)
         forward = compared(*(Timed(way, arguments) for way in ways))
         backward = compared(*(Timed(with_gradients(way), arguments) for way in ways))
         lines.append((name, len(arguments[0]), *forward[:2], *backward))
     for build in (cnn, text_cnn):
         call, step_with, arguments = training_step(build)
-        ways = call, rewritten(call)
+        ways = call, rewrite_for_cpu(call)
         forward = compared(*(Timed(way, arguments) for way in ways))
         step = compared(*(Timed(step_with(way), arguments) for way in ways))
         lines.append((f"training step, {build.__name__}", len(arguments[1]), *forward[:2], *step))

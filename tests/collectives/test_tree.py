@@ -13,8 +13,7 @@ from lockstep.collectives.tree import branches, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.devices.layout import Layout
 from lockstep.execution.per_device import PerDevice
-from lockstep.execution.replica_schedule import reduction_schedule, replica_rounds
-from lockstep.execution.tree_accumulate import TreeAdder
+from lockstep.execution.replica_schedule import TreeAdder, reduction_schedule, replica_rounds
 
 layouts = st.builds(Layout, st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))
 
@@ -58,7 +57,7 @@ def test_each_busy_replica_runs_once_and_in_order_on_its_device(layout):
         seen += own
     assert seen == list(range(len(layout.busy_replicas)))
     for one in replica_rounds(layout):
-        replica, local, first = one.numbers(layout)
+        replica, local, first = one.offsets(layout)
         for device, chosen in enumerate(one.replicas):
             if chosen is not None:
                 assert (replica[device], layout.busy_replicas[chosen]) == (chosen, one.rows)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import lockstep
-from lockstep.execution.cpu_rewrites import rewritten
+from lockstep.execution.cpu_rewrites import rewrite_for_cpu
 
 SLOW = {"conv_general_dilated", "reduce_window_max"}
 LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
@@ -65,12 +65,12 @@ def _vjp(function, arguments, along):
 
 def equals_the_original(function, *arguments, tolerance=1e-4):
     """The tolerance is that of float32 sums of some hundred terms near 1 in another order."""
-    expected, got = (with_gradients(each, arguments) for each in (function, rewritten(function)))
+    expected, got = (with_gradients(each, arguments) for each in (function, rewrite_for_cpu(function)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=tolerance), expected, got)
 
 
 def is_left_alone(function, *arguments):
-    assert str(jax.make_jaxpr(rewritten(function))(*arguments)) == str(jax.make_jaxpr(function)(*arguments))
+    assert str(jax.make_jaxpr(rewrite_for_cpu(function))(*arguments)) == str(jax.make_jaxpr(function)(*arguments))
 
 
 # --- convolutions ---------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_a_convolution_in_other_words_gives_its_values_and_gradients(rank, kerne
     x, weights, groups = operands(rank, kernel)
     convolve = convolution(rank, stride, padding, dilation, groups)
     assert operations(convolve, x, weights)
-    assert not operations(rewritten(convolve), x, weights)
+    assert not operations(rewrite_for_cpu(convolve), x, weights)
     equals_the_original(convolve, x, weights)
 
 
@@ -178,8 +178,8 @@ def test_max_pooling_in_other_words_gives_the_bits_of_xla(window, lengths, has_t
     x = numbers(3, *lengths, 4)
     x = np.maximum(np.round(x), 0) if has_ties else x
     pool = pooling(window)
-    assert not operations(rewritten(pool), x)
-    expected, got = (with_gradients(each, (x,)) for each in (pool, rewritten(pool)))
+    assert not operations(rewrite_for_cpu(pool), x)
+    expected, got = (with_gradients(each, (x,)) for each in (pool, rewrite_for_cpu(pool)))
     jax.tree.map(np.testing.assert_array_equal, expected, got)
 
 
@@ -194,7 +194,7 @@ def test_max_pooling_in_other_words_gives_the_bits_of_xla(window, lengths, has_t
 def test_any_shape_of_max_pooling(lengths, window, rows, levels):
     x = np.random.default_rng(0).integers(0, levels, (rows, *lengths, 2)).astype("float32")
     pool = pooling(tuple(window[: len(lengths)]))
-    expected, got = (with_gradients(each, (x,)) for each in (pool, rewritten(pool)))
+    expected, got = (with_gradients(each, (x,)) for each in (pool, rewrite_for_cpu(pool)))
     jax.tree.map(np.testing.assert_array_equal, expected, got)
 
 
@@ -225,7 +225,7 @@ def test_pooling_of_other_numbers_is_left_alone():
 def test_equal_infinities_are_pooled_as_by_xla():
     x = np.full((1, 4, 4, 1), -np.inf, "float32")
     x[0, 3] = np.inf
-    expected, got = (with_gradients(each, (x,)) for each in (pooling((2, 2)), rewritten(pooling((2, 2)))))
+    expected, got = (with_gradients(each, (x,)) for each in (pooling((2, 2)), rewrite_for_cpu(pooling((2, 2)))))
     jax.tree.map(np.testing.assert_array_equal, expected, got)
 
 
@@ -247,9 +247,9 @@ KERNELS_OF_THE_NET = numbers(3, 3, 1, 6), numbers(1, 1, 6, 4), numbers(3, 3, 2, 
 def test_nan_stays_nan():
     x = numbers(2, 8, 6, 2)
     x[1, 3, 3, 0] = np.nan
-    assert np.isnan(rewritten(pooling((2, 2)))(x)[1, 1, 1]).tolist() == [True, False]
-    assert np.isnan(rewritten(convolution(2, groups=2))(x, numbers(3, 3, 1, 2))[1, 2:5, 2:5, 0]).all()
-    out = rewritten(small_net)(x, KERNELS_OF_THE_NET)
+    assert np.isnan(rewrite_for_cpu(pooling((2, 2)))(x)[1, 1, 1]).tolist() == [True, False]
+    assert np.isnan(rewrite_for_cpu(convolution(2, groups=2))(x, numbers(3, 3, 1, 2))[1, 2:5, 2:5, 0]).all()
+    out = rewrite_for_cpu(small_net)(x, KERNELS_OF_THE_NET)
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[0]).all()
 
@@ -257,8 +257,8 @@ def test_nan_stays_nan():
 @pytest.mark.parametrize("inside", [jax.jit, lambda f: jax.jit(jax.jit(f)), lambda f: f])
 def test_operations_within_jit_are_found(inside):
     x, net = numbers(2, 8, 6, 2), inside(small_net)
-    assert not operations(rewritten(net), x, KERNELS_OF_THE_NET)
-    expected, got = (each(x, KERNELS_OF_THE_NET) for each in (net, rewritten(net)))
+    assert not operations(rewrite_for_cpu(net), x, KERNELS_OF_THE_NET)
+    expected, got = (each(x, KERNELS_OF_THE_NET) for each in (net, rewrite_for_cpu(net)))
     np.testing.assert_allclose(expected, got, rtol=1e-5, atol=1e-6)
 
 
@@ -273,7 +273,7 @@ def test_a_function_with_derivatives_of_its_own_keeps_them():
 
     x = numbers(2, 8, 6, 2)
     is_left_alone(pool, x)
-    _, got = jax.jvp(rewritten(pool), (x,), (x,))
+    _, got = jax.jvp(rewrite_for_cpu(pool), (x,), (x,))
     np.testing.assert_array_equal(got, 3 * pooling((2, 2))(x))
 
 
@@ -291,7 +291,7 @@ def test_replicas_under_vmap():
     def of_all(net):
         return with_gradients(lambda kernels: jax.vmap(net, (0, None))(x, kernels), (KERNELS_OF_THE_NET,))
 
-    expected, got = of_all(small_net), of_all(rewritten(small_net))
+    expected, got = of_all(small_net), of_all(rewrite_for_cpu(small_net))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), expected, got)
 
 
@@ -301,7 +301,7 @@ def test_forward_derivatives():
     def derivative(net):
         return jax.jvp(lambda x: net(x, KERNELS_OF_THE_NET), (x,), (along,))
 
-    expected, got = derivative(small_net), derivative(rewritten(small_net))
+    expected, got = derivative(small_net), derivative(rewrite_for_cpu(small_net))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), expected, got)
 
 
@@ -312,7 +312,7 @@ def test_second_derivatives(hessian):
     def found(net):
         return jax.jit(hessian(lambda x: (net(x, KERNELS_OF_THE_NET) ** 2).sum()))(x)
 
-    np.testing.assert_allclose(found(small_net), found(rewritten(small_net)), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(found(small_net), found(rewrite_for_cpu(small_net)), rtol=1e-3, atol=1e-5)
 
 
 def test_a_function_without_such_operations_is_called_as_it_is():
@@ -320,7 +320,7 @@ def test_a_function_without_such_operations_is_called_as_it_is():
         return {"out": jnp.tanh(x @ weights["kernel"]) * scale, "sum": x.sum()}
 
     x, weights = numbers(4, 3), {"kernel": numbers(3, 2)}
-    traces = [jax.make_jaxpr(lambda x, w, f=f: f(x, w, scale=2))(x, weights) for f in (dense, rewritten(dense))]
+    traces = [jax.make_jaxpr(lambda x, w, f=f: f(x, w, scale=2))(x, weights) for f in (dense, rewrite_for_cpu(dense))]
     assert str(traces[0]) == str(traces[1])
 
 
@@ -329,7 +329,7 @@ def test_trees_go_in_and_come_out():
         return {"pooled": [pooling((2, 2))(inputs["x"]), None], "sum": (inputs["x"].sum() * weights,)}
 
     x = {"x": numbers(2, 8, 6, 2)}
-    expected, got = pool(x, weights=2.0), rewritten(pool)(x, weights=2.0)
+    expected, got = pool(x, weights=2.0), rewrite_for_cpu(pool)(x, weights=2.0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, got)
 
 

@@ -10,7 +10,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep._keras import trainer
-from lockstep.execution.replica_rng import seed_of_replica
+from lockstep.execution.replica import replica_seed
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.batch_shards import busy_parts, part_of
 from lockstep.parameter_server.state_deltas import DeltaAccumulator, difference, differences, is_sum
@@ -179,7 +179,7 @@ def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
     for number, piece in enumerate(pieces):
         pairs = zip(state[1], model.non_trainable_variables, strict=True)
         others = [
-            np.asarray(seed_of_replica(jax.numpy.asarray(value), number)) if trainer.is_seed(variable) else value
+            np.asarray(replica_seed(jax.numpy.asarray(value), number)) if trainer.is_seed(variable) else value
             for value, variable in pairs
         ]
         found.append(changed_by(step, state, others, piece))

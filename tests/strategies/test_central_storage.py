@@ -262,9 +262,9 @@ class Jitted(Step):
 REFUSED = {
     Twice: "Twice.train_step calls optimizer.stateless_apply 2 times.*MirroredStrategy",
     Never: "Never.train_step calls optimizer.stateless_apply 0 times",
-    Noisy: "gives optimizer.stateless_apply other values than those of its state",
-    Clipped: "returns other values than those that optimizer.stateless_apply gives",
-    Counting: "uses what optimizer.stateless_apply gives",
+    Noisy: "passes optimizer.stateless_apply other values than those of its state",
+    Clipped: "returns other values than those that optimizer.stateless_apply returns",
+    Counting: "uses the result of optimizer.stateless_apply",
     Sometimes: "Sometimes.train_step calls the optimizer inside jax.lax.cond",
     Mapped: "A model's train_step calls the optimizer under jax.vmap",
 }

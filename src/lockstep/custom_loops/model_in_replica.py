@@ -11,8 +11,7 @@ from lockstep._keras.layers import copy_keras_mask
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.replica_context import ReplicaContext
 from lockstep.execution.call_splitter import output_merge
-from lockstep.execution.replica import OutputMerge
-from lockstep.execution.replica_rng import seed_of_replica
+from lockstep.execution.replica import OutputMerge, replica_seed
 
 __all__ = ["call_on_replica"]
 
@@ -35,7 +34,7 @@ def call_on_replica(model: keras.Model, original: Callable[..., Any], context: R
         merges = [output_merge(variable) for variable in model.non_trainable_variables]
         replica = context.replica_id_in_sync_group
         own = [
-            seed_of_replica(value, replica) if merge is OutputMerge.SEED else value
+            replica_seed(value, replica) if merge is OutputMerge.SEED else value
             for value, merge in zip(non_trainable, merges, strict=True)
         ]
         outputs, state, *losses = original(trainable, own, *args, **kwargs)

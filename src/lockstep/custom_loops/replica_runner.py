@@ -19,8 +19,7 @@ from lockstep._errors import ModelError
 from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
 from lockstep.custom_loops.sync_points import SyncPoint, meet_p
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.execution.jaxpr_utils import subprogram
-from lockstep.execution.program_partition import inline_marked
+from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 
 __all__ = ["Shapes", "run_on_replicas"]
 
@@ -107,7 +106,7 @@ class _ReplicaBatch:
         closed, results = jax.make_jaxpr(
             lambda replica, *own: function(replica, list(own), gathering), return_shape=True
         )(number, *shapes)
-        closed = inline_marked(closed, meet_p, _refuse)
+        closed = inline_calls(closed, meet_p, _refuse)
         self.jaxpr, self.structure = closed.jaxpr, jax.tree.structure(results)
         self.parts, marks = _cut(self.jaxpr.eqns)
         self.marks = marks

@@ -10,7 +10,7 @@ from jax import lax
 
 from lockstep.data.device_placement import Placement
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.execution.per_device import PerDeviceProgram, local
+from lockstep.execution.per_device import PerDeviceProgram, to_per_device
 
 __all__ = ["DriftCheck"]
 
@@ -40,7 +40,7 @@ class DriftCheck:
         Raises:
             ClusterError: they differ; it names the worker and the variable, on every worker.
         """
-        (sums,) = self._sums([local(array, self._placement) for array in arrays])
+        (sums,) = self._sums([to_per_device(array, self._placement) for array in arrays])
         columns = zip(*(np.asarray(part).tolist() for part in sums if part is not None), strict=True)
         own = {
             name: column[0] if len(set(column)) == 1 else list(column)

@@ -23,14 +23,14 @@ from lockstep._keras.layers import attribute_arrays, disable_batch_statistics, s
 from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult
 from lockstep.execution.rowwise import (
     Mixed,
-    Place,
     RowAxis,
+    RowDependence,
     RowMean,
     Trace,
-    places_of,
-    traced,
-    with_rows_back,
-    with_rows_first,
+    infer_dependences,
+    move_rows_back,
+    move_rows_first,
+    trace_for_rows,
 )
 
 __all__ = [
@@ -92,15 +92,10 @@ class ModelCall:
         non_trainable: list[Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> "ModelCall":
-        """Describe a call.
+        """Describe a call with positional and keyword ``arguments`` after the two lists of values.
 
-        Args:
-            model: see the attributes.
-            function: see the attributes.
-            trainable: see the attributes.
-            non_trainable: see the attributes.
-            arguments: positional and keyword arguments after the two lists of values. Each array among them that has as many
-                entries as the first has rows is cut like it; if these entries are not rows, the proof fails.
+        Each array among them that has as many entries as the first has rows is cut like it; if these entries are not rows, the
+        proof fails.
         """
         leaves, structure = jax.tree.flatten(arguments)
         inputs = len(jax.tree.leaves(arguments[0][:1]))
@@ -210,10 +205,10 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
     shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.unaggregated)]
     found = []
     for part in parts[: len(proved)]:
-        places = _follow_rows(whole.trace, part)
-        for path, place in zip(whole.unaggregated, places[len(shapes) :], strict=True):
-            _check_variable(path, place)
-        found.append(tuple(_row_axis(*one) for one in zip(shapes, places, strict=False)))
+        deps = _follow_rows(whole.trace, part)
+        for path, dep in zip(whole.unaggregated, deps[len(shapes) :], strict=True):
+            _check_variable(path, dep)
+        found.append(tuple(_row_axis(*one) for one in zip(shapes, deps, strict=False)))
     for part in parts:
         expected = [_shape(*one, part.rows) for one in zip(shapes, found[0], strict=True)]
         got = [one.shape for one in part.shapes[: len(shapes)]]
@@ -232,7 +227,7 @@ def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
         results = list(zip((*values, *masks), spec.row_axes, strict=True))
         rows = len(inputs[0])
         return ReplicaResult(
-            rows=[with_rows_first(value, axis, rows) for value, axis in results if axis is not None],
+            rows=[move_rows_first(value, axis, rows) for value, axis in results if axis is not None],
             means=[value for value, axis in results if axis is None],
             state=[None if new is old else jnp.asarray(new) for new, old in zip(state, non_trainable, strict=True)],
         )
@@ -244,7 +239,7 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
     """Return outputs, with their masks, and losses of the whole batch; store the arrays that layers keep in attributes."""
     rows, means = iter(result.rows), iter(result.means)
     values = [
-        next(means).astype(dtype) if axis is None else with_rows_back(next(rows), axis)
+        next(means).astype(dtype) if axis is None else move_rows_back(next(rows), axis)
         for axis, dtype in zip(spec.row_axes, spec.dtypes, strict=True)
     ]
     form = spec.form
@@ -292,7 +287,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         return [*values, *masks, *(jnp.asarray(new) for _, new in unaggregated)]
 
     with disable_batch_statistics(call.model) as normalizations:
-        trace = traced(function, [*call.trainable, *call.non_trainable, *call.shared], call.inputs, rows)
+        trace = trace_for_rows(function, [*call.trainable, *call.non_trainable, *call.shared], call.inputs, rows)
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_aggregated = len(learned["paths"]) < learned["changed"]
     return CallTrace(trace, learned["form"], learned["paths"], bool(normalizations) or has_aggregated or draws)
@@ -333,21 +328,21 @@ def _explaining_size(rows: int, size: int) -> Iterator[None]:
 # --- the proof --------------------------------------------------------------------------------------------------------
 
 
-def _follow_rows(whole: Trace, part: Trace) -> list[Place]:
+def _follow_rows(whole: Trace, part: Trace) -> list[RowDependence]:
     """Run the proof; an exception in it, as after a change of JAX's operations, means that nothing is proved."""
     try:
-        return places_of(whole, part)
+        return infer_dependences(whole, part)
     except Exception as error:
         raise CannotSplitError(f"its rows cannot be followed ({type(error).__name__}: {_reason(error)})") from error
 
 
-def _row_axis(whole: jax.ShapeDtypeStruct, place: Place) -> RowAxis | None:
+def _row_axis(whole: jax.ShapeDtypeStruct, dep: RowDependence) -> RowAxis | None:
     """Return where the rows of a result are, or None if replicas average it."""
-    if isinstance(place, RowAxis):
-        return place
-    if isinstance(place, Mixed):
-        raise CannotSplitError(f"it mixes the rows of its batch: {place}")
-    is_averaged = place is None or isinstance(place, RowMean)
+    if isinstance(dep, RowAxis):
+        return dep
+    if isinstance(dep, Mixed):
+        raise CannotSplitError(f"it mixes the rows of its batch: {dep}")
+    is_averaged = dep is None or isinstance(dep, RowMean)
     if not is_averaged or not jnp.issubdtype(whole.dtype, jnp.floating):
         raise CannotSplitError(
             f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
@@ -355,10 +350,10 @@ def _row_axis(whole: jax.ShapeDtypeStruct, place: Place) -> RowAxis | None:
     return None
 
 
-def _check_variable(path: str, place: Place) -> None:
+def _check_variable(path: str, dep: RowDependence) -> None:
     """Check that replicas may be averaged in a variable whose layer states no aggregation."""
-    if not (place is None or isinstance(place, RowMean)):
-        reason = place if isinstance(place, Mixed) else "it gets no average over the rows"
+    if not (dep is None or isinstance(dep, RowMean)):
+        reason = dep if isinstance(dep, Mixed) else "it gets no average over the rows"
         raise CannotSplitError(f"variable {path!r} has no aggregation, and {reason}")
 
 

@@ -12,7 +12,7 @@ from lockstep.collectives import CrossDeviceOps
 from lockstep.data.device_placement import Placement
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.gradient_extraction import GradientPrograms
-from lockstep.execution.nonfinite_gate import NonFiniteGate, losses_of
+from lockstep.execution.nonfinite_gate import NonFiniteGate, loss_logs
 from lockstep.execution.train_state import (
     CompiledTrainStep,
     Step,
@@ -81,7 +81,7 @@ class CentralExecutor(SpmdExecutor):
             others, metrics = apply_changes((state[1], state[3]), at_home)
             new = (trainable, others, own, metrics)
             if gate:
-                return logs, _CentralState(gate(state, new, jax.device_put(losses_of(logs), self._home)))
+                return logs, _CentralState(gate(state, new, jax.device_put(loss_logs(logs), self._home)))
             others, metrics = apply_changes((sent[1], sent[3]), changes)
             return logs, _CentralState(new, (_nothing(trainable), others, _nothing(own), metrics))
 

@@ -1,9 +1,9 @@
-"""What XLA compiles badly for CPUs, said in other words: the same forward pass, and a way back that follows from it.
+"""Rewrite operations that XLA compiles badly for CPUs into equivalent ones; derivatives follow by differentiation.
 
-XLA has fast routines for plain convolutions and products of matrices on CPUs. A depthwise convolution runs as a loop over single
-numbers, one over few channels hardly better, and the way back through max pooling is a search with a scatter. Each is replaced
-by slices, products and selections, which the compiler fuses: the same sums, in another order. ``benchmarks/rewriting.py`` has
-the figures; ``docs/decisions/0028`` says why here, and not in the layers.
+XLA has fast routines for plain convolutions and matrix products on CPUs. A depthwise convolution runs as a loop over single
+numbers, one over few channels hardly better, and the backward pass of max pooling is a search with a scatter. Each is replaced
+by slices, products and selections, which the compiler fuses: the same sums, in another order. Measurements:
+``benchmarks/rewriting.py``; the reason for doing it here and not in the layers: ``docs/decisions/0028``.
 """
 
 import functools
@@ -19,17 +19,17 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from lockstep.execution.jaxpr_utils import evaluate
 
-__all__ = ["rewritten"]
+__all__ = ["rewrite_for_cpu"]
 
-# Beyond these the other words take longer to run or to compile than XLA's own.
-PATCH_SIZE = 64  # numbers under a window whose patches are laid out for one product of matrices
-MOST_SLICES = 64  # places of the window of a depthwise convolution
-MOST_POOLED = 16  # places of the window of max pooling
+# Above these limits the rewritten operations take longer to run or to compile than the originals.
+MAX_PATCH_SIZE = 64  # entries of a patch in a convolution that becomes one matrix product
+MAX_SLICES = 64  # entries of the window of a depthwise convolution
+MAX_POOL_WINDOW = 16  # entries of the window of max pooling
 Axes = tuple[int, ...]
 
 
-def rewritten(function: Callable[..., Any], platform: str = "cpu") -> Callable[..., Any]:
-    """``function`` of trees of arrays, traced once for all calls with arrays of the same shapes, and on CPUs with other words for what is slow."""
+def rewrite_for_cpu(function: Callable[..., Any], platform: str = "cpu") -> Callable[..., Any]:
+    """Return ``function`` of trees of arrays, traced once for each combination of shapes, and on CPUs with slow operations rewritten."""
     traces: dict[Any, Any] = {}
 
     @functools.wraps(function)
@@ -44,37 +44,39 @@ def rewritten(function: Callable[..., Any], platform: str = "cpu") -> Callable[.
         if key not in traces:
             traces[key] = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         closed, shapes = traces[key]
-        has_any = platform == "cpu" and _has_any(closed)
-        results = evaluate(closed, leaves, _in_other_words) if has_any else jaxpr_as_fun(closed)(*leaves)
+        has_any = platform == "cpu" and _has_rewrite(closed)
+        results = evaluate(closed, leaves, _rewrite) if has_any else jaxpr_as_fun(closed)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 
 
-def _has_any(closed: ClosedJaxpr) -> bool:
-    return any(_rule(equation) or ((body := _body(equation)) and _has_any(body)) for equation in closed.jaxpr.eqns)
+def _has_rewrite(closed: ClosedJaxpr) -> bool:
+    return any(
+        _rule(equation) or ((body := _called_jaxpr(equation)) and _has_rewrite(body)) for equation in closed.jaxpr.eqns
+    )
 
 
-def _body(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """What a plain call calls; loops and functions with derivatives of their own stay closed."""
+def _called_jaxpr(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the body of a jit call; loops and functions with custom derivatives are not entered."""
     return equation.params["jaxpr"] if equation.primitive.name in ("jit", "pjit") else None
 
 
-def _in_other_words(equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any] | None:
-    rule, body = _rule(equation), _body(equation)
+def _rewrite(equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any] | None:
+    rule, body = _rule(equation), _called_jaxpr(equation)
     if rule:
         return [rule(*inputs)]
-    return evaluate(body, inputs, _in_other_words) if body and _has_any(body) else None
+    return evaluate(body, inputs, _rewrite) if body and _has_rewrite(body) else None
 
 
 def _rule(equation: JaxprEqn) -> Callable[..., jax.Array] | None:
-    """Other words for one operation, or None."""
+    """Return the rewritten form of one operation, or None."""
     find = _RULES.get(equation.primitive.name)
     return find(equation) if find and all(map(_is_float32, (*equation.invars, *equation.outvars))) else None
 
 
 def _is_float32(atom: Any) -> bool:
-    """Whether that is what it holds, and it holds anything."""
+    """Return whether a value is a non-empty float32 array."""
     return atom.aval.dtype == jnp.float32 and atom.aval.size > 0
 
 
@@ -90,9 +92,9 @@ def _convolution_rule(equation: JaxprEqn) -> Callable[..., jax.Array] | None:
         return None
     window, channels, groups = kernel[:-2], rows[-1], params["feature_group_count"]
     slices = functools.partial(_slices, window=window, params=params)
-    if groups == channels > 1 and math.prod(window) <= MOST_SLICES:
+    if groups == channels > 1 and math.prod(window) <= MAX_SLICES:
         return lambda x, k: _depthwise(slices(x), k)
-    if groups == 1 and (math.prod(window) == 1 or channels * math.prod(window) <= PATCH_SIZE):
+    if groups == 1 and (math.prod(window) == 1 or channels * math.prod(window) <= MAX_PATCH_SIZE):
         return lambda x, k: _by_patches(slices(x), k)
     return None
 
@@ -104,7 +106,7 @@ def _has_channels_last(params: dict[str, Any], rank: int) -> bool:
 
 
 def _slices(x: jax.Array, window: Axes, params: dict[str, Any]) -> list[jax.Array]:
-    """For each place of the window what stands under it, ``(rows, …, channels)``, in the order of the places."""
+    """Return for each entry of the window the strided slice of ``x`` under it, ``(rows, …, channels)``."""
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     padded = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((*pair, 0) for pair in params["padding"]), (0, 0, 0)])
     last = [
@@ -112,24 +114,24 @@ def _slices(x: jax.Array, window: Axes, params: dict[str, Any]) -> list[jax.Arra
         for length, k, d, s in zip(padded.shape[1:-1], window, dilation, strides, strict=True)
     ]
     found = []
-    for place in itertools.product(*map(range, window)):
-        start = [i * d for i, d in zip(place, dilation, strict=True)]
+    for entry in itertools.product(*map(range, window)):
+        start = [i * d for i, d in zip(entry, dilation, strict=True)]
         stop = [i + end + 1 for i, end in zip(start, last, strict=True)]
         found.append(lax.slice(padded, (0, *start, 0), (len(x), *stop, x.shape[-1]), (1, *strides, 1)))
     return found
 
 
 def _depthwise(slices: list[jax.Array], kernel: jax.Array) -> jax.Array:
-    """The sum over the places of slice times weight; each channel may have several outputs."""
+    """Return the sum over the window of slice times weight; each channel may have several outputs."""
     shape = slices[0].shape
     weights = kernel.reshape(len(slices), shape[-1], -1)
     if weights.shape[-1] == 1:
-        return _added(part * weight[:, 0] for part, weight in zip(slices, weights, strict=True))
-    total = _added(part[..., None] * weight for part, weight in zip(slices, weights, strict=True))
+        return _sum(part * weight[:, 0] for part, weight in zip(slices, weights, strict=True))
+    total = _sum(part[..., None] * weight for part, weight in zip(slices, weights, strict=True))
     return total.reshape(*shape[:-1], -1)
 
 
-def _added(terms: Iterator[jax.Array]) -> jax.Array:
+def _sum(terms: Iterator[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, terms)
 
 
@@ -148,45 +150,45 @@ def _pooling_rule(equation: JaxprEqn) -> Callable[..., jax.Array] | None:
     is_plain = set(params["base_dilation"]) | set(params["window_dilation"]) == {1} and not any(
         map(any, params["padding"])
     )
-    if not is_plain or window != params["window_strides"] or not 1 < math.prod(window) <= MOST_POOLED:
+    if not is_plain or window != params["window_strides"] or not 1 < math.prod(window) <= MAX_POOL_WINDOW:
         return None
-    return lambda x: _pooled(_cut_off(x, window), window)
+    return lambda x: _max_pool(_crop(x, window), window)
 
 
-def _cut_off(x: jax.Array, window: Axes) -> jax.Array:
-    """Without the rest that fills no window."""
+def _crop(x: jax.Array, window: Axes) -> jax.Array:
+    """Cut off the entries at the end that fill no window."""
     return x[tuple(slice(length // size * size) for length, size in zip(x.shape, window, strict=True))]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _pooled(x: jax.Array, window: Axes) -> jax.Array:
-    """The greatest number of each window, where windows touch and do not overlap."""
-    return functools.reduce(jnp.maximum, _places(x, window))
+def _max_pool(x: jax.Array, window: Axes) -> jax.Array:
+    """Return the maximum of each window, for adjacent windows that do not overlap."""
+    return functools.reduce(jnp.maximum, _window_entries(x, window))
 
 
-@_pooled.defjvp
-def _pooled_jvp(window: Axes, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The first of several greatest numbers has the derivative, as with XLA's own."""
+@_max_pool.defjvp
+def _max_pool_jvp(window: Axes, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Give the derivative to the first of several equal maxima, as XLA does."""
     (x,), (tangent,) = primals, tangents
-    greatest = _pooled(x, window)
-    places = _places(x, window)
-    first = jnp.full(greatest.shape, len(places) - 1, jnp.int32)
-    for number in reversed(range(len(places) - 1)):
-        first = jnp.where(places[number] == greatest, number, first)
-    within = jnp.arange(len(places), dtype=jnp.int32).reshape(
+    greatest = _max_pool(x, window)
+    entries = _window_entries(x, window)
+    first = jnp.full(greatest.shape, len(entries) - 1, jnp.int32)
+    for number in reversed(range(len(entries) - 1)):
+        first = jnp.where(entries[number] == greatest, number, first)
+    within = jnp.arange(len(entries), dtype=jnp.int32).reshape(
         [size for pair in zip([1] * x.ndim, window, strict=True) for size in pair]
     )
     chosen = within == jnp.expand_dims(first, _window_axes(x))
     return greatest, jnp.where(chosen, _windows(tangent, window), 0).sum(_window_axes(x))
 
 
-def _places(x: jax.Array, window: Axes) -> list[jax.Array]:
-    """For each place of the window the numbers that stand there."""
-    return [lax.slice(x, place, x.shape, window) for place in itertools.product(*map(range, window))]
+def _window_entries(x: jax.Array, window: Axes) -> list[jax.Array]:
+    """Return for each entry of the window the array of these entries."""
+    return [lax.slice(x, entry, x.shape, window) for entry in itertools.product(*map(range, window))]
 
 
 def _windows(x: jax.Array, window: Axes) -> jax.Array:
-    """Each axis as two: the windows, and the places within."""
+    """Split each axis in two: the windows, and the entries within."""
     return x.reshape([size for pair in ((n // k, k) for n, k in zip(x.shape, window, strict=True)) for size in pair])
 
 

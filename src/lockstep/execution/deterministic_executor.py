@@ -1,15 +1,19 @@
-"""The plan that gives the same bits on any number of devices (law 2).
+"""Forward and backward pass with the same bits on any number of devices (law 2), for ``DeterministicExecutor``.
 
-The step is cut into programs (``programs.py``). Where the model is called, its replicas run one by one as programs of
-their own (``alone.py``), in rounds of one replica a device (``rounds.py``); rows are joined, and whatever is added up
-over replicas, gradients above all, is added in the order of one fixed tree (``collectives/tree.py``). So nothing that
-the compiler sees depends on the devices, but for moving bytes and single additions.
+The step is partitioned into programs (``program_partition.py``). Where the model is called, its replicas run one by one, each as a
+program of one device, in rounds of one replica a device (``replica_schedule.py``); rows are joined, and sums over replicas, above all
+gradients, are added in the order of one fixed tree (``collectives/tree.py``). So no program that rounds depends on the number of
+devices; what depends on it only moves bytes and adds pairs.
+
+What XLA makes of some arithmetic depends on what stands beside it in the program. A replica is therefore compiled alone, once for
+each number of rows and each device, and gets its number and its rows at run time; optimization barriers separate it from the few
+operations that fetch the rows.
 
 Source: the recipe was found by trial; the order of addition is that of reproducible reductions, Demmel and Nguyen,
 "Parallel reproducible summation" (2015), with one replica as its smallest unit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -17,25 +21,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from lockstep._errors import ModelError
 from lockstep.collectives.tree import PartialSum, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
-from lockstep.execution.per_device import PerDevice, cut_array, local
+from lockstep.execution.per_device import PerDevice, PerDeviceProgram, sharded_array, to_per_device
 from lockstep.execution.program_partition import bind_isolated
 from lockstep.execution.replica import ReplicaResult, run_replicas
-from lockstep.execution.replica_program import ReplicaProgram
-from lockstep.execution.replica_schedule import replica_rounds
-from lockstep.execution.spmd import SpmdForward, finished
-from lockstep.execution.tree_accumulate import TreeAdder
+from lockstep.execution.replica_schedule import TreeAdder, replica_rounds
+from lockstep.execution.spmd import SpmdForward, finish_result
 
-__all__ = ["ReplicasBackward", "ReplicasForward", "forward_isolated"]
+__all__ = ["ReplicaProgram", "ReplicasBackward", "ReplicasForward", "forward_isolated"]
 
 Shape = jax.ShapeDtypeStruct
 
 
 def forward_isolated(forward: SpmdForward, inputs: list[Any], placement: Placement) -> ReplicaResult:
-    """One forward pass by replicas, each a program of its own; called while a step is traced.
+    """Run one forward pass by replicas, each a program of its own, while a step is traced.
 
     Args:
         forward: what to call.
@@ -53,27 +57,27 @@ def forward_isolated(forward: SpmdForward, inputs: list[Any], placement: Placeme
     def run(*values: Any) -> list[Any]:
         return bind_isolated(make(()), values)
 
-    def run_and_keep(*primals: Any) -> tuple[list[Any], Any]:
+    def run_with_residuals(*primals: Any) -> tuple[list[Any], Any]:
         values = [primal.value for primal in primals]
-        work = make(tuple(i for i, primal in enumerate(primals) if primal.perturbed and _varies(primal.value)))
-        outputs = bind_isolated(work, values)
-        count = work.results.num_leaves
-        return outputs[:count], jax.tree_util.Partial(work.backwards, outputs[count:], values)
+        call = make(tuple(i for i, primal in enumerate(primals) if primal.perturbed and _is_inexact(primal.value)))
+        outputs = bind_isolated(call, values)
+        count = call.results.num_leaves
+        return outputs[:count], jax.tree_util.Partial(call.backward, outputs[count:], values)
 
-    run.defvjp(run_and_keep, lambda backwards, cotangents: backwards(cotangents), symbolic_zeros=True)
-    work = make(())
-    return finished(forward, jax.tree.unflatten(work.results, run(*whole, *inputs)))
+    run.defvjp(run_with_residuals, lambda backward, cotangents: backward(cotangents), symbolic_zeros=True)
+    call = make(())
+    return finish_result(forward, jax.tree.unflatten(call.results, run(*whole, *inputs)))
 
 
 class ReplicasForward:
-    """The forward pass of all replicas; its outputs are the results and what the way back needs.
+    """Forward pass of all replicas; its outputs are the results and the residuals of the backward pass.
 
     Args:
         forward: what to call.
         whole: shapes of the values that each replica gets whole.
         cut: shapes of the values that are cut into rows, for the whole batch.
         placement: the devices.
-        wrt: positions among both that a gradient is wanted for.
+        wrt: positions among both of the values whose gradient is computed.
     """
 
     def __init__(
@@ -99,26 +103,26 @@ class ReplicasForward:
             self.results: Any = jax.tree.structure(result)
             return jax.tree.leaves(result)
 
-        self.alone = {
+        self.programs = {
             rows: ReplicaProgram(
                 partial(replica, rows),
                 whole,
-                [_rows(leaf, rows) for leaf in cut],
+                [_with_rows(leaf, rows) for leaf in cut],
                 wrt,
                 lambda: self.row_results,
                 placement,
             )
             for rows in {one.rows for one in self.rounds}
         }
-        first = self.alone[self.rounds[0].rows]
-        joined = [_rows(out, self.layout.rows) for out in first.outputs[: self.row_results]]
-        left = [leaf for one in self.rounds for leaf in self.alone[one.rows].residuals]
-        self.outputs = [*joined, *first.outputs[self.row_results :], *left]
+        first = self.programs[self.rounds[0].rows]
+        joined = [_with_rows(out, self.layout.rows) for out in first.outputs[: self.row_results]]
+        residuals = [leaf for one in self.rounds for leaf in self.programs[one.rows].residuals]
+        self.outputs = [*joined, *first.outputs[self.row_results :], *residuals]
 
     @cached_property
-    def numbers(self) -> list[list[PerDevice]]:
+    def offsets(self) -> list[list[PerDevice]]:
         """For each round, on each device: replica, its first row on the device, its first row in the batch."""
-        return [[self._on_each_device(column) for column in one.numbers(self.layout)] for one in self.rounds]
+        return [[self._on_each_device(column) for column in one.offsets(self.layout)] for one in self.rounds]
 
     def _on_each_device(self, column: np.ndarray) -> PerDevice:
         devices, own = self.placement.devices, self.placement.local_places
@@ -127,57 +131,61 @@ class ReplicasForward:
         )
 
     def run(self, values: list[Any]) -> list[Any]:
-        """The results, then the residuals of each round."""
-        whole, cut, in_place = self.split(values)
+        """Return the results, then the residuals of each round."""
+        whole, cut, is_placed = self.split(values)
         rounds, residuals = [], []
-        for one, (replica, start, start_in_batch) in zip(self.rounds, self.numbers, strict=True):
-            alone = self.alone[one.rows]
-            starts = [start if placed else start_in_batch for placed in in_place]
-            found = alone.forward(whole, cut, starts, replica, places=one.places)
-            rounds.append(found[: len(alone.outputs)])
-            residuals += found[len(alone.outputs) :]
+        for one, (replica, start, start_in_batch) in zip(self.rounds, self.offsets, strict=True):
+            program = self.programs[one.rows]
+            starts = [start if placed else start_in_batch for placed in is_placed]
+            found = program.forward(whole, cut, starts, replica, places=one.places)
+            rounds.append(found[: len(program.outputs)])
+            residuals += found[len(program.outputs) :]
         rows = [[outputs[i] for outputs in rounds] for i in range(self.row_results)]
         sums = [[outputs[i] for outputs in rounds] for i in range(self.row_results, len(rounds[0]))]
         return [*self.collect(rows, sums), *residuals]
 
     def collect(self, rows: list[list[PerDevice]], sums: list[list[PerDevice]]) -> list[jax.Array]:
-        """Join rows and add sums, each given as what its rounds yield, on every device."""
-        arrays = [[[cut_array(part, self.placement) for part in parts] for parts in kind] for kind in (rows, sums)]
+        """Join rows and add sums, each given as the results of its rounds, on every device."""
+        arrays = [[[sharded_array(part, self.placement) for part in parts] for parts in kind] for kind in (rows, sums)]
         return list(self._collected(*arrays))
 
     @cached_property
     def _collected(self) -> Any:
-        """Only moves bytes and adds pairs: no compiler can make other bits of it."""
+        """A program that only moves bytes and adds pairs, whose bits no compiler pass can change."""
         order = sorted(
             (r, t, d) for t, one in enumerate(self.rounds) for d, r in enumerate(one.replicas) if r is not None
         )
-        where = [PartialSum(position, position + 1, device, turn) for position, (_, turn, device) in enumerate(order)]
+        parts = [PartialSum(position, position + 1, device, turn) for position, (_, turn, device) in enumerate(order)]
 
         def on_one_device(rows: list[list[Any]], sums: list[list[Any]]) -> list[jax.Array]:
-            joined = [_join(parts, [(turn, device) for _, turn, device in order]) for parts in rows]
-            return [*joined, *tree_sum([jnp.concatenate(parts) for parts in sums], where, DEVICE_AXIS)]
+            joined = [_join(rounds, [(turn, device) for _, turn, device in order]) for rounds in rows]
+            return [*joined, *tree_sum([jnp.concatenate(rounds) for rounds in sums], parts, DEVICE_AXIS)]
 
         cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
         mesh = self.placement.mesh
         return jax.jit(jax.shard_map(on_one_device, mesh=mesh, in_specs=cut, out_specs=whole, check_vma=False))
 
-    def backwards(self, residuals: list[Any], values: list[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        """Gradients of all arguments, None where none is wanted; used while a step is traced."""
-        of_outputs = [_dense(x) for x in cotangents if jnp.issubdtype(x.dtype, jnp.inexact)]
+    def backward(self, residuals: list[Any], values: list[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the gradients of all arguments, None for those not in ``wrt``; called while a step is traced."""
+        of_outputs = [_instantiate_zeros(x) for x in cotangents if jnp.issubdtype(x.dtype, jnp.inexact)]
         found = iter(bind_isolated(ReplicasBackward(self), [*of_outputs, *residuals, *values]))
         return tuple(next(found) if i in self.wrt else None for i in range(len(self.whole) + len(self.cut)))
 
     def split(self, values: list[Any]) -> tuple[list[PerDevice], list[PerDevice], list[bool]]:
-        """The whole values; the others, and whether each lies where its replicas run or whole on every device."""
+        """Return the whole values; the cut ones; and for each of these whether devices hold their own rows of it, or all."""
         whole, cut = values[: len(self.whole)], values[len(self.whole) :]
-        in_place = [isinstance(value, PlacedRows) for value in cut]
-        parts = [value.array if isinstance(value, PlacedRows) else value for value in cut]
+        is_placed = [isinstance(value, PlacedRows) for value in cut]
+        arrays = [value.array if isinstance(value, PlacedRows) else value for value in cut]
         placement = self.placement
-        return [local(value, placement) for value in whole], [local(part, placement) for part in parts], in_place
+        return (
+            [to_per_device(value, placement) for value in whole],
+            [to_per_device(array, placement) for array in arrays],
+            is_placed,
+        )
 
 
 class ReplicasBackward:
-    """The way back through all replicas: gradients of what is whole are added up, those of rows joined."""
+    """Backward pass of all replicas: gradients of whole values are added up, those of rows joined."""
 
     def __init__(self, forward: ReplicasForward) -> None:
         self.forward = forward
@@ -187,40 +195,157 @@ class ReplicasBackward:
         self.add = TreeAdder(forward.layout, forward.placement)
 
     def run(self, values: list[Any]) -> list[Any]:
-        """Gradients of the batch."""
+        """Return the gradients of the batch."""
         rows: list[list[PerDevice]] = []
         sums = self.add(self._rounds(values, rows))
         parts = [list(parts) for parts in zip(*rows, strict=True)]
         return [*sums, *(self.forward.collect(parts, []) if parts else [])]
 
     def _rounds(self, values: list[Any], rows: list[list[PerDevice]]) -> Iterator[list[PerDevice]]:
-        """Run round by round: yields the gradients to be added, and appends those of rows to ``rows``."""
+        """Run round by round: yield the gradients to be added, and append those of rows to ``rows``."""
         forward = self.forward
-        varies = forward.alone[forward.rounds[0].rows].varies
-        split, count = sum(varies[: forward.row_results]), sum(varies)
-        of_outputs = [local(value, forward.placement) for value in values[:count]]
-        whole, cut, in_place = forward.split(values[-len(forward.whole) - len(forward.cut) :])
+        is_inexact = forward.programs[forward.rounds[0].rows].is_inexact
+        split, count = sum(is_inexact[: forward.row_results]), sum(is_inexact)
+        of_outputs = [to_per_device(value, forward.placement) for value in values[:count]]
+        whole, cut, is_placed = forward.split(values[-len(forward.whole) - len(forward.cut) :])
         at = count
-        for one, (_, start, start_in_batch) in zip(forward.rounds, forward.numbers, strict=True):
-            alone = forward.alone[one.rows]
-            own = slice(at, at + len(alone.residuals))
-            kept, values[own] = values[own], [None] * len(alone.residuals)  # So that their memory is free afterwards.
+        for one, (_, start, start_in_batch) in zip(forward.rounds, forward.offsets, strict=True):
+            program = forward.programs[one.rows]
+            own = slice(at, at + len(program.residuals))
+            kept, values[own] = values[own], [None] * len(program.residuals)  # Frees their memory after this round.
             at = own.stop
-            starts = [start if placed else start_in_batch for placed in in_place]
+            starts = [start if placed else start_in_batch for placed in is_placed]
             outputs = of_outputs[:split], of_outputs[split:]
-            gradients = alone.backward(whole, cut, starts, kept, *outputs, start_in_batch, places=one.places)
+            gradients = program.backward(whole, cut, starts, kept, *outputs, start_in_batch, places=one.places)
             rows.append(gradients[self.sums :])
             yield gradients[: self.sums]
 
 
-def _join(parts: list[jax.Array], order: list[tuple[int, int]]) -> jax.Array:
-    """The batch out of this device's piece in each round: the pieces (round, device) in ``order``."""
-    ends = np.cumsum([len(part) for part in parts])
-    everywhere = lax.all_gather(jnp.concatenate(parts), DEVICE_AXIS)
-    return jnp.concatenate([everywhere[device, ends[turn] - len(parts[turn]) : ends[turn]] for turn, device in order])
+class ReplicaProgram:
+    """A function of one replica, and its gradient, each as one program of one device.
+
+    Args:
+        function: ``(replica, whole, cut) -> list of arrays``; ``whole`` are values that every replica has, ``cut`` its rows.
+        whole: shapes of the first.
+        cut: shapes of the second, for one replica, ``(rows, …)``.
+        wrt: positions among ``[*whole, *cut]`` of the values whose gradient is computed; with none there are no residuals.
+        row_outputs: returns the number of outputs, the first ones, that have rows.
+        placement: the devices.
+
+    Raises:
+        ModelError: the function uses a value of the step that is not one of its arguments.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[jax.Array, list[Any], list[Any]], list[jax.Array]],
+        whole: Sequence[Shape],
+        cut: Sequence[Shape],
+        wrt: Sequence[int],
+        row_outputs: Callable[[], int],
+        placement: Placement,
+    ) -> None:
+        self._function, self._wrt, self._wholes = function, wrt, len(whole)
+        self._backward_tree: Any = None
+        number = Shape((), jnp.int32)
+        self._traced, shapes = jax.make_jaxpr(self._with_residuals, return_shape=True)(number, list(whole), list(cut))
+        if any(isinstance(value, jax.core.Tracer) for value in self._traced.consts):
+            raise ModelError(
+                "With deterministic=True a model's call cannot use a value that train_step has computed and left on the model or "
+                "in an outer variable, because each replica runs as a program of its own. Hand it over as an argument of the "
+                "call, or keep it in a variable of the model."
+            )
+        self.outputs: list[Shape] = jax.tree.leaves(shapes[0])
+        self.row_outputs = row_outputs()
+        self.is_inexact = [jnp.issubdtype(output.dtype, jnp.inexact) for output in self.outputs]
+        self._sort_residuals([id(var) for var in self._traced.jaxpr.invars[1:]])
+        self.rows = cut[0].shape[0]
+        self.forward = PerDeviceProgram(self._forward, placement)
+        self.backward = PerDeviceProgram(self._backward, placement)
+
+    @property
+    def residuals(self) -> list[Shape]:
+        """Shapes of what the forward pass stores for the backward pass, besides the outputs."""
+        avals: list[Any] = [var.aval for var in self._kept]
+        return [Shape(aval.shape, aval.dtype) for aval in avals]
+
+    def _sort_residuals(self, inputs: list[int]) -> None:
+        """Find the residuals that must be stored, each once; inputs among them need not be."""
+        self._kept: list[Var] = []
+        self._sources: list[tuple[bool, int]] = []  # of each residual: whether it is an input, and its position
+        for var in self._traced.jaxpr.outvars[len(self.outputs) :]:
+            if id(var) in inputs:
+                self._sources.append((True, inputs.index(id(var))))
+                continue
+            known = [i for i, kept in enumerate(self._kept) if kept is var]
+            self._sources.append((False, known[0] if known else len(self._kept)))
+            if not known:
+                self._kept.append(var)
+
+    def _with_residuals(self, replica: jax.Array, whole: list[Any], cut: list[Any]) -> tuple[list[Any], list[Any]]:
+        values = [*whole, *cut]
+
+        def differentiated(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+            own = list(values)
+            for position, value in zip(self._wrt, inputs, strict=True):
+                own[position] = value
+            outputs = self._function(replica, own[: self._wholes], own[self._wholes :])
+            return [out for out in outputs if jnp.issubdtype(out.dtype, jnp.inexact)], outputs
+
+        if not self._wrt:
+            return differentiated([])[1], []
+        _, backward, outputs = jax.vjp(differentiated, [values[position] for position in self._wrt], has_aux=True)
+        residuals, self._backward_tree = jax.tree.flatten(backward)
+        return outputs, residuals
+
+    def _own_rows(self, cut: list[jax.Array], starts: list[jax.Array]) -> list[jax.Array]:
+        return [lax.dynamic_slice_in_dim(leaf, start, self.rows) for leaf, start in zip(cut, starts, strict=True)]
+
+    def _forward(
+        self, whole: list[jax.Array], cut: list[jax.Array], starts: list[jax.Array], replica: jax.Array
+    ) -> list[jax.Array]:
+        """Return the outputs of one replica, rows unchanged and sums as ``(1, …)``, then the residuals."""
+        inputs = lax.optimization_barrier((replica, *whole, *self._own_rows(cut, starts)))
+        results = jaxpr_as_fun(self._traced)(*inputs)
+        outputs, residuals = results[: len(self.outputs)], results[len(self.outputs) :]
+        new = {source: value for source, value in zip(self._sources, residuals, strict=True) if not source[0]}
+        kept = [new[False, position] for position in range(len(self._kept))]
+        outputs, kept = lax.optimization_barrier((outputs, kept))
+        rows, sums = outputs[: self.row_outputs], outputs[self.row_outputs :]
+        return [*rows, *(value[None] for value in sums), *kept]
+
+    def _backward(
+        self,
+        whole: list[jax.Array],
+        cut: list[jax.Array],
+        starts: list[jax.Array],
+        kept: list[jax.Array],
+        of_rows: list[jax.Array],
+        of_sums: list[jax.Array],
+        start_in_batch: jax.Array,
+    ) -> list[jax.Array]:
+        """Return one replica's gradients, those of whole values as ``(1, …)``, from the cotangents of the batch's outputs, rows first."""
+        own = [lax.dynamic_slice_in_dim(leaf, start_in_batch, self.rows) for leaf in of_rows]
+        inputs = [*whole, *self._own_rows(cut, starts)]
+        cotangents, residuals = lax.optimization_barrier(
+            ([*own, *of_sums], [inputs[i] if is_input else kept[i] for is_input, i in self._sources])
+        )
+        (gradients,) = jax.tree.unflatten(self._backward_tree, residuals)(cotangents)
+        gradients = lax.optimization_barrier(gradients)
+        return [
+            value[None] if position < self._wholes else value
+            for position, value in zip(self._wrt, gradients, strict=True)
+        ]
 
 
-def _dense(cotangent: Any) -> jax.Array:
+def _join(rounds: list[jax.Array], order: list[tuple[int, int]]) -> jax.Array:
+    """Join the batch from this device's rows of each round, taken as (round, device) in ``order``."""
+    ends = np.cumsum([len(part) for part in rounds])
+    everywhere = lax.all_gather(jnp.concatenate(rounds), DEVICE_AXIS)
+    return jnp.concatenate([everywhere[device, ends[turn] - len(rounds[turn]) : ends[turn]] for turn, device in order])
+
+
+def _instantiate_zeros(cotangent: Any) -> jax.Array:
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
@@ -230,9 +355,9 @@ def _shape(value: Any) -> Shape:
     return Shape(np.shape(value), jnp.result_type(value))
 
 
-def _rows(leaf: Shape, rows: int) -> Shape:
+def _with_rows(leaf: Shape, rows: int) -> Shape:
     return Shape((rows, *leaf.shape[1:]), leaf.dtype)
 
 
-def _varies(value: Any) -> bool:
+def _is_inexact(value: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(value), jnp.inexact)

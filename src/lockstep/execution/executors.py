@@ -16,7 +16,7 @@ from lockstep.data.device_placement import PlacedRows, Placement, join_rows
 from lockstep.devices.cpu_devices import compiler_options, usable_cores
 from lockstep.devices.layout import Layout, rows_of_replicas
 from lockstep.execution.call_splitter import CallTrace
-from lockstep.execution.cpu_rewrites import rewritten
+from lockstep.execution.cpu_rewrites import rewrite_for_cpu
 from lockstep.execution.deterministic_executor import forward_isolated
 from lockstep.execution.nonfinite_gate import NonFiniteGate
 from lockstep.execution.program_partition import ProgramPartition
@@ -120,7 +120,7 @@ class SpmdExecutor:
         """Return one call for each replica if the model depends on the replica; otherwise one for each device.
 
         XLA for CPUs runs several convolutions at once faster than one with as many rows: models that have them get as many calls as
-        there are cores, and at least two, as a single call on the global batch would not be rewritten.
+        there are cores, and at least two, as a single call on the global batch would not be rewrite_for_cpu.
         """
         if trace.depends_on_replica:
             return layout.per_device
@@ -145,7 +145,7 @@ class SpmdExecutor:
             leaf.array if leaf is not None else self._place(value, forward.layout)
             for value, leaf in zip(inputs, placed, strict=True)
         ]
-        forward = replace(forward, call=rewritten(forward.call, self.placement.platform))
+        forward = replace(forward, call=rewrite_for_cpu(forward.call, self.placement.platform))
         return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard_optimizer)
 
     def _place(self, value: Any, layout: Layout) -> jax.Array:
@@ -187,7 +187,7 @@ class DeterministicExecutor:
 
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
-        forward = replace(forward, call=rewritten(forward.call, self.placement.platform))
+        forward = replace(forward, call=rewrite_for_cpu(forward.call, self.placement.platform))
         return forward_isolated(forward, inputs, self.placement)
 
 

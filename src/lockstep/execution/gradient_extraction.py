@@ -1,6 +1,7 @@
-"""A training step without its update: while it is traced, the optimizer's call leaves a mark, and the trace is cut there.
+"""Extract the gradients of a training step: its trace without the optimizer's update.
 
-So Keras's ``train_step``, or a user's, computes gradients on some devices, and the optimizer may run on another.
+While the step is traced, the optimizer's call binds a primitive, which is then removed from the jaxpr. So Keras's ``train_step``,
+or a user's, computes gradients on some devices, and the optimizer may run on another.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,24 +17,23 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep._keras.layers import patched_methods
 from lockstep.data.device_placement import Placement
-from lockstep.execution.jaxpr_utils import subprogram
-from lockstep.execution.program_partition import inline_marked
+from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 from lockstep.execution.train_state import Step, state_changes
 
 __all__ = ["GradientProgram", "GradientPrograms"]
 
 State = Sequence[Sequence[Any]]  # trainable, other, optimizer's and metrics' values
 
-_update = Primitive("lockstep_update")
-_update.multiple_results = True
-_update.def_abstract_eval(lambda *values, count: [ShapedArray(x.shape, x.dtype) for x in values[count:]])
+_update_p = Primitive("lockstep_update")
+_update_p.multiple_results = True
+_update_p.def_abstract_eval(lambda *values, count: [ShapedArray(x.shape, x.dtype) for x in values[count:]])
 
 
 def _refuse(step: str, what: str) -> NoReturn:
     raise ModelError(
-        f"{step} {what}. Under this strategy an update is made elsewhere than its gradients, so the step must call "
-        "optimizer.stateless_apply once, with the optimizer's and the trainable values that it was given, and return what that gives, "
-        "and nothing made of it. Change it, or train the model under a MirroredStrategy."
+        f"{step} {what}. Under this strategy another device or process computes the update, so the step must call "
+        "optimizer.stateless_apply once, with the optimizer's and the trainable values that it was given, and return the result "
+        "unchanged. Change the step, or train the model under a MirroredStrategy."
     )
 
 
@@ -41,36 +41,36 @@ def _refuse_rule(what: str, *_: Any, **__: Any) -> NoReturn:
     _refuse("A model's train_step", what)
 
 
-ad.primitive_jvps[_update] = partial(_refuse_rule, "differentiates its update")
-batching.primitive_batchers[_update] = partial(_refuse_rule, "calls the optimizer under jax.vmap")
+ad.primitive_jvps[_update_p] = partial(_refuse_rule, "differentiates its update")
+batching.primitive_batchers[_update_p] = partial(_refuse_rule, "calls the optimizer under jax.vmap")
 
 
 class GradientPrograms:
-    """The gradients of a step, and all else but its update, traced anew for each kind of batch.
+    """Programs of a step without its update, one for each combination of shapes of a batch.
 
     Args:
         step: a training step on arrays.
-        model: whose optimizer it calls.
+        model: the model whose optimizer the step calls.
         placement: the devices that compute.
-        donated: whether the gradients may take the memory of the trainable values.
+        donated: whether the gradients may reuse the memory of the trainable values.
     """
 
     def __init__(self, step: Step, model: keras.Model, placement: Placement, *, donated: bool) -> None:
         self._make = partial(GradientProgram, step, model, placement, donated=donated)
-        self._known: dict[Any, GradientProgram] = {}
+        self._programs: dict[Any, GradientProgram] = {}
 
     def program_for(self, state: State, batch: Any) -> "GradientProgram":
-        """The program for a state and a batch of these shapes, wherever they are."""
+        """Return the program for a state and a batch of these shapes, on any devices."""
         leaves, structure = jax.tree.flatten((tuple(map(list, state)), batch))
         key = structure, *map(jax.typeof, leaves)
-        if key not in self._known:
+        if key not in self._programs:
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(jax.typeof, leaves)]
-            self._known[key] = self._make(*jax.tree.unflatten(structure, shapes))
-        return self._known[key]
+            self._programs[key] = self._make(*jax.tree.unflatten(structure, shapes))
+        return self._programs[key]
 
 
 class GradientProgram:
-    """The program for one kind of batch; see :class:`GradientPrograms`.
+    """The program for batches of one combination of shapes; see :class:`GradientPrograms`.
 
     Attributes:
         is_used: for each value of the state whether the program reads it.
@@ -80,69 +80,69 @@ class GradientProgram:
         self, step: Step, model: keras.Model, placement: Placement, state: State, batch: Any, *, donated: bool
     ) -> None:
         def marked(state: State, batch: Any) -> Any:
-            with patched_methods([model.optimizer], "stateless_apply", lambda *_: _mark):
+            with patched_methods([model.optimizer], "stateless_apply", lambda *_: _bind_update):
                 logs, new = step(state, batch)
             return new[0], new[2], (logs, state_changes((state[1], state[3]), (new[1], new[3])))
 
         name = f"{type(model).__name__}.train_step"
         closed, results = jax.make_jaxpr(marked, return_shape=True)(state, batch)
-        closed = inline_marked(closed, _update, lambda where: _refuse(name, f"calls the optimizer {where}"))
+        closed = inline_calls(closed, _update_p, lambda where: _refuse(name, f"calls the optimizer {where}"))
         jaxpr = closed.jaxpr
         sizes = [len(part) for part in state]
-        update = _the_update(jaxpr, sizes, partial(_refuse, name))
+        update = _find_update(jaxpr, sizes, partial(_refuse, name))
         self._count = update.params["count"]
         self._results = jax.tree.structure(results[2])
         outputs = [*update.invars[: self._count], *jaxpr.outvars[sizes[0] + sizes[2] :]]
-        equations, used = _needed(jaxpr, update, outputs)
-        self._wanted = [position for position, var in enumerate(jaxpr.invars) if var in used]
+        equations, used = _live_equations(jaxpr, update, outputs)
+        self._used_inputs = [position for position, var in enumerate(jaxpr.invars) if var in used]
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._constants = placement.put(list(constants.values()))
-        inputs = [*constants, *(jaxpr.invars[position] for position in self._wanted)]
-        given = [n for n, var in enumerate(inputs) if donated and var in jaxpr.invars[: sizes[0]]]
+        inputs = [*constants, *(jaxpr.invars[position] for position in self._used_inputs)]
+        donated_inputs = [n for n, var in enumerate(inputs) if donated and var in jaxpr.invars[: sizes[0]]]
         function = subprogram(jaxpr, equations, inputs, outputs)
-        self._program = jax.jit(function, donate_argnums=given, out_shardings=placement.replicated)
+        self._program = jax.jit(function, donate_argnums=donated_inputs, out_shardings=placement.replicated)
         flags = iter([var in used for var in jaxpr.invars])
         self.is_used = [[next(flags) for _ in part] for part in state]
 
     def __call__(self, state: State, batch: Any) -> tuple[list[jax.Array], Any, list[list[Any]]]:
-        """Run it.
+        """Run the program.
 
         Args:
-            state: on the devices; a value that is not read may be None.
+            state: on the devices; a value that is not used may be None.
             batch: placed.
 
         Returns:
-            The gradients, the logs, and the new values of what is not trained and of the metrics, None for each that is the old one.
+            The gradients, the logs, and the new non-trainable and metrics values, None for each that did not change.
         """
         values = [value for part in state for value in part] + jax.tree.leaves(batch)
-        found = self._program(*self._constants, *(values[position] for position in self._wanted))
+        found = self._program(*self._constants, *(values[position] for position in self._used_inputs))
         logs, changes = jax.tree.unflatten(self._results, found[self._count :])
         return found[: self._count], logs, changes
 
 
-def _mark(optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]) -> tuple[Any, Any]:
-    """In the place of an optimizer's ``stateless_apply``."""
+def _bind_update(optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]) -> tuple[Any, Any]:
+    """Replace an optimizer's ``stateless_apply`` while a step is traced."""
     count = len(grads)
-    found = _update.bind(*grads, *trainable_variables, *optimizer_variables, count=count)
+    found = _update_p.bind(*grads, *trainable_variables, *optimizer_variables, count=count)
     return found[:count], found[count:]
 
 
-def _the_update(jaxpr: Jaxpr, sizes: list[int], refuse: Callable[[str], NoReturn]) -> JaxprEqn:
-    """The one update of a traced step, which takes its values from the state and gives them to it."""
-    found = [equation for equation in jaxpr.eqns if equation.primitive is _update]
+def _find_update(jaxpr: Jaxpr, sizes: list[int], refuse: Callable[[str], NoReturn]) -> JaxprEqn:
+    """Return the only update of a traced step, which reads its values from the state and returns them to it."""
+    found = [equation for equation in jaxpr.eqns if equation.primitive is _update_p]
     if len(found) != 1:
         refuse(f"calls optimizer.stateless_apply {len(found)} times")
     (update,) = found
     before_optimizer = sizes[0] + sizes[1]
-    taken = [*jaxpr.invars[: sizes[0]], *jaxpr.invars[before_optimizer : before_optimizer + sizes[2]]]
-    if not _same(update.invars[update.params["count"] :], taken):
-        refuse("gives optimizer.stateless_apply other values than those of its state")
-    count = len(taken)
+    expected = [*jaxpr.invars[: sizes[0]], *jaxpr.invars[before_optimizer : before_optimizer + sizes[2]]]
+    if not _same(update.invars[update.params["count"] :], expected):
+        refuse("passes optimizer.stateless_apply other values than those of its state")
+    count = len(expected)
     if not _same(jaxpr.outvars[:count], update.outvars):
-        refuse("returns other values than those that optimizer.stateless_apply gives")
+        refuse("returns other values than those that optimizer.stateless_apply returns")
     users = [atom for equation in jaxpr.eqns for atom in equation.invars] + jaxpr.outvars[count:]
     if any(atom in update.outvars for atom in users if not isinstance(atom, Literal)):
-        refuse("uses what optimizer.stateless_apply gives")
+        refuse("uses the result of optimizer.stateless_apply")
     return update
 
 
@@ -150,8 +150,8 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
-def _needed(jaxpr: Jaxpr, update: JaxprEqn, outputs: list[Any]) -> tuple[list[JaxprEqn], set[Var]]:
-    """The equations that ``outputs`` need, without the update, and all that they read."""
+def _live_equations(jaxpr: Jaxpr, update: JaxprEqn, outputs: list[Any]) -> tuple[list[JaxprEqn], set[Var]]:
+    """Return the equations that ``outputs`` depend on, without the update, and all variables that they read."""
     used = {atom for atom in outputs if not isinstance(atom, Literal)}
     needed = []
     for equation in reversed(jaxpr.eqns):

@@ -1,24 +1,25 @@
-"""Traces of JAX as programs to be taken apart: some equations as a function, and a run with others in their place."""
+"""Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
 
-__all__ = ["EquationHandler", "evaluate", "is_literal", "subprogram"]
+__all__ = ["EquationHandler", "evaluate", "inline_calls", "is_literal", "subprogram"]
 
 EquationHandler = Callable[
     [JaxprEqn, list[Any]], Sequence[Any] | None
-]  # the outputs of an equation, or None: as it says
+]  # outputs of an equation, or None to evaluate it
 
 
-def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], instead: EquationHandler) -> list[Any]:
-    """Run equation by equation.
+def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], handler: EquationHandler) -> list[Any]:
+    """Evaluate a jaxpr equation by equation.
 
     Args:
-        closed: a trace.
+        closed: the jaxpr.
         arguments: its inputs.
-        instead: is asked before each equation.
+        handler: called before each equation; may return other outputs for it.
     """
     values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(closed.jaxpr.invars, arguments, strict=True))
@@ -27,7 +28,7 @@ def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], instead: EquationHan
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in closed.jaxpr.eqns:
-        outputs = instead(equation, [read(atom) for atom in equation.invars])
+        outputs = handler(equation, [read(atom) for atom in equation.invars])
         if outputs is None:
             inputs = list(dict.fromkeys(atom for atom in equation.invars if not is_literal(atom)))
             outputs = subprogram(closed.jaxpr, [equation], inputs, equation.outvars)(*map(read, inputs))
@@ -38,11 +39,45 @@ def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], instead: EquationHan
 def subprogram(
     jaxpr: Jaxpr, equations: list[JaxprEqn], inputs: list[Var], outputs: Sequence[Var]
 ) -> Callable[..., Any]:
-    """Some equations of ``jaxpr`` as a function."""
+    """Return some equations of ``jaxpr`` as a function."""
     own = jaxpr.replace(constvars=[], invars=inputs, outvars=list(outputs), eqns=equations)
     return jaxpr_as_fun(ClosedJaxpr(own, []))
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an input of an equation is a number that stands in the trace."""
+    """Return whether an input of an equation is a literal of the jaxpr."""
     return isinstance(atom, Literal)
+
+
+def inline_calls(closed: ClosedJaxpr, primitive: Primitive, refuse: Callable[[str], Any]) -> ClosedJaxpr:
+    """Return the jaxpr with each call (jit, custom derivative) that contains ``primitive`` replaced by its body.
+
+    Args:
+        closed: the jaxpr.
+        primitive: the primitive that must be at the top level.
+        refuse: raises an error if that is impossible; gets, for example, "inside jax.lax.scan".
+    """
+    if not any(_contains(equation, primitive) for equation in closed.jaxpr.eqns):
+        return closed
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars]
+
+    def inlined(equation: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
+        return evaluate(_body(equation, refuse), inputs, inlined) if _contains(equation, primitive) else None
+
+    return jax.make_jaxpr(lambda *values: evaluate(closed, values, inlined))(*shapes)
+
+
+def _contains(equation: JaxprEqn, primitive: Primitive) -> bool:
+    return any(
+        inner.primitive is primitive or _contains(inner, primitive)
+        for jaxpr in jaxprs_in_params(equation.params)
+        for inner in jaxpr.eqns
+    )
+
+
+def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:
+    name = equation.primitive.name
+    if name in ("scan", "while", "cond", "shard_map"):
+        refuse(f"inside jax.lax.{name} or a loop that compiles to it")
+    closed = next(value for value in equation.params.values() if isinstance(value, (Jaxpr, ClosedJaxpr)))
+    return closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, [])

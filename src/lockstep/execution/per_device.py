@@ -1,7 +1,7 @@
-"""Programs of one device, run on each: what XLA makes of them cannot depend on how many devices there are.
+"""Programs compiled for one device and run on each, so that XLA's code does not depend on the number of devices.
 
-A program over several devices goes through other passes of the compiler than a program of one, and may come out with other
-bits. So whatever rounds is compiled for a single device here, once for each of them, and run on them side by side.
+XLA compiles a program over several devices with other passes than a program of one device, and the results may differ in bits. So
+everything that rounds is compiled here for a single device, once for each of them, and the devices run it side by side.
 """
 
 import threading
@@ -16,13 +16,13 @@ from jax.sharding import NamedSharding
 from lockstep.data.device_placement import Placement
 from lockstep.devices.cpu_devices import compiler_options
 
-__all__ = ["PerDevice", "PerDeviceProgram", "cut_array", "local", "whole_array"]
+__all__ = ["PerDevice", "PerDeviceProgram", "replicated_array", "sharded_array", "to_per_device"]
 
 
 class PerDevice(tuple[Any, ...]):
-    """A value of which each device has its own: an array on each device, in their order.
+    """One value for each device: arrays in the order of the devices.
 
-    None where there is none, and where the device belongs to another process.
+    None for a device without a value, and for a device of another process.
     """
 
     __slots__ = ()
@@ -34,7 +34,7 @@ class PerDeviceProgram:
     Args:
         function: ``(*values) -> list of arrays``; the values are trees of arrays.
         placement: the devices; a process runs it on its own ones.
-        donated: positions of the values that give their memory to the results.
+        donated: positions of the values whose memory the results may reuse.
     """
 
     def __init__(self, function: Callable[..., list[Any]], placement: Placement, donated: Sequence[int] = ()) -> None:
@@ -49,20 +49,20 @@ class PerDeviceProgram:
 
         Args:
             values: the function's, with a :class:`PerDevice` for each array.
-            places: numbers of the devices, by default all. A process that has none of them runs it on its first device: nobody
-                reads that result, but it says what the results look like.
+            places: numbers of the devices, by default all. A process that has none of them runs it on its first device: that result
+                is not read, but gives the shapes of the results.
 
         Returns:
-            For each result a :class:`PerDevice`, None elsewhere.
+            For each result a :class:`PerDevice`, None for all other devices.
         """
         own = self._placement.local_places
         places = [place for place in own if places is None or place in places] or own[:1]
         leaves, structure = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, PerDevice))
         calls = [jax.tree.unflatten(structure, [leaf[place] for leaf in leaves]) for place in places]
         with self._lock:
-            known = self._compiled.issuperset(places)
+            is_compiled = self._compiled.issuperset(places)
             self._compiled.update(places)
-        if known:
+        if is_compiled:
             found = [self._program(*call) for call in calls]
         else:  # XLA compiles for several devices at the same time.
             with ThreadPoolExecutor(len(calls)) as pool:
@@ -75,28 +75,28 @@ class PerDeviceProgram:
         ]
 
 
-def local(value: Any, placement: Placement) -> PerDevice:
-    """Each device's part of an array that is cut over the devices, or its copy; numbers are copied to each."""
+def to_per_device(value: Any, placement: Placement) -> PerDevice:
+    """Return each device's shard or copy of an array; numbers are copied to each device."""
     if isinstance(value, PerDevice):
         return value
     if not isinstance(value, jax.Array):
         value = placement.put(value)
-    parts = {shard.device: shard.data for shard in value.addressable_shards}
-    return PerDevice(parts.get(device) for device in placement.devices)
+    shards = {shard.device: shard.data for shard in value.addressable_shards}
+    return PerDevice(shards.get(device) for device in placement.devices)
 
 
-def whole_array(value: PerDevice, sharding: NamedSharding) -> jax.Array:
-    """One array of the devices' copies."""
-    parts = [part for part in value if part is not None]
-    return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, parts)
+def replicated_array(value: PerDevice, sharding: NamedSharding) -> jax.Array:
+    """Return one array of the devices' copies."""
+    copies = [copy for copy in value if copy is not None]
+    return jax.make_array_from_single_device_arrays(copies[0].shape, sharding, copies)
 
 
-def cut_array(value: PerDevice, placement: Placement) -> jax.Array:
-    """One array of the devices' parts, joined on their first axis; a device without one gets zeros, which nobody reads."""
-    shape, dtype = next((part.shape, part.dtype) for part in value if part is not None)
-    parts = [
+def sharded_array(value: PerDevice, placement: Placement) -> jax.Array:
+    """Return one array whose shards along the first axis are the devices' values; a device without one gets zeros, which are not read."""
+    shape, dtype = next((shard.shape, shard.dtype) for shard in value if shard is not None)
+    shards = [
         jax.device_put(np.zeros(shape, dtype), placement.devices[place]) if value[place] is None else value[place]
         for place in placement.local_places
     ]
     whole = (shape[0] * len(placement.devices), *shape[1:])
-    return jax.make_array_from_single_device_arrays(whole, placement.row_sharding, parts)
+    return jax.make_array_from_single_device_arrays(whole, placement.row_sharding, shards)

@@ -1,16 +1,16 @@
-"""What one device does: its replicas, each on exactly its rows. Read this file first.
+"""Run the replicas of one device, each on exactly its rows. Read this file first.
 
 A replica is Keras's own stateless call on the rows that belong to it: no padding, no mask and no patch, so whatever a
-layer computes over "the batch" it computes over the replica's rows. Where nothing tells replicas apart, one call has the rows of
-several (``plans.py`` decides). Neighbouring replicas with the same number of rows
-run as one call under ``jax.vmap``; XLA sees one large batch, each replica its own.
+layer computes over "the batch" it computes over the replica's rows. If nothing in the model depends on the replica, one call may have
+the rows of several (``executors.py`` decides). Neighbouring replicas with the same number of rows run as one call under
+``jax.vmap``; XLA sees one large batch, each replica its own.
 
-What comes back is one of three things:
+The results of a replica are of three kinds:
 
-- **rows**: outputs and masks, ``(rows, …)``; the replicas' are joined in order;
+- **rows**: outputs and masks, ``(rows, …)``; those of the replicas are joined in order;
 - **means**: losses that layers add and scalar outputs; they are averaged by number of rows, so a regularizer, which
   is the same on each replica, counts once;
-- **state**: non-trainable variables; :class:`OutputMerge` says how the replicas' values meet.
+- **state**: non-trainable variables; :class:`OutputMerge` says how the replicas' values are merged.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lockstep.execution.replica_rng import seed_of_replica
-
-__all__ = ["OutputMerge", "ReplicaCall", "ReplicaResult", "run_replicas"]
+__all__ = ["OutputMerge", "ReplicaCall", "ReplicaResult", "replica_seed", "run_replicas"]
 
 
 class OutputMerge(Enum):
-    """How the replicas' values of a non-trainable variable become one."""
+    """How the replicas' values of a non-trainable variable are merged."""
 
     MEAN = "mean over the replicas, weighted by rows"
     SUM = "old value plus the sum of the replicas' changes"
@@ -42,7 +40,7 @@ class OutputMerge(Enum):
 class ReplicaResult:
     """Result of one replica, of one device or of all; a variable that did not change is None in ``state``.
 
-    That of a device holds its rows joined, and of each mean and each variable its share of the sum over devices.
+    The result of a device holds the joined rows of its replicas, and its share of the sum over devices of each mean and variable.
     """
 
     rows: list[jax.Array]
@@ -70,19 +68,19 @@ def run_replicas(
 
     Args:
         call: one replica's forward pass.
-        merges: for each non-trainable variable how its values meet.
+        merges: for each non-trainable variable how its values are merged.
         trainable: values of the trainable variables.
         non_trainable: values of the non-trainable variables.
-        inputs: tree of arrays that begin with this device's rows; rows beyond them are not read.
-        rows: number of rows of each replica, at least one of them not 0.
+        inputs: tree of arrays that begin with this device's rows; later rows are not read.
+        rows: number of rows of each replica; at least one is not 0.
         first_replica: index of the first of these replicas among all.
-        global_rows: rows of the whole batch, which weigh the means.
-        vectorize: run equal neighbours under ``vmap``; else one after the other.
+        global_rows: number of rows of the whole batch, for the weights of means.
+        vectorize: run neighbours of equal size under ``vmap``, instead of one after the other.
     """
 
     def one(replica: jax.Array, replica_inputs: Any) -> ReplicaResult:
         own = [
-            seed_of_replica(value, replica) if merge is OutputMerge.SEED else value
+            replica_seed(value, replica) if merge is OutputMerge.SEED else value
             for value, merge in zip(non_trainable, merges, strict=True)
         ]
         return call(trainable, own, replica_inputs)
@@ -90,36 +88,38 @@ def run_replicas(
     shares = []
     for first, count, size, start in _runs(rows, vectorize):
         replicas = first_replica + jnp.arange(first, first + count)
-        pieces = jax.tree.map(partial(_pieces, start=start, count=count, size=size), inputs)
+        own_inputs = jax.tree.map(partial(_replica_inputs, start=start, count=count, size=size), inputs)
         if count == 1:
-            result = jax.tree.map(lambda leaf: leaf[None], one(replicas[0], jax.tree.map(lambda leaf: leaf[0], pieces)))
+            result = jax.tree.map(
+                lambda leaf: leaf[None], one(replicas[0], jax.tree.map(lambda leaf: leaf[0], own_inputs))
+            )
         else:
-            result = jax.vmap(one)(replicas, pieces)
+            result = jax.vmap(one)(replicas, own_inputs)
         shares.append(_share(result, merges, non_trainable, replicas, size / global_rows))
     return _combine(shares)
 
 
 def _runs(rows: tuple[int, ...], vectorize: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Neighbours of one size, as (first replica, number of replicas, rows of each, first row); empty ones left out."""
+    """Yield runs of non-empty replicas of one size: (first replica, number of replicas, rows of each, first row)."""
     first = start = 0
     for size, group in groupby(rows):
         count = len(list(group))
         if size:
-            parts = [(first, count)] if vectorize else [(first + i, 1) for i in range(count)]
-            for part_first, part_count in parts:
-                yield part_first, part_count, size, start + (part_first - first) * size
+            runs = [(first, count)] if vectorize else [(first + i, 1) for i in range(count)]
+            for run_first, run_count in runs:
+                yield run_first, run_count, size, start + (run_first - first) * size
         first += count
         start += count * size
 
 
-def _pieces(leaf: jax.Array, *, start: int, count: int, size: int) -> jax.Array:
+def _replica_inputs(leaf: jax.Array, *, start: int, count: int, size: int) -> jax.Array:
     return leaf[start : start + count * size].reshape((count, size, *leaf.shape[1:]))
 
 
 def _share(
     result: ReplicaResult, merges: tuple[OutputMerge, ...], old: list[jax.Array], replicas: jax.Array, weight: float
 ) -> ReplicaResult:
-    """Share of ``count`` replicas of equal size; every leaf of ``result`` has a leading axis of that length."""
+    """Return the share of replicas of equal size; every leaf of ``result`` has a leading axis of one entry for each."""
     return ReplicaResult(
         rows=[leaf.reshape((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])) for leaf in result.rows],
         means=[_weighted(leaf, weight) for leaf in result.means],
@@ -139,7 +139,7 @@ def _state_share(new: jax.Array, merge: OutputMerge, old: jax.Array, replicas: j
 
 
 def _weighted(leaf: jax.Array, weight: float) -> jax.Array:
-    """Sum over the replicas of value times share of the rows; half-precision values are added in float32."""
+    """Return the sum over the replicas of value times share of the rows; half-precision values are added in float32."""
     wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     return (wide * weight).sum(axis=0)
 
@@ -151,3 +151,20 @@ def _combine(shares: list[ReplicaResult]) -> ReplicaResult:
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], start=leaves[0]), *summed)
     rows = [jnp.concatenate(leaves) for leaves in zip(*(share.rows for share in shares), strict=True)]
     return ReplicaResult(rows=rows, means=total.means, state=total.state)
+
+
+def replica_seed(state: jax.Array, replica: jax.Array) -> jax.Array:
+    """Return the seed generator state of one replica, so that each replica draws from its own stream.
+
+    Keras draws from a ``SeedGenerator``, whose state ``(seed, counter)`` is a key of JAX's threefry generator; each draw
+    adds one to the counter. Replica 0 uses the state unchanged, so that one replica draws what plain Keras draws; replica r
+    uses ``jax.random.fold_in(state, r)``. Draws of a replica thus depend on seed, step and replica only, and only the
+    state of replica 0 is stored. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+
+    Args:
+        state: the stored state, ``uint32 (2,)``.
+        replica: number of the replica.
+    """
+    key = jax.random.wrap_key_data(state, impl="threefry2x32")
+    folded = jax.random.key_data(jax.random.fold_in(key, replica))
+    return jnp.where(replica == 0, state, folded)

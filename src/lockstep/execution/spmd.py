@@ -1,7 +1,7 @@
-"""The same forward pass on every device: cut the rows, run the replicas, bring the results together.
+"""Forward pass of one SPMD program: cut the rows over the devices, run the replicas, combine the results.
 
-Everything after the forward pass (loss, metrics, optimizer) is Keras's own code on the global batch. Backwards, the
-gradient of each device's replicas is added up by the strategy's cross-device operation: see :func:`_own_copies`.
+Everything after the forward pass (loss, metrics, optimizer) is Keras's own code on the global batch. In the backward pass the
+strategy's cross-device operation adds up the gradients of the devices: see :func:`_device_copies`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,31 +20,40 @@ from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placeme
 from lockstep.devices.layout import Layout
 from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult, run_replicas
 
-__all__ = ["SpmdForward", "finished", "forward_eagerly", "forward_on_devices"]
+__all__ = ["SpmdForward", "finish_result", "forward_eagerly", "forward_on_devices"]
 
-# XLA for CPUs runs several calls faster than one under vmap, and compiles each. So up to as many calls of a device, and as many
-# operations in all of them, each is of its own.
+# XLA for CPUs runs several calls faster than one under vmap, but compiles each. Up to this many calls of a device, with this many
+# operations in total, are separate calls.
 UNROLLED, UNROLLED_OPERATIONS = 4, 600
 
 
 @dataclass(frozen=True)
 class SpmdForward:
-    """One forward pass to be distributed: what to call, on which values, over which layout."""
+    """One forward pass to distribute: the call, its values, and the layout of its rows.
+
+    Attributes:
+        call: forward pass of one replica.
+        merges: for each non-trainable variable how its values are merged.
+        trainable: values of the trainable variables.
+        non_trainable: values of the non-trainable variables.
+        shared: other arguments, which every replica gets whole.
+        layout: rows of replicas and devices.
+        calls: for each device the number of rows of each of its calls: those of a replica, or of several.
+        operations: number of operations of one call.
+    """
 
     call: ReplicaCall
     merges: tuple[OutputMerge, ...]
     trainable: list[jax.Array]
     non_trainable: list[jax.Array]
-    shared: list[jax.Array]  # other arguments that every replica gets whole
+    shared: list[jax.Array]
     layout: Layout
-    calls: tuple[
-        tuple[int, ...], ...
-    ]  # for each device the rows of each of its calls: those of its replicas, or of several
-    operations: int  # of one call
+    calls: tuple[tuple[int, ...], ...]
+    operations: int
 
 
 def forward_eagerly(forward: SpmdForward, inputs: Any) -> ReplicaResult:
-    """One replica after the other, without compiling: for debugging, and the plain form that the fast one must equal.
+    """Run one replica after the other, without compiling: for debugging, and as the reference of the compiled form.
 
     Args:
         forward: what to call.
@@ -54,20 +63,20 @@ def forward_eagerly(forward: SpmdForward, inputs: Any) -> ReplicaResult:
         Rows joined, means and state merged over all replicas.
     """
     rows = tuple(size for device in forward.calls for size in device)
-    return finished(forward, _local(forward, inputs, rows, first_replica=0, vectorize=False))
+    return finish_result(forward, _run_local(forward, inputs, rows, first_replica=0, vectorize=False))
 
 
 def forward_on_devices(
     forward: SpmdForward, inputs: Any, placement: Placement, ops: CrossDeviceOps, sliced: bool = False
 ) -> ReplicaResult:
-    """The devices of ``placement`` at the same time; called while a step is traced.
+    """Run the replicas on the devices of ``placement`` in parallel; called while a step is traced.
 
     Args:
         forward: what to call.
         inputs: tree of arrays laid over the devices, ``(devices * capacity, …)``.
         placement: mesh and number of replicas.
         ops: adds up the gradients of the devices.
-        sliced: each device keeps its slice of a gradient's sum instead of all of it (a reduce-scatter).
+        sliced: each device keeps a slice of a gradient's sum instead of all of it (a reduce-scatter).
 
     Returns:
         Rows joined, means and state merged over all replicas; the same on every device.
@@ -75,7 +84,7 @@ def forward_on_devices(
     layout = forward.layout
     if layout.devices == 1:
         own = forward.calls[0]
-        return finished(forward, _local(forward, inputs, own, 0, _is_vectorized(forward, own, placement)))
+        return finish_result(forward, _run_local(forward, inputs, own, 0, _is_vectorized(forward, own, placement)))
 
     def on_one_device(
         trainable: list[jax.Array], non_trainable: list[jax.Array], shared: list[jax.Array], inputs: Any
@@ -93,15 +102,17 @@ def forward_on_devices(
         in_specs=(cut, whole, whole, cut),
         out_specs=ReplicaResult(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
         check_vma=False,
-    )(_own_copies(forward.trainable, placement, ops, sliced), forward.non_trainable, forward.shared, inputs)
+    )(_device_copies(forward.trainable, placement, ops, sliced), forward.non_trainable, forward.shared, inputs)
     rows = [_global_rows(leaf, layout, placement) for leaf in result.rows]
-    return finished(forward, ReplicaResult(rows, [share.sum(axis=0) for share in result.means], result.state))
+    return finish_result(forward, ReplicaResult(rows, [share.sum(axis=0) for share in result.means], result.state))
 
 
-def _own_copies(trainable: list[jax.Array], placement: Placement, ops: CrossDeviceOps, sliced: bool) -> list[jax.Array]:
-    """Give each device its own copy of the variables, ``(devices, …)``: no bytes move, the values are there already.
+def _device_copies(
+    trainable: list[jax.Array], placement: Placement, ops: CrossDeviceOps, sliced: bool
+) -> list[jax.Array]:
+    """Return a copy of the variables for each device, ``(devices, …)``; no bytes move, as the values are replicated.
 
-    What this is for is the way back: the gradient of a copy is that of one device's replicas, and ``ops`` adds them.
+    The backward pass needs it: the gradient of a copy is that of one device's replicas, and ``ops`` adds these up.
     """
     count = len(placement.devices)
 
@@ -116,36 +127,38 @@ def _own_copies(trainable: list[jax.Array], placement: Placement, ops: CrossDevi
         shapes = [gradient.shape[1:] for gradient in gradients]
         axes = [placement.slice_axis(shape) if sliced else None for shape in shapes]
         specs = [placement.slice_sharding(shape).spec if sliced else PartitionSpec() for shape in shapes]
-        meet = jax.shard_map(
-            lambda pieces: _sum([piece[0] for piece in pieces], axes, placement, ops),
+        reduce = jax.shard_map(
+            lambda copies: _reduce_gradients([copy[0] for copy in copies], axes, placement, ops),
             mesh=placement.mesh,
             in_specs=PartitionSpec(DEVICE_AXIS),
             out_specs=specs,
             check_vma=False,
         )
-        return (meet(gradients),)
+        return (reduce(gradients),)
 
     copies.defvjp(lambda values: (copies(values), None), backward)
     return copies(trainable)
 
 
-def _sum(pieces: list[jax.Array], axes: list[int | None], placement: Placement, ops: CrossDeviceOps) -> list[jax.Array]:
-    """Sum of each piece over the devices, or, where an axis is given, this device's slice of it along that axis."""
+def _reduce_gradients(
+    gradients: list[jax.Array], axes: list[int | None], placement: Placement, ops: CrossDeviceOps
+) -> list[jax.Array]:
+    """Return the sum of each gradient over the devices, or this device's slice of it along its axis if that is not None."""
     whole = [position for position, axis in enumerate(axes) if axis is None]
-    sums = dict(zip(whole, ops.all_reduce([pieces[i] for i in whole], DEVICE_AXIS, placement.devices), strict=True))
+    sums = dict(zip(whole, ops.all_reduce([gradients[i] for i in whole], DEVICE_AXIS, placement.devices), strict=True))
     for position, axis in enumerate(axes):
         if axis is not None:
-            sums[position] = lax.psum_scatter(pieces[position], DEVICE_AXIS, scatter_dimension=axis, tiled=True)
-    return [sums[position] for position in range(len(pieces))]
+            sums[position] = lax.psum_scatter(gradients[position], DEVICE_AXIS, scatter_dimension=axis, tiled=True)
+    return [sums[position] for position in range(len(gradients))]
 
 
 def _on_this_device(forward: SpmdForward, inputs: Any, placement: Placement) -> ReplicaResult:
-    """Run this device's replicas; the devices run one program, which holds each distinct share of the rows once."""
+    """Run this device's replicas; the program of all devices contains one branch for each distinct share of the rows."""
     layout = forward.layout
     shares = sorted({share for share in forward.calls if sum(share)}, reverse=True)
     device = lax.axis_index(DEVICE_AXIS)
     place = {share: position for position, share in enumerate(shares)}
-    # Values of their own: XLA for CPUs confuses the functions of a fusion that holds two such looks into tables (jaxlib 0.10.2).
+    # The barrier works around a bug: XLA for CPUs confuses the functions of a fusion with two such table lookups (jaxlib 0.10.2).
     first_replica, choice = lax.optimization_barrier(
         [
             jnp.asarray(layout.first_replica)[device],
@@ -153,12 +166,12 @@ def _on_this_device(forward: SpmdForward, inputs: Any, placement: Placement) -> 
         ]
     )
     branches: list[Callable[[], ReplicaResult]] = [
-        partial(_padded, forward, inputs, share, first_replica, _is_vectorized(forward, share, placement))
+        partial(_run_padded, forward, inputs, share, first_replica, _is_vectorized(forward, share, placement))
         for share in shares
     ]
     if len(set(forward.calls)) == 1:
         return branches[0]()
-    if len(shares) < len(set(forward.calls)):  # Some devices have no row at all.
+    if len(shares) < len(set(forward.calls)):  # Some devices have no rows.
         branches.append(lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(branches[0])))
     if placement.platform == "cpu":
         return _select(choice, branches)
@@ -166,11 +179,11 @@ def _on_this_device(forward: SpmdForward, inputs: Any, placement: Placement) -> 
 
 
 def _select(choice: jax.Array, branches: Sequence[Callable[[], ReplicaResult]]) -> ReplicaResult:
-    """``lax.switch`` that runs every branch and keeps one.
+    """Return the result of one branch, like ``lax.switch``, but run all of them.
 
     XLA compiles a convolution inside a conditional to a naive loop on CPU, tens of times slower
-    (``benchmarks/replicas_on_one_device.py``); here a device does the sum of the distinct shares, two or three times its
-    work, and only where the devices do not share a batch evenly.
+    (``benchmarks/replicas_on_one_device.py``). Here a device computes each distinct share, two or three times its
+    work, and only if the devices do not share a batch evenly.
     """
     chosen = branches[0]()
     for position, branch in enumerate(branches[1:], start=1):
@@ -180,16 +193,16 @@ def _select(choice: jax.Array, branches: Sequence[Callable[[], ReplicaResult]]) 
 
 
 def _is_vectorized(forward: SpmdForward, rows: tuple[int, ...], placement: Placement) -> bool:
-    """Whether equal calls of a device, which have so many rows each, run as one."""
+    """Return whether calls of a device with equal numbers of rows run as one under vmap."""
     is_unrolled = len(rows) <= UNROLLED and len(rows) * forward.operations <= UNROLLED_OPERATIONS
     return placement.platform != "cpu" or not is_unrolled
 
 
-def _padded(
+def _run_padded(
     forward: SpmdForward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array, vectorize: bool
 ) -> ReplicaResult:
-    """Run one share of the rows and fill its results up to the room that every device has."""
-    result = _local(forward, inputs, share, first_replica, vectorize)
+    """Run one share of the rows and pad its results to the capacity of a device."""
+    result = _run_local(forward, inputs, share, first_replica, vectorize)
 
     free = forward.layout.capacity - sum(share)
 
@@ -199,7 +212,7 @@ def _padded(
     return ReplicaResult(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)
 
 
-def _local(
+def _run_local(
     forward: SpmdForward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool
 ) -> ReplicaResult:
     return run_replicas(
@@ -216,14 +229,14 @@ def _local(
 
 
 def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.Array:
-    """The global batch of an output; small ones are brought together on every device, once, for loss and metrics."""
+    """Return the global batch of an output; small ones are gathered on every device, once, for loss and metrics."""
     if leaf.nbytes <= REPLICATE_BELOW:
         leaf = lax.with_sharding_constraint(leaf, placement.replicated)
     return drop_padding(leaf, layout)
 
 
-def finished(forward: SpmdForward, result: ReplicaResult) -> ReplicaResult:
-    """The result of all replicas: unchanged variables get their old value back, sums of changes are added to it, and dtypes are as before."""
+def finish_result(forward: SpmdForward, result: ReplicaResult) -> ReplicaResult:
+    """Complete the state of a result: old values of unchanged variables, old values plus sums of changes, and the old dtypes."""
     state = []
     for new, old, merge in zip(result.state, forward.non_trainable, forward.merges, strict=True):
         if new is None:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.execution.replica import OutputMerge
-from lockstep.execution.replica_rng import seed_of_replica
+from lockstep.execution.replica import OutputMerge, replica_seed
 from lockstep.parameter_server.state_deltas import difference
 
 __all__ = ["SeedOffsets"]
@@ -39,5 +38,5 @@ class SeedOffsets:
         for number, drawn in enumerate(self._drawn):
             if drawn is not None:
                 seed = own[number] + drawn * drawn.dtype.type(steps)
-                own[number] = np.asarray(seed_of_replica(jnp.asarray(seed), jnp.int32(part)))
+                own[number] = np.asarray(replica_seed(jnp.asarray(seed), jnp.int32(part)))
         return own

@@ -3,18 +3,20 @@
 import jax
 import jax.numpy as jnp
 
-from lockstep._keras.layers import disable_batch_statistics
-from lockstep.execution.rowwise import RowAxis, places_of, traced
+from lockstep._keras.layers import without_batch_statistics
+from lockstep.execution.rowwise import RowAxis, infer_dependences, trace_for_rows
 
 ROWS = (6, 4)
 
 
-def places_of_function(function, *batch):
+def dependences_of_function(function, *batch):
     """Where the rows are in what a function of arrays ``(rows, …)`` gives."""
-    return places_of(*(traced(lambda _, own: jax.tree.leaves(function(*own)), [], batch, rows) for rows in ROWS))
+    return infer_dependences(
+        *(trace_for_rows(lambda _, own: jax.tree.leaves(function(*own)), [], batch, rows) for rows in ROWS)
+    )
 
 
-def places_of_model(model, *batch, training=None):
+def dependences_of_model(model, *batch, training=None):
     """Where the rows are in the outputs of a model that is built, then in the losses of its layers; ``batch`` are its arguments."""
     leaves, structure = jax.tree.flatten(batch)
     values = [
@@ -29,8 +31,8 @@ def places_of_model(model, *batch, training=None):
         )
         return [jnp.asarray(leaf) for leaf in (*jax.tree.leaves(outputs), *losses)]
 
-    with disable_batch_statistics(model):
-        return places_of(*(traced(call, [*values[0], *values[1]], leaves, rows) for rows in ROWS))
+    with without_batch_statistics(model):
+        return infer_dependences(*(trace_for_rows(call, [*values[0], *values[1]], leaves, rows) for rows in ROWS))
 
 
 def is_by_rows(place):

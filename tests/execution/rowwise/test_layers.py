@@ -11,7 +11,7 @@ from keras import layers
 from lockstep.execution.rowwise import Mixed
 from tests.support.marks import quick_first
 
-from .following import is_by_rows, places_of_function, places_of_model
+from .following import dependences_of_function, dependences_of_model, is_by_rows
 
 SERIES, PICTURE, VOLUME, WORDS = (6, 4), (8, 8, 3), (6, 6, 6, 2), (5,)
 BY_ROWS = [
@@ -178,7 +178,7 @@ def model_of(layer, *shapes):
 @pytest.mark.parametrize(("layer", "shape"), BY_ROWS, ids=lambda one: getattr(one, "name", ""))
 @pytest.mark.parametrize("training", [True, False])
 def test_a_layer_treats_each_row_by_itself(layer, shape, training):
-    outputs, *losses = places_of_model(model_of(layer, shape), batch_of(shape), training=training)
+    outputs, *losses = dependences_of_model(model_of(layer, shape), batch_of(shape), training=training)
     assert is_by_rows(outputs), outputs
     assert not any(isinstance(loss, Mixed) for loss in losses)
 
@@ -186,20 +186,20 @@ def test_a_layer_treats_each_row_by_itself(layer, shape, training):
 @pytest.mark.parametrize("layer", OF_TWO, ids=lambda layer: layer.name)
 def test_a_layer_of_two_inputs_treats_each_row_by_itself(layer):
     model = model_of(layer, SERIES, SERIES)
-    places = places_of_model(model, [batch_of(SERIES), batch_of(SERIES)], training=True)
+    places = dependences_of_model(model, [batch_of(SERIES), batch_of(SERIES)], training=True)
     assert all(map(is_by_rows, places)), places
 
 
 @pytest.mark.parametrize(("layer", "shape"), MIX, ids=lambda one: getattr(one, "name", ""))
 def test_a_layer_that_mixes_rows_is_named(layer, shape):
-    (place,) = places_of_model(model_of(layer, shape), batch_of(shape), training=True)
+    (place,) = dependences_of_model(model_of(layer, shape), batch_of(shape), training=True)
     assert isinstance(place, Mixed)
     assert layer.name in str(place) or isinstance(layer, layers.AugMix)  # Another program for each number of rows.
 
 
 def test_equalization_mixes_rows():
     """One histogram for all; Keras (3.15) builds no functional model with it."""
-    (place,) = places_of_function(layers.Equalization(value_range=(0, 1)).call, batch_of(PICTURE))
+    (place,) = dependences_of_function(layers.Equalization(value_range=(0, 1)).call, batch_of(PICTURE))
     assert isinstance(place, Mixed)
 
 
@@ -220,5 +220,5 @@ APPLICATIONS = [
 def test_a_model_of_keras_treats_each_row_by_itself(name):
     model = getattr(keras.applications, name)(weights=None, classes=5)
     shape = model.input_shape[1:] if None not in model.input_shape[1:] else (224, 224, 3)
-    places = places_of_model(model, jax.ShapeDtypeStruct((6, *shape), jnp.float32), training=True)
+    places = dependences_of_model(model, jax.ShapeDtypeStruct((6, *shape), jnp.float32), training=True)
     assert all(map(is_by_rows, places)), places

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from lockstep.execution.rowwise import Mixed, RowAxis, RowMean, with_rows_back, with_rows_first
+from lockstep.execution.rowwise import Mixed, RowAxis, RowMean, move_rows_back, move_rows_first
 
-from .following import is_by_rows, places_of_function
+from .following import dependences_of_function, is_by_rows
 from .generator import mixes, program
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
@@ -124,20 +124,20 @@ BY_ROWS = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_rows_is_found(name):
-    (place,) = places_of_function(MIXING[name], X)
+    (place,) = dependences_of_function(MIXING[name], X)
     assert isinstance(place, Mixed), place
     assert "test_programs.py:" in str(place) or "operations change" in str(place)
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_what_treats_each_row_by_itself_is_proved(name):
-    (place,) = places_of_function(BY_ROWS[name], X)
+    (place,) = dependences_of_function(BY_ROWS[name], X)
     assert is_by_rows(place), place
 
 
 def test_a_table_as_long_as_the_batch_does_not_run_on_another():
     with pytest.raises(TypeError):
-        places_of_function(lambda x: x + TABLE, X)
+        dependences_of_function(lambda x: x + TABLE, X)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def test_a_table_as_long_as_the_batch_does_not_run_on_another():
     ],
 )
 def test_means_over_the_rows_are_known(function, place):
-    assert places_of_function(function, X) == [place]
+    assert dependences_of_function(function, X) == [place]
 
 
 @pytest.mark.parametrize(
     "function", [ops.sum, ops.max, lambda x: ops.mean(x) ** 2, lambda x: ops.sum(x) / (x.shape[0] - 1)]
 )
 def test_what_is_no_mean_over_the_rows_is_none(function):
-    assert places_of_function(function, X) not in ([RowMean()], [None])
+    assert dependences_of_function(function, X) not in ([RowMean()], [None])
 
 
 @pytest.mark.parametrize("place", [RowAxis(0), RowAxis(1), RowAxis(0, 2, 3), RowAxis(1, 1, 2), RowAxis(2, 3, 1)])
@@ -164,9 +164,9 @@ def test_rows_come_first_and_back(place):
     shape = [4, 5, 7]
     shape[place.axis] = place.outer * 3 * place.inner
     value = np.arange(np.prod(shape)).reshape(shape)
-    first = with_rows_first(jnp.asarray(value), place, 3)
+    first = move_rows_first(jnp.asarray(value), place, 3)
     assert first.shape[0] == 3
-    np.testing.assert_array_equal(with_rows_back(first, place), value)
+    np.testing.assert_array_equal(move_rows_back(first, place), value)
     taken = np.take(
         value, [number for number in range(shape[place.axis]) if number // place.inner % 3 == 1], axis=place.axis
     )
@@ -181,7 +181,7 @@ def test_no_random_program_that_mixes_rows_is_taken_for_one_that_does_not(first)
     count = {True: 0, False: 0}
     for seed in range(first, first + 200):
         run = program(seed)
-        (place,) = places_of_function(run, X)
+        (place,) = dependences_of_function(run, X)
         proved = place == RowAxis(0) or (isinstance(place, RowAxis) and place.uniform)
         if proved:
             assert not mixes(run), seed

@@ -1,6 +1,16 @@
 """The proof that each row of a result follows from its own row of the batch alone."""
 
-from lockstep.execution.rowwise.proof import Trace, places_of, traced
-from lockstep.execution.rowwise.row_axes import Mixed, Place, RowAxis, RowMean, with_rows_back, with_rows_first
+from lockstep.execution.rowwise.proof import Trace, infer_dependences, trace_for_rows
+from lockstep.execution.rowwise.row_axes import Mixed, RowAxis, RowDependence, RowMean, move_rows_back, move_rows_first
 
-__all__ = ["Mixed", "Place", "RowAxis", "RowMean", "Trace", "places_of", "traced", "with_rows_back", "with_rows_first"]
+__all__ = [
+    "Mixed",
+    "RowAxis",
+    "RowDependence",
+    "RowMean",
+    "Trace",
+    "infer_dependences",
+    "move_rows_back",
+    "move_rows_first",
+    "trace_for_rows",
+]

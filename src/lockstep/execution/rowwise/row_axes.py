@@ -1,4 +1,4 @@
-"""Where the rows of a batch are in a value, and where in a program that was decided."""
+"""How a value depends on the rows of a batch: by an axis of rows, as a sum or mean over them, or not row by row."""
 
 import os
 import re
@@ -13,25 +13,31 @@ from jax.extend.core import JaxprEqn
 
 __all__ = [
     "Mixed",
-    "MixesError",
-    "Never",
-    "Place",
-    "Places",
+    "MixedRowsError",
+    "NeverTrue",
     "RowAxis",
     "RowCount",
+    "RowDependence",
+    "RowDependences",
     "RowMean",
     "RowSum",
-    "common",
-    "with_rows_back",
-    "with_rows_first",
+    "common_dependence",
+    "move_rows_back",
+    "move_rows_first",
 ]
 
 
 @dataclass(frozen=True)
 class RowAxis:
-    """Entry ``(before * rows + row) * after + rest`` along ``axis`` follows from ``row`` alone, where the axis has ``outer * rows * inner``.
+    """Each entry along an axis of length ``outer * rows * inner`` depends on one row only.
 
-    ``uniform``: all entries along the axis are the same, or random, so that any such reading is right.
+    Entry ``(i * rows + row) * inner + j``, with ``i < outer`` and ``j < inner``, depends on ``row``.
+
+    Attributes:
+        axis: the axis.
+        outer: number of consecutive blocks that each have all rows.
+        inner: number of consecutive entries of one row.
+        uniform: all entries along the axis are the same, or random, so that any ``outer`` and ``inner`` are right.
     """
 
     axis: int
@@ -40,97 +46,109 @@ class RowAxis:
     uniform: bool = False
 
     def shape(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-        """That of a value with another number of rows."""
+        """Return the shape of the value for another number of rows."""
         return (*shape[: self.axis], self.outer * rows * self.inner, *shape[self.axis + 1 :])
 
 
 @dataclass(frozen=True)
 class RowSum:
-    """A sum over the rows of what follows from one row."""
+    """A sum over the rows of values that depend on one row each."""
 
 
 @dataclass(frozen=True)
 class RowMean:
-    """A mean over the rows of what follows from one row."""
+    """A mean over the rows of values that depend on one row each."""
 
 
 @dataclass(frozen=True)
 class RowCount:
-    """A number in proportion to that of the rows."""
+    """A number proportional to the number of rows."""
 
 
 @dataclass(frozen=True)
-class Never:
-    """A condition that no number of rows fulfils, such as that there are none."""
+class NeverTrue:
+    """A condition that is false for any number of rows, such as that there are none."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Follows from several rows, from their number, or from a row's position."""
+    """Depends on several rows, on their number, or on the position of a row.
+
+    Attributes:
+        reason: the operation and what it does.
+        layer: the layer that it is part of, if known.
+        line: the line of the user's program, if known.
+    """
 
     reason: str
     layer: str = ""
-    line: str = ""  # of the user's program
+    line: str = ""
 
     def __str__(self) -> str:
-        places = (f"layer {self.layer!r}" if self.layer else "", self.line)
-        return ", ".join((self.reason, *filter(None, places)))
+        location = (f"layer {self.layer!r}" if self.layer else "", self.line)
+        return ", ".join((self.reason, *filter(None, location)))
 
-    def seen_at(self, equation: JaxprEqn) -> "Mixed":
-        """With the layer and the line of an equation, as far as they are known there."""
-        layer, line = _place_in_program(equation)
+    def located_at(self, equation: JaxprEqn) -> "Mixed":
+        """Return a copy with the layer and the line of an equation, if these are known."""
+        layer, line = _source_location(equation)
         return replace(self, layer=layer or self.layer, line=line or self.line)
 
 
-Place = RowAxis | RowSum | RowMean | RowCount | Never | Mixed | None  # None: does not depend on the batch
-Places = list[Place]
+RowDependence = RowAxis | RowSum | RowMean | RowCount | NeverTrue | Mixed | None  # None: independent of the batch
+RowDependences = list[RowDependence]
 
 
-class MixesError(Exception):
-    """An operation brings rows together."""
+class MixedRowsError(Exception):
+    """An operation combines several rows."""
 
 
-def common(places: Places, what: str) -> Place:
-    """The place of a value each entry of which follows from the same entry of several others; None has no axis of rows."""
-    named = [place for place in places if place is not None]
-    if len(named) < len(places) and any(isinstance(place, (RowSum, RowCount, Never)) for place in named):
-        raise MixesError(f"{what} gives a sum over the rows or something else")
-    exact = [place for place in named if not (isinstance(place, RowAxis) and place.uniform)]
-    found: Place = exact[0] if exact else named[0] if named else None
-    for place in exact:
-        if place != found:
-            raise MixesError(f"{what} brings rows together that lie along different axes")
-    if isinstance(found, RowAxis) and any(place.axis != found.axis for place in named if isinstance(place, RowAxis)):
-        raise MixesError(f"{what} brings rows together that lie along different axes")
+def common_dependence(deps: RowDependences, what: str) -> RowDependence:
+    """Return the dependence of a value whose entries are computed from the same entries of several others; None has no axis of rows."""
+    named = [dep for dep in deps if dep is not None]
+    if len(named) < len(deps) and any(isinstance(dep, (RowSum, RowCount, NeverTrue)) for dep in named):
+        raise MixedRowsError(f"{what} gives a sum over the rows or something else")
+    exact = [dep for dep in named if not (isinstance(dep, RowAxis) and dep.uniform)]
+    found: RowDependence = exact[0] if exact else named[0] if named else None
+    for dep in exact:
+        if dep != found:
+            raise MixedRowsError(f"{what} brings rows together that lie along different axes")
+    if isinstance(found, RowAxis) and any(dep.axis != found.axis for dep in named if isinstance(dep, RowAxis)):
+        raise MixedRowsError(f"{what} brings rows together that lie along different axes")
     return found
 
 
-def with_rows_first(value: jax.Array, place: RowAxis, rows: int) -> jax.Array:
-    """``(rows, …)`` of a value whose rows lie as ``place`` says."""
-    if place.outer == place.inner == 1:
-        return jnp.moveaxis(value, place.axis, 0)
-    shape = (*value.shape[: place.axis], place.outer, rows, place.inner, *value.shape[place.axis + 1 :])
-    return jnp.moveaxis(value.reshape(shape), place.axis + 1, 0)
+def move_rows_first(value: jax.Array, axis: RowAxis, rows: int) -> jax.Array:
+    """Return a value, whose rows are along ``axis``, as ``(rows, …)``."""
+    if axis.outer == axis.inner == 1:
+        return jnp.moveaxis(value, axis.axis, 0)
+    shape = (
+        *value.shape[: axis.axis],
+        axis.outer,
+        rows,
+        axis.inner,
+        *value.shape[axis.axis + 1 :],
+    )
+    return jnp.moveaxis(value.reshape(shape), axis.axis + 1, 0)
 
 
-def with_rows_back(value: jax.Array, place: RowAxis) -> jax.Array:
-    """The inverse of :func:`with_rows_first`."""
-    if place.outer == place.inner == 1:
-        return jnp.moveaxis(value, 0, place.axis)
-    moved = jnp.moveaxis(value, 0, place.axis + 1)
+def move_rows_back(value: jax.Array, axis: RowAxis) -> jax.Array:
+    """Invert :func:`move_rows_first`."""
+    if axis.outer == axis.inner == 1:
+        return jnp.moveaxis(value, 0, axis.axis)
+    moved = jnp.moveaxis(value, 0, axis.axis + 1)
     shape = moved.shape
-    length = place.outer * value.shape[0] * place.inner
-    return moved.reshape((*shape[: place.axis], length, *shape[place.axis + 3 :]))
+    length = axis.outer * value.shape[0] * axis.inner
+    return moved.reshape((*shape[: axis.axis], length, *shape[axis.axis + 3 :]))
 
 
-# --- where it stands ---------------------------------------------------------------------------------------------------------
+# --- source locations ----------------------------------------------------------------------------------------------------------
 
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
 _OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
-def _place_in_program(equation: JaxprEqn) -> tuple[str, str]:
-    """The layer and the line of the user's program that an operation comes from; empty where they are not known."""
+def _source_location(equation: JaxprEqn) -> tuple[str, str]:
+    """Return the layer and the line of the user's program that an operation comes from; empty if unknown."""
     info = equation.source_info
     names = [name for name in re.findall(r"[^/()]+", str(info.name_stack)) if name not in _TRANSFORMATIONS]
     frames: Sequence[Any] = info.traceback.frames if info.traceback is not None else ()

@@ -14,7 +14,7 @@ from lockstep.data.device_placement import PlacedRows, Placement, count_rows, jo
 from lockstep.data.iterator_state import capture_random_state, restore_random_state
 from lockstep.devices.layout import Layout
 from lockstep.execution.call_splitter import CallTrace
-from lockstep.execution.nonfinite_gate import losses_of
+from lockstep.execution.nonfinite_gate import loss_logs
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward, forward_eagerly
 from lockstep.execution.train_functions import StepFunctions
@@ -71,7 +71,7 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
             logs, _ = functions.build_step(executor, "train")(_on_one_device(state, placement), batch)
     finally:
         restore_random_state(random)
-    record.loss = record.loss or next(filter(None, map(kind_of, losses_of(logs).values())), None)
+    record.loss = record.loss or next(filter(None, map(kind_of, loss_logs(logs).values())), None)
     return record
 
 

@@ -74,7 +74,7 @@ class StepGuard:
         if answered is not None:
             gated.gate.open()
             logs, new = gated(answered, batch)
-        flags = gated.gate.bad
+        flags = gated.gate.nonfinite
         flags.copy_to_host_async()
         self._state = new
         self._started = _PendingStep(self.epoch, self.batch, batch, gated.gate, gated.gate.names, flags)
