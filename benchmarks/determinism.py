@@ -1,6 +1,6 @@
-"""Claim: what the same bits on any number of devices cost, against the default plan, on two logical CPU devices.
+"""Claim: what the same bits on any number of devices cost, against the default executor, on two logical CPU devices.
 
-Each plan runs in a process of its own, started as a user would start it (so on its own thread pool); the two take turns, a
+Each executor runs in a separate process, started as a user would start it (so on its own thread pool); the two take turns, a
 few steps at a time, and the median of the ratios counts. Then the parts of a deterministic step are timed one by one, which
 says where the time goes; waiting for each part makes the sum a little longer than the step.
 """
@@ -24,7 +24,7 @@ MODELS = {  # net, global batch
 }
 
 
-# --- one plan, in a process of its own: reads a line, runs some steps, prints milliseconds a step -------------------------
+# --- one executor, in a separate process: reads a line, runs some steps, prints milliseconds a step -------------------------
 
 
 def work(net, batch, replicas, deterministic):
@@ -180,8 +180,8 @@ def timed_parts():
 # --- the comparison --------------------------------------------------------------------------------------------------------
 
 
-class Plan:
-    """A process that trains under one plan, some steps at a time."""
+class ExecutorProcess:
+    """A process that trains with one executor, some steps at a time."""
 
     def __init__(self, net, batch, replicas, deterministic, threads=None):
         environment = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "NPROC", "XLA_FLAGS")}
@@ -204,41 +204,41 @@ class Plan:
         self.process.wait(timeout=60)
 
 
-def in_turn(plans):
-    """Milliseconds of every plan, in each round."""
-    for plan in plans:
-        plan.steps()
-    return [[plan.steps()["ms"] for plan in plans] for _ in range(ROUNDS)]
+def in_turn(executors):
+    """Milliseconds of every executor, in each round."""
+    for executor in executors:
+        executor.steps()
+    return [[executor.steps()["ms"] for executor in executors] for _ in range(ROUNDS)]
 
 
 def pools():
-    """The default plan on thread pools of several sizes."""
+    """The default executor on thread pools of several sizes."""
     rows = []
     for name, (net, batch) in MODELS.items():
-        plans = [Plan(net, batch, 2, False, threads) for threads in POOLS]
-        times = in_turn(plans)
-        for plan in plans:
-            plan.end()
+        executors = [ExecutorProcess(net, batch, 2, False, threads) for threads in POOLS]
+        times = in_turn(executors)
+        for executor in executors:
+            executor.end()
         rows.append((name, *(round(statistics.median(row[i] / row[0] for row in times), 2) for i in range(len(POOLS)))))
         print(*rows[-1], flush=True)
     columns = "net, global batch", *(f"{threads} threads" for threads in POOLS)
     write(
         "determinism_pool",
-        f"Time of the default plan on larger thread pools, over that on {POOLS[0]} threads",
+        f"Time of the default executor on larger thread pools, over that on {POOLS[0]} threads",
         columns,
         rows,
     )
 
 
 def compare():
-    """Both plans in turn, for every net."""
+    """Both executors in turn, for every net."""
     rows = []
     for name, (net, batch) in MODELS.items():
         for replicas in (2, 8):
-            plans = [Plan(net, batch, replicas, deterministic) for deterministic in (False, True)]
-            times = in_turn(plans)
-            for plan in plans:
-                plan.end()
+            executors = [ExecutorProcess(net, batch, replicas, deterministic) for deterministic in (False, True)]
+            times = in_turn(executors)
+            for executor in executors:
+                executor.end()
             fast, slow = (statistics.median(column) for column in zip(*times, strict=True))
             ratio = statistics.median(b / a for a, b in times)
             rows.append((name, replicas // 2, round(fast, 2), round(slow, 2), round(ratio, 2)))
@@ -252,10 +252,10 @@ def profile():
     rows = []
     for name, (net, batch) in MODELS.items():
         for replicas in (2, 8):
-            plan = Plan(net, batch, replicas, True)
-            plan.steps("parts")  # Waiting for everything is new to the process, too.
-            parts = plan.steps("go on")
-            plan.end()
+            executor = ExecutorProcess(net, batch, replicas, True)
+            executor.steps("parts")  # Waiting for everything is new to the process, too.
+            parts = executor.steps("go on")
+            executor.end()
             rows.append((name, replicas // 2, *(round(parts.get(part, 0), 2) for part in PARTS)))
             print(*rows[-1], flush=True)
     columns = "net, global batch", "replicas a device", *PARTS

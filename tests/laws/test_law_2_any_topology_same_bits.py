@@ -143,7 +143,7 @@ def no_programs_of_other_tests():
 @pytest.mark.usefixtures("no_programs_of_other_tests")
 @pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.nightly)])
 def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
-    """The tree is what does it: everything else of the plan stays, and the partial sums meet in the platform's order."""
+    """The tree is what does it: everything else of the executor stays, and the partial sums meet in the platform's order."""
 
     def plain(values, where, axis):
         return [lax.psum(value.sum(axis=0), axis) for value in values]
@@ -155,7 +155,7 @@ def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.nightly)])
-def test_the_fast_plan_has_other_bits_on_other_devices_but_repeats_its_own(name):
+def test_spmd_executor_has_other_bits_on_other_devices_but_repeats_its_own(name):
     found = [outcome(name, "adam", AnyTopology(REPLICAS, devices), epochs=2) for devices in (1, 2, 2)]
     assert found[0]["weights"] != found[1]["weights"]
     assert found[1] == found[2]
@@ -174,7 +174,7 @@ print(sorted(outcome("cnn", "adam", (Topology if sys.argv[2] == "True" else AnyT
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_another_process_gives_the_same_bits(deterministic, python):
-    """Started anew on the same thread pool, with two devices; the deterministic plan is compared with one device here."""
+    """Started anew on the same thread pool, with two devices; the deterministic executor is compared with one device here."""
     done = python(code=PROGRAM, arguments=[os.getcwd(), deterministic], timeout=120)
     assert done.returncode == 0, done.stderr
     here = Topology(8, 1) if deterministic else AnyTopology(8, 2)
@@ -196,7 +196,7 @@ def test_any_number_of_replicas(replicas):
     assert all(one == found[0] for one in found)
 
 
-# Cases in which more than loss, metric and optimizer decide what a step does: those are the same code under every plan.
+# Cases in which more than loss, metric and optimizer decide what a step does: those are the same code with every executor.
 OTHER = [
     *("add_loss", "l2_and_l1", "activity_regularizer", "ema", "loss_scale", "mixed_float16", "gradient_accumulation"),
     *(

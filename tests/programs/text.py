@@ -303,7 +303,7 @@ PROGRAMS = [
     Program("text_classification_with_transformer", "text", text_transformer, words, has_noise=True),
     Program("text_generation_with_miniature_gpt", "text", miniature_gpt, next_words, has_noise=True),
     Program("fnet_classification", "text", fourier_net, words, has_noise=True),
-    Program("text_classification_with_switch_transformer", "text", switch_transformer, words, global_batch="goes along the rows"),
+    Program("text_classification_with_switch_transformer", "text", switch_transformer, words, global_batch="works along the rows"),
     Program("lstm_seq2seq", "text", sequence_to_sequence, pairs),
     Program("addition_rnn", "text", addition, sums),
     Program("ner_transformers", "text", named_entities, tags, has_noise=True),

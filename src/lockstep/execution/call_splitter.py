@@ -321,7 +321,7 @@ def _is_array(leaf: Any) -> bool:
 def _explaining_size(rows: int, size: int) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of any kind: the same call has run on all rows
+    except Exception as error:  # of any type, as the same call has run on all rows
         raise CannotSplitError(f"it runs on {rows} rows but not on {size} of them ({_reason(error)})") from error
 
 
@@ -353,7 +353,7 @@ def _row_axis(whole: jax.ShapeDtypeStruct, dep: RowDependence) -> RowAxis | None
 def _check_variable(path: str, dep: RowDependence) -> None:
     """Check that replicas may be averaged in a variable whose layer states no aggregation."""
     if not (dep is None or isinstance(dep, RowMean)):
-        reason = dep if isinstance(dep, Mixed) else "it gets no average over the rows"
+        reason = dep if isinstance(dep, Mixed) else "its new value is no average over the rows"
         raise CannotSplitError(f"variable {path!r} has no aggregation, and {reason}")
 
 

@@ -71,7 +71,7 @@ class EquationPair:
         """Return the factor between two lengths and the numbers of rows times ``unit``."""
         count = lengths[0] // (self.rows[0] * unit)
         if tuple(count * rows * unit for rows in self.rows) != tuple(lengths):
-            raise MixedRowsError("it cuts the axis of the rows elsewhere than between whole batches")
+            raise MixedRowsError("it cuts the axis of the rows inside a batch")
         return count
 
 

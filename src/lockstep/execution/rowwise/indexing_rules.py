@@ -34,7 +34,9 @@ def uniform_dependence(pair: EquationPair) -> RowDependence:
     if not changing:
         return None
     if len(changing) > 1:
-        raise MixedRowsError(f"{pair.name} makes an array {list(one)} with several axes that follow the number of rows")
+        raise MixedRowsError(
+            f"{pair.name} makes an array {list(one)} with several axes that depend on the number of rows"
+        )
     (axis,) = changing
     count = pair.blocks((one[axis], other[axis]), 1)
     return RowAxis(axis, 1, count, uniform=True)
@@ -49,7 +51,7 @@ def concatenation(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     outer = 0
     inner = {dep.inner for dep in along if not dep.uniform} or {1}
     if len(along) < len(inputs) or len(inner) > 1 or any(dep.axis != dimension for dep in along):
-        raise MixedRowsError("concatenate puts something else among the rows")
+        raise MixedRowsError("concatenate inserts other entries between the rows")
     (unit,) = inner
     for number in range(len(inputs)):
         one, other = pair.shapes(number)
@@ -72,7 +74,7 @@ def slice(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     strides = pair.param("strides")
     for one, other in (starts, stops):
         if (*one[:axis], *one[axis + 1 :]) != (*other[:axis], *other[axis + 1 :]):
-            raise MixedRowsError("slice begins or ends where the number of rows says")
+            raise MixedRowsError("slice has bounds that depend on the number of rows")
     start, stop = tuple(each[axis] for each in starts), tuple(each[axis] for each in stops)
     stride = 1 if strides is None else strides[axis]
     if stride == dep.inner > 1 == dep.outer and start[0] == start[1] < stride:
@@ -99,9 +101,9 @@ def padding(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow padding of other axes than that of the rows."""
     dep, value = inputs
     if value is not None:
-        raise MixedRowsError("pad fills with what follows from the rows")
+        raise MixedRowsError("pad fills with a value that depends on the rows")
     if isinstance(dep, RowAxis) and tuple(pair.param("padding_config")[dep.axis]) != (0, 0, 0):
-        raise MixedRowsError("pad adds to the rows")
+        raise MixedRowsError("pad adds entries between or beside the rows")
     return [dep]
 
 
@@ -109,7 +111,7 @@ def dynamic_slice(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     """Allow starts that do not depend on the batch, and only the whole axis of rows."""
     dep, starts = inputs[0], inputs[1:]
     if any(start is not None for start in starts):
-        raise MixedRowsError("dynamic_slice begins where the rows say")
+        raise MixedRowsError("dynamic_slice has a start that depends on the rows")
     if isinstance(dep, RowAxis):
         sizes, shapes = pair.params("slice_sizes"), pair.shapes(0)
         if any(size[dep.axis] != shape[dep.axis] for size, shape in zip(sizes, shapes, strict=True)):
@@ -121,7 +123,7 @@ def dynamic_update(pair: EquationPair, inputs: RowDependences) -> RowDependences
     """Allow updates with the same axis of rows as the operand."""
     dep, update, starts = inputs[0], inputs[1], inputs[2:]
     if any(start is not None for start in starts):
-        raise MixedRowsError("dynamic_update_slice begins where the rows say")
+        raise MixedRowsError("dynamic_update_slice has a start that depends on the rows")
     found = common_dependence([dep, update], pair.name)
     if isinstance(found, RowAxis):
         lengths = [[shape[found.axis] for shape in pair.shapes(number)] for number in (0, 1)]
@@ -139,7 +141,7 @@ def gather(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     found: RowDependences = []
     if isinstance(indices, RowAxis):
         if indices.axis == len(pair.shapes(1)[0]) - 1:
-            raise MixedRowsError("gather is given one index by all rows")
+            raise MixedRowsError("gather has index vectors along the rows")
         found.append(replace(indices, axis=batch[indices.axis]))
     if isinstance(operand, RowAxis):
         axis = operand.axis
@@ -152,7 +154,7 @@ def gather(pair: EquationPair, inputs: RowDependences) -> RowDependences:
             # A whole axis starts at its first entry, or out of bounds for all rows alike.
             is_whole = is_whole and (indices is None or axis not in numbers.start_index_map)
             if not is_whole or axis in numbers.collapsed_slice_dims:
-                raise MixedRowsError("gather looks among the rows")
+                raise MixedRowsError("gather reads other rows")
             gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
             kept = [other for other in range(len(shapes[0])) if other not in gone]
             found.append(replace(operand, axis=numbers.offset_dims[kept.index(axis)]))
@@ -164,7 +166,7 @@ def scatter(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     operand, indices, updates = inputs
     numbers = pair.param("dimension_numbers")
     if not isinstance(operand, RowAxis) or not isinstance(updates, RowAxis):
-        raise MixedRowsError(f"{pair.name} writes what rows give where others may write, too")
+        raise MixedRowsError(f"{pair.name} may write values of several rows to one entry")
     rank = len(pair.shapes(2)[0])
     outside = [axis for axis in range(rank) if axis not in numbers.update_window_dims]
     if operand.axis in numbers.operand_batching_dims:
@@ -172,14 +174,14 @@ def scatter(pair: EquationPair, inputs: RowDependences) -> RowDependences:
         if updates.axis != outside[paired] or (isinstance(indices, RowAxis) and indices.axis != paired):
             raise MixedRowsError(f"{pair.name} writes to other rows")
     elif indices is not None or operand.axis in numbers.scatter_dims_to_operand_dims:
-        raise MixedRowsError(f"{pair.name} writes where the rows say")
+        raise MixedRowsError(f"{pair.name} writes to indices that depend on the rows")
     else:
         gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
         kept = [axis for axis in range(len(pair.shapes(0)[0])) if axis not in gone]
         if operand.axis in gone or updates.axis != numbers.update_window_dims[kept.index(operand.axis)]:
             raise MixedRowsError(f"{pair.name} writes to other rows")
     if {operand.inner, operand.outer} != {1} or {updates.inner, updates.outer} != {1}:
-        raise MixedRowsError(f"{pair.name} writes to rows that are folded")
+        raise MixedRowsError(f"{pair.name} writes to rows that are merged with another axis")
     return [replace(operand, uniform=False)]
 
 
@@ -204,6 +206,6 @@ def unstack(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     axis = pair.param("axis")
     if isinstance(dep, RowAxis):
         if dep.axis == axis:
-            raise MixedRowsError("unstack takes the rows apart")
+            raise MixedRowsError("unstack separates the rows")
         dep = replace(dep, axis=dep.axis - (axis < dep.axis))
     return [dep] * pair.num_results

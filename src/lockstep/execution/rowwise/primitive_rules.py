@@ -42,7 +42,7 @@ def _reduction(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     if dep.axis in axes:
         if pair.name == "reduce_sum" and dep.outer == 1:
             return [RowSum()]
-        raise MixedRowsError(f"{pair.name} goes over the rows")
+        raise MixedRowsError(f"{pair.name} works over the rows")
     return [replace(dep, axis=dep.axis - sum(axis < dep.axis for axis in axes))] * pair.num_results
 
 
@@ -52,14 +52,14 @@ def _axis_operation(pair: EquationPair, inputs: RowDependences) -> RowDependence
     axis = params.get("axis", params.get("dimension", ndim - 1))
     dep = common_dependence(inputs, pair.name)
     if isinstance(dep, RowAxis) and dep.axis == axis % ndim:
-        raise MixedRowsError(f"{pair.name} goes along the rows")
+        raise MixedRowsError(f"{pair.name} works along the rows")
     return [dep] * pair.num_results
 
 
 def _reverse(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     (dep,) = inputs
     if isinstance(dep, RowAxis) and dep.axis in pair.param("dimensions") and not dep.uniform:
-        raise MixedRowsError("rev turns the order of the rows")
+        raise MixedRowsError("rev reverses the order of the rows")
     return [dep]
 
 
@@ -86,11 +86,11 @@ def _reshape(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     after = dep.inner * prod(shape[dep.axis + 1 :])
     changing = [axis for axis, lengths in enumerate(zip(*target, strict=True)) if len(set(lengths)) > 1]
     if len(target[0]) != len(target[1]) or len(changing) != 1:
-        raise MixedRowsError(f"reshape of {list(shape)} to {list(target[0])} takes rows apart")
+        raise MixedRowsError(f"reshape of {list(shape)} to {list(target[0])} splits rows")
     (axis,) = changing
     in_front, behind = prod(target[0][:axis]), prod(target[0][axis + 1 :])
     if before % in_front or after % behind:
-        raise MixedRowsError(f"reshape of {list(shape)} to {list(target[0])} takes rows apart")
+        raise MixedRowsError(f"reshape of {list(shape)} to {list(target[0])} splits rows")
     # If another axis is merged into the new one, its entries differ, and it is not uniform.
     is_within = in_front % prod(shape[: dep.axis]) == 0 and behind % prod(shape[dep.axis + 1 :]) == 0
     uniform = dep.uniform and is_within
@@ -154,10 +154,10 @@ def _convolution(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     rows, kernel = inputs
     numbers = pair.param("dimension_numbers")
     if kernel is not None or pair.param("batch_group_count") != 1:
-        raise MixedRowsError("conv_general_dilated has a kernel that follows from the rows")
+        raise MixedRowsError("conv_general_dilated has a kernel that depends on the rows")
     if isinstance(rows, RowAxis):
         if rows.axis != numbers.lhs_spec[0]:
-            raise MixedRowsError("conv_general_dilated goes over the rows")
+            raise MixedRowsError("conv_general_dilated convolves over the rows")
         return [replace(rows, axis=numbers.out_spec[0])]
     return [rows]
 
@@ -168,9 +168,9 @@ def _reduce_window(pair: EquationPair, inputs: RowDependences) -> RowDependences
         for name in ("window_dimensions", "window_strides", "base_dilation", "window_dilation"):
             values = pair.param(name)
             if values is not None and values[dep.axis] != 1:
-                raise MixedRowsError(f"{pair.name} goes over the rows")
+                raise MixedRowsError(f"{pair.name} works over the rows")
         if tuple(pair.param("padding")[dep.axis]) != (0, 0):
-            raise MixedRowsError(f"{pair.name} goes over the rows")
+            raise MixedRowsError(f"{pair.name} works over the rows")
     return [dep] * pair.num_results
 
 
@@ -182,7 +182,7 @@ def _batched_matrices(count: int) -> Callable[[EquationPair, RowDependences], Ro
         if isinstance(dep, RowAxis):
             for number, one in enumerate(inputs):
                 if isinstance(one, RowAxis) and one.axis >= len(pair.shapes(number)[0]) - count:
-                    raise MixedRowsError(f"{pair.name} goes over the rows")
+                    raise MixedRowsError(f"{pair.name} works over the rows")
         return [dep] * pair.num_results
 
     return rule

@@ -176,11 +176,11 @@ class _JaxprReader:
                 one, other = _without(one, dep.axis), _without(other, dep.axis)
             else:
                 raise MixedRowsError(
-                    f"{pair.name} gives {list(one)} for {self.rows[0]} rows and {list(other)} for {self.rows[1]}"
+                    f"{pair.name} returns {list(one)} for {self.rows[0]} rows and {list(other)} for {self.rows[1]}"
                 )
         if one != other and not isinstance(dep, Mixed):
             raise MixedRowsError(
-                f"{pair.name} gives {list(one)} for {self.rows[0]} rows and {list(other)} for {self.rows[1]}"
+                f"{pair.name} returns {list(one)} for {self.rows[0]} rows and {list(other)} for {self.rows[1]}"
             )
         return dep
 
@@ -203,16 +203,16 @@ class _JaxprReader:
             reader = _JaxprReader(self.rows, checks_gradients=False)
             for before, after in zip(own, reader.closed(one, other, [*own, *found]), strict=True):
                 if isinstance(after, Mixed):
-                    raise MixedRowsError(f"{pair.name} has a derivative of its own, where {after}")
+                    raise MixedRowsError(f"{pair.name} has a custom derivative, in which {after}")
                 is_kept = after == before or (isinstance(before, RowAxis) and before.uniform)
                 if not (is_kept if isinstance(before, RowAxis) else isinstance(after, RowSum)):
-                    raise MixedRowsError(f"{pair.name} has a derivative of its own that is no sum over the rows")
+                    raise MixedRowsError(f"{pair.name} has a custom derivative that is no sum over the rows")
         return found
 
     def cond(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         check_params(pair, ("branches",))
         if inputs[0] is not None:
-            raise MixedRowsError("cond branches on what follows from the rows")
+            raise MixedRowsError("cond branches on a value that depends on the rows")
         if len({len(branches) for branches in pair.params("branches")}) > 1:
             raise MixedRowsError("cond has other branches for another number of rows")
         found = [self.closed(*branches, inputs[1:]) for branches in zip(*pair.params("branches"), strict=True)]
@@ -225,7 +225,7 @@ class _JaxprReader:
         slices = []
         for dep in inputs[constants + carried :]:
             if isinstance(dep, RowAxis) and dep.axis == 0:
-                raise MixedRowsError("scan goes along the rows")
+                raise MixedRowsError("scan works along the rows")
             slices.append(replace(dep, axis=dep.axis - 1) if isinstance(dep, RowAxis) else dep)
 
         def once(carry: RowDependences) -> tuple[RowDependences, RowDependences]:
@@ -253,7 +253,7 @@ class _JaxprReader:
             lambda carry: (self.closed(*pair.params("body_jaxpr"), [*fixed, *carry]), []),
         )
         if self.closed(*pair.params("cond_jaxpr"), [*inputs[:of_condition], *carry]) != [None]:
-            raise MixedRowsError("while ends by a condition that sees several rows")
+            raise MixedRowsError("while has a condition that depends on several rows")
         return carry
 
 

@@ -106,14 +106,14 @@ def common_dependence(deps: RowDependences, what: str) -> RowDependence:
     """Return the dependence of a value whose entries are computed from the same entries of several others; None has no axis of rows."""
     named = [dep for dep in deps if dep is not None]
     if len(named) < len(deps) and any(isinstance(dep, (RowSum, RowCount, NeverTrue)) for dep in named):
-        raise MixedRowsError(f"{what} gives a sum over the rows or something else")
+        raise MixedRowsError(f"{what} combines a sum over the rows with another value")
     exact = [dep for dep in named if not (isinstance(dep, RowAxis) and dep.uniform)]
     found: RowDependence = exact[0] if exact else named[0] if named else None
     for dep in exact:
         if dep != found:
-            raise MixedRowsError(f"{what} brings rows together that lie along different axes")
+            raise MixedRowsError(f"{what} combines rows along different axes")
     if isinstance(found, RowAxis) and any(dep.axis != found.axis for dep in named if isinstance(dep, RowAxis)):
-        raise MixedRowsError(f"{what} brings rows together that lie along different axes")
+        raise MixedRowsError(f"{what} combines rows along different axes")
     return found
 
 
