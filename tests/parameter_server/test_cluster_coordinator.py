@@ -174,6 +174,7 @@ except lockstep.ClusterError as error:
 MEETING = """if label == "polled":
         write('at-' + name); wait_for(lambda: is_there('at-worker0') and is_there('at-worker1'))
     if label == "wrong" and number == 2:
+        wait_for(lambda: all(is_there('said-' + process) for process in ('chief0', 'ps0', 'worker0', 'worker1')))
         raise ValueError('two is too much')"""
 
 
