@@ -18,7 +18,7 @@ from results_file import write
 
 import lockstep
 from lockstep.execution.executors import DeterministicExecutor, SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions, StepListener
+from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.nan_guard.nan_guard import NanGuard
 from lockstep.fit.nan_guard.step_guard import StepGuard
 
@@ -50,9 +50,9 @@ class Steps:
 
     def __init__(self, model, strategy, executor, batch, *, is_guarded):
         placement = strategy._placement
-        functions = StepFunctions(model, placement, executor, lambda _: None, StepListener())
+        functions = StepFunctions(model, placement, executor, lambda _: None)
         if is_guarded:
-            functions.watch = StepGuard(NanGuard(), functions, lambda: None, print).step
+            functions.hooks = (StepGuard(NanGuard(), functions, lambda: None, print),)
         self.train, self.batch = functions.make("train"), placement.place(batch)
         kinds = (
             model.trainable_variables,

@@ -196,7 +196,7 @@ def test_resume_page_comes_to_the_same_bits(python, tmp_path):
     code = "\n".join([*blocks_of("resume"), "print(float(state) == sum(range(300)))"])
     done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "goes on from stopped at step 7: epoch 2, after 0 of its steps" in done.stderr
+    assert "resumes from stopped at step 7: epoch 2, after 0 of its steps" in done.stderr
     assert done.stdout == "True\nTrue\n"
 
 

@@ -29,7 +29,7 @@ def filled(step, numbers=1000):
 def is_filled(loaded):
     arrays = loaded.snapshot.arrays
     return (
-        loaded.snapshot.facts == {"step": loaded.step}
+        loaded.snapshot.metadata == {"step": loaded.step}
         and list(arrays) == [f"part {n}" for n in range(4)]
         and all((array == loaded.step).all() for array in arrays.values())
     )
@@ -41,16 +41,16 @@ def assert_equal(one, other):
         theirs = other.arrays[name]
         assert (array.dtype, array.shape) == (theirs.dtype, theirs.shape), name
         assert array.tobytes() == theirs.tobytes(), name
-    assert repr(one.facts) == repr(other.facts)  # Where NaN equals NaN, and 1 is not True.
+    assert repr(one.metadata) == repr(other.metadata)  # Where NaN equals NaN, and 1 is not True.
 
 
 def silent(line):
     raise AssertionError(f"nothing should be said, but was: {line}")
 
 
-def store_in(directory, *steps, keep=3, announce=silent):
+def store_in(directory, *steps, keep=3, log=silent):
     """A store with these small checkpoints, in this order."""
-    store = CheckpointStore(directory, keep, announce=announce)
+    store = CheckpointStore(directory, keep, log=log)
     for step in steps:
         store.write(step, small(step))
     return store

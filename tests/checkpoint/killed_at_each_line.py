@@ -30,7 +30,7 @@ def state(step, which):
 
 def which(loaded):
     """0: the older one of its step; 1: the newer one. All of it belongs together."""
-    arrays, found = loaded.snapshot.arrays, loaded.snapshot.facts["which"]
+    arrays, found = loaded.snapshot.arrays, loaded.snapshot.metadata["which"]
     expected = 10 * loaded.step + found
     if not all((arrays[name] == expected).all() and len(arrays[name]) == 50 for name in ("a", "b")):
         raise SystemExit(f"a mixture at {loaded.path}")
@@ -47,7 +47,7 @@ def write_and_die(directory, step, keep, line):
             os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
-    store = CheckpointStore(directory, keep, announce=lambda line: None)
+    store = CheckpointStore(directory, keep, log=lambda line: None)
     sys.settrace(trace)
     store.write(step, state(step, 1))
     sys.settrace(None)
@@ -57,7 +57,7 @@ def write_and_die(directory, step, keep, line):
 def look(directory, step, keep):
     """What a resumed run would find, and what it leaves after its next checkpoint; gives whether that was the new one."""
     said = []
-    store = CheckpointStore(directory, keep, announce=said.append)
+    store = CheckpointStore(directory, keep, log=said.append)
     problems = [problem for path in store.paths() for problem in store.verify(path)]
     loaded = store.newest()
     is_new = which(loaded) == 1

@@ -32,9 +32,9 @@ class Gate:
         return make
 
 
-def writing_to(directory, announce=silent, timeout_seconds=PATIENCE):
-    store = CheckpointStore(directory, keep=20, announce=announce)
-    return BackgroundWriter(store, announce=announce, timeout_seconds=timeout_seconds)
+def writing_to(directory, log=silent, timeout_seconds=PATIENCE):
+    store = CheckpointStore(directory, keep=20, log=log)
+    return BackgroundWriter(store, log=log, timeout_seconds=timeout_seconds)
 
 
 def threads():
@@ -66,7 +66,7 @@ def test_nothing_that_is_submitted_is_left_out(tmp_path):
 
 def test_a_third_waits_until_the_second_is_begun_and_not_without_end(tmp_path):
     gate, lines = Gate(), []
-    writer = writing_to(tmp_path, announce=lines.append, timeout_seconds=0.05)
+    writer = writing_to(tmp_path, log=lines.append, timeout_seconds=0.05)
     for step in (1, 2):
         writer.submit(step, gate(step))
     assert gate.begun.wait(PATIENCE)
@@ -87,12 +87,12 @@ def test_a_long_wait_is_told(tmp_path):
     gate, told = Gate(), threading.Event()
     lines = []
 
-    def announce(line):
+    def log(line):
         lines.append(line)
         gate.go.set()
         told.set()
 
-    writer = writing_to(tmp_path, announce=announce)
+    writer = writing_to(tmp_path, log=log)
     for step in (1, 2, 3):
         writer.submit(step, gate(step))
     assert told.is_set()
@@ -103,7 +103,7 @@ def test_a_long_wait_is_told(tmp_path):
 
 def test_what_fails_is_told_and_kept_and_the_next_one_is_written(tmp_path, monkeypatch):
     lines = []
-    writer = writing_to(tmp_path, announce=lines.append)
+    writer = writing_to(tmp_path, log=lines.append)
 
     def full(file):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -161,4 +161,4 @@ def test_the_end_of_a_program_waits_for_what_was_submitted(tmp_path):
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0
     assert done.stderr == ""
-    assert CheckpointStore(tmp_path, announce=silent).steps() == [1, 2]
+    assert CheckpointStore(tmp_path, log=silent).steps() == [1, 2]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import CheckpointError
-from lockstep.checkpoint.manifest import decode
+from lockstep.checkpoint.format import decode
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
@@ -131,7 +131,7 @@ DAMAGES = {
 def test_a_damaged_one_is_refused_with_what_was_found_and_the_newest_good_one_is_used(damage, tmp_path):
     do, found = DAMAGES[damage]
     lines = []
-    store = store_in(tmp_path, 7, 8, 9, announce=lines.append)
+    store = store_in(tmp_path, 7, 8, 9, log=lines.append)
     do(store.paths()[-1])
     loaded = store.newest()
     assert loaded.step == 8
@@ -144,7 +144,7 @@ def test_a_damaged_one_is_refused_with_what_was_found_and_the_newest_good_one_is
 
 def test_where_none_is_good_the_error_lists_all(tmp_path):
     lines = []
-    store = store_in(tmp_path, 7, 8, announce=lines.append)
+    store = store_in(tmp_path, 7, 8, log=lines.append)
     os.truncate(store.paths()[0] / "arrays.npz", 5)
     (store.paths()[1] / "manifest.json").unlink()
     with pytest.raises(

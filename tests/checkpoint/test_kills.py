@@ -46,7 +46,7 @@ def test_killed_at_any_time_a_writer_leaves_complete_ones_only(kills, keep, tmp_
         killer.join()
         assert process.wait(60) == -9
         process.stdout.close()
-        store = CheckpointStore(tmp_path, keep, announce=silent)
+        store = CheckpointStore(tmp_path, keep, log=silent)
         loaded = store.newest()
         newest = 0 if loaded is None else loaded.step
         assert newest in (said[-1], said[-1] + 1)

@@ -61,7 +61,7 @@ def test_a_second_job_is_told_who_writes_and_can_read(tmp_path):
     store_in(tmp_path, 1).close()
     process, _ = started(tmp_path, WAITS)
     try:
-        store = CheckpointStore(tmp_path, announce=silent)
+        store = CheckpointStore(tmp_path, log=silent)
         (tmp_path / ".writing-step-000000002").mkdir()
         message = rf"process {process.pid} on {re.escape(socket.gethostname())}, since 2023-11-14 22:13:20\+00:00, writes checkpoints"
         for do in (store.lock, lambda: store.write(2, small(2)), lambda: store.discard_newer(0)):
@@ -84,7 +84,7 @@ def test_a_child_of_the_writer_neither_writes_nor_keeps_the_lock_of_the_dead(tmp
         assert f"process {process.pid} on" in said[0]
         process.send_signal(signal.SIGKILL)
         process.wait(60)
-        CheckpointStore(tmp_path, announce=silent).write(1, small())
+        CheckpointStore(tmp_path, log=silent).write(1, small())
     finally:
         process.communicate(timeout=60)  # Ends with the child, which holds its standard output.
 
@@ -97,7 +97,7 @@ def test_a_store_that_nobody_has_any_more_gives_the_lock_back(tmp_path):
 
 def test_two_stores_of_one_process_are_two_jobs(tmp_path):
     with CheckpointStore(tmp_path) as store:
-        other = CheckpointStore(tmp_path, announce=silent)
+        other = CheckpointStore(tmp_path, log=silent)
         with pytest.raises(
             CheckpointError, match=f"process {os.getpid()} on .* writes checkpoints there. Two jobs need two"
         ):
@@ -129,7 +129,7 @@ def test_a_file_system_without_locks_is_told_of_and_nothing_of_another_writer_is
     monkeypatch.setattr(fcntl, "flock", refuse)
     (tmp_path / ".writing-step-000000002").mkdir()
     lines = []
-    store = store_in(tmp_path, 1, 3, announce=lines.append)
+    store = store_in(tmp_path, 1, 3, log=lines.append)
     assert lines == [f"{tmp_path}: this file system has no locks: see that only one job writes there."]
     assert names_in(tmp_path) == [".writing-step-000000002", "step-000000001", "step-000000003"]
     store.write(2, small(2))

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from lockstep import OptionError
-from lockstep.checkpoint.dtypes import DTYPES, widened
-from lockstep.checkpoint.manifest import VERSION
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.format import VERSION
+from lockstep.checkpoint.snapshot import DTYPES, Snapshot, widened
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, silent, small, store_in, traced_memory
@@ -23,7 +22,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def there_and_back(directory, snapshot):
-    store = CheckpointStore(directory, announce=silent)
+    store = CheckpointStore(directory, log=silent)
     path = store.write(1, snapshot)
     assert store.verify(path) == []
     return store.read(path).snapshot
@@ -66,7 +65,7 @@ ARRAYS = st.sampled_from(PLAIN).flatmap(
 @given(arrays=st.dictionaries(TEXT, ARRAYS, max_size=4), facts=st.dictionaries(st.text(), FACTS, max_size=3))
 def test_any_names_arrays_and_facts_come_back(tmp_path_factory, arrays, facts):
     snapshot = Snapshot(arrays, facts)
-    assert repr(snapshot.facts) == repr(facts)
+    assert repr(snapshot.metadata) == repr(facts)
     assert_equal(there_and_back(tmp_path_factory.mktemp("store"), snapshot), snapshot)
 
 
@@ -115,7 +114,7 @@ def test_a_snapshot_keeps_its_facts_whatever_becomes_of_them():
     facts = {"history": {"loss": [1.0]}}
     snapshot = Snapshot({}, facts)
     facts["history"]["loss"].append(2.0)
-    assert snapshot.facts == {"history": {"loss": [1.0]}}
+    assert snapshot.metadata == {"history": {"loss": [1.0]}}
 
 
 @pytest.mark.parametrize("kind", ["plain", "turned", "big-endian"])
@@ -133,7 +132,7 @@ def test_writing_takes_a_few_megabytes_whatever_the_size_and_reading_takes_the_a
 
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
 def test_a_checkpoint_of_every_format_version_loads(version):
-    loaded = CheckpointStore(DATA / f"version_{version}", announce=silent).newest()
+    loaded = CheckpointStore(DATA / f"version_{version}", log=silent).newest()
     assert loaded.step == 12
     assert_equal(loaded.snapshot, small(12))
 

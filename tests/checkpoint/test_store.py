@@ -28,9 +28,9 @@ def test_the_newest_stay(tmp_path):
 def test_the_newest_is_that_of_the_highest_step_whatever_the_clock_says(steps, tmp_path):
     clock = iter([2e9, 1e9])
     for step in steps:
-        with CheckpointStore(tmp_path, announce=silent, clock=lambda: next(clock)) as store:
+        with CheckpointStore(tmp_path, log=silent, clock=lambda: next(clock)) as store:
             os.utime(store.write(step, small(step)), (2e9 - step, 2e9 - step))
-    assert CheckpointStore(tmp_path, announce=silent).newest().step == steps[1]
+    assert CheckpointStore(tmp_path, log=silent).newest().step == steps[1]
 
 
 def test_a_step_written_again_replaces_the_first(tmp_path):
@@ -44,7 +44,7 @@ def test_a_step_written_again_replaces_the_first(tmp_path):
 
 def test_a_damaged_one_is_replaced_by_the_run_that_was_resumed_before_it(tmp_path):
     lines = []
-    store = store_in(tmp_path, 1, 2, 3, keep=2, announce=lines.append)
+    store = store_in(tmp_path, 1, 2, 3, keep=2, log=lines.append)
     (store.paths()[-1] / "arrays.npz").unlink()
     assert store.newest().step == 2
     store.write(3, small(3))
@@ -56,7 +56,7 @@ def test_a_damaged_one_is_replaced_by_the_run_that_was_resumed_before_it(tmp_pat
 
 def test_later_steps_stay_and_are_told_of_once_and_are_discarded_where_that_is_asked_for(tmp_path):
     lines = []
-    store = store_in(tmp_path, 10, 20, 30, keep=2, announce=lines.append)
+    store = store_in(tmp_path, 10, 20, 30, keep=2, log=lines.append)
     for step in (5, 6, 7):
         store.write(step, small(step))
     assert store.steps() == [6, 7, 20, 30]
@@ -85,7 +85,7 @@ def test_leftovers_of_killed_writers_go_with_the_next_write(kind, tmp_path):
         else:
             (tmp_path / name).mkdir()
             (tmp_path / name / "arrays.npz").write_text("half")
-    store = CheckpointStore(tmp_path, announce=silent)
+    store = CheckpointStore(tmp_path, log=silent)
     assert store.newest() is None
     store.write(9, small(9))
     assert names_in(tmp_path) == ["step-000000009"]
@@ -93,7 +93,7 @@ def test_leftovers_of_killed_writers_go_with_the_next_write(kind, tmp_path):
 
 def test_a_leftover_that_cannot_be_removed_is_told_and_nothing_else(tmp_path, monkeypatch):
     lines = []
-    store = store_in(tmp_path, 1, keep=1, announce=lines.append)
+    store = store_in(tmp_path, 1, keep=1, log=lines.append)
 
     def refuse(path, **options):
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
@@ -240,7 +240,7 @@ def megabyte(tmp_path):
 
 
 def test_a_full_disk_is_told_with_figures_and_the_older_ones_stay(megabyte):
-    store = CheckpointStore(megabyte / "runs", keep=3, announce=silent)
+    store = CheckpointStore(megabyte / "runs", keep=3, log=silent)
     for step in (1, 2, 3):
         store.write(step, filled(step, 10_000))
     with pytest.raises(
@@ -270,7 +270,7 @@ def test_a_disk_that_is_full_to_the_last_byte_is_told_too(megabyte):
 def test_a_read_only_disk_can_be_read_and_says_that_it_cannot_be_written(megabyte):
     store_in(megabyte / "runs", 1).close()
     subprocess.run(["mount", "-o", "remount,ro", str(megabyte)], check=True, timeout=30)
-    store = CheckpointStore(megabyte / "runs", announce=silent)
+    store = CheckpointStore(megabyte / "runs", log=silent)
     assert_equal(store.newest().snapshot, small(1))
     for do in (store.lock, lambda: store.write(2, small(2)), lambda: store.discard_newer(0)):
         with pytest.raises(CheckpointError, match=r"/runs: .* can.*: Read-only file system") as raised:
@@ -294,7 +294,7 @@ def test_a_directory_below_a_file_is_told(tmp_path):
 @pytest.mark.parametrize("keep", [1, 3])
 def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
     ended = threading.Event()
-    store = CheckpointStore(tmp_path, keep, announce=silent)
+    store = CheckpointStore(tmp_path, keep, log=silent)
     store.write(0, filled(0))
 
     def write():
@@ -306,7 +306,7 @@ def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
     writer.start()
     found = []
     while not ended.is_set():
-        loaded = CheckpointStore(tmp_path, announce=silent).newest()
+        loaded = CheckpointStore(tmp_path, log=silent).newest()
         assert is_filled(loaded)
         found.append(loaded.step)
     writer.join()
@@ -323,11 +323,11 @@ def test_one_that_goes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
         return describe(path)
 
     monkeypatch.setattr(reader, "describe", overtaken)
-    assert CheckpointStore(tmp_path, announce=silent).newest().step == 2
+    assert CheckpointStore(tmp_path, log=silent).newest().step == 2
 
 
 def test_several_threads_write_one_after_the_other(tmp_path):
-    store = CheckpointStore(tmp_path, keep=20, announce=[].append)
+    store = CheckpointStore(tmp_path, keep=20, log=[].append)
     threads = [threading.Thread(target=lambda n=n: store.write(n, filled(n))) for n in range(10)]
     for thread in threads:
         thread.start()
@@ -338,7 +338,7 @@ def test_several_threads_write_one_after_the_other(tmp_path):
 
 
 def test_a_write_of_another_thread_is_not_waited_for_without_end(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path, timeout_seconds=0.01, announce=silent)
+    store = CheckpointStore(tmp_path, timeout_seconds=0.01, log=silent)
     begun, go = threading.Event(), threading.Event()
     sync = os.fsync
 

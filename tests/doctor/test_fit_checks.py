@@ -211,7 +211,7 @@ def test_a_run_that_goes_on_with_another_batch_is_told(batch, is_told, caplog, t
         model.fit(X, Y, batch_size=size, epochs=epochs, verbose=0, callbacks=[backup])
     lines = [record.getMessage() for record in caplog.records if "batch-without-rate" in record.getMessage()]
     assert len(lines) == is_told
-    assert not is_told or "48 rows, 16 in the run that goes on, and the learning rate is 0.01 as before" in lines[0]
+    assert not is_told or "48 rows, 16 in the resumed run, and the learning rate is 0.01 as before" in lines[0]
 
 
 def test_a_large_array_is_sampled_evenly_and_that_is_said():

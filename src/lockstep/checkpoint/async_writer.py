@@ -28,7 +28,7 @@ class BackgroundWriter:
     Args:
         store: where to.
         timeout_seconds: limit of each wait.
-        announce: takes a line for the user.
+        log: takes a line for the user.
 
     Attributes:
         last_error: why the last write failed; None where it went well.
@@ -49,11 +49,11 @@ class BackgroundWriter:
         store: CheckpointStore,
         *,
         timeout_seconds: float = 600.0,
-        announce: Callable[[str], None] = log_info,
+        log: Callable[[str], None] = log_info,
     ) -> None:
         self.store = store
         self.last_error: BaseException | None = None
-        self._timeout, self._announce = timeout_seconds, announce
+        self._timeout, self._log = timeout_seconds, log
         self._changed = threading.Condition()
         self._waiting: Job | None = None
         self._written: int | None = None  # The step that is being written.
@@ -120,11 +120,11 @@ class BackgroundWriter:
         if is_done and self._thread:
             self._thread.join()  # A process that ends must not find it giving back the memory of arrays: JAX aborts there.
         if not is_done:
-            self._announce(f"the checkpoint of step {self._written} is not written yet, and lost if the process ends.")
+            self._log(f"the checkpoint of step {self._written} is not written yet, and lost if the process ends.")
         return is_done
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> bool:
-        notice = WaitLogger(self._announce)
+        notice = WaitLogger(self._log)
         while not self._changed.wait_for(condition, min(_POLL_SECONDS, max(0.0, seconds - notice.seconds))):
             if notice.seconds >= seconds:
                 return False
@@ -148,6 +148,6 @@ class BackgroundWriter:
             self.store.write(step, make_snapshot())
         except BaseException as error:  # Whatever it is, training goes on, and the others are written.
             kind = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
-            self._announce(f"the checkpoint of step {step} was not written, and training goes on: {kind}{error}")
+            self._log(f"the checkpoint of step {step} was not written, and training goes on: {kind}{error}")
             return error
         return None

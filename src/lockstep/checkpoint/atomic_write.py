@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep._errors import CheckpointError
-from lockstep.checkpoint.manifest import Manifest, encode
-from lockstep.checkpoint.npz import write_arrays
+from lockstep.checkpoint.format import Manifest, encode, write_arrays
 from lockstep.checkpoint.paths import REMOVED, WRITTEN, is_leftover
 from lockstep.checkpoint.reader import ARRAYS, MANIFEST
 from lockstep.checkpoint.snapshot import Snapshot
@@ -45,7 +44,7 @@ def publish(directory: Path, name: str, step: int, snapshot: Snapshot) -> Path:
             file.flush()
             os.fsync(file.fileno())
         with open(temporary / MANIFEST, "xb") as file:
-            file.write(encode(Manifest(step, size, entries, snapshot.facts)))
+            file.write(encode(Manifest(step, size, entries, snapshot.metadata)))
             file.flush()
             os.fsync(file.fileno())
         _sync(temporary)

@@ -24,15 +24,15 @@ class WriterLock:
 
     Args:
         path: the file to lock; it is made, and stays.
-        announce: takes the line that says that this file system has no locks.
+        log: takes the line that says that this file system has no locks.
         clock: gives the seconds since 1970, for the message to a second writer.
 
     Attributes:
         is_exclusive: whether nobody else can have it; False before it is taken, and where the file system has no locks.
     """
 
-    def __init__(self, path: Path, announce: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
-        self._path, self._announce, self._clock = path, announce, clock
+    def __init__(self, path: Path, log: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+        self._path, self._log, self._clock = path, log, clock
         self._held: weakref.finalize[..., WriterLock] | None = None  # Closes the file, also where nobody else does.
         self.is_exclusive = False
         _forget_in_children(self)
@@ -79,7 +79,7 @@ class WriterLock:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            self._announce(f"{self._path.parent}: this file system has no locks: see that only one job writes there.")
+            self._log(f"{self._path.parent}: this file system has no locks: see that only one job writes there.")
 
     def _note(self) -> bytes:
         since = datetime.fromtimestamp(self._clock(), UTC).isoformat(sep=" ", timespec="seconds")

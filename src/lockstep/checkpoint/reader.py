@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import CheckpointError
-from lockstep.checkpoint.manifest import Manifest, decode
-from lockstep.checkpoint.npz import check_bounds, read_array
+from lockstep.checkpoint.format import Manifest, check_bounds, decode, read_array
 from lockstep.checkpoint.paths import step_of
 from lockstep.checkpoint.snapshot import Snapshot
 
@@ -54,7 +53,7 @@ def read(path: Path) -> Loaded:
     with _telling(where), open(where, "rb") as file:
         check_bounds(file, manifest, where)
         arrays = {name: read_array(file, name, entry, where) for name, entry in manifest.arrays.items()}
-    return Loaded(manifest.step, Snapshot(arrays, manifest.facts), path)
+    return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
 
 
 def verify(path: Path) -> list[str]:

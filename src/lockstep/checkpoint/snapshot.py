@@ -1,18 +1,34 @@
-"""What is saved of a run at one step: arrays by name, and facts."""
+"""The state of a run at one step, as a checkpoint holds it: arrays by name, and metadata.
+
+Arrays are stored little-endian. NumPy's files do not know bfloat16 and similar dtypes: those are stored as integers with the same bits,
+and the manifest has the name of the dtype.
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.checkpoint.dtypes import DTYPES
 
-__all__ = ["Snapshot", "check_name"]
+__all__ = ["DTYPES", "Snapshot", "check_name", "in_file", "widened"]
 
-_LONGEST_NAME = 65_000  # bytes; a zip file has two for the length.
+_PLAIN = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_BITS = (
+    *("bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("int2", "int4", "uint2", "uint4"),
+)
+
+DTYPES = {name: np.dtype(name) for name in _PLAIN} | {name: np.dtype(vars(ml_dtypes)[name]) for name in _BITS}
+
+_LONGEST_NAME = 65_000  # bytes; a zip file stores the length in two bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +36,13 @@ class Snapshot:
     """The state of a run at one step.
 
     Args:
-        arrays: by name, of any shape and of a dtype in :data:`lockstep.checkpoint.dtypes.DTYPES`. They are not copied: who
-            changes one in place before it is written changes what is written.
-        facts: the rest, of JSON, NaN and infinity included: None, bool, int, float, str, lists of these, and dicts of these by
-            str. They are copied. What JSON would give back as something else (a tuple, a key that is a number) is refused.
+        arrays: by name, of any shape and of a dtype in :data:`DTYPES`. They are not copied: a change in
+            place before the write changes what is written.
+        metadata: values of JSON, NaN and infinity included: None, bool, int, float, str, lists of these, and dicts of these by
+            str. They are copied. A value that JSON would change (a tuple, a key that is a number) is refused.
 
     Raises:
-        OptionError: a name, an array or a fact cannot be stored.
+        OptionError: a name, an array or a value of the metadata cannot be stored.
 
     Example:
         >>> snapshot = Snapshot({"dense/kernel": np.ones((2, 3), np.float32)}, {"epoch": 1, "loss": float("inf")})
@@ -35,24 +51,24 @@ class Snapshot:
     """
 
     arrays: Mapping[str, np.ndarray]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.arrays:
             check_name(name)
         object.__setattr__(self, "arrays", {name: _array(name, value) for name, value in self.arrays.items()})
-        facts = dict(self.facts)
-        _check_fact("facts", facts)
-        object.__setattr__(self, "facts", json.loads(json.dumps(facts)))
+        metadata = dict(self.metadata)
+        _check_json("metadata", metadata)
+        object.__setattr__(self, "metadata", json.loads(json.dumps(metadata)))
 
     @property
     def nbytes(self) -> int:
-        """What the arrays take, in bytes."""
+        """Size of all arrays, in bytes."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 def check_name(name: Any) -> None:
-    """Refuse what cannot be the name of an array."""
+    """Raise OptionError if this cannot be the name of an array."""
     if not isinstance(name, str) or "\0" in name:
         raise OptionError(f"Snapshot: arrays: expected names of type str without NUL, got {name!r}.")
     try:
@@ -70,22 +86,46 @@ def _array(name: str, value: Any) -> np.ndarray:
     if array.dtype.name not in DTYPES:
         raise OptionError(
             f"Snapshot: arrays[{name!r}] cannot be stored: its dtype is {array.dtype}, expected one of {', '.join(DTYPES)}. "
-            "Text and the like belong to the facts."
+            "Fix: put text and the like into the metadata."
         )
     return array
 
 
-def _check_fact(where: str, value: Any) -> None:
+def _check_json(where: str, value: Any) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise OptionError(f"Snapshot: {where}: expected keys of type str, got {key!r}.")
-            _check_fact(f"{where}[{key!r}]", item)
+            _check_json(f"{where}[{key!r}]", item)
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            _check_fact(f"{where}[{number}]", item)
+            _check_json(f"{where}[{number}]", item)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         raise OptionError(
             f"Snapshot: {where}: expected None, bool, int, float, str, list or dict, as JSON has them, got {value!r} "
-            f"({type(value).__name__}). Numbers of NumPy belong to the arrays."
+            f"({type(value).__name__}). Fix: put numbers of NumPy into the arrays."
         )
+
+
+def in_file(name: str) -> np.dtype:
+    """Return the dtype in the file for a dtype of this name.
+
+    Example:
+        >>> in_file("float32"), in_file("bfloat16")
+        (dtype('float32'), dtype('uint16'))
+    """
+    dtype = DTYPES[name]
+    return np.dtype(f"<u{dtype.itemsize}" if name in _BITS else f"<{dtype.str[1:]}")
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """Return the same numbers in a dtype that every NumPy knows.
+
+    Example:
+        >>> widened(np.ones(2, DTYPES["bfloat16"])), widened(np.ones(2))
+        (array([1., 1.], dtype=float32), array([1., 1.]))
+    """
+    name = array.dtype.name
+    if name not in _BITS:
+        return array
+    return array.astype(name.rstrip("0123456789") + "8" if "int" in name else "float32")

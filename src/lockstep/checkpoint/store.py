@@ -11,8 +11,8 @@ from typing import Any
 from lockstep._errors import CheckpointError, OptionError, whole_number
 from lockstep._logging import log_info
 from lockstep.checkpoint import atomic_write, reader
+from lockstep.checkpoint.format import Manifest
 from lockstep.checkpoint.lock import WriterLock
-from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.paths import checkpoints_in, free_name, step_of
 from lockstep.checkpoint.reader import Loaded
 from lockstep.checkpoint.snapshot import Snapshot
@@ -30,7 +30,7 @@ class CheckpointStore:
         directory: where they are; it is made by the first write.
         keep: how many of the newest stay, at least 1. With 1, a checkpoint that is damaged later leaves none.
         timeout_seconds: how long a write waits for one of another thread.
-        announce: takes a line for the user.
+        log: takes a line for the user.
         clock: gives the seconds since 1970, for the lock's message only.
 
     Raises:
@@ -45,7 +45,7 @@ class CheckpointStore:
         >>> path.name
         'step-000000007'
         >>> loaded = store.newest()
-        >>> loaded.step, loaded.snapshot.arrays["kernel"].shape, loaded.snapshot.facts
+        >>> loaded.step, loaded.snapshot.arrays["kernel"].shape, loaded.snapshot.metadata
         (7, (2, 3), {'epoch': 1})
         >>> store.verify(path)
         []
@@ -58,15 +58,15 @@ class CheckpointStore:
         keep: int = 3,
         *,
         timeout_seconds: float = 600.0,
-        announce: Callable[[str], None] = log_info,
+        log: Callable[[str], None] = log_info,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if "://" in os.fspath(directory):
             raise OptionError(f"CheckpointStore: directory: expected a path of this machine, got {directory!r}.")
         self.directory = Path(directory).absolute()
         self.keep = whole_number("CheckpointStore: keep", keep)
-        self._timeout, self._announce = timeout_seconds, announce
-        self._lock = WriterLock(self.directory / ".lock", announce, clock)
+        self._timeout, self._log = timeout_seconds, log
+        self._lock = WriterLock(self.directory / ".lock", log, clock)
         self._turn = threading.Lock()
         self._has_told_of_newer = False
 
@@ -167,7 +167,7 @@ class CheckpointStore:
             except CheckpointError as error:
                 if fresh[-1].exists():  # Else a writer has removed it meanwhile, for a newer one.
                     refused[fresh[-1]] = str(error)
-                    self._announce(f"checkpoint refused: {error}")
+                    self._log(f"checkpoint refused: {error}")
         if not refused:
             return None
         found = "\n".join(f"  {sentence}" for sentence in refused.values())
@@ -231,13 +231,13 @@ class CheckpointStore:
         try:
             work()
         except OSError as error:
-            self._announce(f"{self.directory}: what is no longer needed cannot be removed yet: {error}")
+            self._log(f"{self.directory}: what is no longer needed cannot be removed yet: {error}")
 
     def _tell_of_newer(self, step: int) -> None:
         newest = self.steps()[-1]
         if newest > step and not self._has_told_of_newer:
             self._has_told_of_newer = True
-            self._announce(
+            self._log(
                 f"{self.directory}: step {step} was written, but there is step {newest}, which a resumed run would start from. "
                 f"If that belongs to a run that was given up, remove it: discard_newer({step})."
             )

@@ -6,13 +6,11 @@ step, which takes placed batches from it; Keras itself looks at no more than the
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
-import keras
 import numpy as np
 
 from lockstep._keras import trainer
@@ -23,7 +21,7 @@ from lockstep.data.pass_iterator import BatchCheck, PassIterator, Place
 from lockstep.data.sources import DatasetSource, InputSource
 from lockstep.data.wait_meter import WaitMeter
 
-__all__ = ["Hook", "InputListener", "KerasInput", "listening", "next_batch"]
+__all__ = ["Hook", "KerasInput", "next_batch"]
 
 Hook = list[Any]  # "begin" or "end" of an epoch, and the random state then; where the source has code for these
 
@@ -299,30 +297,3 @@ def next_batch(iterator: Any, after: Any) -> Any:
     """
     own = trainer.unwrap_iterator(iterator)
     return own.take(after) if isinstance(own, PassIterator) else next(iterator)
-
-
-class InputListener(keras.callbacks.Callback):
-    """A callback that knows the input.
-
-    Attributes:
-        data: the input during a call of ``fit`` of a strategy's model, else None.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.data: KerasInput | None = None
-
-
-@contextmanager
-def listening(arguments: dict[str, Any]) -> Iterator[None]:
-    """Is open during a call of ``fit`` with these arguments, of which x is an :class:`KerasInput`."""
-    callbacks = arguments.get("callbacks")
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    found = [callback for callback in given if isinstance(callback, InputListener)]
-    for listener in found:
-        listener.data = arguments["x"]
-    try:
-        yield
-    finally:
-        for listener in found:
-            listener.data = None

@@ -8,12 +8,12 @@ import keras
 from lockstep.data.device_placement import PlacedRows, Placement
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.drift_check import DriftCheck
-from lockstep.execution.train_functions import STATE, StepListener
+from lockstep.execution.train_functions import STATE, StepHook
 
 __all__ = ["ProgressReporter"]
 
 
-class ProgressReporter(StepListener):
+class ProgressReporter(StepHook):
     """Counts the steps of all calls of a strategy, and reports each.
 
     Args:
@@ -29,22 +29,22 @@ class ProgressReporter(StepListener):
         self._seen: set[Any] = set()
 
     def on_fetch(self) -> None:
-        """See :class:`StepListener`."""
+        """See :class:`StepHook`."""
         self._session.report(self._steps, "data")
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepListener`."""
+        """See :class:`StepHook`."""
         self._steps += 1
         shape = (id(model), kind, *(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_rows)))
         self._session.report(self._steps, "step" if shape in self._seen else "compiling")
         self._seen.add(shape)
 
     def on_pause(self) -> None:
-        """See :class:`StepListener`."""
+        """See :class:`StepHook`."""
         self._session.report(self._steps, "compiling")
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepListener`."""
+        """See :class:`StepHook`."""
         self._session.report(self._steps, "step")
         if kind != "train" or not self._check_every:
             return

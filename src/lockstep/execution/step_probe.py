@@ -16,7 +16,7 @@ import keras
 from lockstep._keras import trainer
 from lockstep.data.device_placement import Placement
 from lockstep.execution.executors import Executor, SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions, StepListener
+from lockstep.execution.train_functions import StepFunctions
 from lockstep.execution.train_state import dispatch_lock, without_aliases
 
 __all__ = ["KerasProbes", "StepProbe", "StepProbes", "StrategyProbes", "copies", "median_step_seconds"]
@@ -62,7 +62,7 @@ class StrategyProbes:
 
     def __init__(self, model: keras.Model, placement: Placement, executor: Executor, default: SpmdExecutor) -> None:
         self._model, self._placement, self._executor, self._default = model, placement, executor, default
-        self._functions = StepFunctions(model, placement, executor, lambda _: None, StepListener())
+        self._functions = StepFunctions(model, placement, executor, lambda _: None)
         self.devices = tuple(placement.devices[place] for place in placement.local_places)
         self.replicas, self.is_estimate = placement.replicas, executor is not default
 
@@ -70,7 +70,7 @@ class StrategyProbes:
         """See :class:`StepProbes`."""
         with jax.default_device(self._executor.eager_device):  # the device of variables that Keras has not built yet
             state = trainer.training_state(self._model, batch)
-        functions = StepFunctions(self._model, self._placement, self._default, lambda _: None, StepListener())
+        functions = StepFunctions(self._model, self._placement, self._default, lambda _: None)
         train_step = self._default.train_step(functions.build_step(self._default, "train"))
         program = train_step.compile_for(state, self._placement.abstract_batch(batch))
         if not self.is_estimate:

@@ -8,7 +8,7 @@ metrics, clipping, accumulation and update are therefore Keras's own code on the
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,7 +33,7 @@ from lockstep.execution.executors import EagerExecutor, Executor
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.spmd import SpmdForward
 
-__all__ = ["STATE", "StepFunctions", "StepListener", "in_step", "is_in_step", "trace_context"]
+__all__ = ["STATE", "StepFunctions", "StepHook", "in_step", "is_in_step", "trace_context"]
 
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
@@ -65,20 +65,48 @@ def is_in_step() -> bool:
     return _in_step.get()
 
 
-class StepListener:
-    """Callbacks for each step, called in the thread that starts it. The base class does nothing."""
+class StepHook:
+    """Methods that :class:`StepFunctions` calls around the steps of one model, in the thread that starts them; here all do nothing.
+
+    Hooks are called in the order of ``StepFunctions.hooks``. Where a method may return something, the last hook comes first, as it is
+    nearest to the step, and the first result that is not None counts.
+    """
+
+    def replayed_logs(self) -> Any:
+        """Return the logs of a training step that an earlier process has made, so that it is not made again; None: make it.
+
+        Raises:
+            StopIteration: the earlier process has found the end of the input here.
+        """
+        return None
 
     def on_fetch(self) -> None:
-        """Called before the next batch is fetched from the input."""
+        """The next batch is about to be fetched, which may wait."""
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """Called before a step of ``kind`` ("train", "test" or "predict") is started, or compiled first."""
+        """A step of ``kind`` ("train", "test" or "predict") is about to be started, or compiled first."""
+
+    def replaced_step(self, gated_step: Callable[[], GatedStep]) -> KerasStep | None:
+        """Return what makes the next training step in place of the compiled step; None: the compiled step makes it.
+
+        Args:
+            gated_step: gives the compiled step with a :class:`NonFiniteGate`; it is compiled when this is first called.
+        """
+        return None
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """Called after a step was started; ``state`` and ``logs`` (or outputs) are its results, which may not be computed yet."""
+        """A step was started; ``state`` is its new state, and ``logs`` its logs or outputs. Both may still be computed."""
 
     def on_pause(self) -> None:
-        """Called before other work than a step, which may take as long as compiling does."""
+        """Something else than a step is done now, which may take as long as compiling does."""
+
+    def allows_checkpoint(self) -> bool:
+        """Return whether a checkpoint may be written now."""
+        return True
+
+    def newest_state(self) -> Any:
+        """Return the training state if other processes hold a newer one than this process, else None."""
+        return None
 
 
 class StepFunctions:
@@ -89,7 +117,7 @@ class StepFunctions:
         placement: devices and number of replicas.
         executor: how compiled steps are run.
         log: called with a sentence if the model does not run in the usual way.
-        listener: called for each step.
+        hooks: called around each step, in this order.
     """
 
     def __init__(
@@ -98,18 +126,36 @@ class StepFunctions:
         placement: Placement,
         executor: Executor,
         log: Callable[[str], None],
-        listener: StepListener,
+        hooks: Iterable[StepHook] = (),
     ) -> None:
         self.model = model
         self.placement = placement
         self.executor = executor
         self.log = log
-        self.listener = listener
-        self.skipped: Callable[[], Any] = lambda: None  # returns logs if an earlier process has done the training step
-        self.stepped: Callable[[Any], None] = lambda state: None  # called with the state after a training step
-        self.watch: Callable[[GatedStep, Any, Any], tuple[Any, Any]] | None = None  # runs the training steps if set
-        self.remote_step: KerasStep | None = None  # makes the training steps if other processes compute them
-        self.settle: Callable[[], Any] = lambda: None  # then waits for them and returns their state
+        self.hooks = tuple(hooks)
+
+    @contextlib.contextmanager
+    def hooked(self, *hooks: StepHook) -> Iterator[None]:
+        """Call ``hooks`` after the others while this context is open."""
+        before = self.hooks
+        self.hooks = (*before, *hooks)
+        try:
+            yield
+        finally:
+            self.hooks = before
+
+    def pause(self) -> None:
+        """Report to all hooks that something else than a step comes."""
+        for hook in self.hooks:
+            hook.on_pause()
+
+    def allows_checkpoint(self) -> bool:
+        """Return whether all hooks allow that a checkpoint is written now."""
+        return all(hook.allows_checkpoint() for hook in self.hooks)
+
+    def newest_state(self) -> Any:
+        """Return the training state if other processes hold a newer one, else None."""
+        return _first_result([hook.newest_state for hook in reversed(self.hooks)])
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """Return the function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
@@ -119,28 +165,26 @@ class StepFunctions:
 
         def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
             nonlocal last
-            if kind == "train" and (logs := self.skipped()) is not None:
+            if kind == "train" and (logs := self._replayed_logs()) is not None:
                 return logs, state
             results = []
             try:
                 for position in range(self.model.steps_per_execution):
-                    self.listener.on_fetch()
+                    for hook in self.hooks:
+                        hook.on_fetch()
                     try:
                         batch = next_batch(iterator, last)
                     except StopIteration:
                         if position:
                             break  # The input ends within the steps of one call.
                         raise
-                    self.listener.on_step_start(self.model, kind, batch)
+                    for hook in self.hooks:
+                        hook.on_step_start(self.model, kind, batch)
                     with trace_context(None):
-                        if kind == "train" and self.watch:
-                            last, state = self.watch(gated(), state, batch)
-                        else:
-                            remote_step = self.remote_step if kind == "train" else None
-                            last, state = (remote_step or step)(state, batch)
-                    self.listener.on_step_end(self.model, kind, state, last)
-                    if kind == "train":
-                        self.stepped(state)
+                        replaced = self._replaced_step(gated) if kind == "train" else None
+                        last, state = (replaced or step)(state, batch)
+                    for hook in self.hooks:
+                        hook.on_step_end(self.model, kind, state, last)
                     results.append(last)
             except BaseException:
                 trainer.write_back_values(self.model, STATE[kind], state)
@@ -148,6 +192,12 @@ class StepFunctions:
             return combine(results), state
 
         return function
+
+    def _replayed_logs(self) -> Any:
+        return _first_result([hook.replayed_logs for hook in reversed(self.hooks)])
+
+    def _replaced_step(self, gated: Callable[[], GatedStep]) -> KerasStep | None:
+        return _first_result([functools.partial(hook.replaced_step, gated) for hook in reversed(self.hooks)])
 
     def _compile_step(self, kind: str) -> KerasStep:
         executor = self._select_executor()
@@ -294,6 +344,15 @@ def _keras_step(model: keras.Model, kind: str) -> KerasStep:
         return outputs, (state[0], non_trainable)
 
     return predict_step
+
+
+def _first_result(calls: Iterable[Callable[[], Any]]) -> Any:
+    """Return the first result that is not None. A StopIteration of a call gets through, which it would not from a generator."""
+    for call in calls:
+        found = call()
+        if found is not None:
+            return found
+    return None
 
 
 def _last(results: list[Any]) -> Any:

@@ -18,9 +18,10 @@ from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.failures import summary_of
-from lockstep.fit.checkpointing.checkpoint_hook import backup_among
+from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.fit.checkpointing.preemption import Preemption
+from lockstep.fit.hooks import callbacks_in, single_callback
 from lockstep.parameter_server import scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit
 from lockstep.parameter_server.chief_scheduler import ChiefScheduler
@@ -164,7 +165,8 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
 
     def _staying(self, arguments: dict[str, Any]) -> AbstractContextManager[Any]:
         """Where there is a backup, the chief stops the job when all are asked to: it needs the others for its last checkpoint."""
-        return Preemption(self) if backup_among(arguments.get("callbacks")) else nullcontext()
+        backup = single_callback(callbacks_in(arguments), BackupAndRestore)
+        return Preemption(self) if backup else nullcontext()
 
     def _end_of(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallEnded:
         if call == "fit":  # Makes the variables, as Keras's loop does at the chief.

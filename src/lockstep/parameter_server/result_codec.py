@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.checkpoint.dtypes import DTYPES
+from lockstep.checkpoint.snapshot import DTYPES
 
 __all__ = ["VALUE", "decoded", "encoded"]
 

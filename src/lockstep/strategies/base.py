@@ -21,19 +21,19 @@ from lockstep.custom_loops.model_in_replica import call_on_replica
 from lockstep.custom_loops.replica_context import ReplicaContext, ReusableContext, open_scopes
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.fit_entry import InputFactory, InputOptions, ProcessGroup
-from lockstep.data.keras_adapter import listening
 from lockstep.devices.cpu_devices import has_started
 from lockstep.devices.determinism import describe_determinism, is_deterministic, prepare_determinism
 from lockstep.devices.memory import keep_memory
 from lockstep.devices.names import device_name
 from lockstep.doctor.fit_checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions, StepListener, in_step, trace_context
-from lockstep.fit.checkpointing.checkpoint_hook import backed_up
+from lockstep.execution.train_functions import StepFunctions, StepHook, in_step, trace_context
+from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
 from lockstep.fit.checkpointing.save_schedule import SaveFrequency
-from lockstep.fit.monitoring.monitor_hook import monitored
-from lockstep.fit.nan_guard.guard_hook import guard_among, guarded
+from lockstep.fit.hooks import CallbackHooks, FitContext, FitHook, entered
+from lockstep.fit.monitoring.monitor_hook import MonitorHook
+from lockstep.fit.nan_guard.step_guard import NanGuardHook
 from lockstep.strategies.device_override import as_imposed, is_out_of_use
 from lockstep.strategies.diagnostics import Diagnostics
 from lockstep.strategies.validation import options_of, refuse_with_slices, resolve_ops
@@ -198,7 +198,7 @@ class Strategy(Diagnostics):
                 self._announce(f"Model {model.name!r}: {reason}.")
 
         executor = self._executor_for(self._placement, model)
-        functions = StepFunctions(model, self._placement, executor, tell, self._listener)
+        functions = StepFunctions(model, self._placement, executor, tell, self._step_hooks)
         vars(model)[_FUNCTIONS] = functions  # There, as they hold the model: both are freed together.
 
         def make(kind: str) -> Any:
@@ -222,23 +222,33 @@ class Strategy(Diagnostics):
         """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
         return ProcessGroup()
 
-    @contextlib.contextmanager
-    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
-        setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
-        functions, process_group, announce = self._functions_of(model), self._process_group, self._announce
-        guard = guard_among(arguments.get("callbacks"))
-        with (
-            monitored(arguments, functions, self._placement, process_group, announce),
-            listening(arguments),
-            backed_up(model, arguments, functions, setup, process_group, announce) as run,
-            guarded(guard, functions, run, process_group, announce),
-        ):
-            yield
+    @cached_property
+    def _fit_hooks(self) -> tuple[FitHook, ...]:
+        """What surrounds a call of ``fit``, the outermost first.
+
+        The order:
+        1. ``MonitorHook`` times everything below, and reports how the call ended, whichever hook or step has raised. It also adds
+           callbacks, for which they must still be a list.
+        2. ``CallbackHooks``, those of the user: their steps are timed, they too may add callbacks, and their state is not yet
+           restored when they enter.
+        3. ``CheckpointHook`` replaces the callbacks by a CallbackList that skips steps, so every hook that adds callbacks comes before
+           it. Of the step hooks it hears last that a step was started: what it then counts, all others know.
+        4. ``NanGuardHook`` needs the checkpoints of 3 for a rollback. It replaces the step itself, so nothing comes between.
+
+        Step hooks that these add are called in the same order, after those of ``_step_hooks``.
+        """
+        return MonitorHook(), CallbackHooks(), CheckpointHook(), NanGuardHook()
 
     @cached_property
-    def _listener(self) -> StepListener:
-        """Who is told of each step."""
-        return StepListener()
+    def _step_hooks(self) -> tuple[StepHook, ...]:
+        """What is called around every step of all models of the strategy, in and outside ``fit``."""
+        return ()
+
+    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
+        functions = self._functions_of(model)
+        context = FitContext(model, arguments, functions, self._placement, self._process_group, setup, self._announce)
+        return entered(self._fit_hooks, context)
 
     def _announce(self, message: str) -> None:
         log_info(message)

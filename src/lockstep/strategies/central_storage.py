@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import cached_property
 
 import jax
 import keras
@@ -15,9 +15,26 @@ from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import device_name, resolve_with_parameter_device
 from lockstep.execution.central_executor import CentralExecutor
 from lockstep.execution.executors import Executor
+from lockstep.fit.hooks import FitContext, FitHook
 from lockstep.strategies.base import Strategy
 
 __all__ = ["CentralStorageStrategy"]
+
+
+class _OptimizerBuilder:
+    """The fit hook that builds the optimizer on the parameter device: an accelerator on which Keras builds it would have to hold it once."""
+
+    def __init__(self, device: jax.Device) -> None:
+        self._device = device
+
+    @contextlib.contextmanager
+    def around_fit(self, context: FitContext) -> Iterator[None]:
+        """See :class:`lockstep.fit.hooks.FitHook`."""
+        model, optimizer = context.model, context.model.optimizer
+        if model.built and optimizer is not None and not optimizer.built:
+            with jax.default_device(self._device):
+                optimizer.build(model.trainable_variables)
+        yield
 
 
 class CentralStorageStrategy(Strategy):
@@ -82,14 +99,10 @@ class CentralStorageStrategy(Strategy):
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         return CentralExecutor(placement, self._ops, self._home, model)
 
-    @contextlib.contextmanager
-    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
-        optimizer = model.optimizer
-        if model.built and optimizer is not None and not optimizer.built:
-            with jax.default_device(self._home):  # Where Keras makes them, an accelerator would have to hold them once.
-                optimizer.build(model.trainable_variables)
-        with super()._around_fit(model, arguments):
-            yield
+    @cached_property
+    def _fit_hooks(self) -> tuple[FitHook, ...]:
+        # First, as a restored checkpoint needs the optimizer's variables.
+        return _OptimizerBuilder(self._home), *super()._fit_hooks
 
     def _summary(self) -> str:
         return f"{super()._summary()}; variables and updates on {self.parameter_device}"

@@ -14,7 +14,7 @@ from lockstep._keras import trainer
 from lockstep.data.device_placement import Placement
 from lockstep.devices.names import device_name
 from lockstep.execution.executors import Executor
-from lockstep.execution.train_functions import StepFunctions, StepListener
+from lockstep.execution.train_functions import StepFunctions
 
 __all__ = ["compare_steps", "reference_batch", "reference_model"]
 
@@ -33,7 +33,7 @@ def compare_steps(model: keras.Model, batch: Any, ways: Sequence[tuple[Placement
     state = trainer.training_state(model, batch)
     outcomes = []
     for placement, executor in ways:
-        step = StepFunctions(model, placement, executor, lambda _: None, StepListener()).make("train")
+        step = StepFunctions(model, placement, executor, lambda _: None).make("train")
         logs, new = step(jax.tree.map(jax.numpy.copy, state), iter([batch]))
         outcomes.append(_named(model, logs, new))
     for (placement, _), outcome in zip(ways[1:], outcomes[1:], strict=True):

@@ -17,7 +17,7 @@ from lockstep.doctor.finding import Report
 from lockstep.doctor.fit_call import FitCall, RuntimeSettings, caller
 from lockstep.doctor.full_check import examine
 from lockstep.execution.executors import Executor
-from lockstep.execution.train_functions import StepFunctions, StepListener
+from lockstep.execution.train_functions import StepFunctions
 from lockstep.strategies.determinism_check import compare_steps, reference_batch, reference_model
 
 __all__ = ["Diagnostics", "examined"]
@@ -148,5 +148,5 @@ def examined(strategy: Diagnostics, program: FitCall) -> Report:
     """
     model, placement = program.model, strategy._placement
     executor = strategy._executor_for(placement, model)
-    functions = StepFunctions(model, placement, executor, lambda _: None, StepListener())
+    functions = StepFunctions(model, placement, executor, lambda _: None)
     return examine(replace(program, setting=strategy._setting()), functions, strategy._inputs, os.environ)

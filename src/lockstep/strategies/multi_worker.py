@@ -22,7 +22,7 @@ from lockstep.distributed.process_group import WorkerProcessGroup
 from lockstep.distributed.process_job import ProcessJob, job_of_this_process
 from lockstep.distributed.progress_reporter import ProgressReporter
 from lockstep.distributed.resolvers import ClusterResolver, resolve
-from lockstep.execution.train_functions import StepListener
+from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
 
 __all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy"]
@@ -129,10 +129,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         return WorkerProcessGroup(self._job.session, self._placement) if self._job else fit_entry.ProcessGroup()
 
     @cached_property
-    def _listener(self) -> StepListener:
+    def _step_hooks(self) -> tuple[StepHook, ...]:
         if self._job is None:
-            return StepListener()
-        return ProgressReporter(self._job.session, self._placement, self._check_every)
+            return ()
+        return (ProgressReporter(self._job.session, self._placement, self._check_every),)
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)

@@ -22,7 +22,10 @@ from lockstep.distributed.consistency_checks import identity
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_job import GENERATION, SECRET
 from lockstep.distributed.resolvers import ClusterResolver, resolve
-from lockstep.fit.nan_guard.guard_hook import guard_among
+from lockstep.execution.nonfinite_gate import GatedStep
+from lockstep.execution.train_functions import StepHook
+from lockstep.fit.hooks import FitContext, FitHook, single_callback
+from lockstep.fit.nan_guard.nan_guard import NanGuard
 from lockstep.parameter_server.cluster_coordinator import SchedulingStrategy
 from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
 from lockstep.parameter_server.gradient_step import GradientStep
@@ -36,6 +39,38 @@ from lockstep.strategies.base import Strategy
 __all__ = ["ParameterServerStrategy"]
 
 TIMEOUT_SECONDS = 60.0
+
+
+class _RemoteSteps(StepHook):
+    """The step hook that has training steps made by other processes.
+
+    Args:
+        step: makes one, given state and batch.
+        settle: waits for all steps so far, and gives the state that they have left.
+    """
+
+    def __init__(self, step: Callable[[Any, Any], Any], settle: Callable[[], Any]) -> None:
+        self._step, self._settle = step, settle
+
+    def replaced_step(self, gated_step: Callable[[], GatedStep]) -> Callable[[Any, Any], Any]:
+        """See :class:`StepHook`."""
+        return self._step
+
+    def newest_state(self) -> Any:
+        """See :class:`StepHook`."""
+        return self._settle()
+
+
+class _NanGuardRefusal:
+    """The fit hook that refuses a NanGuard."""
+
+    def around_fit(self, context: FitContext) -> contextlib.AbstractContextManager[None]:
+        """See :class:`lockstep.fit.hooks.FitHook`."""
+        if single_callback(context.callbacks, NanGuard):
+            raise OptionError(
+                "NanGuard looks at each update before it is made, and here servers make them. Use MirroredStrategy with it."
+            )
+        return contextlib.nullcontext()
 
 
 class ParameterServerStrategy(SchedulingStrategy, Strategy):
@@ -174,13 +209,8 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any] = lambda: None
     ) -> Iterator[None]:
         """Have the training steps of a model made by ``step``; ``settle`` waits for them, and gives the state that they have left."""
-        functions = self._functions_of(model)
-        before = functions.remote_step, functions.settle
-        functions.remote_step, functions.settle = step, settle
-        try:
+        with self._functions_of(model).hooked(_RemoteSteps(step, settle)):
             yield
-        finally:
-            functions.remote_step, functions.settle = before
 
     def model_of_loop(self) -> keras.Model:
         """The model whose variables the servers hold while functions are scheduled: the newest one that is compiled and built.
@@ -204,18 +234,16 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         super()._claim(model)
         if model in self._models and model not in self._order:
             self._order[model] = None
-            self._functions_of(model).remote_step = _refuse_to_train_here
         if not self.is_chief:
             leave_files_to_the_chief(model)
 
-    @contextlib.contextmanager
-    def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
-        if guard_among(arguments.get("callbacks")) is not None:
-            raise OptionError(
-                "NanGuard looks at each update before it is made, and here servers make them. Use MirroredStrategy with it."
-            )
-        with super()._around_fit(model, arguments):
-            yield
+    @cached_property
+    def _fit_hooks(self) -> tuple[FitHook, ...]:
+        return _NanGuardRefusal(), *super()._fit_hooks
+
+    @cached_property
+    def _step_hooks(self) -> tuple[StepHook, ...]:
+        return (_RemoteSteps(_refuse_to_train_here, lambda: None),)  # until ``steps_by`` adds another
 
     def _announce(self, message: str) -> None:
         if self.is_chief:

@@ -82,7 +82,7 @@ def batch_size_finder(
     trials = _trials(model, owner)
     sizes = powers_of_two(rows, trials.replicas) if batch_sizes is None else _asked(batch_sizes, rows)
     process_group = owner._process_group if owner else ProcessGroup()
-    on_pause = owner._listener.on_pause if owner else lambda: None
+    on_pause = owner._functions_of(model).pause if owner else lambda: None
     _agree(process_group, [sizes, steps, rows, batch_sizes is None])
     hosts = process_group.all_gather("batch_size_finder: the machines", socket.gethostname())
     if memory_limit is None:

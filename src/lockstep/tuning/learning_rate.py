@@ -5,6 +5,8 @@ model's variables and take it out again, so it happens only while the rate chang
 one attribute, ``progress``, which ``BackupAndRestore`` keeps with the variables.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -12,7 +14,8 @@ import keras
 from lockstep._errors import OptionError, ScopeError, whole_number
 from lockstep._keras import trainer
 from lockstep._logging import log_info
-from lockstep.data.keras_adapter import InputListener
+from lockstep.data.keras_adapter import KerasInput
+from lockstep.fit.hooks import FitContext
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 from lockstep.tuning.lr_warmup import RULES, WarmUp
 
@@ -26,7 +29,7 @@ _SCHEDULE = (
 )
 
 
-class LearningRateScaling(InputListener):
+class LearningRateScaling(keras.callbacks.Callback):
     """Multiplies the learning rate by how many times larger the global batch is than the one that the rate was found for.
 
     Training begins with the rate that the optimizer has, and comes to the scaled one in a straight line over the steps of the first
@@ -78,6 +81,16 @@ class LearningRateScaling(InputListener):
         self._is_first = False  # whether the next step is the first that this call of fit, or this epoch, hears of
         self._warm_up: WarmUp | None = None  # None until this call's first step
         self.progress: dict[str, Any] = {}
+        self.data: KerasInput | None = None  # during a call of fit of a strategy's model
+
+    @contextmanager
+    def around_fit(self, context: FitContext) -> Iterator[None]:
+        """See :class:`lockstep.fit.hooks.FitHook`: the input of the call shows the global batch."""
+        self.data = context.data
+        try:
+            yield
+        finally:
+            self.data = None
 
     @property
     def factor(self) -> float | None:

@@ -120,7 +120,7 @@ class Soak:
         return processes[0].told
 
     def seconds(self, process):
-        if "goes on from" in process.said and "seconds" in process.told:
+        if "resumes from" in process.said and "seconds" in process.told:
             self.found.seconds.append(process.told["seconds"])
 
     def judge(self, run, told, expected):

@@ -27,10 +27,10 @@ def test_what_is_finished_is_not_trained_again_unless_asked(tmp_path, caplog):
     assert again.fit() == expected
     assert again.heard == []
     assert (
-        f"{tmp_path} has 3 of 3 epochs, 15 steps: nothing is left to train. For more give fit more epochs"
+        f"{tmp_path} has 3 of 3 epochs, 15 steps: nothing is left to train. To train more, give fit more epochs"
         in caplog.text
     )
-    assert "goes on from" not in caplog.text
+    assert "resumes from" not in caplog.text
     more = Run(tmp_path, epochs=2, options={"save_freq": 2, "extend": True})
     more.fit()
     assert more.heard == [(epoch, step) for epoch in (3, 4) for step in range(5)]
@@ -60,7 +60,7 @@ def test_what_a_callback_has_ended_is_not_trained_again(is_broken_off, tmp_path,
     assert again.fit(callbacks=[EndsAfter(2)]) == expected
     assert again.heard == []
     assert (
-        f"{tmp_path} has 2 of 5 epochs, 10 steps, and a callback has ended it: nothing is left to train. For more"
+        f"{tmp_path} has 2 of 5 epochs, 10 steps, and a callback has ended it: nothing is left to train. To train more"
         in caplog.text
     )
     more = Run(tmp_path, epochs=1, options={"save_freq": 2, "extend": True})
@@ -273,7 +273,7 @@ def test_keys_of_random_numbers_in_a_loop_go_on(kind, tmp_path):
 def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lockstep")
     Run(tmp_path).fit(4)
-    assert CheckpointStore(tmp_path).newest().snapshot.facts["versions"] == used_versions()
+    assert CheckpointStore(tmp_path).newest().snapshot.metadata["versions"] == used_versions()
     monkeypatch.setattr(
         "lockstep.fit.checkpointing.fit_checkpoint.used_versions", lambda: used_versions() | {"jax": "99.1"}
     )

@@ -68,6 +68,6 @@ def test_what_an_earlier_version_has_kept_goes_on(version, tmp_path):
     begun, heard, history = trained(tmp_path / "run")
     assert heard == [(1, 3), *((2, step) for step in range(4))]
     assert history.epoch == [0, 1, 2]
-    assert set(begun) == {name for name in kept.facts["variables"] if not name.startswith("metrics/")}
+    assert set(begun) == {name for name in kept.metadata["variables"] if not name.startswith("metrics/")}
     for name, values in begun.items():
         np.testing.assert_array_equal(values, kept.arrays[name], err_msg=name)

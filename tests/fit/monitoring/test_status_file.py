@@ -123,18 +123,18 @@ def test_a_status_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     assert not list(tmp_path.glob(f".{STATUS}*"))
 
 
-def test_a_fit_without_them_has_no_clock(tmp_path):
+def test_a_fit_without_them_has_no_timer(tmp_path):
     threads = []
     count = called("on_train_end", lambda: threads.extend(one.name for one in threading.enumerate()))
     model = built()
-    listener = model._lockstep_functions.listener
-    seen = called("on_epoch_end", lambda: threads.append(model._lockstep_functions.listener))
+    hooks = model._lockstep_functions.hooks
+    seen = called("on_epoch_end", lambda: threads.append(model._lockstep_functions.hooks))
     fit(model, count, seen)
     assert "lockstep-status" not in threads
-    assert threads[0] is listener
+    assert threads[0] is hooks
     fit(model, ThroughputMonitor(), count)
     assert "lockstep-status" not in threads
-    assert model._lockstep_functions.listener is listener
+    assert model._lockstep_functions.hooks is hooks
 
 
 def test_looking_at_a_run_needs_no_keras_and_no_backend(tmp_path):

@@ -1,4 +1,4 @@
-"""The clock of a call of fit, with a clock of the test's own, and the callback that puts it into the logs."""
+"""The step timer of a call of fit, with a fake clock, and the callback that adds its readings to the logs."""
 
 import math
 import threading
@@ -10,7 +10,6 @@ import pytest
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, ThroughputMonitor
-from lockstep.execution.train_functions import StepListener
 from lockstep.fit.monitoring.flops import PEAKS, flops_of_step, peak_of
 from lockstep.fit.monitoring.step_timer import FitProgress, StepTimer, TimerReading
 from lockstep.fit.monitoring.throughput import NAMES, numbers_of
@@ -23,52 +22,52 @@ class Times:
 
     def __init__(self, window=100):
         self.now = self.waited = 0.0
-        self.clock = StepTimer(StepListener(), lambda: self.waited, window, lambda: self.now)
+        self.timer = StepTimer(lambda: self.waited, window, lambda: self.now)
 
     def step(self, seconds, rows=8, waits=0.0, kind="train"):
-        self.clock.on_fetch()
+        self.timer.on_fetch()
         self.now += waits
         self.waited += waits
-        self.clock.on_step_start(None, kind, (np.zeros((rows, 3)),))
+        self.timer.on_step_start(None, kind, (np.zeros((rows, 3)),))
         self.now += seconds
-        self.clock.on_step_end(None, kind, None, {})
+        self.timer.on_step_end(None, kind, None, {})
 
     def trained(self, *seconds, **options):
         for one in seconds:
             self.step(one, **options)
-        return self.clock
+        return self.timer
 
 
 def test_steps_that_are_compiled_do_not_count():
-    clock = Times().trained(60, 50, 2, 4)
-    assert clock.reading == TimerReading(2, 16, 6, 0)
-    assert clock.course.total == 4
+    timer = Times().trained(60, 50, 2, 4)
+    assert timer.reading == TimerReading(2, 16, 6, 0)
+    assert timer.progress.total == 4
 
 
 def test_a_batch_of_another_shape_is_compiled_too():
     times = Times()
     times.trained(60, 50, 2)
     times.trained(70, 20, 3, rows=5)
-    assert times.clock.reading == TimerReading(2, 13, 5, 0)
+    assert times.timer.reading == TimerReading(2, 13, 5, 0)
 
 
 def test_validation_and_what_comes_between_epochs_do_not_count():
     times = Times()
     times.trained(60, 50, 2)
-    times.clock.pause()
+    times.timer.pause()
     times.step(7, kind="test")
     times.now += 30
-    times.clock.begin_epoch(FitProgress(1, 2, 0, None, 3))
+    times.timer.begin_epoch(FitProgress(1, 2, 0, None, 3))
     times.trained(4, 6, waits=1.0)
-    times.clock.pause()
-    assert times.clock.of_epoch == TimerReading(2, 16, 12, 2)
-    assert times.clock.reading == TimerReading(3, 24, 14, 2)
+    times.timer.pause()
+    assert times.timer.of_epoch == TimerReading(2, 16, 12, 2)
+    assert times.timer.reading == TimerReading(3, 24, 14, 2)
 
 
 def test_what_is_recent_looks_back_so_many_steps():
-    clock = Times(window=2).trained(60, 50, 9, 9, 9, 1, 3)
-    assert clock.recent == TimerReading(2, 16, 4, 0)
-    assert Times().clock.recent == TimerReading()
+    timer = Times(window=2).trained(60, 50, 9, 9, 9, 1, 3)
+    assert timer.recent == TimerReading(2, 16, 4, 0)
+    assert Times().timer.recent == TimerReading()
 
 
 def test_numbers_are_none_where_nothing_was_measured():
@@ -84,7 +83,7 @@ def test_the_monitor_counts_each_step_and_row_but_those_that_are_compiled():
 
     class Seen(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs):
-            seen.append((monitor.attachment.clock.of_epoch, logs["time/step"]))
+            seen.append((monitor.attachment.timer.of_epoch, logs["time/step"]))
 
     monitor = ThroughputMonitor()
     model = built(devices=2)
@@ -175,7 +174,7 @@ def test_a_run_that_goes_on_counts_on(tmp_path):
 
     class Seen(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs):
-            totals.append((epoch, *monitor.attachment.clock.course[2:]))
+            totals.append((epoch, *monitor.attachment.timer.progress[2:]))
 
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs):
@@ -194,7 +193,7 @@ def test_a_run_that_goes_on_counts_on(tmp_path):
 def test_accumulated_steps_count(together):
     totals = []
     seen = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: totals.append(monitor.attachment.clock.course.total)
+        on_epoch_end=lambda epoch, logs: totals.append(monitor.attachment.timer.progress.total)
     )
     monitor = ThroughputMonitor()
     model = built(optimizer=keras.optimizers.SGD(gradient_accumulation_steps=together))

@@ -16,7 +16,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
-from lockstep.fit.monitoring.profiler import StepProfiler
+from lockstep.fit.monitoring.tensorboard import StepProfiler
 from lockstep.fit.monitoring.tfevents import EventFile, crc32c, histogram, newest_steps, scalar
 from lockstep.fit.monitoring.throughput import NAMES
 from lockstep.tools.commands.top import picture

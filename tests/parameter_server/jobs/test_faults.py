@@ -60,7 +60,7 @@ def test_a_server_that_dies_ends_the_job_by_name_and_the_next_start_goes_on_to_t
     assert "ps 1 of 2" in made.processes["chief0"].said
     again = job(workers=1, servers=2)
     found = train(again, backup=str(tmp_path / "kept"), **options)
-    assert "goes on from" in again.processes["chief0"].said
+    assert "resumes from" in again.processes["chief0"].said
     assert bits(found) == expected
 
 

@@ -1,4 +1,4 @@
-"""The callback that asks for checkpoints; what it asks for is done by the strategy, around the whole call of ``fit``."""
+"""The callback that asks for checkpoints; ``CheckpointHook`` writes and restores them, around the whole call of ``fit``."""
 
 import os
 from pathlib import Path
@@ -13,21 +13,21 @@ __all__ = ["BackupAndRestore"]
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Has ``fit`` go on at the very batch where an earlier run was stopped, with the same bits as if it had not been.
+    """Checkpoints ``fit``, and resumes at the exact batch at which an earlier run was stopped, with the bits of an uninterrupted run.
 
-    Counterpart of ``keras.callbacks.BackupAndRestore``, which begins the epoch anew. Kept are the variables with those of the
-    optimizer, the metrics of the running epoch, random states, the place in the data, and the attributes of all callbacks that are
+    Counterpart of ``keras.callbacks.BackupAndRestore``, which begins the epoch anew. A checkpoint has the variables with those of the
+    optimizer, the metrics of the running epoch, random states, the position in the input, and the attributes of all callbacks that are
     numbers, text, arrays, or lists and dicts of them.
 
     Args:
-        directory: where the checkpoints are; one for each run.
+        directory: of the checkpoints; one for each run.
         save_freq: ``"epoch"``, a number of steps, or a time such as ``"30 s"``, ``"10min"`` or ``"2h"``. The end of an epoch always counts.
-        keep: how many checkpoints stay.
-        async_: write them while training goes on.
-        replay: read an input again up to its place where it cannot be found otherwise, as with generators and ``tf.data``. False:
-            such an input is refused.
-        allow_changes: go on though the number of replicas or the batches have changed; the numbers are then others.
-        extend: ``epochs`` of ``fit`` are further ones where the earlier run has ended. Otherwise they are all.
+        keep: number of the newest checkpoints that are kept.
+        async_: write checkpoints in a thread, while training continues.
+        replay: read an input that cannot seek, such as a generator or ``tf.data``, again up to the position of the checkpoint. False:
+            refuse such an input.
+        allow_changes: resume even if the number of replicas or the batches have changed; the numbers then change, too.
+        extend: if the earlier run has finished, train ``epochs`` further epochs. Otherwise ``epochs`` counts those of the earlier run.
 
     Raises:
         OptionError: an argument is out of its range.
@@ -59,10 +59,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.is_attached = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Keras says that training begins.
+        """See Keras.
 
         Raises:
-            ScopeError: the model is not one of a strategy.
+            ScopeError: the model does not belong to a strategy.
         """
         if not self.is_attached:
             raise ScopeError(

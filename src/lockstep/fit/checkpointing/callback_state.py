@@ -1,7 +1,7 @@
-"""Attributes of callbacks as facts and arrays, and back: what is neither is left alone.
+"""Saves attributes of callbacks as JSON and arrays, and restores them; attributes of other types are left alone.
 
-Functions of ``keras.ops`` are kept by their names, because callbacks that monitor a metric have one, and where they find it for
-themselves they change their other attributes, too.
+Functions of ``keras.ops`` are saved by name. Callbacks that monitor a metric have such a function; if they had to choose it again, they
+would reset other attributes, too.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.checkpoint.dtypes import DTYPES
+from lockstep.checkpoint.snapshot import DTYPES
 
 __all__ = ["packed_attributes", "unpacked_attributes"]
 
@@ -20,52 +20,52 @@ _LEFT_OUT = ("model", "_model", "params", "validation_data")
 
 
 class _NoValueError(Exception):
-    """Something that is neither numbers, text nor arrays."""
+    """A value is neither a number, text nor an array."""
 
 
 def packed_attributes(
-    owner: Any, name: str, arrays: dict[str, np.ndarray] | None, begun_with: Mapping[str, Any] | None = None
+    owner: Any, name: str, arrays: dict[str, np.ndarray] | None, first: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The attributes of an object that are values, as JSON.
+    """Return the attributes of an object that are values, as JSON.
 
     Args:
         owner: a callback.
-        name: begins the names of its arrays.
-        arrays: to which its arrays are added; None: attributes with arrays are left out.
-        begun_with: what this gave before; what has not changed since is left out, so that another run may choose it anew.
+        name: prefix of the names of its arrays.
+        arrays: gets its arrays; None: attributes with arrays are left out.
+        first: an earlier result; attributes that have not changed since are left out, so that another run may choose them anew.
     """
     found = {}
     for attribute, value in vars(owner).items():
-        own: dict[str, np.ndarray] = {}
+        new_arrays: dict[str, np.ndarray] = {}
         if attribute in _LEFT_OUT:
             continue
         try:
-            packed = _packed(value, f"{name}/{attribute}", own)
+            packed = _packed(value, f"{name}/{attribute}", new_arrays)
         except _NoValueError:
             continue
-        if own and arrays is not None:
-            arrays |= own
-        elif own or (begun_with is not None and attribute in begun_with and begun_with[attribute] == packed):
+        if new_arrays and arrays is not None:
+            arrays |= new_arrays
+        elif new_arrays or (first is not None and attribute in first and first[attribute] == packed):
             continue
         found[attribute] = packed
     return found
 
 
 def unpacked_attributes(
-    owner: Any, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray], begun_with: Mapping[str, Any] | None = None
+    owner: Any, packed: Mapping[str, Any], arrays: Mapping[str, np.ndarray], first: Mapping[str, Any] | None = None
 ) -> None:
     """Set the attributes that :func:`packed_attributes` gave.
 
     Args:
         owner: a callback.
-        facts: what was given.
+        packed: the result of :func:`packed_attributes`.
         arrays: by name.
-        begun_with: what stands for values that are absent, as they had not changed; an epoch that is begun anew may have changed them.
+        first: values for absent attributes, which had not changed; an epoch that is begun anew may have changed them.
     """
     now = packed_attributes(owner, "", None)
-    unchanged = {attribute: fact for attribute, fact in (begun_with or {}).items() if attribute in now}
-    for attribute, fact in (unchanged | dict(facts)).items():
-        vars(owner)[attribute] = _unpacked(fact, arrays)
+    unchanged = {attribute: value for attribute, value in (first or {}).items() if attribute in now}
+    for attribute, value in (unchanged | dict(packed)).items():
+        vars(owner)[attribute] = _unpacked(value, arrays)
 
 
 def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -89,16 +89,16 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     raise _NoValueError
 
 
-def _unpacked(fact: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    if not isinstance(fact, dict):
-        return fact
-    if "array" in fact:
-        array = arrays[fact["array"]]
-        return array[()] if fact["scalar"] else array.copy()
-    if "dict" in fact:
-        return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in fact["dict"]}
-    if "keras.ops" in fact:
-        return vars(keras.ops)[fact["keras.ops"]]
-    ((kind, packed),) = fact.items()
-    items = [_unpacked(item, arrays) for item in packed]
+def _unpacked(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    if not isinstance(packed, dict):
+        return packed
+    if "array" in packed:
+        array = arrays[packed["array"]]
+        return array[()] if packed["scalar"] else array.copy()
+    if "dict" in packed:
+        return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in packed["dict"]}
+    if "keras.ops" in packed:
+        return vars(keras.ops)[packed["keras.ops"]]
+    ((kind, values),) = packed.items()
+    items = [_unpacked(item, arrays) for item in values]
     return tuple(items) if kind == "tuple" else items

@@ -1,108 +1,138 @@
-"""What surrounds a call of ``fit``: with a BackupAndRestore among its callbacks, the call is backed up."""
+"""The hook that checkpoints a call of ``fit`` if a BackupAndRestore is among its callbacks, and resumes an earlier run."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
 
-from lockstep._errors import OptionError
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.fit_entry import ProcessGroup
-from lockstep.data.keras_adapter import KerasInput
-from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
-from lockstep.fit.checkpointing.callback_list import FitCallbackList
-from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, Found
+from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from lockstep.fit.checkpointing.preemption import Preemption
+from lockstep.fit.checkpointing.train_position import Found
+from lockstep.fit.hooks import FitContext, single_callback
 
-__all__ = ["backed_up", "backup_among"]
+__all__ = ["CheckpointHook"]
 
 
-@contextmanager
-def backed_up(
-    model: keras.Model,
-    arguments: dict[str, Any],
-    functions: StepFunctions,
-    setup: dict[str, Any],
-    process_group: ProcessGroup,
-    announce: Callable[[str], None],
-) -> Iterator[FitCheckpoint | None]:
-    """Is open during a call of ``fit``, whose arguments may be changed.
-
-    Args:
-        model: of a strategy.
-        arguments: of the call; x is an :class:`KerasInput`.
-        functions: of the model.
-        setup: what must be the same in a run that goes on.
-        process_group: the processes.
-        announce: takes a line for the user.
+class CheckpointHook:
+    """Starts Keras's loop at the resume position, and replaces its list of callbacks with :class:`CheckpointCallbackList`.
 
     Raises:
-        CheckpointError: no checkpoint is good, or it is one of another run; or another job writes to the directory.
-        InputError: the place in the data cannot be found.
-        OptionError: there are several backups.
+        CheckpointError: on entry: no checkpoint is good, it belongs to another run, or another job writes to the directory.
+        InputError: on entry: the resume position cannot be found in the input.
+        OptionError: there are several BackupAndRestore callbacks.
     """
-    backup = backup_among(arguments.get("callbacks"))
-    if backup is None:
-        yield None
-        return
-    data: KerasInput = arguments["x"]
-    store = CheckpointStore(backup.directory, backup.keep, announce=announce) if process_group.process == 0 else None
-    with store or nullcontext(), Preemption(process_group) as preemption:
-        found = process_group.broadcast_from_chief(_newest(store))
-        run = FitCheckpoint(
-            backup, model, data, setup | {"steps of an epoch": data.steps}, found, store, preemption, announce
-        )
-        _begin(run, backup, arguments, model, data.steps)
-        with _attached(run, backup, functions):
-            yield run
+
+    def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
+        """See :class:`lockstep.fit.hooks.FitHook`."""
+        backup = single_callback(context.callbacks, BackupAndRestore)
+        return _checkpointed(backup, context) if backup else nullcontext()
 
 
 @contextmanager
-def _attached(run: FitCheckpoint, backup: BackupAndRestore, functions: StepFunctions) -> Iterator[None]:
-    before = functions.skipped, functions.stepped
-    backup.is_attached, functions.skipped, functions.stepped = True, run.skipped, run.stepped
-    run.settle = functions.settle
-    try:
-        yield
-    finally:
-        backup.is_attached = False
-        functions.skipped, functions.stepped = before
-        run.close()
+def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[None]:
+    is_writer, data = context.process_group.process == 0, context.data
+    store = CheckpointStore(backup.directory, backup.keep, log=context.log) if is_writer else None
+    with store or nullcontext(), Preemption(context.process_group) as preemption:
+        found = context.process_group.broadcast_from_chief(_newest(store))
+        setup = context.setup | {"steps of an epoch": data.steps}
+        run = FitCheckpoint(backup, context.functions, data, setup, found, store, preemption, context.log)
+        _start_at_resume_position(run, backup, context)
+        backup.is_attached, context.checkpoint = True, run
+        try:
+            with context.functions.hooked(run):
+                yield
+        finally:
+            backup.is_attached = False
+            run.close()
 
 
-def _begin(
-    run: FitCheckpoint, backup: BackupAndRestore, arguments: dict[str, Any], model: keras.Model, steps: int | None
-) -> None:
-    """Have Keras's loop begin where the earlier run stood, and tell its callbacks through ours."""
+def _newest(store: CheckpointStore | None) -> Found | None:
+    loaded = store.newest() if store else None
+    return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
+
+
+def _start_at_resume_position(run: FitCheckpoint, backup: BackupAndRestore, context: FitContext) -> None:
+    arguments, resumed = context.arguments, run.resumed
     epochs, verbose = arguments.get("epochs", 1), arguments.get("verbose", "auto")
-    if backup.extend and run.is_finished:
-        epochs += run.epoch
+    if backup.extend and resumed.is_finished:
+        epochs += resumed.position.epoch
         run.is_stopped = False
     run.epochs = epochs
-    arguments["epochs"] = min(epochs, run.epoch) if run.is_stopped else epochs
-    arguments["initial_epoch"] = max(run.epoch, arguments.get("initial_epoch", 0))
-    arguments["callbacks"] = FitCallbackList(
+    arguments["epochs"] = min(epochs, resumed.position.epoch) if run.is_stopped else epochs
+    arguments["initial_epoch"] = max(resumed.position.epoch, arguments.get("initial_epoch", 0))
+    arguments["callbacks"] = CheckpointCallbackList(
         run,
         arguments["callbacks"],
         add_progbar=verbose != 0,
         verbose=verbose,
         epochs=epochs,
-        steps=steps,
-        model=model,
+        steps=context.data.steps,
+        model=context.model,
     )
 
 
-def backup_among(callbacks: Any) -> BackupAndRestore | None:
-    """The one backup of a call of ``fit``; OptionError where there are several."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    found = [callback for callback in given if isinstance(callback, BackupAndRestore)]
-    if len(found) > 1:
-        raise OptionError(f"fit: callbacks: expected one BackupAndRestore, got {len(found)}.")
-    return found[0] if found else None
+class CheckpointCallbackList(keras.callbacks.CallbackList):
+    """Keras's list of callbacks, without the steps that an earlier process has done; the checkpoint hears of the other steps last.
 
+    Args:
+        run: the checkpoints of the call.
+        callbacks: the user's, and those of other hooks.
+        **options: as Keras gives them to its list.
+    """
 
-def _newest(store: CheckpointStore | None) -> Found | None:
-    loaded = store.newest() if store else None
-    return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None
+    def __init__(self, run: FitCheckpoint, callbacks: list[keras.callbacks.Callback], **options: Any) -> None:
+        self._run, self._epoch, self._is_whole_validation = run, 0, True
+        super().__init__(callbacks, add_history=True, **options)
+        run.callbacks = self.callbacks
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See Keras."""
+        super().on_train_begin(logs)
+        self._run.train_begins()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """See Keras."""
+        self._epoch = epoch
+        super().on_epoch_begin(epoch, logs)
+        self._run.epoch_begins(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """See Keras."""
+        self._run.batch_begins(self._epoch, batch)
+        if not self._run.resumed.has_done(self._epoch, batch):
+            super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See Keras."""
+        if not self._run.resumed.has_done(self._epoch, batch):
+            super().on_train_batch_end(batch, logs)
+            self._run.batch_ended(batch + 1, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """See Keras."""
+        self._run.validation_begins()
+        super().on_test_begin(logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See Keras."""
+        super().on_test_batch_end(batch, logs)
+        self._is_whole_validation = self._is_whole_validation and not self._run.is_preempted()
+        self.model.stop_evaluating = self.model.stop_evaluating or not self._is_whole_validation
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """See Keras."""
+        super().on_test_end(logs)
+        self._run.validation_ended(self._is_whole_validation)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See Keras."""
+        super().on_epoch_end(epoch, logs)
+        self._run.epoch_ended(epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """See Keras."""
+        super().on_train_end(logs)
+        self._run.train_ended()

@@ -1,11 +1,11 @@
-"""One call of ``fit`` that is backed up: what it keeps, when, and how it takes up an earlier one.
+"""Checkpoints of one call of ``fit``: what is saved, when, and how a run is resumed.
 
-Keras's loop runs as ever. Steps that an earlier process has done are skipped: the step function does nothing, and callbacks do not
-hear of them. What was kept is restored where training begins, and once more where the epoch begins that was broken off, because Keras
-resets metrics there.
+Keras's loop runs as always. Steps that an earlier process has done are skipped: the step function returns at once, and callbacks do not
+hear of them. The state is restored when training begins, and once more when the epoch of the checkpoint begins, because Keras resets
+the metrics there.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,188 +23,186 @@ from lockstep.data.keras_adapter import Hook, KerasInput
 from lockstep.doctor.fit_call import FitCall
 from lockstep.doctor.learning_rate_check import FitRecord, about_changed_batch, fitted, rate_of
 from lockstep.doctor.settings import is_on
+from lockstep.execution.train_functions import StepFunctions, StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.callback_state import packed_attributes, unpacked_attributes
 from lockstep.fit.checkpointing.model_state import ModelVariables
-from lockstep.fit.checkpointing.preemption import Preemption, leave
-from lockstep.fit.checkpointing.resume_message import ResumePosition, about_other_versions
+from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
+from lockstep.fit.checkpointing.train_position import (
+    Found,
+    ResumedRun,
+    TrainPosition,
+    changed_versions_message,
+    resume_message,
+)
 
-__all__ = ["FitCheckpoint", "Found"]
+__all__ = ["FitCheckpoint"]
 
-Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # number of steps, arrays and facts of a checkpoint
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """What is kept besides the variables and the callbacks: where training stands.
+class _SavePoint:
+    """What a checkpoint holds besides variables and callbacks.
 
     Args:
-        epoch: the one that is begun, or begins next.
-        done: number of its steps that are done.
-        is_epoch_over: whether these were all.
-        position: in the data.
-        hooks: what the data's own code has done.
-        random: state of the global generators.
-        values: of variables that have others by the time of writing.
+        position: in the training.
+        is_epoch_over: whether all steps of the epoch are done, though it has not ended.
+        iterator: the position in the input.
+        data_hooks: calls of the input's own code so far.
+        random: states of the global generators.
+        values: of variables that will have other values when the checkpoint is written.
     """
 
-    epoch: int
-    done: int
+    position: TrainPosition
     is_epoch_over: bool
-    position: IteratorState | None
-    hooks: list[Hook]
+    iterator: IteratorState | None
+    data_hooks: list[Hook]
     random: dict[str, Any]
     values: dict[str, Any]
 
 
-class FitCheckpoint:
-    """Restores and keeps the state of one call of ``fit``.
+class FitCheckpoint(StepHook):
+    """Restores and saves the state of one call of ``fit``.
 
     Args:
-        backup: what was asked for.
-        model: a compiled model.
-        data: its input.
-        setup: what must be the same in a run that goes on.
-        found: the checkpoint to go on from, or None.
+        backup: the callback that asks for it.
+        functions: run the steps of a compiled model.
+        data: the input.
+        setup: settings that a resumed run must share with the run before.
+        found: the checkpoint to resume from, or None.
         store: takes checkpoints; None on workers that do not write.
         preemption: says when all processes stop.
-        announce: takes a line for the user.
+        log: takes a line for the user.
+
+    Attributes:
+        callbacks: all callbacks of the call.
+        resumed: the run that is resumed.
+        epochs: number of epochs that this call asks for, those of the earlier run included.
+        is_stopped: whether a callback stopped the earlier run, so that nothing is left to train.
     """
 
     def __init__(
         self,
         backup: BackupAndRestore,
-        model: keras.Model,
+        functions: StepFunctions,
         data: KerasInput,
         setup: dict[str, Any],
         found: Found | None,
         store: CheckpointStore | None,
         preemption: Preemption,
-        announce: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._backup, self._model, self._data, self._setup = backup, model, data, setup
-        self._preemption, self._announce = preemption, announce
-        self._writer = BackgroundWriter(store, announce=announce) if store else None
+        self._backup, self._functions, self._data, self._setup = backup, functions, data, setup
+        self._model, self._preemption, self._log = functions.model, preemption, log
+        self._writer = BackgroundWriter(store, log=log) if store else None
+        self._variables, self._versions = ModelVariables(self._model), used_versions()
         self.callbacks: list[keras.callbacks.Callback] = []
-        self._begun_with: list[dict[str, Any]] = []  # the attributes of the others
-        self._variables, self._versions = ModelVariables(model), used_versions()
-        self.step, self._arrays, self._facts = found or (0, {}, {})
-        self.epoch: int = self._facts.get("epoch", 0)
-        self.done: int = self._facts.get("batch", 0)  # steps of that epoch
-        self.epochs: int = 0  # that this fit asks for, those of the earlier run included
-        # Whether a callback has ended the earlier run.
-        self.is_stopped = bool(self._facts.get("stop_training")) and not self.done
-        self._epoch_now, self._done_now, self._epochs_done = self.epoch, 0, self.epoch
-        self._before_validation: _Moment | None = None
-        self._started = 0  # steps of the call that Keras tells of next; an epoch's last has fewer
-        self._is_skipping = self._is_too_far = False  # whether the step that Keras is at was done by an earlier process
-        self._trained: FitRecord | None = None  # how the earlier run was
-        self._logs = jax.tree.map(lambda number: self._arrays[f"logs/{number}"], self._facts.get("logs", {}))
-        # Gives the newest values of all variables, where they are in other processes.
-        self.settle: Callable[[], Any] = lambda: None
-        self.may_save: Callable[[], bool] = lambda: True  # whether a checkpoint that is due is wanted
-        given = self._facts.get("position")
-        self._position = IteratorState(**given) if given else None
+        self._first_attributes: list[dict[str, Any]] = []  # of the other callbacks, when training began
+        self.resumed, self.epochs = ResumedRun.from_checkpoint(found), 0
+        self.is_stopped = self.resumed.was_stopped
+        self._position, self._logs = self.resumed.position, self.resumed.logs
+        self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
+        self._unreported_steps = 0  # steps that were started since a batch ended; with steps_per_execution several
+        self._before_validation: _SavePoint | None = None
+        self._earlier_fit: FitRecord | None = None  # how the earlier run was trained, until it was compared
         if found:
-            self._refuse_other_setup()
-            self._refuse_replay()
-        data.track_position(self._position, is_expecting=found is not None)
+            self._check_setup()
+            self._check_replay()
+        data.track_position(self.resumed.iterator, is_expecting=found is not None)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the earlier run came to its end."""
-        return bool(self._facts.get("is_finished"))
-
-    @property
-    def _others(self) -> list[keras.callbacks.Callback]:
-        """The callbacks that are not ours."""
+    def _other_callbacks(self) -> list[keras.callbacks.Callback]:
         return [callback for callback in self.callbacks if callback is not self._backup]
 
-    # What the loop asks.
+    # Steps.
 
-    def skips(self, epoch: int, step: int) -> bool:
-        """Whether an earlier process has done this step."""
-        self._is_skipping = epoch == self.epoch and (step < self.done or self._facts.get("is_epoch_over", False))
-        self._is_too_far = self._is_skipping and step >= self.done
-        return self._is_skipping
-
-    def skipped(self) -> dict[str, Any] | None:
-        """What the last step of the earlier process gave, where the step that comes is skipped; Keras may want it for the epoch.
-
-        Raises:
-            StopIteration: the epoch has fewer steps than Keras expects.
-        """
-        if self._is_too_far:
+    def replayed_logs(self) -> Any:
+        """See :class:`StepHook`; Keras may want the logs of the last step for the epoch."""
+        if self._current is None or not self.resumed.has_done(*self._current):
+            return None
+        if self.resumed.has_ended_before(*self._current):
             raise StopIteration
-        return self._logs if self._is_skipping else None
+        return self._logs
 
-    def stepped(self, state: Any) -> None:
-        """A step was started that will leave ``state``."""
-        self._variables.state = state
-        self._started += 1
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+        """See :class:`StepHook`."""
+        if kind == "train":
+            self._variables.state = state
+            self._unreported_steps += 1
+
+    # Keras's loop.
 
     def train_begins(self) -> None:
-        """All callbacks have begun."""
-        self._begun_with = [packed_attributes(callback, "", None) for callback in self._others]
-        if self._facts:
-            self._data.set_state(self._position, self.done, self._facts["hooks"])
-            self._restore()
-            given = {"callbacks": self._others}  # The rate of learning is that of the checkpoint now.
-            program = FitCall(self._model, None, arguments=given, rows_read=self._facts.get("rows"))
-            self._trained = fitted(program, rate_of(program))
-            place = ResumePosition(self.step, self.epoch, self.done, self.epochs, self.is_stopped)
-            self._announce(place.told(self._backup.directory))
-            changed = about_other_versions(self._facts.get("versions", self._versions), self._versions)
-            if changed:
-                self._announce(changed)
+        """Restore the state, after all callbacks have begun."""
+        self._first_attributes = [packed_attributes(callback, "", None) for callback in self._other_callbacks]
+        resumed = self.resumed
+        if not resumed.metadata:
+            return
+        self._data.set_state(resumed.iterator, resumed.position.batch, resumed.metadata["hooks"])
+        self._restore()
+        given = {"callbacks": self._other_callbacks}  # The learning rate is that of the checkpoint now.
+        call = FitCall(self._model, None, arguments=given, rows_read=resumed.metadata.get("rows"))
+        self._earlier_fit = fitted(call, rate_of(call))
+        self._log(resume_message(resumed.position, self.epochs, self.is_stopped, self._backup.directory))
+        changed = changed_versions_message(resumed.metadata.get("versions", self._versions), self._versions)
+        if changed:
+            self._log(changed)
 
     def epoch_begins(self, epoch: int) -> None:
-        """All callbacks have heard of it."""
-        self._epoch_now, self._done_now = epoch, self.done if epoch == self.epoch else 0
-        if self._done_now:  # Keras has reset the metrics, and callbacks have begun the epoch anew.
+        """Restore the state of an epoch that is resumed, after all callbacks have heard of it."""
+        batch = self.resumed.position.batch if epoch == self.resumed.position.epoch else 0
+        self._position = self._position._replace(epoch=epoch, batch=batch)
+        if batch:  # Keras has reset the metrics, and callbacks have begun the epoch anew.
             self._restore()
 
-    def batch_ended(self, done: int, logs: Any) -> None:
-        """A step has ended, the ``done``-th of its epoch."""
+    def batch_begins(self, epoch: int, batch: int) -> None:
+        """Note the step that Keras is at."""
+        self._current = (epoch, batch)
+
+    def batch_ended(self, batch: int, logs: Any) -> None:
+        """Save if it is time to; ``batch`` steps of the epoch are done."""
         self._logs = logs or {}
-        self._tell_of_batch()
-        before, self.step, self._done_now, self._started = self.step, self.step + self._started, done, 0
+        self._report_changed_batch()
+        before = self._position
+        self._position = before._replace(step=before.step + self._unreported_steps, batch=batch)
+        self._unreported_steps = 0
         is_last = self._preemption.is_now()
-        if is_last or self._backup.frequency.is_due(before, self.step):
-            self.save(self._now(self._epoch_now, done, is_epoch_over=False))
+        if is_last or self._backup.frequency.is_due(before.step, self._position.step):
+            self.save(self._save_point(self._position, is_epoch_over=False))
         if is_last:
-            self._leave()
+            self._exit()
 
     def validation_begins(self) -> None:
-        """Nothing of it has changed anything yet."""
-        self._before_validation = self._now(self._epoch_now, self._done_now, True, _CHANGED_BY_VALIDATION)
+        """Keep the state before a validation, for a preemption during it."""
+        self._before_validation = self._save_point(self._position, True, _CHANGED_BY_VALIDATION)
 
-    def validation_goes_on(self) -> bool:
-        """Whether it does after one of its steps; if not, all processes leave where it ends."""
-        return not self._preemption.is_now()
+    def is_preempted(self) -> bool:
+        """Whether all processes stop now; to be asked after each step of a validation."""
+        return self._preemption.is_now()
 
     def validation_ended(self, is_whole: bool) -> None:
-        """Its variables are those of the model again."""
+        """End the process after a validation that a preemption cut short; its variables are those of the model again."""
         if not is_whole and self._before_validation:
             self.save(self._before_validation)
-            self._leave()
+            self._exit()
         self._before_validation = None
 
     def epoch_ended(self, epoch: int) -> None:
-        """An epoch, with its validation and callbacks, has ended."""
-        self._variables.state, self._epochs_done = None, epoch + 1
-        self.save(self._now(epoch + 1, 0, is_epoch_over=True))
+        """Save at the end of an epoch, after its validation and callbacks."""
+        self._variables.state = None
+        self._position = TrainPosition(self._position.step, epoch + 1)
+        self.save(self._save_point(self._position, is_epoch_over=True))
 
     def train_ended(self) -> None:
-        """Training has come to its end, and was not broken off."""
+        """Save at the end of the training, unless an exception ended it."""
         self._variables.state = None
-        self.save(self._now(self._epochs_done, 0, is_epoch_over=True), is_finished=True)
+        self.save(self._save_point(self._position._replace(batch=0), is_epoch_over=True), is_finished=True)
         if self._preemption.is_at_end():
-            self._leave()
+            self._exit()
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for checkpoints that are being written."""
         if self._writer:
             self._writer.close()
 
@@ -214,36 +212,37 @@ class FitCheckpoint:
             return None
         self._writer.wait()
         loaded = self._writer.store.newest()
-        return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None
+        return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
 
-    # Keeping.
+    # Saving.
 
-    def save(self, moment: _Moment, is_finished: bool = False) -> None:
-        """Have a checkpoint written of a moment, and of the variables and callbacks as they are now."""
-        if not self.may_save():
+    def save(self, point: _SavePoint, is_finished: bool = False) -> None:
+        """Have a checkpoint written of a save point, and of the variables and callbacks as they are now."""
+        if not self._functions.allows_checkpoint():
             return
-        newest = self.settle()
+        newest = self._functions.newest_state()
         if newest is not None:
             self._variables.state = newest
         self._backup.frequency.saved()
         if self._writer is None:
             return
         arrays: dict[str, np.ndarray] = {}
+        callbacks = enumerate(zip(self._other_callbacks, self._first_attributes, strict=True))
         attributes = [
-            [type(callback).__name__, packed_attributes(callback, f"callback {number}", arrays, begun_with)]
-            for number, (callback, begun_with) in enumerate(zip(self._others, self._begun_with, strict=True))
+            [type(callback).__name__, packed_attributes(callback, f"callback {number}", arrays, first)]
+            for number, (callback, first) in callbacks
         ]
         logs, structure = jax.tree.flatten(self._logs)  # A metric may have several results, in a dict.
-        facts = {
-            "epoch": moment.epoch,
-            "batch": moment.done,
-            "is_epoch_over": moment.is_epoch_over,
+        metadata = {  # These names are those on disk.
+            "epoch": point.position.epoch,
+            "batch": point.position.batch,
+            "is_epoch_over": point.is_epoch_over,
             "is_finished": is_finished,
             "stop_training": bool(self._model.stop_training),
             "rows": self._data.rows,
-            "position": moment.position.to_json() if moment.position else None,
-            "hooks": moment.hooks,
-            "random": moment.random,
+            "position": point.iterator.to_json() if point.iterator else None,
+            "hooks": point.data_hooks,
+            "random": point.random,
             "callbacks": attributes,
             "logs": jax.tree.unflatten(structure, range(len(logs))),
             "setup": self._setup,
@@ -251,68 +250,75 @@ class FitCheckpoint:
             "versions": self._versions,
             "variables": {name: variable.path for name, variable in self._variables.named().items()},
         }
-        copies = self._variables.copies() | moment.values | {f"logs/{n}": value for n, value in enumerate(logs)}
+        copies = self._variables.copies() | point.values | {f"logs/{n}": value for n, value in enumerate(logs)}
 
         def snapshot() -> Snapshot:
-            return Snapshot(arrays | {name: np.asarray(copy) for name, copy in copies.items()}, facts)
+            return Snapshot(arrays | {name: np.asarray(copy) for name, copy in copies.items()}, metadata)
 
         self._write(self._writer, snapshot)
 
-    def _now(self, epoch: int, done: int, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _Moment:
-        """This moment, with the values of some kinds of variables."""
-        position, random = self._data.get_state(is_epoch_over), capture_random_state()
+    def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
+        """The state now, with the values of some kinds of variables."""
+        iterator, random = self._data.get_state(is_epoch_over), capture_random_state()
         values = self._variables.copies(*kinds) if kinds else {}
-        return _Moment(epoch, done, is_epoch_over and done > 0, position, list(self._data.epoch_hooks), random, values)
+        is_over = is_epoch_over and position.batch > 0
+        return _SavePoint(position, is_over, iterator, list(self._data.epoch_hooks), random, values)
 
-    def _leave(self) -> None:
-        leave(self._preemption, self.step, self._backup.directory, self._writer, self._announce)
+    def _exit(self) -> None:
+        step = self._position.step
+        exit_after_checkpoint(self._preemption, step, self._backup.directory, self._writer, self._log)
 
     def _write(self, writer: BackgroundWriter, make: Callable[[], Snapshot]) -> None:
+        step = self._position.step
         try:
-            writer.submit(self.step, make)
+            writer.submit(step, make)
             if not self._backup.async_:
                 writer.wait()
         except CheckpointError as error:
-            self._announce(f"no checkpoint at step {self.step}: {error}")
+            self._log(f"no checkpoint at step {step}: {error}")
 
-    # Taking up.
+    # Resuming.
 
-    def _refuse_other_setup(self) -> None:
-        then = self._facts["setup"]
+    def _check_setup(self) -> None:
+        then = self.resumed.metadata["setup"]
         changed = [name for name in self._setup if then.get(name) != self._setup[name]]
         if changed and not self._backup.allow_changes:
             lines = "; ".join(f"{name}: {then.get(name)} then, {self._setup[name]} now" for name in changed)
             raise CheckpointError(
-                f"{self._backup.directory}: the checkpoint of step {self.step} is from a run with another set-up, and going on would "
-                f"give other numbers than either: {lines}. Make it the same, say BackupAndRestore(allow_changes=True), or take another directory."
+                f"{self._checkpoint_name} is from a run with another set-up, and resuming it would give other numbers than either: "
+                f"{lines}. Fix: make the set-up the same, say BackupAndRestore(allow_changes=True), or take another directory."
             )
 
-    def _tell_of_batch(self) -> None:
-        """Once, when the first step is done."""
-        then, self._trained = self._trained, None
-        if then and self._data.rows and is_on():
-            now = replace(then, rows=self._data.rows)
-            for finding in about_changed_batch(now, then, "fit", "the run that goes on"):
-                self._announce(f"Model {self._model.name!r}: {finding.line}.")
-
-    def _refuse_replay(self) -> None:
-        position = self._position
+    def _check_replay(self) -> None:
+        position = self.resumed.iterator
         if position and not self._backup.replay and not self._data.can_seek:
             raise InputError(
                 f"The {self._data.name} stands at batch {position.batches}, and its place can be found only by reading it again from its "
-                "beginning: say BackupAndRestore(replay=True), or use arrays, a keras.utils.PyDataset or a function step -> batch."
+                "beginning. Fix: say BackupAndRestore(replay=True), or use arrays, a keras.utils.PyDataset or a function step -> batch."
             )
 
+    def _report_changed_batch(self) -> None:
+        """Log, after the first step, if the batch has changed and the learning rate has not."""
+        then, self._earlier_fit = self._earlier_fit, None
+        if then and self._data.rows and is_on():
+            now = replace(then, rows=self._data.rows)
+            for finding in about_changed_batch(now, then, "fit", "the resumed run"):
+                self._log(f"Model {self._model.name!r}: {finding.line}.")
+
+    @property
+    def _checkpoint_name(self) -> str:
+        return f"{self._backup.directory}: the checkpoint of step {self.resumed.position.step}"
+
     def _restore(self) -> None:
-        where = f"{self._backup.directory}: the checkpoint of step {self.step}"
-        self._variables.set(self._arrays, self._facts["variables"], where)
-        entries: list[Any] = list(self._facts["callbacks"])
-        # Of several of one class, in their order; others may have come or gone.
-        for callback, begun_with in zip(self._others, self._begun_with, strict=True):
-            own = next((entry for entry in entries if entry[0] == type(callback).__name__), None)
-            if own:
-                entries.remove(own)
-                unpacked_attributes(callback, own[1], self._arrays, begun_with)
-        self._model.stop_training = self.is_stopped or (self._facts["stop_training"] and self.done > 0)
-        if self._position is None:  # Else it belongs to the pass, which restores it.
-            restore_random_state(self._facts["random"])
+        arrays, metadata = self.resumed.arrays, self.resumed.metadata
+        self._variables.set(arrays, metadata["variables"], self._checkpoint_name)
+        entries: list[Any] = list(metadata["callbacks"])
+        # Several callbacks of one class are matched in their order; others may have been added or removed.
+        for callback, first in zip(self._other_callbacks, self._first_attributes, strict=True):
+            entry = next((entry for entry in entries if entry[0] == type(callback).__name__), None)
+            if entry:
+                entries.remove(entry)
+                unpacked_attributes(callback, entry[1], arrays, first)
+        self._model.stop_training = self.is_stopped or (metadata["stop_training"] and self.resumed.position.batch > 0)
+        if self.resumed.iterator is None:  # Else the pass restores the random state.
+            restore_random_state(metadata["random"])

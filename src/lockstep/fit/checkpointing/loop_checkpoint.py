@@ -1,4 +1,4 @@
-"""Checkpoints for a loop of one's own: a tree of arrays and the number of steps that made it."""
+"""Checkpoints for a custom training loop: a tree of arrays and the number of steps that made it."""
 
 import os
 from collections.abc import Callable
@@ -16,22 +16,22 @@ from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.iterator_state import capture_random_state, restore_random_state
 from lockstep.fit.checkpointing.model_state import copies_of
-from lockstep.fit.checkpointing.preemption import Preemption, leave
+from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 from lockstep.fit.checkpointing.save_schedule import SaveFrequency
 
 __all__ = ["Checkpoint"]
 
 
 class Checkpoint:
-    """The checkpoints of a loop; ``strategy.checkpoint`` makes it. A context manager: at its end all is written.
+    """The checkpoints of a custom training loop; ``strategy.checkpoint`` makes it. A context manager: its exit waits until all are written.
 
     Args:
-        directory: where they are; one for each run.
-        frequency: of what is written.
-        keep: how many stay.
+        directory: of the checkpoints; one for each run.
+        frequency: when to save.
+        keep: number of the newest checkpoints that are kept.
         placement: the devices.
-        process_group: the processes; the first one writes.
-        announce: takes a line for the user.
+        process_group: all processes; the first writes.
+        log: takes a line for the user.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Checkpoint:
         keep: int,
         placement: Placement,
         process_group: ProcessGroup,
-        announce: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._placement, self._process_group, self._announce = placement, process_group, announce
-        self._store = CheckpointStore(directory, keep, announce=announce)
+        self._placement, self._process_group, self._log = placement, process_group, log
+        self._store = CheckpointStore(directory, keep, log=log)
         self._frequency, self._step, self._versions = frequency, 0, used_versions()
         self._preemption = Preemption(process_group)
-        self._writer = BackgroundWriter(self._store, announce=announce) if process_group.process == 0 else None
+        self._writer = BackgroundWriter(self._store, log=log) if process_group.process == 0 else None
         if self._writer:
             self._store.lock()
 
@@ -60,60 +60,60 @@ class Checkpoint:
         self._preemption.__exit__(*error)
 
     def restore(self, state: Any) -> tuple[Any, int]:
-        """The state to begin with, and the number of steps that are done.
+        """Return the state to begin with, and the number of steps that are done.
 
-        The global states of ``random`` and ``numpy.random`` are those of the checkpoint, too.
+        The global states of ``random`` and ``numpy.random`` are restored, too.
 
         Args:
-            state: a tree of arrays as the loop begins without a checkpoint.
+            state: a tree of arrays: the first state of the loop without a checkpoint.
 
         Returns:
-            The tree, on the strategy's devices, out of the newest good checkpoint; as given, with 0, where there is none.
+            The tree of the newest good checkpoint, on the strategy's devices; ``state`` and 0 if there is no checkpoint.
 
         Raises:
-            CheckpointError: none is good, or it is of another tree.
+            CheckpointError: no checkpoint is good, or it has another tree.
         """
         loaded = self._store.newest() if self._writer else None
         found = self._process_group.broadcast_from_chief(
-            (loaded.step, loaded.snapshot.arrays, loaded.snapshot.facts) if loaded else None
+            (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
         )
         if found is None:
             return state, 0
-        step, arrays, facts = found
+        step, arrays, metadata = found
         names, structure = _named(state)
         differ = [name for name, leaf in names.items() if name not in arrays or arrays[name].shape != np.shape(leaf)]
         if differ or len(names) != len(arrays):
             raise CheckpointError(
                 f"{self._store.directory}: the checkpoint of step {step} is of another state: {differ[0] if differ else 'it has'} "
-                f"{'is absent or of another shape' if differ else f'{len(arrays)} arrays, and here are {len(names)}'}. Make the state as it "
-                "was, or take another directory."
+                f"{'is absent or of another shape' if differ else f'{len(arrays)} arrays, and here are {len(names)}'}. Fix: make the state as "
+                "it was, or take another directory."
             )
-        restore_random_state(facts["random"])
+        restore_random_state(metadata["random"])
         self._step = step
-        self._announce(f"goes on from {self._store.directory} at step {step}")
+        self._log(f"resumes from {self._store.directory} at step {step}")
         placed = self._placement.put([arrays[name] for name in names])
         leaves = [_like(leaf, new) for leaf, new in zip(jax.tree.leaves(state), placed, strict=True)]
         return jax.tree.unflatten(structure, leaves), step
 
     def save(self, step: int, state: Any) -> None:
-        """Say that a step is done; where ``save_freq`` says so a checkpoint is written while the loop goes on.
+        """Report that a step is done. If ``save_freq`` says so, a checkpoint is written while the loop continues.
 
-        What cannot be written is told in a line, and older ones stay. Where this process, or another of the job, was asked to stop by
-        SIGTERM or SIGUSR1, all write their last checkpoint and end: to be called after the same steps in all processes.
+        A checkpoint that cannot be written is logged, and older ones are kept. If any process of the job got SIGTERM or SIGUSR1, the
+        last checkpoint is written and all processes exit; so all processes call this after the same steps.
 
         Args:
             step: number of steps that are done.
-            state: a tree of arrays, each of which every device has. It may be given away to the next step.
+            state: a tree of arrays, each of which every device has. It may be donated to the next step.
 
         Raises:
-            SystemExit: the process was asked to stop; with code 75.
+            SystemExit: with code 75, after a preemption.
         """
         before, self._step = self._step, step
         is_last = self._preemption.is_now()
         if is_last or self._frequency.is_due(before, step):
             self._write(step, state)
         if is_last:
-            leave(self._preemption, step, self._store.directory, self._writer, self._announce)
+            exit_after_checkpoint(self._preemption, step, self._store.directory, self._writer, self._log)
 
     def _write(self, step: int, state: Any) -> None:
         self._frequency.saved()
@@ -121,21 +121,23 @@ class Checkpoint:
             return
         names, _ = _named(state)
         copies = copies_of(list(names.values()))
-        facts = {"random": capture_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
+        metadata = {"random": capture_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
         try:
-            self._writer.submit(step, lambda: Snapshot(dict(zip(names, map(np.asarray, copies), strict=True)), facts))
+            self._writer.submit(
+                step, lambda: Snapshot(dict(zip(names, map(np.asarray, copies), strict=True)), metadata)
+            )
         except CheckpointError as error:
-            self._announce(f"no checkpoint at step {step}: {error}")
+            self._log(f"no checkpoint at step {step}: {error}")
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for checkpoints that are being written."""
         if self._writer:
             self._writer.close()
             self._store.close()
 
 
 def _named(state: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves by name, keys of random numbers as the integers that they are made of; and the structure."""
+    """Return the leaves by name, random keys as their integers, and the structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in named.items()}, structure

@@ -1,4 +1,4 @@
-"""The variables of a model in training, by name: their values at any time, and setting them."""
+"""Reads and sets the variables of a model in training, by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +17,13 @@ KINDS = ("trainable", "non_trainable", "optimizer", "metrics")
 
 
 class ModelVariables:
-    """All variables of a compiled model, named by kind and number, ``optimizer/3`` say.
+    """All variables of a compiled model, named by kind and number, such as ``optimizer/3``.
 
     Args:
-        model: that model.
+        model: a compiled model.
 
     Attributes:
-        state: what the last training step of the running epoch gave, as Keras's own variables do not have it until the epoch is over.
+        state: the state after the last training step of the running epoch; Keras's own variables do not have it until the epoch ends.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -36,7 +36,7 @@ class ModelVariables:
         return {f"{kind}/{number}": x for kind, group in groups for number, x in enumerate(group)}
 
     def copies(self, *kinds: str) -> dict[str, jax.Array]:
-        """Copies of their values now, because the next step takes their memory; of some kinds, or of all."""
+        """Copy the current values of some kinds of variables, or of all, as the next step reuses their memory."""
         named = self.named()
         if self.state is None or trainer.is_synced(self._model):
             values = {name: variable.value for name, variable in named.items()}
@@ -45,16 +45,16 @@ class ModelVariables:
         chosen = {name: value for name, value in values.items() if not kinds or name.partition("/")[0] in kinds}
         return dict(zip(chosen, copies_of(list(chosen.values())), strict=True))
 
-    def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], where: str) -> None:
-        """Give all variables other values.
+    def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
+        """Set all variables.
 
         Args:
-            arrays: by name.
-            paths: of the variables that had them.
-            where: they come from, for messages.
+            arrays: the values by name.
+            paths: paths of the variables from which the values were read.
+            source: of the values, for messages.
 
         Raises:
-            CheckpointError: there is none of the shape of a variable; then none is changed.
+            CheckpointError: a value is missing or of another shape; then no variable is changed.
         """
         named = self.named()
         for name, variable in named.items():
@@ -62,8 +62,8 @@ class ModelVariables:
             if kept is None or kept.shape != tuple(variable.shape):
                 found = "nothing" if kept is None else f"{paths[name]} of shape {kept.shape}"
                 raise CheckpointError(
-                    f"{where} is of another model: for {variable.path} of shape {tuple(variable.shape)} it has {found}. Build the model "
-                    "as it was, or take another directory."
+                    f"{source} is of another model: for {variable.path} of shape {tuple(variable.shape)} it has {found}. Fix: build the "
+                    "model as it was, or take another directory."
                 )
         for name, variable in named.items():
             variable.assign(arrays[name])
@@ -81,6 +81,6 @@ def _copied(values: list[Any]) -> list[Any]:
 
 
 def copies_of(values: list[Any]) -> list[jax.Array]:
-    """Copies that the devices make in their own time; of what every device has, the first one's."""
+    """Copy arrays asynchronously on their devices; of an array that every device has, copy the first device's."""
     arrays = map(jnp.asarray, values)
     return _copied([x.addressable_shards[0].data if x.is_fully_replicated else x for x in arrays])

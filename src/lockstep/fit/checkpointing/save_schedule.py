@@ -1,4 +1,4 @@
-"""How often to save: each so many steps, each so many seconds, or only where an epoch ends."""
+"""When to save a checkpoint: every n steps, every n seconds, or only at the end of each epoch."""
 
 import re
 import time
@@ -13,14 +13,14 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class SaveFrequency:
-    """What ``save_freq`` says.
+    """The schedule that ``save_freq`` describes.
 
     Args:
         save_freq: ``"epoch"``, a number of steps, or a time such as ``"30 s"``, ``"10min"`` or ``"2h"``.
-        clock: gives seconds, and is not set back.
+        clock: gives seconds; monotonic.
 
     Raises:
-        OptionError: it says something else.
+        OptionError: ``save_freq`` is something else.
 
     Example:
         >>> every = SaveFrequency(100)
@@ -34,17 +34,17 @@ class SaveFrequency:
         self.saved()
 
     def is_due(self, before: int, now: int) -> bool:
-        """Whether to save after the steps that lie between two numbers of steps."""
+        """Return whether to save now, given the number of steps before the last call and now."""
         is_late = self.seconds is not None and self._clock() - self._saved_at >= self.seconds
         return is_late or (self.steps is not None and now // self.steps > before // self.steps)
 
     def saved(self) -> None:
-        """Something was saved now."""
+        """Restart the clock after a save."""
         self._saved_at = self._clock()
 
 
 def _frequency(save_freq: str | int) -> tuple[int | None, float | None]:
-    """Steps or seconds from one checkpoint to the next; both None: only where epochs end."""
+    """Return steps and seconds from one checkpoint to the next; both None: only at the end of epochs."""
     if save_freq == "epoch":
         return None, None
     if not isinstance(save_freq, str):

@@ -1,4 +1,4 @@
-"""What callbacks have in common that look at the clock of a call of ``fit``."""
+"""Base class of the callbacks that read the step timer of a call of ``fit``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import jax
 import keras
 
 from lockstep._errors import ScopeError
+from lockstep.execution.train_functions import StepHook
 from lockstep.fit.monitoring.flops import FlopCounter
 from lockstep.fit.monitoring.step_timer import StepTimer
 
@@ -16,29 +17,32 @@ __all__ = ["Attachment", "MonitorCallback"]
 
 @dataclass(frozen=True)
 class Attachment:
-    """What a callback has during a call of ``fit``.
+    """What a monitoring callback may use during a call of ``fit``.
 
     Args:
-        clock: of the call.
-        devices: of all processes together.
-        counting: counts what a step computes.
-        resumed: returns whether training resumed from a checkpoint, once the first epoch begins.
-        is_chief: whether this process is the one that prints and writes.
-        announce: takes a line for the user.
+        timer: of the call.
+        devices: of all processes process_group.
+        flop_counter: counts the operations of a step.
+        is_resumed: says whether training resumes an earlier run, once the first epoch begins.
+        is_chief: whether this process prints and writes.
+        log: takes a line for the user.
+        add_step_hook: adds a hook until the call ends.
     """
 
-    clock: StepTimer
+    timer: StepTimer
     devices: tuple[jax.Device, ...]
-    counting: FlopCounter
-    resumed: Callable[[], bool]
+    flop_counter: FlopCounter
+    is_resumed: Callable[[], bool]
     is_chief: bool
-    announce: Callable[[str], None]
+    log: Callable[[str], None]
+    add_step_hook: Callable[[StepHook], None]
 
 
 class MonitorCallback(keras.callbacks.Callback):
-    """A callback that the strategy gives a clock to, around each call of ``fit``. None of them has a method for single batches.
+    """A callback that ``MonitorHook`` attaches to the step timer around each call of ``fit``.
 
-    With such a method Keras would fetch the logs of every step in the thread that trains, which then waits for the devices.
+    A subclass has no method for single batches: with one, Keras would fetch the logs of every step in the training thread, which then
+    waits for the devices.
     """
 
     def __init__(self) -> None:
@@ -47,10 +51,10 @@ class MonitorCallback(keras.callbacks.Callback):
 
     @property
     def attachment(self) -> Attachment:
-        """What there is during a call of ``fit``.
+        """The attachment to the running call of ``fit``.
 
         Raises:
-            ScopeError: the model is not one of a strategy.
+            ScopeError: the model does not belong to a strategy.
         """
         if self._attachment is None:
             raise ScopeError(
@@ -60,17 +64,17 @@ class MonitorCallback(keras.callbacks.Callback):
         return self._attachment
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
-        """A call of ``fit`` begins, whose arguments may be changed."""
+        """Start a call of ``fit``, whose arguments may be changed."""
         self._attachment = attachment
 
     def detach(self) -> None:
-        """It has ended, in whatever way."""
+        """End the call, also after an exception."""
         self._attachment = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Keras says that training begins.
+        """See Keras.
 
         Raises:
-            ScopeError: the model is not one of a strategy.
+            ScopeError: the model does not belong to a strategy.
         """
         self.attachment  # noqa: B018  # raises

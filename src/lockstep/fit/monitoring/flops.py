@@ -1,8 +1,8 @@
-"""How much a training step computes, and how much a device could: for the share of it that is used.
+"""Floating-point operations (FLOPs) of a training step, and the peak rate of devices, for model FLOPs utilization (MFU).
 
 A step is counted once, from shapes alone: Keras's own step for one device on the whole batch is traced and lowered, not compiled, and XLA adds up its
-operations (``jax.stages.Lowered.cost_analysis``). What is computed twice to save memory, or on several devices, thus counts once, as in
-https://arxiv.org/abs/2204.02311, appendix B. Programs that XLA does not look into (kernels of libraries and of one's own) count as nothing.
+operations (``jax.stages.Lowered.cost_analysis``). Operations that are repeated to save memory, or on several devices, thus count once, as in
+https://arxiv.org/abs/2204.02311, appendix B. Programs that XLA cannot analyze (library kernels and custom kernels) count as nothing.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.execution.executors import EagerExecutor
-from lockstep.execution.train_functions import StepFunctions, StepListener
+from lockstep.execution.train_functions import StepFunctions, StepHook
 
 __all__ = ["PEAKS", "FlopCounter", "flops_of_step", "peak_of"]
 
@@ -48,7 +48,7 @@ PEAKS = {
 
 
 def peak_of(device_kind: str) -> float | None:
-    """Floating-point operations a second that a device can do at most; None where that is not known.
+    """Return the peak floating-point operations a second of a device; None if unknown.
 
     Example:
         >>> peak_of("NVIDIA A100-SXM4-80GB"), peak_of("cpu")
@@ -59,7 +59,7 @@ def peak_of(device_kind: str) -> float | None:
 
 
 def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
-    """Floating-point operations of a training step; None where XLA cannot say.
+    """Return the floating-point operations of a training step; None if XLA cannot count them.
 
     Args:
         model: a compiled model.
@@ -69,19 +69,19 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     device = jax.local_devices()[0]
     alone = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
     executor = EagerExecutor(device)
-    step = StepFunctions(model, alone, executor, lambda sentence: None, StepListener()).build_step(executor, "train")
+    step = StepFunctions(model, alone, executor, lambda sentence: None).build_step(executor, "train")
     shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
     found = jax.jit(step).lower(shapes, _shapes(batch)).cost_analysis()
     flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
     return float(flops) if flops > 0 else None
 
 
-class FlopCounter(StepListener):
-    """Counts the operations of the first training step, if anybody wants to know.
+class FlopCounter(StepHook):
+    """Counts the operations of the first training step, if a callback needs them.
 
     Attributes:
-        is_wanted: whether it is to be counted.
-        per_row: operations of a step for each row of its batch; None where they are not known.
+        is_wanted: whether they are to be counted.
+        per_row: operations of a step for each row of its batch; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -90,14 +90,14 @@ class FlopCounter(StepListener):
         self._batch: Any = None
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepListener`."""
-        if self.is_wanted:
+        """See :class:`StepHook`."""
+        if self.is_wanted and kind == "train":
             self._batch = _shapes(batch)
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepListener`."""
+        """See :class:`StepHook`."""
         leaves = jax.tree.leaves(self._batch)
-        if self.is_wanted and leaves:
+        if self.is_wanted and kind == "train" and leaves:
             self.is_wanted, flops = False, flops_of_step(model, state, self._batch)
             self.per_row = flops / leaves[0].shape[0] if flops else None
 

@@ -1,4 +1,4 @@
-"""A display of training in a terminal: where it is, how fast, what it waits for, and the newest logs."""
+"""A progress display of training in a terminal: step, speed, wait for data, and the newest logs."""
 
 import math
 import time
@@ -13,22 +13,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.execution.train_functions import StepListener
+from lockstep.execution.train_functions import StepHook
 from lockstep.fit.monitoring.base_callback import Attachment, MonitorCallback
 from lockstep.fit.monitoring.step_timer import FitProgress, StepTimer, TimerReading
 from lockstep.fit.monitoring.throughput import NAMES
 
 __all__ = ["RichProgress"]
 
-_PER_SECOND = 4  # looks at the logs, each of which fetches some numbers from a device
+_PER_SECOND = 4  # refreshes; each fetches some numbers from a device
 _WIDTH = 30  # of the bar, in characters
 
 
 class RichProgress(MonitorCallback):
     """Shows epoch, step, rows a second, the share of the time spent waiting for data, the time left and the logs, in place of Keras's bar.
 
-    One display stands for all workers: the chief shows it, and its rows are those of the global batch. The logs are fetched a few times a second, by a
-    thread, so no step waits for them. Where the output is no terminal, or a notebook, Keras's own bar stays as it is.
+    The chief shows one display for all workers, and counts the rows of the global batch. A thread fetches the logs a few times a second, so no
+    step waits for them. If the output is not a terminal, or is a notebook, Keras's own bar stays.
 
     Example:
         >>> import keras, lockstep, numpy as np
@@ -50,7 +50,8 @@ class RichProgress(MonitorCallback):
         is_shown = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
         if attachment.is_chief and is_shown:
             arguments["verbose"] = 0
-            self._display = _Display(attachment.clock, console)
+            self._display = _Display(attachment.timer, console)
+            attachment.add_step_hook(self._display)
 
     def detach(self) -> None:
         """See the base class."""
@@ -60,35 +61,35 @@ class RichProgress(MonitorCallback):
         super().detach()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Keras says that an epoch begins."""
+        """See Keras."""
         if self._display:
             self._display.begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Keras says that an epoch has ended."""
+        """See Keras."""
         if self._display:
             self._display.end_epoch(logs or {})
 
 
-class _Display(StepListener):
-    """The line of the running epoch, which a thread draws, and those of the epochs that are over.
+class _Display(StepHook):
+    """The line of the running epoch, which a thread draws, and the lines of the epochs before.
 
     Args:
-        clock: of the call of ``fit``.
-        console: where it is shown.
+        timer: of the call of ``fit``.
+        console: to write to.
     """
 
-    def __init__(self, clock: StepTimer, console: Console) -> None:
-        self._clock, self._console = clock, console
-        self._before: Any = None  # logs of the step before the newest, which has most likely been done
+    def __init__(self, timer: StepTimer, console: Console) -> None:
+        self._timer, self._console = timer, console
+        self._before: Any = None  # logs of the step before the newest step; the devices have most likely computed them
         self._newest: Any = None
         self._began = time.monotonic()
         self._live: Live | None = None
-        clock.followers.append(self)
 
     def on_step_end(self, model: Any, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepListener`."""
-        self._before, self._newest = self._newest, logs
+        """See :class:`StepHook`."""
+        if kind == "train":
+            self._before, self._newest = self._newest, logs
 
     def begin_epoch(self) -> None:
         """Show the line of a new epoch."""
@@ -100,46 +101,46 @@ class _Display(StepListener):
         self._live.start()
 
     def end_epoch(self, logs: Mapping[str, Any]) -> None:
-        """Leave the epoch's line with its last logs."""
+        """Print the epoch's line with its last logs."""
         self.stop()
         seconds = time.monotonic() - self._began
         shown = {name: value for name, value in logs.items() if name not in NAMES}
-        self._console.out(_line(self._clock.course, self._clock.of_epoch, _clock_time(seconds), shown).plain)
+        self._console.out(_line(self._timer.progress, self._timer.of_epoch, _clock_time(seconds), shown).plain)
 
     def stop(self) -> None:
-        """Show nothing."""
+        """Remove the line."""
         live, self._live = self._live, None
         if live:
             live.stop()
 
     def _drawn(self) -> RenderableType:
-        course, recent, before, phase = self._clock.course, self._clock.recent, self._before, self._clock.phase[0]
+        progress, recent, before, phase = self._timer.progress, self._timer.recent, self._before, self._timer.phase[0]
         logs = jax.device_get(before) if isinstance(before, dict) else {}
-        timing = phase if phase in ("compiling", "validation", "prediction") else f"ETA {_time_left(course, recent)}"
+        timing = phase if phase in ("compiling", "validation", "prediction") else f"ETA {_time_left(progress, recent)}"
         table = Table.grid(padding=(0, 1))
         table.add_row(
-            ProgressBar(total=course.steps, completed=course.done, width=_WIDTH, pulse=course.steps is None),
-            _line(course, recent, timing, logs),
+            ProgressBar(total=progress.steps, completed=progress.done, width=_WIDTH, pulse=progress.steps is None),
+            _line(progress, recent, timing, logs),
         )
         return Group(table)
 
 
-def _line(course: FitProgress, reading: TimerReading, timing: str, logs: Mapping[str, Any]) -> Text:
-    parts = [f"epoch {course.epoch + 1}/{course.epochs}", f"step {course.done}/{course.steps or '?'}"]
+def _line(progress: FitProgress, reading: TimerReading, timing: str, logs: Mapping[str, Any]) -> Text:
+    parts = [f"epoch {progress.epoch + 1}/{progress.epochs}", f"step {progress.done}/{progress.steps or '?'}"]
     if reading.steps and reading.seconds > 0:
         parts += [f"{reading.rows / reading.seconds:,.0f} rows/s", f"waits {reading.waited / reading.seconds:.0%}"]
     values = ((name, value) for name, value in logs.items() if not isinstance(value, dict) and np.size(value) == 1)
     return Text(" · ".join([*parts, timing, *(f"{name} {np.asarray(value).item():.4g}" for name, value in values)]))
 
 
-def _time_left(course: FitProgress, reading: TimerReading) -> str:
-    if course.steps is None or not reading.steps:
+def _time_left(progress: FitProgress, reading: TimerReading) -> str:
+    if progress.steps is None or not reading.steps:
         return "-"
-    return _clock_time(math.ceil((course.steps - course.done) * reading.seconds / reading.steps))
+    return _clock_time(math.ceil((progress.steps - progress.done) * reading.seconds / reading.steps))
 
 
 def _clock_time(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Format seconds as hours, minutes and seconds.
 
     Example:
         >>> _clock_time(3725.2)

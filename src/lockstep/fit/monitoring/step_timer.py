@@ -1,8 +1,8 @@
-"""Measures the training steps of one call of ``fit``: their time, their rows, and how long no step could run for lack of data.
+"""Measures the training steps of one call of ``fit``: their time, their rows, and the wait for data.
 
-Steps run on the devices while the host starts the next ones, so a single step has no time of its own here. What is measured are spans: from the
-first read after a pause to the next pause, where the devices have done all that was started. Validation, callbacks at the end of an epoch and
-steps that are compiled are pauses. Within a span nothing waits for the devices.
+Steps run on the devices while the host starts the next ones, so the host cannot time a single step. It measures spans: from the first
+fetch after a pause to the next pause, when the devices have done all steps that were started. Validation, callbacks at the end of an
+epoch and steps that are compiled are pauses. Within a span nothing waits for the devices.
 """
 
 import time
@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from lockstep.data.device_placement import PlacedRows
-from lockstep.execution.train_functions import StepListener
+from lockstep.execution.train_functions import StepHook
 
 __all__ = ["FitProgress", "StepTimer", "TimerReading"]
 
@@ -24,77 +24,68 @@ _OTHERS = {"test": "validation", "predict": "prediction"}
 
 
 class TimerReading(NamedTuple):
-    """What was measured, all together or from one moment to another."""
+    """Sums over measured steps: of a whole call, or between two times."""
 
     steps: int = 0
     rows: int = 0
     seconds: float = 0.0
-    waited: float = 0.0  # seconds for which no step could run for lack of data
+    waited: float = 0.0  # seconds in which no step could run for lack of data
 
     def since(self, earlier: "TimerReading") -> "TimerReading":
-        """What came after ``earlier``."""
+        """Return the difference to an earlier reading."""
         steps, rows, seconds, waited = earlier
         return TimerReading(self.steps - steps, self.rows - rows, self.seconds - seconds, self.waited - waited)
 
 
 class FitProgress(NamedTuple):
-    """Where a call of ``fit`` stands, for those who show it."""
+    """Progress of a call of ``fit``, to be displayed."""
 
     epoch: int = 0  # from 0
     epochs: int = 1
     done: int = 0  # steps of this epoch
-    steps: int | None = None  # of each epoch, where that is known
+    steps: int | None = None  # of each epoch, if known
     total: int = 0  # steps since the optimizer was made
 
 
-class StepTimer(StepListener):
-    """The clock of one call of ``fit``; hears of each step, tells others, and is asked from any thread.
+class StepTimer(StepHook):
+    """Timer of one call of ``fit``. It is called around each step, and may be read from any thread.
 
     Args:
-        inner: who is told of each step besides.
-        waited: gives the seconds in all for which no step could run for lack of data.
+        waited: gives the total seconds in which no step could run for lack of data.
         window: number of steps that :attr:`recent` looks back.
         clock: gives seconds.
 
     Attributes:
-        course: where training stands.
+        progress: of the call.
         has_begun: whether an epoch has begun.
-        phase: what the thread that trains does, and since when.
+        phase: what the training thread does, and since when.
         logs: of the newest step, on the devices.
-        followers: are told of training steps after the clock.
     """
 
     def __init__(
-        self,
-        inner: StepListener,
-        waited: Callable[[], float],
-        window: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, waited: Callable[[], float], window: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._inner, self._waited, self._clock = inner, waited, clock
-        self.course, self.phase, self.has_begun = FitProgress(), ("start", clock()), False
+        self._waited, self._clock = waited, clock
+        self.progress, self.phase, self.has_begun = FitProgress(), ("start", clock()), False
         self.logs: Any = None
-        self.followers: list[StepListener] = []
         self._counts: dict[Any, int] = {}
         self._rows, self._is_compiling = 0, False
-        self._done = TimerReading()  # in spans that are over
+        self._done = TimerReading()  # in spans that have ended
         self._opened: tuple[float, float, int] | None = None  # time, waits and steps at the begin of the span
         self._steps = self._rows_done = 0
         self._recent: deque[TimerReading] = deque(maxlen=window + 1)
         self._epoch_began = TimerReading()
 
-    # What the strategy and Keras's loop tell.
+    # Steps and Keras's loop.
 
     def on_fetch(self) -> None:
-        """See :class:`StepListener`."""
-        self._inner.on_fetch()
+        """See :class:`StepHook`."""
         self.enter("data")
         if self._opened is None:
             self._open()
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """See :class:`StepListener`."""
-        self._inner.on_step_start(model, kind, batch)
+        """See :class:`StepHook`."""
         if kind != "train":
             self.pause()
             self.enter(_OTHERS[kind])
@@ -106,16 +97,13 @@ class StepTimer(StepListener):
             self._counts[shapes] = count + 1
             self.pause()
         self.enter("compiling" if count == 0 else "step")
-        for follower in self.followers:
-            follower.on_step_start(model, kind, batch)
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """See :class:`StepListener`."""
-        self._inner.on_step_end(model, kind, state, logs)
+        """See :class:`StepHook`."""
         if kind != "train":
             return
         self.logs = logs
-        self.course = self.course._replace(done=self.course.done + 1, total=self.course.total + 1)
+        self.progress = self.progress._replace(done=self.progress.done + 1, total=self.progress.total + 1)
         self.enter("step")
         if self._is_compiling:
             jax.block_until_ready(logs)  # What follows is measured without it.
@@ -123,20 +111,14 @@ class StepTimer(StepListener):
             self._steps += 1
             self._rows_done += self._rows
             self._recent.append(self.reading)
-        for follower in self.followers:
-            follower.on_step_end(model, kind, state, logs)
 
-    def on_pause(self) -> None:
-        """See :class:`StepListener`."""
-        self._inner.on_pause()
-
-    def begin_epoch(self, course: FitProgress) -> None:
-        """An epoch begins."""
-        self.course, self.has_begun = course, True
+    def begin_epoch(self, progress: FitProgress) -> None:
+        """Start to measure an epoch."""
+        self.progress, self.has_begun = progress, True
         self._epoch_began = self.reading
 
     def pause(self) -> None:
-        """Something else than training comes, or the end."""
+        """End the span, as something else than training follows."""
         if self._opened is not None and self._steps > self._opened[2]:
             jax.block_until_ready(self.logs)
             self._done = self.reading
@@ -144,14 +126,14 @@ class StepTimer(StepListener):
         self._opened = None
 
     def enter(self, phase: str) -> None:
-        """The thread that trains does something else from now on."""
+        """Set what the training thread does from now on."""
         self.phase = (phase, self._clock())
 
-    # What others ask.
+    # Readings.
 
     @property
     def reading(self) -> TimerReading:
-        """All that was measured so far."""
+        """All steps measured so far."""
         opened, seconds, waited = self._opened, self._done.seconds, self._done.waited
         if opened is not None:
             seconds, waited = seconds + self._clock() - opened[0], waited + self._waited() - opened[1]
@@ -159,7 +141,7 @@ class StepTimer(StepListener):
 
     @property
     def recent(self) -> TimerReading:
-        """The last steps, no more than the window."""
+        """The last steps, at most ``window``."""
         try:
             return self._recent[-1].since(self._recent[0])
         except IndexError:
@@ -171,7 +153,7 @@ class StepTimer(StepListener):
         return self.reading.since(self._epoch_began)
 
     def seconds_in_phase(self) -> float:
-        """For how long the phase has lasted."""
+        """How long the current phase has lasted."""
         return self._clock() - self.phase[1]
 
     def _open(self) -> None:

@@ -1,4 +1,4 @@
-"""How fast training is, in the logs of each epoch."""
+"""Throughput, step time and model FLOPs utilization in the logs of each epoch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ NAMES = (
 
 
 def numbers_of(reading: TimerReading, devices: int) -> dict[str, float]:
-    """What was measured, by the names of the logs; NaN where no step was measured.
+    """Return a reading by the names of the logs; NaN if no step was measured.
 
     Example:
         >>> numbers_of(TimerReading(steps=10, rows=640, seconds=2.0, waited=0.5), devices=2)["time/step"]
@@ -34,21 +34,21 @@ def numbers_of(reading: TimerReading, devices: int) -> dict[str, float]:
 
 
 class ThroughputMonitor(MonitorCallback):
-    """Adds to the logs of each epoch how fast it was, and what it has waited for.
+    """Adds throughput, step time and the wait for data to the logs of each epoch.
 
-    The logs, and with them the history and whatever else writes them (``keras.callbacks.CSVLogger``), get
+    The logs, and with them the history and callbacks that write the logs (``keras.callbacks.CSVLogger``), get
 
     - ``throughput/samples_per_sec``: rows of the global batch a second; ``throughput/device/samples_per_sec``: for each device;
-    - ``time/step``: seconds from step to step; ``time/data_wait``: seconds of these in which no step could run for lack of data;
-    - ``mfu``: the share of what the devices could compute at most that the step needs, where that is known.
+    - ``time/step``: seconds from step to step; ``time/data_wait``: seconds of that in which no step could run for lack of data;
+    - ``mfu``: model FLOPs utilization, the operations of the step as a share of the peak of the devices, if both are known.
 
-    They are those of all steps of the epoch but the ones that were compiled, without validation; NaN in an epoch that has no others. Each worker
-    measures for itself. Nothing waits for the devices, and the place among the callbacks does not matter.
+    All steps of the epoch count, except those that were compiled; validation does not. The values are NaN in an epoch without such steps. Each
+    worker measures its own steps. No step waits for the devices, and the order of the callbacks does not matter.
 
     Args:
         window: number of steps that :attr:`last` looks back.
         peak_flops: floating-point operations a second that *one* device can do at most; by default those of the data sheet at 16 bits, for
-            accelerators that are known.
+            known accelerators.
 
     Raises:
         OptionError: an argument is out of its range.
@@ -78,15 +78,15 @@ class ThroughputMonitor(MonitorCallback):
 
     @property
     def last(self) -> Mapping[str, float]:
-        """The numbers of the last ``window`` steps by the names of the logs; may be asked for at any time, also after ``fit``."""
+        """The numbers of the last ``window`` steps by the names of the logs; may be read at any time, also after ``fit``."""
         if self._attachment is not None:
-            self._last = self._numbers(self._attachment.clock.recent)
+            self._last = self._numbers(self._attachment.timer.recent)
         return dict(self._last)
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
         """See the base class."""
         super().attach(attachment, arguments)
-        attachment.counting.is_wanted |= self._peak(attachment) is not None
+        attachment.flop_counter.is_wanted |= self._peak(attachment) is not None
 
     def detach(self) -> None:
         """See the base class."""
@@ -94,9 +94,9 @@ class ThroughputMonitor(MonitorCallback):
         super().detach()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Keras says that an epoch ends: the logs get the numbers."""
+        """Add the numbers to the logs."""
         if logs is not None:
-            logs.update(self._numbers(self.attachment.clock.of_epoch))
+            logs.update(self._numbers(self.attachment.timer.of_epoch))
 
     def _peak(self, attachment: Attachment) -> float | None:
         return self.peak_flops or peak_of(attachment.devices[0].device_kind)
@@ -104,7 +104,7 @@ class ThroughputMonitor(MonitorCallback):
     def _numbers(self, reading: TimerReading) -> dict[str, float]:
         attachment = self.attachment
         numbers = numbers_of(reading, len(attachment.devices))
-        peak, per_row = self._peak(attachment), attachment.counting.per_row
+        peak, per_row = self._peak(attachment), attachment.flop_counter.per_row
         if peak and per_row:
             numbers["mfu"] = per_row * numbers["throughput/device/samples_per_sec"] / peak
         return numbers

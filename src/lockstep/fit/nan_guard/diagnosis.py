@@ -14,7 +14,7 @@ from lockstep.fit.nan_guard.debug_replay import count_of, rerun, whole_batch
 from lockstep.fit.nan_guard.layer_trace import LayerTrace, NonFiniteValue
 from lockstep.fit.nan_guard.nonfinite import counted, kind_of, listed, rows_of
 
-__all__ = ["Diagnosis", "described_facts", "diagnose"]
+__all__ = ["Diagnosis", "describe_nonfinite", "diagnose"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Diagnosis:
     rows: tuple[int, ...] = ()
 
 
-def described_facts(model: keras.Model, bad: Sequence[tuple[int, int] | str]) -> str:
+def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str]) -> str:
     """What a step has left that is not finite.
 
     Args:

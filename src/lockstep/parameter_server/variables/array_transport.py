@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.checkpoint.dtypes import DTYPES
+from lockstep.checkpoint.snapshot import DTYPES
 from lockstep.distributed.cluster.addresses import join_address
 from lockstep.distributed.control.protocol import FrameDecoder, ProtocolError, encode
 from lockstep.parameter_server.variables.sharding import VariableSpec

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError
-from lockstep.checkpoint.dtypes import widened
-from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.npz import write_arrays
+from lockstep.checkpoint.format import Manifest, write_arrays
 from lockstep.checkpoint.paths import step_of
 from lockstep.checkpoint.reader import MANIFEST, Loaded, describe, read
+from lockstep.checkpoint.snapshot import widened
 from lockstep.checkpoint.store import CheckpointStore
 
 __all__ = ["chosen", "export", "loaded_from", "table"]
@@ -67,12 +66,12 @@ def table(paths: list[Path], verbose: bool) -> Iterator[str]:
 
 
 def _row(manifest: Manifest) -> str:
-    facts: Mapping[str, Any] = manifest.facts
-    versions = facts.get("versions", "-")
+    metadata: Mapping[str, Any] = manifest.metadata
+    versions = metadata.get("versions", "-")
     if isinstance(versions, dict):
         versions = ", ".join(f"{name} {version}" for name, version in versions.items())
-    numbers = (str(facts.get(name, "-")) for name in ("epoch", "batch"))
-    return _ROW.format(manifest.step, *numbers, f"{manifest.bytes:,}", str(facts.get("replicas", "-")), versions)
+    numbers = (str(metadata.get(name, "-")) for name in ("epoch", "batch"))
+    return _ROW.format(manifest.step, *numbers, f"{manifest.bytes:,}", str(metadata.get("replicas", "-")), versions)
 
 
 def _arrays(manifest: Manifest) -> Iterator[str]:

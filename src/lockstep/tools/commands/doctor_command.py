@@ -28,7 +28,7 @@ from lockstep.doctor.fit_call import FitCall, RuntimeSettings, caller
 from lockstep.doctor.full_check import examine
 from lockstep.doctor.settings import is_on, set_doctor
 from lockstep.execution.executors import SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions, StepListener
+from lockstep.execution.train_functions import StepFunctions
 from lockstep.strategies.diagnostics import Diagnostics, examined
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 
@@ -122,7 +122,7 @@ def _on_one_device(program: FitCall) -> Report:
         return nullcontext()
 
     executor = SpmdExecutor(placement, AutoAllReduce())
-    functions = StepFunctions(program.model, placement, executor, lambda _: None, StepListener())
+    functions = StepFunctions(program.model, placement, executor, lambda _: None)
     inputs = InputFactory(placement, InputOptions(), ProcessGroup(), around, FitObserver())
     setting = RuntimeSettings(devices=(device,), has_strategy=False)
     report = examine(replace(program, setting=setting), functions, inputs, os.environ)

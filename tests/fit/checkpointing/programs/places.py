@@ -36,11 +36,12 @@ class Fault:
     def install(self):
         """Take the place of the functions that write, and of what hears that a step was started."""
         write_arrays, rename, delete = writing.write_arrays, os.rename, writing._delete
-        stepped = FitCheckpoint.stepped
+        step_ended = FitCheckpoint.on_step_end
 
-        def started(run, state):
-            stepped(run, state)
-            self.come_by("a step runs")
+        def started(run, model, kind, state, logs):
+            step_ended(run, model, kind, state, logs)
+            if kind == "train":
+                self.come_by("a step runs")
 
         def written(file, arrays):
             def half_way():
@@ -60,7 +61,7 @@ class Fault:
             self.come_by("an old one is deleted")
             delete(path)
 
-        FitCheckpoint.stepped = started
+        FitCheckpoint.on_step_end = started
         writing.write_arrays, writing._delete, os.rename = written, deleted, renamed
 
 

@@ -1,0 +1,110 @@
+"""Hooks around a call of ``fit`` and around its steps: what a hook is, what it is given, and how several are entered.
+
+Each strategy lists its hooks in one tuple, ``Strategy._fit_hooks``, with the reason for their order. A callback of ``fit`` that has a
+method ``around_fit`` is a hook, too (:class:`CallbackHooks`); ``docs/extending.md`` has an example.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import keras
+
+from lockstep._errors import OptionError
+from lockstep.data.device_placement import Placement
+from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.keras_adapter import KerasInput
+from lockstep.execution.train_functions import StepFunctions, StepHook
+from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
+
+__all__ = ["CallbackHooks", "FitContext", "FitHook", "StepHook", "callbacks_in", "entered", "single_callback"]
+
+Kind = TypeVar("Kind")
+
+
+@dataclass
+class FitContext:
+    """One call of ``fit``, as its hooks see it.
+
+    Args:
+        model: a model of a strategy.
+        arguments: of Keras's ``fit``, by name; hooks may change them.
+        functions: run the steps of the model; step hooks are added with ``functions.hooked``.
+        placement: devices and number of replicas.
+        process_group: all processes of the job.
+        setup: settings that a resumed run must share with the run before, as they determine its numbers.
+        log: takes a line for the user.
+
+    Attributes:
+        callbacks: those that the user gave to ``fit``, whatever hooks make of ``arguments["callbacks"]``.
+        checkpoint: writes the checkpoints of this call; ``CheckpointHook`` sets it, for the hooks after it.
+    """
+
+    model: keras.Model
+    arguments: dict[str, Any]
+    functions: StepFunctions
+    placement: Placement
+    process_group: ProcessGroup
+    setup: dict[str, Any]
+    log: Callable[[str], None]
+    checkpoint: FitCheckpoint | None = None
+
+    def __post_init__(self) -> None:
+        self.callbacks = callbacks_in(self.arguments)
+
+    @property
+    def data(self) -> KerasInput:
+        """The input of the call."""
+        data: KerasInput = self.arguments["x"]
+        return data
+
+
+@runtime_checkable
+class FitHook(Protocol):
+    """Has work to do before and after a call of ``fit``."""
+
+    def around_fit(self, context: FitContext) -> AbstractContextManager[Any]:
+        """Return a context manager that is open during the call.
+
+        All hooks of a call are asked before the first of these contexts is entered. A hook that refuses an argument raises here.
+        """
+
+
+def callbacks_in(arguments: dict[str, Any]) -> list[Any]:
+    """The callbacks among the arguments of a call of ``fit``, which takes one, several or None."""
+    given = arguments.get("callbacks")
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+def single_callback(callbacks: Iterable[Any], kind: type[Kind]) -> Kind | None:
+    """The one callback of a class; None if there is none.
+
+    Raises:
+        OptionError: there are several.
+    """
+    found = [callback for callback in callbacks if isinstance(callback, kind)]
+    if len(found) > 1:
+        raise OptionError(f"fit: callbacks: expected one {kind.__name__}, got {len(found)}.")
+    return found[0] if found else None
+
+
+def entered(hooks: Iterable[FitHook], context: FitContext) -> AbstractContextManager[None]:
+    """The contexts of some hooks in one; the first hook is the outermost."""
+    return _nested([hook.around_fit(context) for hook in hooks])
+
+
+@contextmanager
+def _nested(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+class CallbackHooks:
+    """The hooks among the callbacks of ``fit``, in their order there: those that have a method ``around_fit``."""
+
+    def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
+        """See :class:`FitHook`."""
+        return entered([callback for callback in context.callbacks if isinstance(callback, FitHook)], context)
