@@ -1,4 +1,4 @@
-"""Checkpoints are written while training goes on: in order, none left out, and what fails is told."""
+"""Checkpoints are written in the background: in order, none left out, and failures are logged."""
 
 import errno
 import os
@@ -115,15 +115,15 @@ def test_what_fails_is_told_and_kept_and_the_next_one_is_written(tmp_path, monke
     assert isinstance(writer.last_error, CheckpointError)
     assert writer.last_error.errno == errno.ENOSPC
     assert lines[-1].startswith(
-        f"the checkpoint of step 1 was not written, and training goes on: {tmp_path}: the checkpoint of step 1 cannot be"
+        f"the checkpoint of step 1 was not written, and training continues: {tmp_path}: the checkpoint of step 1 cannot be"
     )
     writer.submit(2, lambda: 1 / 0)
     assert writer.wait()
     assert isinstance(writer.last_error, ZeroDivisionError)
-    assert lines[-1].endswith("of step 2 was not written, and training goes on: ZeroDivisionError: division by zero")
+    assert lines[-1].endswith("of step 2 was not written, and training continues: ZeroDivisionError: division by zero")
     writer.submit(3, lambda: sys.exit(3))
     assert writer.wait()
-    assert lines[-1].endswith("of step 3 was not written, and training goes on: SystemExit: 3")
+    assert lines[-1].endswith("of step 3 was not written, and training continues: SystemExit: 3")
     writer.submit(4, lambda: small(4))
     assert writer.close()
     assert writer.last_error is None

@@ -104,7 +104,7 @@ DAMAGES = {
     "no arrays": (lambda path: (path / "arrays.npz").unlink(), "arrays.npz: is missing."),
     "torn manifest": (
         lambda path: os.truncate(path / "manifest.json", 0),
-        "manifest.json: is empty; whatever wrote it was cut off.",
+        "manifest.json: is empty: its writer was interrupted.",
     ),
     "torn arrays": (
         lambda path: os.truncate(path / "arrays.npz", 100),

@@ -118,7 +118,7 @@ def test_a_holder_that_has_not_given_its_name_is_one_all_the_same(note, tmp_path
         file.write(note)
         file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match="another process, which has not given its name yet, writes"):
+        with pytest.raises(CheckpointError, match="another process, which has not written its name yet, writes"):
             CheckpointStore(tmp_path).lock()
 
 
@@ -130,7 +130,7 @@ def test_a_file_system_without_locks_is_told_of_and_nothing_of_another_writer_is
     (tmp_path / ".writing-step-000000002").mkdir()
     lines = []
     store = store_in(tmp_path, 1, 3, log=lines.append)
-    assert lines == [f"{tmp_path}: this file system has no locks: see that only one job writes there."]
+    assert lines == [f"{tmp_path}: this file system has no locks: make sure that only one job writes there."]
     assert names_in(tmp_path) == [".writing-step-000000002", "step-000000001", "step-000000003"]
     store.write(2, small(2))
     assert ".writing-step-000000002" not in names_in(tmp_path)

@@ -102,7 +102,7 @@ def test_a_checkpoint_without_arrays_is_one(tmp_path):
         ({"ω" * 40_000: np.zeros(1)}, {}, "a name of 80000 bytes"),
         ({}, {"a": {"b": [1, (2,)]}}, r"facts\['a'\]\['b'\]\[1\]: expected None, bool, .* got \(2,\) \(tuple\)"),
         ({}, {"a": {1: 2}}, r"facts\['a'\]: expected keys of type str, got 1"),
-        ({}, {"a": np.float32(1)}, "Numbers of NumPy belong to the arrays"),
+        ({}, {"a": np.float32(1)}, "Fix: put numbers of NumPy into the arrays"),
     ],
 )
 def test_what_would_not_come_back_is_refused(arrays, facts, message):

@@ -61,8 +61,8 @@ def test_later_steps_stay_and_are_told_of_once_and_are_discarded_where_that_is_a
         store.write(step, small(step))
     assert store.steps() == [6, 7, 20, 30]
     assert lines == [
-        f"{tmp_path}: step 5 was written, but there is step 30, which a resumed run would start from. If that belongs to a "
-        "run that was given up, remove it: discard_newer(5)."
+        f"{tmp_path}: step 5 was written, but there is step 30, which a resumed run would start from. Fix: if that belongs "
+        "to an abandoned run, remove it: discard_newer(5)."
     ]
     assert [path.name for path in store.discard_newer(7)] == ["step-000000020", "step-000000030"]
     assert names_in(tmp_path) == ["step-000000006", "step-000000007"]

@@ -1,1 +1,1 @@
-"""What survives: checkpoints on disk, whole or not at all."""
+"""Checkpoints on disk: written atomically, checked when they are read."""

@@ -1,4 +1,4 @@
-"""Writes checkpoints while training goes on."""
+"""Writes checkpoints in a background thread, while training continues."""
 
 import atexit
 import os
@@ -14,7 +14,7 @@ from lockstep.distributed.control.wait_logger import WaitLogger
 
 __all__ = ["BackgroundWriter"]
 
-_POLL_SECONDS = 1.0  # Between two looks at the clock; what is waited for wakes the waiting thread at once.
+_POLL_SECONDS = 1.0  # between log lines of a wait; the event itself wakes the waiting thread at once
 
 Job = tuple[int, Callable[[], Snapshot]]
 
@@ -22,16 +22,16 @@ Job = tuple[int, Callable[[], Snapshot]]
 class BackgroundWriter:
     """Writes one checkpoint at a time in a thread of its own, in the order in which they are submitted.
 
-    While one is written, one more may wait. Whoever submits a third waits until the second is begun: what was asked for is written,
-    never left out for something newer. The thread lives only as long as there is something to write.
+    While one checkpoint is written, one more may wait. The submission of a third blocks until the second is begun: no checkpoint is left
+    out for a newer one. The thread runs only while there is something to write.
 
     Args:
-        store: where to.
+        store: writes the checkpoints.
         timeout_seconds: limit of each wait.
         log: takes a line for the user.
 
     Attributes:
-        last_error: why the last write failed; None where it went well.
+        last_error: the error of the last write; None if it succeeded.
 
     Example:
         >>> import tempfile
@@ -56,7 +56,7 @@ class BackgroundWriter:
         self._timeout, self._log = timeout_seconds, log
         self._changed = threading.Condition()
         self._waiting: Job | None = None
-        self._written: int | None = None  # The step that is being written.
+        self._written: int | None = None  # the step that is being written
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -69,24 +69,24 @@ class BackgroundWriter:
         self.close()
 
     def submit(self, step: int, make_snapshot: Callable[[], Snapshot]) -> None:
-        """Have a checkpoint written; returns at once, but where another one already waits.
+        """Queue a checkpoint; returns at once, unless another one already waits.
 
         Args:
-            step: how many steps were trained.
-            make_snapshot: is called in the thread that writes. It must give the state of this step whatever is trained meanwhile.
+            step: number of steps that were trained.
+            make_snapshot: called in the writing thread. It must return the state of this step, however far the training is by then.
 
         Raises:
-            CheckpointError: this is closed, or the one that waits could not begin within the limit.
+            CheckpointError: the writer is closed, or the waiting checkpoint was not begun within the limit.
         """
         with self._changed:
             if not self._await(lambda: self._waiting is None, self._timeout):
                 raise CheckpointError(
                     f"{self.store.directory}: the checkpoint of step {step} is not taken: after {self._timeout:.0f} s that of "
-                    f"step {self._written} is still being written, and another waits. Save more rarely, or to a faster disk."
+                    f"step {self._written} is still being written, and another waits. Fix: save more rarely, or to a faster disk."
                 )
             if self._is_closed:
                 raise CheckpointError(
-                    f"The checkpoint of step {step} comes too late: the writer is closed. Submit before close()."
+                    f"The checkpoint of step {step} comes too late: the writer is closed. Fix: submit before close()."
                 )
             self._waiting = (step, make_snapshot)
             if self._written is None:
@@ -97,28 +97,28 @@ class BackgroundWriter:
                 self._thread.start()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until everything submitted is written, or has failed.
+        """Wait until all submitted checkpoints are written, or have failed.
 
         Args:
             timeout_seconds: limit; None: that of this writer.
 
         Returns:
-            Whether that is so.
+            Whether the wait ended within the limit.
         """
         seconds = self._timeout if timeout_seconds is None else timeout_seconds
         with self._changed:
             return self._await(lambda: self._written is None, seconds)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """Take no more, and wait as :meth:`wait` does; the end of the program does so by itself."""
+        """Refuse new checkpoints, and wait as :meth:`wait` does; called at the exit of the program, too."""
         atexit.unregister(self.close)
         if os.getpid() != self._process:
-            return True  # In a child that was forked: the thread is its parent's.
+            return True  # In a forked child: the thread belongs to the parent.
         with self._changed:
             self._is_closed = True
         is_done = self.wait(timeout_seconds)
         if is_done and self._thread:
-            self._thread.join()  # A process that ends must not find it giving back the memory of arrays: JAX aborts there.
+            self._thread.join()  # It must not free arrays while the process exits: JAX would abort.
         if not is_done:
             self._log(f"the checkpoint of step {self._written} is not written yet, and lost if the process ends.")
         return is_done
@@ -146,8 +146,8 @@ class BackgroundWriter:
     def _write(self, step: int, make_snapshot: Callable[[], Snapshot]) -> BaseException | None:
         try:
             self.store.write(step, make_snapshot())
-        except BaseException as error:  # Whatever it is, training goes on, and the others are written.
+        except BaseException as error:  # Training continues after any error, and later checkpoints are written.
             kind = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
-            self._log(f"the checkpoint of step {step} was not written, and training goes on: {kind}{error}")
+            self._log(f"the checkpoint of step {step} was not written, and training continues: {kind}{error}")
             return error
         return None

@@ -1,7 +1,7 @@
-"""How a checkpoint appears and goes: whole, and for good.
+"""Writes and removes checkpoints atomically.
 
-It is written under another name, brought to the disk and renamed; the name comes to the disk last. It goes the other way round:
-renamed first, deleted then. So whatever bears the name of a checkpoint is complete, whenever a process or machine ends.
+A checkpoint is written under a temporary name, synced to the disk and renamed; the directory is synced last. Removal renames first and
+deletes then. So every directory with the name of a checkpoint is complete, whenever a process or machine ends.
 """
 
 import errno
@@ -22,16 +22,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def publish(directory: Path, name: str, step: int, snapshot: Snapshot) -> Path:
-    """Write a checkpoint; either it is there as a whole in the end, or nothing is.
+    """Write a checkpoint: the whole of it, or nothing after an error.
 
     Args:
         directory: of the store.
-        name: of the checkpoint, free.
-        step: what it is the checkpoint of.
-        snapshot: what it holds.
+        name: of the checkpoint; no checkpoint has it yet.
+        step: of the checkpoint.
+        snapshot: its content.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the checkpoint cannot be written.
     """
     temporary, final = directory / f"{WRITTEN}{name}", directory / name
     if temporary.exists():
@@ -57,7 +57,7 @@ def publish(directory: Path, name: str, step: int, snapshot: Snapshot) -> Path:
 
 
 def remove(directory: Path, paths: Iterable[Path]) -> None:
-    """Remove checkpoints. One that is half deleted no longer bears the name of one."""
+    """Remove checkpoints; one that is partly deleted no longer has the name of a checkpoint."""
     renamed = []
     for path in paths:
         renamed.append(directory / f"{REMOVED}{path.name}")
@@ -69,14 +69,14 @@ def remove(directory: Path, paths: Iterable[Path]) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what writers that were killed have left; call it only where no other writer lives."""
+    """Remove the temporary directories of killed writers; call it only while holding the lock."""
     for path in directory.iterdir():
         if is_leftover(path.name):
             _delete(path)
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory where there is none, for good."""
+    """Make a directory and its parents, synced to the disk."""
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -84,13 +84,13 @@ def make_directory(directory: Path) -> None:
 
 
 def failed(what: str, directory: Path, error: OSError, needed: int | None = None) -> CheckpointError:
-    """The error that says where what could not be done, and why.
+    """Make the error for a failed operation of the operating system.
 
     Args:
-        what: was to be done.
+        what: the operation, and that it failed.
         directory: of the store.
-        error: what the operating system said.
-        needed: what is to be written, in bytes, where that is known.
+        error: of the operating system.
+        needed: number of bytes that were to be written, if known.
     """
     sentence = f"{directory}: {what}: {error.strerror or error}"
     if needed is not None and error.errno in _FULL:

@@ -1,4 +1,4 @@
-"""One writer a directory: an advisory lock, which the kernel takes back from a process that ends, however it ends."""
+"""Allows one writer per directory: an advisory lock, which the kernel releases when its process ends in any way."""
 
 import errno
 import fcntl
@@ -20,33 +20,33 @@ _LONGEST_NOTE = 1000  # bytes
 
 
 class WriterLock:
-    """The right to write into a directory.
+    """The lock of the writer of a directory.
 
     Args:
-        path: the file to lock; it is made, and stays.
-        log: takes the line that says that this file system has no locks.
+        path: the file to lock; it is made, and never removed.
+        log: takes the line that this file system has no locks.
         clock: gives the seconds since 1970, for the message to a second writer.
 
     Attributes:
-        is_exclusive: whether nobody else can have it; False before it is taken, and where the file system has no locks.
+        is_exclusive: whether no other process can hold it; False before it is taken, and if the file system has no locks.
     """
 
     def __init__(self, path: Path, log: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
         self._path, self._log, self._clock = path, log, clock
-        self._held: weakref.finalize[..., WriterLock] | None = None  # Closes the file, also where nobody else does.
+        self._held: weakref.finalize[..., WriterLock] | None = None  # closes the file, at the latest when this is freed
         self.is_exclusive = False
         _forget_in_children(self)
 
     @property
     def is_held(self) -> bool:
-        """Whether it was taken."""
+        """Whether this object holds the lock."""
         return self._held is not None and self._held.alive
 
     def take(self) -> None:
-        """Take it, or fail at once.
+        """Take the lock, or fail at once.
 
         Raises:
-            CheckpointError: another process, or another store in this one, has it.
+            CheckpointError: another process, or another store in this process, holds it.
             OSError: the file cannot be made.
         """
         if self.is_held:
@@ -54,7 +54,7 @@ class WriterLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._lock(descriptor)
-            note = self._note()  # Over the old one: that needs no space where the disk is full.
+            note = self._note()  # Overwriting the old note needs no space on a full disk.
             os.ftruncate(descriptor, os.pwrite(descriptor, note, 0))
         except BaseException:
             os.close(descriptor)
@@ -62,7 +62,7 @@ class WriterLock:
         self._held = weakref.finalize(self, os.close, descriptor)
 
     def release(self) -> None:
-        """Give it back; nothing happens where it is not held."""
+        """Release the lock, if it is held."""
         if self._held is not None:
             self._held()
 
@@ -72,14 +72,14 @@ class WriterLock:
             self.is_exclusive = True
         except BlockingIOError as error:
             raise CheckpointError(
-                f"{self._path.parent}: {_holder(descriptor)} writes checkpoints there. Two jobs need two directories; "
-                "if that one should not run any more, end it.",
+                f"{self._path.parent}: {_holder(descriptor)} writes checkpoints there. Fix: give each job its own "
+                "directory, or end that process.",
                 error.errno,
             ) from error
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            self._log(f"{self._path.parent}: this file system has no locks: see that only one job writes there.")
+            self._log(f"{self._path.parent}: this file system has no locks: make sure that only one job writes there.")
 
     def _note(self) -> bytes:
         since = datetime.fromtimestamp(self._clock(), UTC).isoformat(sep=" ", timespec="seconds")
@@ -91,11 +91,11 @@ def _holder(descriptor: int) -> str:
         note = json.loads(os.pread(descriptor, _LONGEST_NOTE, 0))
         return f"process {note['pid']} on {note['host']}, since {note['since']},"
     except (ValueError, KeyError, TypeError):
-        return "another process, which has not given its name yet,"
+        return "another process, which has not written its name yet,"
 
 
 def _forget_in_children(lock: WriterLock) -> None:
-    """A child that was forked shares the lock, which would then outlive this process: it closes its copy at once."""
+    """Have a forked child close its copy of the lock at once, as it would hold it after this process has ended."""
     reference = weakref.ref(lock)
 
     def forget() -> None:

@@ -1,7 +1,7 @@
-"""The names in a run's folder: of checkpoints by their step, of what is not one yet or no longer, and of the run's status beside them.
+"""File names in a run's folder: checkpoints by their step, temporary directories, and the status file.
 
-A checkpoint is ``step-000000123``. Where a step is written again, the second is ``step-000000123-2``: it appears whole beside the
-first, as no directory can be put in another's place at once; then the first goes. Times play no part.
+A checkpoint is ``step-000000123``. If a step is written again, the second is ``step-000000123-2``, because no directory can replace
+another atomically: it appears beside the first, which is then removed. Modification times are not used.
 """
 
 import re
@@ -16,7 +16,7 @@ _NAME = re.compile(r"step-(\d{9,})(?:-([2-9]|[1-9]\d+))?", re.ASCII)
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint of this name; None where it is the name of something else.
+    """Return the step of a checkpoint of this name; None if no checkpoint has such a name.
 
     Example:
         >>> step_of("step-000000123"), step_of("step-000000123-2"), step_of("model.keras")
@@ -27,7 +27,7 @@ def step_of(name: str) -> int | None:
 
 
 def free_name(step: int, present: list[Path]) -> str:
-    """A name for the next checkpoint of a step; readers prefer it to those that are there.
+    """Return a name for the next checkpoint of a step; readers prefer it to the present ones.
 
     Example:
         >>> free_name(123, []), free_name(123, [Path("step-000000123"), Path("step-000000123-2")])
@@ -38,7 +38,7 @@ def free_name(step: int, present: list[Path]) -> str:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """What is named as a checkpoint, the newest last; nothing where there is no directory yet."""
+    """Return the directories with names of checkpoints, the newest last; none if ``directory`` does not exist yet."""
     try:
         return sorted((path for path in directory.iterdir() if step_of(path.name) is not None), key=_order)
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a writer that was killed may have left it."""
+    """Return whether a killed writer may have left a file of this name."""
     return any(name.startswith(mark) and step_of(name.removeprefix(mark)) is not None for mark in (WRITTEN, REMOVED))
 
 

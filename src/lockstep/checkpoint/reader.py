@@ -1,4 +1,4 @@
-"""Reading a checkpoint: all of it is checked against its manifest, and nothing in it is run."""
+"""Reads a checkpoint: all of it is checked against its manifest, and nothing in it is executed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +20,9 @@ class Loaded:
     """A checkpoint that was read.
 
     Args:
-        step: how many steps had been trained.
-        snapshot: what was saved; numbers in the byte order of this machine.
-        path: where it lies.
+        step: number of steps that were trained.
+        snapshot: its content; numbers in the byte order of this machine.
+        path: its directory.
     """
 
     step: int
@@ -31,16 +31,16 @@ class Loaded:
 
 
 def describe(path: Path) -> Manifest:
-    """What a checkpoint says of itself. Its arrays are not looked at.
+    """Read the manifest of a checkpoint, without its arrays.
 
     Args:
         path: the checkpoint's directory.
 
     Raises:
-        CheckpointError: there is none, or its manifest is not what was written.
+        CheckpointError: there is no checkpoint, or its manifest is not what was written.
     """
     where = path / MANIFEST
-    with _telling(where):
+    with _checkpoint_errors(where):
         manifest = decode(where.read_bytes(), where)
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
@@ -48,16 +48,16 @@ def describe(path: Path) -> Manifest:
 
 
 def read(path: Path) -> Loaded:
-    """Read a checkpoint, and see that it is what was written. Args and errors are those of :func:`describe`."""
+    """Read and check a checkpoint. Args and errors are those of :func:`describe`."""
     manifest, where = describe(path), path / ARRAYS
-    with _telling(where), open(where, "rb") as file:
+    with _checkpoint_errors(where), open(where, "rb") as file:
         check_bounds(file, manifest, where)
         arrays = {name: read_array(file, name, entry, where) for name, entry in manifest.arrays.items()}
     return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
 
 
 def verify(path: Path) -> list[str]:
-    """A sentence for each thing in a checkpoint that is not as it was written; none where all is right.
+    """Return a sentence for each damage of a checkpoint; none if it is as it was written.
 
     Args:
         path: the checkpoint's directory.
@@ -65,7 +65,7 @@ def verify(path: Path) -> list[str]:
     problems = []
     try:
         manifest, where = describe(path), path / ARRAYS
-        with _telling(where), open(where, "rb") as file:
+        with _checkpoint_errors(where), open(where, "rb") as file:
             check_bounds(file, manifest, where)
             for name, entry in manifest.arrays.items():
                 try:
@@ -78,7 +78,7 @@ def verify(path: Path) -> list[str]:
 
 
 @contextmanager
-def _telling(where: Path) -> Iterator[None]:
+def _checkpoint_errors(where: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: one writer, any number of readers, and the newest good one."""
+"""A directory of checkpoints: one writer, any number of readers, and the search for the newest good checkpoint."""
 
 import os
 import threading
@@ -23,13 +23,13 @@ __all__ = ["CheckpointStore"]
 class CheckpointStore:
     """The checkpoints of one run.
 
-    Reading needs nothing. Writing needs the directory's lock, which :meth:`lock`, ``with`` or the first :meth:`write` takes, and
-    :meth:`close` or the end of the process, however it ends, gives back. Methods may be called from any thread.
+    Reading needs no lock. Writing needs the directory's lock, which :meth:`lock`, ``with`` or the first :meth:`write` takes, and
+    :meth:`close` or any end of the process releases. Methods may be called from any thread.
 
     Args:
-        directory: where they are; it is made by the first write.
-        keep: how many of the newest stay, at least 1. With 1, a checkpoint that is damaged later leaves none.
-        timeout_seconds: how long a write waits for one of another thread.
+        directory: of the checkpoints; the first write makes it.
+        keep: number of the newest checkpoints that are kept, at least 1. With 1, later damage of that one leaves none.
+        timeout_seconds: how long a write waits for the write of another thread.
         log: takes a line for the user.
         clock: gives the seconds since 1970, for the lock's message only.
 
@@ -68,7 +68,7 @@ class CheckpointStore:
         self._timeout, self._log = timeout_seconds, log
         self._lock = WriterLock(self.directory / ".lock", log, clock)
         self._turn = threading.Lock()
-        self._has_told_of_newer = False
+        self._has_reported_newer = False
 
     def __enter__(self) -> "CheckpointStore":
         self.lock()
@@ -78,56 +78,55 @@ class CheckpointStore:
         self.close()
 
     def lock(self) -> None:
-        """Take the right to write; to do so early lets a second job fail before it trains.
+        """Take the lock; taken early, it lets a second job fail before it trains.
 
         Raises:
-            CheckpointError: another job has it (host, process and since when are named), or the directory cannot be made.
+            CheckpointError: another job holds it (the message names host, process and time), or the directory cannot be made.
         """
         with self._writing("no lock can be taken"):
             pass
 
     def close(self) -> None:
-        """Give the right to write back, after a write of another thread has ended. The store can still be read."""
-        with self._alone("the lock cannot be given back"):
+        """Release the lock, after a write of another thread has ended. The store can still be read."""
+        with self._write_turn("the lock cannot be released"):
             self._lock.release()
 
     def write(self, step: int, snapshot: Snapshot) -> Path:
         """Write a checkpoint, then remove the oldest beyond ``keep``.
 
-        When this returns, the checkpoint is on the disk. When it fails, or the process is killed in between, the older ones are as
-        they were. A step that is there already is replaced. Later steps are from a run that was given up: they stay, and a line
-        says so, once.
+        When this returns, the checkpoint is on the disk. If it fails, or the process is killed meanwhile, the older checkpoints are
+        unchanged. A checkpoint of the same step is replaced. Checkpoints of later steps belong to an abandoned run: they are kept, and
+        logged once.
 
         Args:
-            step: how many steps were trained, 0 or more.
-            snapshot: what to write.
+            step: number of steps that were trained, 0 or more.
+            snapshot: the content.
 
         Returns:
             The checkpoint's directory.
 
         Raises:
-            CheckpointError: no space, no permission, another job writes here, or whatever else is in the way. ``errno`` is that
-                of the operating system.
+            CheckpointError: no space, no permission, another job writes here, or another error, whose ``errno`` it has.
             OptionError: ``step`` is out of its range.
         """
         step = whole_number("step", step, least=0)
         with self._writing(f"the checkpoint of step {step} cannot be written", snapshot.nbytes):
             if self._lock.is_exclusive:
-                self._quietly(lambda: atomic_write.sweep(self.directory))
+                self._log_errors(lambda: atomic_write.sweep(self.directory))
             name = free_name(step, checkpoints_in(self.directory))
             path = atomic_write.publish(self.directory, name, step, snapshot)
-            self._quietly(lambda: atomic_write.remove(self.directory, self._outdated(path)))
-            self._tell_of_newer(step)
+            self._log_errors(lambda: atomic_write.remove(self.directory, self._outdated(path)))
+            self._report_newer(step)
         return path
 
     def discard_newer(self, step: int) -> list[Path]:
         """Remove the checkpoints of all later steps: a run that goes back to ``step`` must not be resumed from those.
 
         Args:
-            step: the last that stays.
+            step: the last step whose checkpoint is kept.
 
         Returns:
-            What was removed.
+            The removed directories.
 
         Raises:
             CheckpointError: as for :meth:`write`.
@@ -138,11 +137,11 @@ class CheckpointStore:
         return newer
 
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of, in order; whether these are good is not looked at."""
+        """The steps of all checkpoints, in order, without checking them."""
         return sorted({_step(path) for path in self.paths()})
 
     def paths(self) -> list[Path]:
-        """The checkpoints' directories, the newest last; whether these are good is not looked at.
+        """The checkpoints' directories, the newest last, without checking them.
 
         Raises:
             CheckpointError: the directory cannot be read.
@@ -153,9 +152,9 @@ class CheckpointStore:
             raise CheckpointError(f"{self.directory}: cannot be read: {error.strerror}.", error.errno) from error
 
     def newest(self) -> Loaded | None:
-        """The newest good checkpoint; None where there is none at all.
+        """Read the newest good checkpoint; None if there is no checkpoint at all.
 
-        A line tells of each newer one that is damaged, and what was found.
+        Each newer checkpoint that is damaged is logged, with the damage.
 
         Raises:
             CheckpointError: there are checkpoints, and none is good.
@@ -165,18 +164,18 @@ class CheckpointStore:
             try:
                 return self.read(fresh[-1])
             except CheckpointError as error:
-                if fresh[-1].exists():  # Else a writer has removed it meanwhile, for a newer one.
+                if fresh[-1].exists():  # Else a writer has replaced it by a newer one meanwhile.
                     refused[fresh[-1]] = str(error)
                     self._log(f"checkpoint refused: {error}")
         if not refused:
             return None
         found = "\n".join(f"  {sentence}" for sentence in refused.values())
         raise CheckpointError(
-            f"{self.directory}: no checkpoint there is good:\n{found}\nStart with an empty directory to train from the beginning."
+            f"{self.directory}: no checkpoint there is good:\n{found}\nFix: to train from the beginning, start with an empty directory."
         )
 
     def read(self, path: str | os.PathLike[str]) -> Loaded:
-        """Read one checkpoint, and see that it is what was written.
+        """Read and check one checkpoint.
 
         Args:
             path: its directory, also outside this store.
@@ -187,11 +186,11 @@ class CheckpointStore:
         return reader.read(Path(path))
 
     def describe(self, path: str | os.PathLike[str]) -> Manifest:
-        """What one checkpoint says of itself, without reading its arrays. Args and errors are those of :meth:`read`."""
+        """Read the manifest of one checkpoint, without its arrays. Args and errors are those of :meth:`read`."""
         return reader.describe(Path(path))
 
     def verify(self, path: str | os.PathLike[str]) -> list[str]:
-        """A sentence for each thing in a checkpoint that is not as it was written; none where all is right.
+        """Return a sentence for each damage of a checkpoint; none if it is as it was written.
 
         Args:
             path: its directory, also outside this store.
@@ -200,7 +199,7 @@ class CheckpointStore:
 
     @contextmanager
     def _writing(self, what: str, needed: int | None = None) -> Iterator[None]:
-        with self._alone(what):
+        with self._write_turn(what):
             try:
                 atomic_write.make_directory(self.directory)
                 self._lock.take()
@@ -211,10 +210,10 @@ class CheckpointStore:
                 raise atomic_write.failed(what, self.directory, error, needed) from error
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _write_turn(self, what: str) -> Iterator[None]:
         if not self._turn.acquire(timeout=self._timeout):
             raise CheckpointError(
-                f"{self.directory}: {what}: another thread still writes after {self._timeout:.0f} s. Save more rarely, or to a faster disk."
+                f"{self.directory}: {what}: another thread still writes after {self._timeout:.0f} s. Fix: save more rarely, or to a faster disk."
             )
         try:
             yield
@@ -222,24 +221,24 @@ class CheckpointStore:
             self._turn.release()
 
     def _outdated(self, newest: Path) -> list[Path]:
-        """The oldest first. Of several checkpoints of one step the last counts."""
+        """Return the checkpoints to remove, the oldest first. Of several checkpoints of one step the last is kept."""
         last = {_step(path): path for path in checkpoints_in(self.directory) if _step(path) <= _step(newest)}
         kept = {last[step] for step in sorted(last)[-self.keep :]}
         return [path for path in checkpoints_in(self.directory) if _step(path) <= _step(newest) and path not in kept]
 
-    def _quietly(self, work: Callable[[], None]) -> None:
+    def _log_errors(self, work: Callable[[], None]) -> None:
         try:
             work()
         except OSError as error:
-            self._log(f"{self.directory}: what is no longer needed cannot be removed yet: {error}")
+            self._log(f"{self.directory}: old checkpoints cannot be removed yet: {error}")
 
-    def _tell_of_newer(self, step: int) -> None:
+    def _report_newer(self, step: int) -> None:
         newest = self.steps()[-1]
-        if newest > step and not self._has_told_of_newer:
-            self._has_told_of_newer = True
+        if newest > step and not self._has_reported_newer:
+            self._has_reported_newer = True
             self._log(
                 f"{self.directory}: step {step} was written, but there is step {newest}, which a resumed run would start from. "
-                f"If that belongs to a run that was given up, remove it: discard_newer({step})."
+                f"Fix: if that belongs to an abandoned run, remove it: discard_newer({step})."
             )
 
 

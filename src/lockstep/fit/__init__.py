@@ -1,1 +1,1 @@
-"""What surrounds a call of ``fit``: checkpointing, the guard against non-finite steps, monitoring."""
+"""Hooks around ``fit``: checkpoints, the NaN guard and monitoring."""

@@ -96,7 +96,7 @@ def test_a_full_disk_costs_checkpoints_and_no_training(disk, training, whole):
     process.send(signal.SIGCONT)
     assert process.end() == 0
     assert process.told["digest"] == whole()
-    assert "was not written, and training goes on: " in process.said
+    assert "was not written, and training continues: " in process.said
     assert "No space left on device; it needs " in process.said
     assert CheckpointStore(run.directory).newest().step <= 6
     assert run.finished_as_a_whole() == whole()  # It is still full.
@@ -128,7 +128,7 @@ def test_a_disk_that_goes_away_in_the_middle_costs_checkpoints_and_no_training(d
     process.send(signal.SIGCONT)
     assert process.end() == 0
     assert process.told["digest"] == whole()
-    assert "was not written, and training goes on: " in process.said
+    assert "was not written, and training continues: " in process.said
     assert "Read-only file system" in process.said
     disk.take_away()
     assert run.finished_as_a_whole() == whole()

@@ -246,7 +246,7 @@ def test_operations_masks_and_layers_within_layers():
 def test_a_guard_that_cannot_run_the_step_again_still_stops(monkeypatch):
     monkeypatch.setattr("lockstep.fit.nan_guard.diagnosis.rerun", lambda *_: [][0])
     error, _ = stopped(Run(), *data("layer"), NanGuard())
-    assert "could not be run again to see where that comes from (IndexError: list index out of range)" in str(error)
+    assert "could not be run again to find the cause (IndexError: list index out of range)" in str(error)
 
 
 def test_random_numbers_of_the_program_are_left_alone():

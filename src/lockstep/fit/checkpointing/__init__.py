@@ -1,1 +1,1 @@
-"""Exact resume of ``fit``: what is kept of a run, when, and how another process goes on with the very next batch."""
+"""Checkpoints of ``fit`` and of custom training loops, exact resume, and preemption."""

@@ -1,1 +1,1 @@
-"""What a run does while it trains: how fast it is, what it waits for, and where that can be seen."""
+"""Step times, throughput, TensorBoard, progress display and the status file of a call of ``fit``."""

@@ -1,1 +1,1 @@
-"""Steps whose numbers are not finite: seen, kept from the weights, explained, and answered as was asked for."""
+"""Guards training steps against NaN and Inf, and diagnoses where they come from."""

@@ -1,7 +1,7 @@
-"""A training step once more, from the same state and batch, one replica after the other and without compiling, to be looked at.
+"""Runs a training step again, from the same state and batch, one replica after the other and uncompiled, and traces its values.
 
-It runs on the first device of each process. Every process runs all replicas, so all see the same, and none waits for another but for the
-rows of the batch, which are brought together first.
+The replay runs on the first device of each process. Every process runs all replicas, so all get the same trace, and wait for each other
+only to gather the rows of the batch.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ class _ReplayExecutor:
 
 
 def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
-    """Run a training step and give what was seen; the model, its variables and random numbers stay as they are.
+    """Run a training step and return its trace; the model, its variables and random states are unchanged.
 
     Args:
         functions: of the model.
@@ -67,7 +67,7 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     device = placement.first_local_device
     random = capture_random_state()
     try:
-        with jax.default_device(device), record.watching():
+        with jax.default_device(device), record.recording():
             logs, _ = functions.build_step(executor, "train")(_on_one_device(state, placement), batch)
     finally:
         restore_random_state(random)
@@ -76,7 +76,7 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
 
 
 def whole_batch(batch: Any, placement: Placement) -> Any:
-    """A placed batch on the first device of this process; every process calls it."""
+    """Gather a placed batch on the first device of this process; every process calls it."""
 
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, PlacedRows):
@@ -101,7 +101,7 @@ def _on_one_device(tree: Any, placement: Placement) -> Any:
 
 
 def count_of(batch: Any) -> int:
-    """Number of rows of a batch."""
+    """Return the number of rows of a batch."""
     arrays = [
         x.array if isinstance(x, PlacedRows) else x
         for x in jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, PlacedRows))
@@ -110,7 +110,7 @@ def count_of(batch: Any) -> int:
 
 
 def _busy(layout: Layout) -> list[int]:
-    """Numbers of the replicas that have rows."""
+    """Return the numbers of the replicas that have rows."""
     every = [rows for device in layout.per_device for rows in device]
     return [replica for replica, rows in enumerate(every) if rows]
 

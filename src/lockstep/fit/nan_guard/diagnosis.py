@@ -1,4 +1,4 @@
-"""Why a step is not finite, in words: the batch, a layer on the way forwards, the loss, a gradient on the way back, or the update."""
+"""Explains why a step is not finite: the batch, a layer in the forward pass, the loss, a gradient in the backward pass, or the update."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ __all__ = ["Diagnosis", "describe_nonfinite", "diagnose"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What made a step bad.
+    """The cause of a non-finite step.
 
     Attributes:
         sentence: for the user.
-        replicas: whose numbers were bad; empty where that cannot be told.
-        layer: path of the first bad layer, where there is one.
-        variable: path of the variable whose gradient was bad first, where the way forwards was finite.
-        rows: of the batch, where they can be told.
+        replicas: with non-finite numbers; empty if unknown.
+        layer: path of the first layer with non-finite outputs, if any.
+        variable: path of the variable whose gradient was non-finite first, if the forward pass was finite.
+        rows: of the batch, if known.
     """
 
     sentence: str
@@ -37,10 +37,10 @@ class Diagnosis:
 
 
 def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str]) -> str:
-    """What a step has left that is not finite.
+    """Describe what is not finite after a step.
 
     Args:
-        model: which was trained.
+        model: of the step.
         bad: names of losses, and variables as part of the state and position in it.
     """
     kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
@@ -54,52 +54,53 @@ def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str])
 
 
 def diagnose(functions: StepFunctions, state: Any, batch: Any) -> Diagnosis:
-    """Run a bad step again and find its cause; every process calls it.
+    """Run a non-finite step again and find its cause; every process calls it.
 
     Args:
         functions: of the model.
         state: before the step.
-        batch: as it was placed.
+        batch: as placed on the devices.
     """
     placement = functions.placement
     here = whole_batch(batch, placement)
     layout = placement.layout(count_of(here))
-    words = _Words(functions.model, placement)
-    given = _about_batch(here, layout, words)
+    names = _Names(functions.model, placement)
+    of_batch = _diagnose_batch(here, layout, names)
     try:
         record = rerun(functions, state, here)
-    except Exception as error:  # Whatever it is, the step was bad, and that is what must be said.
+    except Exception as error:  # The step was not finite, which is to be reported whatever fails here.
         kind = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return given or Diagnosis(f"It could not be run again to see where that comes from ({kind}).")
-    seen = _about_forward(record, words) or _about_loss(record, words) or _about_backward(record, words)
-    if given and (seen is None or not _starts(record)):
-        return given
-    if given and seen:
-        return Diagnosis(f"{given.sentence} {seen.sentence}", seen.replicas, seen.layer, seen.variable, seen.rows)
-    return seen or Diagnosis(
+        return of_batch or Diagnosis(f"It could not be run again to find the cause ({kind}).")
+    of_step = _diagnose_forward(record, names) or _diagnose_loss(record, names) or _diagnose_backward(record, names)
+    if of_batch and (of_step is None or not _begins_in_layer(record)):
+        return of_batch
+    if of_batch and of_step:
+        sentence = f"{of_batch.sentence} {of_step.sentence}"
+        return Diagnosis(sentence, of_step.replicas, of_step.layer, of_step.variable, of_step.rows)
+    return of_step or Diagnosis(
         "Run again, its outputs, its loss and its gradients are finite: it is the update of the variables that is not (is the learning "
         "rate too large?), or a number so near to the limit that it depends on how the step is compiled."
     )
 
 
-def _starts(record: LayerTrace) -> bool:
-    """Whether the first bad layer was given finite numbers."""
+def _begins_in_layer(record: LayerTrace) -> bool:
+    """Return whether the first layer with non-finite outputs had finite inputs."""
     return bool(record.forward) and record.forward[0].is_first
 
 
-class _Words:
-    """Names of replicas and variables."""
+class _Names:
+    """Formats the names of replicas and layers."""
 
     def __init__(self, model: keras.Model, placement: Placement) -> None:
         self.model = model
         self._placement = placement
 
     def replicas(self, numbers: Sequence[int | None]) -> tuple[int, ...]:
-        """Which replicas, each once; none where it is the global batch."""
+        """Return the replicas, each once, without None, which is the global batch."""
         return tuple(sorted({number for number in numbers if number is not None}))
 
     def on(self, replicas: Sequence[int]) -> str:
-        """Where: "On replica 1 of 2 (cpu:1), "; empty where that says nothing."""
+        """Format replicas: "On replica 1 of 2 (cpu:1), "; empty if there is only one."""
         count = self._placement.replicas
         if count == 1 or not replicas:
             return ""
@@ -110,11 +111,11 @@ class _Words:
         return f"On replica {replicas[0]} of {count} ({device_name(self._placement.devices[place])}), "
 
     def layer(self, path: str) -> str:
-        """What: "layer 'encoder/log'", or the model."""
+        """Format a layer: "layer 'encoder/log'", or the model."""
         return f"layer {path!r}" if path else f"the model {self.model.name!r} in its own call"
 
 
-def _about_batch(batch: Any, layout: Any, words: _Words) -> Diagnosis | None:
+def _diagnose_batch(batch: Any, layout: Any, names: _Names) -> Diagnosis | None:
     found, rows = [], set()
     for name, value in _named_leaves(batch):
         kind = kind_of(value)
@@ -125,8 +126,8 @@ def _about_batch(batch: Any, layout: Any, words: _Words) -> Diagnosis | None:
     if not found:
         return None
     ends = [sum(layout.busy_replicas[: n + 1]) for n in range(len(layout.busy_replicas))]
-    replicas = words.replicas([next(n for n, end in enumerate(ends) if row < end) for row in rows])
-    text = f"{words.on(replicas)}{' and '.join(found)} of the batch, counted from 0."
+    replicas = names.replicas([next(n for n, end in enumerate(ends) if row < end) for row in rows])
+    text = f"{names.on(replicas)}{' and '.join(found)} of the batch, counted from 0."
     return Diagnosis(_sentence(text), replicas, rows=tuple(sorted(rows)))
 
 
@@ -141,53 +142,53 @@ def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
             yield f"{noun}{key} {verb}", leaf.array if isinstance(leaf, PlacedRows) else leaf
 
 
-def _about_forward(record: LayerTrace, words: _Words) -> Diagnosis | None:
+def _diagnose_forward(record: LayerTrace, names: _Names) -> Diagnosis | None:
     if not record.forward:
         return None
     first = record.forward[0]
-    replicas = words.replicas([seen.replica for seen in record.forward])
+    replicas = names.replicas([seen.replica for seen in record.forward])
     origin = "from finite numbers" if first.is_first else "from what was not finite before"
     rows = f", in {listed('row', first.rows)} of the batch, counted from 0" if first.rows else ""
-    text = f"{words.on(replicas)}{words.layer(first.path)} is the first that gives {first.kind}, {origin}{rows}."
+    text = f"{names.on(replicas)}{names.layer(first.path)} is the first that gives {first.kind}, {origin}{rows}."
     nan = next((x for x in record.forward if "NaN" in x.kind), None)
     if nan and "NaN" not in first.kind and nan.path != first.path:
-        text += f" The first NaN comes from {words.layer(nan.path)}."
+        text += f" The first NaN comes from {names.layer(nan.path)}."
     return Diagnosis(_sentence(text), replicas, first.path or None, rows=first.rows)
 
 
-def _about_loss(record: LayerTrace, words: _Words) -> Diagnosis | None:
+def _diagnose_loss(record: LayerTrace, names: _Names) -> Diagnosis | None:
     if record.loss is None:
         return None
-    replicas = tuple(record.losses) or words.replicas([seen.replica for seen in record.backward])
-    text = f"{words.on(replicas)}all outputs of the model are finite, and the loss is {record.loss}."
+    replicas = tuple(record.losses) or names.replicas([seen.replica for seen in record.backward])
+    text = f"{names.on(replicas)}all outputs of the model are finite, and the loss is {record.loss}."
     return Diagnosis(_sentence(text), replicas)
 
 
-def _about_backward(record: LayerTrace, words: _Words) -> Diagnosis | None:
+def _diagnose_backward(record: LayerTrace, names: _Names) -> Diagnosis | None:
     if isinstance(record.model.optimizer, keras.optimizers.LossScaleOptimizer):
-        return None  # It makes them overflow, and sees to it.
-    replicas = words.replicas([*(seen.replica for seen in record.backward), *record.gradients])
+        return None  # It makes gradients overflow, and handles that.
+    replicas = names.replicas([*(seen.replica for seen in record.backward), *record.gradients])
     own = replicas[0] if replicas else None
     first = next((seen for seen in record.backward if seen.replica == own), None)
     variable = _first_variable(record, own)
     if first is None and variable is None:
         return None
-    text = f"{words.on(replicas)}the way forwards is finite, and the way back is not"
+    text = f"{names.on(replicas)}the forward pass is finite, and the backward pass is not"
     if first:
-        text += _where_gradients_break(first, words)
+        text += _describe_gradient(first, names)
     if variable:
         text += f"; the first variable whose gradient is bad is {variable!r}"
     return Diagnosis(_sentence(text + "."), replicas, first.path or None if first else None, variable)
 
 
-def _where_gradients_break(first: NonFiniteValue, words: _Words) -> str:
+def _describe_gradient(first: NonFiniteValue, names: _Names) -> str:
     if first.side == "inputs":
-        return f": behind {words.layer(first.path)} the gradient is {first.kind}"
-    return f": the gradient is {first.kind} when it comes to {words.layer(first.path)}, from the loss or what else is no layer"
+        return f": behind {names.layer(first.path)} the gradient is {first.kind}"
+    return f": the gradient is {first.kind} when it comes to {names.layer(first.path)}, from the loss or what else is no layer"
 
 
 def _first_variable(record: LayerTrace, replica: int | None) -> str | None:
-    """Path of the variable with a bad gradient that was used last on the way forwards."""
+    """Return the path of the variable with a non-finite gradient that was used last in the forward pass."""
     variables = record.model.trainable_variables
 
     def used(number: int) -> int:

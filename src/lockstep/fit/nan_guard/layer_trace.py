@@ -1,7 +1,7 @@
-"""What is seen of one training step that runs without being compiled: which values are bad, in the order in which they appear.
+"""Records the non-finite values of one uncompiled training step, in the order in which they appear.
 
-Forwards each layer is looked at when it returns, so inner ones come before those that hold them. Backwards the gradient is looked at
-where it enters a layer, that is at its outputs, and where it leaves it, at its inputs.
+In the forward pass each layer is checked when it returns, so inner layers come before the layers that contain them. In the backward pass
+the gradient is checked at a layer's outputs, where it enters the layer, and at its inputs, where it leaves.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ __all__ = ["LayerTrace", "NonFiniteValue"]
 
 @dataclass(frozen=True)
 class NonFiniteValue:
-    """A bad value.
+    """A non-finite value.
 
     Attributes:
-        path: names of the layers, from the outermost to the one that is meant; empty for the model.
+        path: names of the layers, from the outermost to that of the value; empty for the model.
         kind: "NaN", "Inf" or "NaN and Inf".
         side: "outputs" or "inputs" of that layer.
-        is_first: whether what the layer was given is finite.
-        replica: whose; None where the model runs on the global batch.
-        rows: of the global batch, where they can be told.
+        is_first: whether the inputs of the layer are finite.
+        replica: of the value; None if the model runs on the global batch.
+        rows: of the global batch, if known.
     """
 
     path: str
@@ -43,16 +43,16 @@ class NonFiniteValue:
 
 @dataclass
 class LayerTrace:
-    """Is filled while a step of ``model`` runs inside :meth:`watching`.
+    """The non-finite values of a step of ``model`` that runs inside :meth:`recording`.
 
     Attributes:
-        forward: bad outputs of layers.
-        backward: bad gradients at outputs and inputs of layers.
-        gradients: of each replica the positions of trainable variables whose gradient is bad.
-        losses: replicas whose own loss is bad.
-        loss: what is wrong with the loss of the whole batch.
+        forward: non-finite outputs of layers.
+        backward: non-finite gradients at outputs and inputs of layers.
+        gradients: of each replica the positions of trainable variables whose gradient is not finite.
+        losses: replicas whose own loss is not finite.
+        loss: kind of the loss of the whole batch, if it is not finite.
         order: layers in the order of their first return.
-        replica: the one that runs; None: the global batch.
+        replica: the running replica; None: the global batch.
     """
 
     model: keras.Model
@@ -68,17 +68,17 @@ class LayerTrace:
     _stack: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Layers, gradients and losses are looked at meanwhile."""
+    def recording(self) -> Iterator[None]:
+        """Record layers, gradients and losses while this context is open."""
         layers = operations_of(self.model)
         with (
-            patched_methods(layers, "call", self._around_layer),
-            patched_methods([self.model], "stateless_call", self._around_model),
-            patched_methods([self.model], "compute_loss", self._around_loss),
+            patched_methods(layers, "call", self._wrap_layer),
+            patched_methods([self.model], "stateless_call", self._wrap_model),
+            patched_methods([self.model], "compute_loss", self._wrap_loss),
         ):
             yield
 
-    def _around_model(self, model: keras.Model, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_model(self, model: keras.Model, call: Callable[..., Any]) -> Callable[..., Any]:
         def stateless_call(trainable: list[Any], *args: Any, **kwargs: Any) -> Any:
             own = [self._tapped_variable(number, value) for number, value in enumerate(trainable)]
             return call(own, *args, **kwargs)
@@ -88,50 +88,51 @@ class LayerTrace:
     def _tapped_variable(self, number: int, value: Any) -> Any:
         replica = self.replica
 
-        def tell(gradient: Any) -> None:
+        def record(gradient: Any) -> None:
             if kind_of(gradient):
                 self.gradients.setdefault(replica, []).append(number)
 
-        return _looked_at(value, tell) if _varies(value) else value
+        return _with_gradient_callback(value, record) if _varies(value) else value
 
-    def _around_layer(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        def looked_at(*args: Any, **kwargs: Any) -> Any:
+    def _wrap_layer(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             self._stack.append("" if layer is self.model else layer.name)
             path = "/".join(name for name in self._stack if name)
             try:
-                given = not any(map(kind_of, jax.tree.leaves((args, kwargs))))
+                has_finite_inputs = not any(map(kind_of, jax.tree.leaves((args, kwargs))))
                 args, kwargs = self._tapped((args, kwargs), path, "inputs")
                 outputs = call(*args, **kwargs)
             finally:
                 self._stack.pop()
             if not any(layer is known for known in self.order):
                 self.order.append(layer)
-            self._note(outputs, path, given)
+            self._record_outputs(outputs, path, has_finite_inputs)
             return self._tapped(outputs, path, "outputs")
 
-        return looked_at
+        return wrapped
 
-    def _note(self, outputs: Any, path: str, given: bool) -> None:
-        """Remember a layer's bad outputs, if any."""
+    def _record_outputs(self, outputs: Any, path: str, has_finite_inputs: bool) -> None:
         own = self.rows_of_replica(self.replica)
         for leaf in jax.tree.leaves(outputs):
             kind = kind_of(leaf)
             if kind:
                 rows = tuple(own[row] for row in rows_of(jax.lax.stop_gradient(leaf), len(own)))
-                self.forward.append(NonFiniteValue(path, kind, "outputs", given, self.replica, rows))
+                self.forward.append(NonFiniteValue(path, kind, "outputs", has_finite_inputs, self.replica, rows))
 
     def _tapped(self, tree: Any, path: str, side: str) -> Any:
-        """The same values, whose gradients will be looked at."""
+        """Return the same values, whose gradients will be recorded."""
         replica = self.replica
 
-        def tell(gradient: Any) -> None:
+        def record(gradient: Any) -> None:
             kind = kind_of(gradient)
             if kind:
                 self.backward.append(NonFiniteValue(path, kind, side, not self.backward, replica))
 
-        return jax.tree.map(lambda leaf: copy_keras_mask(leaf, _looked_at(leaf, tell)) if _varies(leaf) else leaf, tree)
+        return jax.tree.map(
+            lambda leaf: copy_keras_mask(leaf, _with_gradient_callback(leaf, record)) if _varies(leaf) else leaf, tree
+        )
 
-    def _around_loss(self, model: keras.Model, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_loss(self, model: keras.Model, compute: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = compute(*args, **kwargs)
             kind = kind_of(loss)
@@ -143,7 +144,7 @@ class LayerTrace:
         return compute_loss
 
     def _own_loss(self, compute: Callable[..., Any], replica: int, args: Any, kwargs: Any) -> Any:
-        """The loss of one replica's rows; None where it cannot be computed for them alone."""
+        """Return the loss of one replica's rows; None if it cannot be computed for these rows only."""
         every, own = self.rows_of_replica(None), self.rows_of_replica(replica)
 
         def cut(leaf: Any) -> Any:
@@ -159,15 +160,15 @@ class LayerTrace:
             return None
 
 
-def _looked_at(value: jax.Array, tell: Callable[[Any], None]) -> jax.Array:
-    """The same value, whose gradient ``tell`` is given."""
+def _with_gradient_callback(value: jax.Array, record: Callable[[Any], None]) -> jax.Array:
+    """Return the same value; ``record`` is called with its gradient."""
 
     @jax.custom_vjp
     def same(value: jax.Array) -> jax.Array:
         return value
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        tell(gradient)
+        record(gradient)
         return (gradient,)
 
     same.defvjp(lambda value: (value, None), backward)

@@ -1,4 +1,4 @@
-"""The callback that asks for the guard; what it asks for is done by the strategy, around the whole call of ``fit``."""
+"""The callback that asks for the NaN guard; ``NanGuardHook`` guards the steps, around the whole call of ``fit``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ ACTIONS = ("stop", "rollback", "skip")
 
 @dataclass(frozen=True)
 class NanGuardOptions:
-    """What a guard was asked for; an object of its own, so that no checkpoint brings back that of an earlier run."""
+    """Options of a NanGuard; an object of its own, so that a checkpoint does not restore the options of an earlier run."""
 
     action: str
     max_in_a_row: int
@@ -22,21 +22,21 @@ class NanGuardOptions:
 
 
 class NanGuard(keras.callbacks.Callback):
-    """Keeps NaN and Inf out of the weights, and says where they come from.
+    """Keeps NaN and Inf out of the weights, and reports where they come from.
 
-    No training step whose loss or new state is not finite changes anything: not the weights, not the optimizer, not the metrics. With
-    finite numbers the bits are those of a run without the guard. A bad step is run again, replica by replica and layer by layer, to name
-    the batch, the rows, the replica, the layer or the variable that it comes from. ``docs/nan_guard.md`` has examples and the price.
+    A training step whose loss or new state is not finite changes nothing: not the weights, not the optimizer, not the metrics. With
+    finite numbers the bits are those of a run without the guard. A non-finite step is run again, replica by replica and layer by layer, to
+    name the batch, rows, replica, layer or variable that it comes from. ``docs/nan_guard.md`` has examples and the cost.
 
     Args:
-        action: ``"stop"``: ``fit`` raises :class:`lockstep.NonFiniteError`. ``"skip"``: a line is logged, and training goes on with the
-            next batch. ``"rollback"``: so it does from the newest checkpoint of the BackupAndRestore among the callbacks.
-        max_in_a_row: so many bad steps one after the other stop the training in any case.
-        max_rollbacks: one more rollback stops it, too.
+        action: ``"stop"``: ``fit`` raises :class:`lockstep.NonFiniteError`. ``"skip"``: a line is logged, and training continues with the
+            next batch. ``"rollback"``: training continues from the newest checkpoint of the BackupAndRestore among the callbacks.
+        max_in_a_row: this number of consecutive non-finite steps stops the training in any case.
+        max_rollbacks: a further rollback after this number stops the training, too.
 
     Attributes:
-        skipped: number of steps that were left out.
-        rollbacks: how often training went back to a checkpoint.
+        skipped: number of skipped steps.
+        rollbacks: number of rollbacks.
 
     Raises:
         OptionError: an argument is out of its range.
@@ -58,13 +58,13 @@ class NanGuard(keras.callbacks.Callback):
             whole_number("NanGuard: max_rollbacks", max_rollbacks),
         )
         self.skipped = self.rollbacks = 0
-        self.watch: Any = None  # is there during a call of fit
+        self.watch: Any = None  # the StepGuard, during a call of fit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Keras says that training begins.
+        """See Keras.
 
         Raises:
-            ScopeError: the model is not one of a strategy.
+            ScopeError: the model does not belong to a strategy.
         """
         if self.watch is None:
             raise ScopeError(
@@ -73,18 +73,18 @@ class NanGuard(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Keras says that an epoch begins."""
+        """See Keras."""
         self.watch.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Keras says that a step begins, or the first of several."""
+        """See Keras."""
         self.watch.batch = batch
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """The validation of an epoch begins: it should see a state that was answered for."""
+        """Check the last step before a validation."""
         if self.watch:
             self.watch.settle()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Keras says that an epoch ends, with no step under way."""
+        """Check the last step of the epoch."""
         self.watch.settle()

@@ -1,4 +1,4 @@
-"""What is wrong with an array: NaN, Inf, and in which rows."""
+"""Finds NaN and Inf in arrays, and the rows that have them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,11 +9,11 @@ import numpy as np
 
 __all__ = ["counted", "kind_of", "listed", "rows_of"]
 
-_LISTED = 8  # of more, the first are named
+_LISTED = 8  # of a longer list, the first are named
 
 
 def kind_of(value: Any) -> str | None:
-    """What is wrong, "NaN", "Inf" or "NaN and Inf"; None where all is finite, and where there are no numbers yet, as in a trace."""
+    """Return "NaN", "Inf" or "NaN and Inf"; None if all numbers are finite, or have no values yet, as in a trace."""
     if not isinstance(value, (jax.Array, np.ndarray)) or not jnp.issubdtype(value.dtype, jnp.inexact):
         return None
     try:
@@ -24,7 +24,7 @@ def kind_of(value: Any) -> str | None:
 
 
 def rows_of(value: Any, rows: int) -> list[int]:
-    """Which of ``rows`` rows have a number that is not finite; none where the array does not follow the rows."""
+    """Return which of ``rows`` rows have a non-finite number; none if the first axis of the array is no multiple of the rows."""
     if not np.ndim(value) or not rows or np.shape(value)[0] % rows:
         return []
     by_row = np.asarray(~jnp.isfinite(value)).reshape(rows, -1)
@@ -32,7 +32,7 @@ def rows_of(value: Any, rows: int) -> list[int]:
 
 
 def listed(noun: str, numbers: Iterable[int]) -> str:
-    """Numbers in words: "row 3", "rows 3 and 7", "rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"."""
+    """Format numbers: "row 3", "rows 3 and 7", "rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"."""
     found = [str(number) for number in numbers]
     if len(found) > _LISTED + 1:
         found = [*found[:_LISTED], f"{len(found) - _LISTED} more"]
@@ -40,5 +40,5 @@ def listed(noun: str, numbers: Iterable[int]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 time", "2 times"."""
+    """Format a number with its noun: "1 time", "2 times"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
