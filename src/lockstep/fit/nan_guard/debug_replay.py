@@ -18,8 +18,7 @@ from lockstep.execution.nonfinite_gate import loss_logs
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward, forward_eagerly
 from lockstep.execution.train_functions import StepFunctions
-from lockstep.fit.nan_guard.layer_trace import LayerTrace
-from lockstep.fit.nan_guard.nonfinite import kind_of
+from lockstep.fit.nan_guard.layer_trace import LayerTrace, kind_of
 
 __all__ = ["count_of", "rerun", "whole_batch"]
 

@@ -1,6 +1,6 @@
 """Explains why a step is not finite: the batch, a layer in the forward pass, the loss, a gradient in the backward pass, or the update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from lockstep.data.device_placement import PlacedRows, Placement
 from lockstep.devices.names import device_name
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.nan_guard.debug_replay import count_of, rerun, whole_batch
-from lockstep.fit.nan_guard.layer_trace import LayerTrace, NonFiniteValue
-from lockstep.fit.nan_guard.nonfinite import counted, kind_of, listed, rows_of
+from lockstep.fit.nan_guard.layer_trace import LayerTrace, NonFiniteValue, kind_of, rows_of
 
 __all__ = ["Diagnosis", "describe_nonfinite", "diagnose"]
+
+_LISTED = 8  # of a longer list, the first are named
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str])
     paths = [kinds[part][number].path for part, number in (name for name in bad if not isinstance(name, str))]
     parts = [f"the {name}" for name in losses]
     if paths:
-        others = f" and {counted(len(paths) - 1, 'other variable')}" if len(paths) > 1 else ""
+        others = f" and {_counted(len(paths) - 1, 'other variable')}" if len(paths) > 1 else ""
         parts.append(f"variable {paths[0]!r}{others}")
     return f"Not finite after it: {'; '.join(parts)}."
 
@@ -105,7 +106,7 @@ class _Names:
         if count == 1 or not replicas:
             return ""
         if len(replicas) > 1:
-            return f"On {listed('replica', replicas)} of {count}, "
+            return f"On {_listed('replica', replicas)} of {count}, "
         layout = self._placement.layout(count)
         place = max(d for d, first in enumerate(layout.first_replica) if first <= replicas[0] and layout.per_device[d])
         return f"On replica {replicas[0]} of {count} ({device_name(self._placement.devices[place])}), "
@@ -122,7 +123,7 @@ def _diagnose_batch(batch: Any, layout: Any, names: _Names) -> Diagnosis | None:
         if kind:
             own = rows_of(value, layout.rows)
             rows.update(own)
-            found.append(f"{name} {kind} in {listed('row', own)}" if own else f"{name} {kind}")
+            found.append(f"{name} {kind} in {_listed('row', own)}" if own else f"{name} {kind}")
     if not found:
         return None
     ends = [sum(layout.busy_replicas[: n + 1]) for n in range(len(layout.busy_replicas))]
@@ -148,7 +149,7 @@ def _diagnose_forward(record: LayerTrace, names: _Names) -> Diagnosis | None:
     first = record.forward[0]
     replicas = names.replicas([seen.replica for seen in record.forward])
     origin = "from finite numbers" if first.is_first else "from what was not finite before"
-    rows = f", in {listed('row', first.rows)} of the batch, counted from 0" if first.rows else ""
+    rows = f", in {_listed('row', first.rows)} of the batch, counted from 0" if first.rows else ""
     text = f"{names.on(replicas)}{names.layer(first.path)} is the first that gives {first.kind}, {origin}{rows}."
     nan = next((x for x in record.forward if "NaN" in x.kind), None)
     if nan and "NaN" not in first.kind and nan.path != first.path:
@@ -205,3 +206,16 @@ def _has(layer: keras.Layer, variable: keras.Variable) -> bool:
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+def _listed(noun: str, numbers: Iterable[int]) -> str:
+    """Format numbers: "row 3", "rows 3 and 7", "rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"."""
+    found = [str(number) for number in numbers]
+    if len(found) > _LISTED + 1:
+        found = [*found[:_LISTED], f"{len(found) - _LISTED} more"]
+    return f"{noun} {found[0]}" if len(found) == 1 else f"{noun}s {', '.join(found[:-1])} and {found[-1]}"
+
+
+def _counted(number: int, noun: str) -> str:
+    """Format a number with its noun: "1 time", "2 times"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

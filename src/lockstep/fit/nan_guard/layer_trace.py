@@ -15,9 +15,27 @@ import keras
 import numpy as np
 
 from lockstep._keras.layers import copy_keras_mask, operations_of, patched_methods
-from lockstep.fit.nan_guard.nonfinite import kind_of, rows_of
 
-__all__ = ["LayerTrace", "NonFiniteValue"]
+__all__ = ["LayerTrace", "NonFiniteValue", "kind_of", "rows_of"]
+
+
+def kind_of(value: Any) -> str | None:
+    """Return "NaN", "Inf" or "NaN and Inf"; None if all numbers are finite, or have no values yet, as in a trace."""
+    if not isinstance(value, (jax.Array, np.ndarray)) or not jnp.issubdtype(value.dtype, jnp.inexact):
+        return None
+    try:
+        found = [name for name, test in (("NaN", jnp.isnan), ("Inf", jnp.isinf)) if bool(test(value).any())]
+    except jax.errors.ConcretizationTypeError:
+        return None
+    return " and ".join(found) or None
+
+
+def rows_of(value: Any, rows: int) -> list[int]:
+    """Return which of ``rows`` rows have a non-finite number; none if the first axis of the array is no multiple of the rows."""
+    if not np.ndim(value) or not rows or np.shape(value)[0] % rows:
+        return []
+    by_row = np.asarray(~jnp.isfinite(value)).reshape(rows, -1)
+    return [int(row) for row in np.flatnonzero(by_row.any(axis=1))]
 
 
 @dataclass(frozen=True)
