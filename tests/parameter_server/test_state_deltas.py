@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep._keras import trainer
+from lockstep._keras.layers import is_seed
 from lockstep.execution.replica import replica_seed
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.batch_shards import busy_parts, part_of
@@ -179,7 +180,7 @@ def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
     for number, piece in enumerate(pieces):
         pairs = zip(state[1], model.non_trainable_variables, strict=True)
         others = [
-            np.asarray(replica_seed(jax.numpy.asarray(value), number)) if trainer.is_seed(variable) else value
+            np.asarray(replica_seed(jax.numpy.asarray(value), number)) if is_seed(variable) else value
             for value, variable in pairs
         ]
         found.append(changed_by(step, state, others, piece))
@@ -192,7 +193,7 @@ def test_seeds_go_on_and_are_not_sent_with_each_piece():
     step, state = compiled(model), state_of(model)
     totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
-    (seed,) = [n for n, variable in enumerate(model.non_trainable_variables) if trainer.is_seed(variable)]
+    (seed,) = [n for n, variable in enumerate(model.non_trainable_variables) if is_seed(variable)]
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
     assert (totals.others[seed] != state[1][seed]).any()
     assert seed not in totals.changing

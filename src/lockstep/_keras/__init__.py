@@ -1,1 +1,19 @@
-"""Everything of Keras that Keras does not document: no other package touches its internals."""
+"""Access to what Keras does not document. No other package reads Keras's internals or replaces its attributes.
+
+``patches`` lists every attribute that is replaced; ``trainer``, ``layers``, ``graph``, ``adapters`` and ``fit_interception`` are the
+functions that the other packages call, by topic. All of it was written against Keras 3.15.
+"""
+
+from lockstep._errors import BackendError
+
+__all__: list[str] = []
+
+try:
+    import keras as keras
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "tensorflow":
+        raise
+    raise BackendError(
+        "Keras starts with the TensorFlow backend unless it is configured otherwise. Lockstep needs JAX: set "
+        'os.environ["KERAS_BACKEND"] = "jax" (or export KERAS_BACKEND=jax) before the first import of keras or lockstep.'
+    ) from None  # The traceback into Keras does not help.

@@ -1,4 +1,4 @@
-"""The seam of ``fit``: somebody gets its calls in place of Keras, to look at a program up to there."""
+"""Interception of calls of ``fit`` and ``compile``: tools run a user's script up to there and read the arguments."""
 
 import contextlib
 import functools
@@ -8,66 +8,68 @@ from typing import Any
 
 import keras
 
-__all__ = ["Take", "intercept_fit", "interceptable", "observe_compile"]
+from lockstep._keras.patches import INTERCEPT_FIT, OBSERVE_COMPILE, patched
+
+__all__ = ["FitInterceptor", "intercept_fit", "interceptable", "observe_compile"]
 
 Fit = Callable[..., Any]
-Take = Callable[[keras.Model, Fit, tuple[Any, ...], dict[str, Any]], Any]
+FitInterceptor = Callable[[keras.Model, Fit, tuple[Any, ...], dict[str, Any]], Any]
 
-_taken_by: ContextVar[Take | None] = ContextVar("taken_by", default=None)
+_interceptor: ContextVar[FitInterceptor | None] = ContextVar("interceptor", default=None)
 
 
 @contextlib.contextmanager
-def intercept_fit(take: Take) -> Iterator[None]:
-    """Have ``take(model, fit, args, kwargs)`` get each call of ``fit``, with or without a strategy, while this context is open.
+def intercept_fit(interceptor: FitInterceptor) -> Iterator[None]:
+    """Call ``interceptor(model, fit, args, kwargs)`` in place of each ``fit``, with or without a strategy, while this context is open.
 
-    ``fit(*args, **kwargs)`` is what would have been done; calls that ``take`` makes are not taken again.
+    ``fit(*args, **kwargs)`` is the call that the script made. Calls of ``fit`` that the interceptor makes are not intercepted.
     """
-    owner = next(cls for cls in keras.Model.__mro__ if "fit" in vars(cls))
+    owner = _owner_of("fit")
     original = vars(owner)["fit"]
 
     @functools.wraps(original)
     def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         return interceptable(model, functools.partial(original, model))(*args, **kwargs)
 
-    token = _taken_by.set(take)
-    setattr(owner, "fit", fit)  # noqa: B010  # mypy does not see that a class is an object like others.
+    token = _interceptor.set(interceptor)
     try:
-        yield
+        with patched(INTERCEPT_FIT, [(owner, "fit", fit)]):
+            yield
     finally:
-        setattr(owner, "fit", original)  # noqa: B010
-        _taken_by.reset(token)
+        _interceptor.reset(token)
 
 
 @contextlib.contextmanager
-def observe_compile(note: Callable[[keras.Model], None]) -> Iterator[None]:
-    """Have ``note`` see each model that is compiled while this context is open, from within that call."""
-    owner = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
+def observe_compile(observe: Callable[[keras.Model], None]) -> Iterator[None]:
+    """Call ``observe`` with each model that is compiled while this context is open, from within that call."""
+    owner = _owner_of("compile")
     original = vars(owner)["compile"]
 
     @functools.wraps(original)
     def compile(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        note(model)
+        observe(model)
         return original(model, *args, **kwargs)
 
-    setattr(owner, "compile", compile)  # noqa: B010
-    try:
+    with patched(OBSERVE_COMPILE, [(owner, "compile", compile)]):
         yield
-    finally:
-        setattr(owner, "compile", original)  # noqa: B010
 
 
 def interceptable(model: keras.Model, fit: Fit) -> Fit:
-    """``fit`` of a model, whose calls go to whoever takes them."""
+    """Return ``fit`` of a model with its calls going to the current interceptor, if there is one."""
 
     @functools.wraps(fit)
     def call(*args: Any, **kwargs: Any) -> Any:
-        take = _taken_by.get()
-        if take is None:
+        interceptor = _interceptor.get()
+        if interceptor is None:
             return fit(*args, **kwargs)
-        token = _taken_by.set(None)
+        token = _interceptor.set(None)
         try:
-            return take(model, fit, args, kwargs)
+            return interceptor(model, fit, args, kwargs)
         finally:
-            _taken_by.reset(token)
+            _interceptor.reset(token)
 
     return call
+
+
+def _owner_of(method: str) -> type:
+    return next(cls for cls in keras.Model.__mro__ if method in vars(cls))

@@ -1,7 +1,7 @@
-"""The seam for what a model computes last: like ``_keras.py``, what Keras does not document.
+"""The outputs of a model: which layer computes each one, with which activation.
 
-What is used, all seen in Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of
-a node, the names and the structure of a functional model's outputs.
+Undocumented parts, as of Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of
+a node, ``_functional``, and the structure of a functional model's outputs.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import keras
 
-__all__ = ["Output", "is_keras_class", "layers_of", "outputs_of", "overrides_any"]
+__all__ = ["Output", "is_keras_class", "outputs_of", "overrides_any"]
 
-_SHAPES_ONLY = (keras.layers.Reshape, keras.layers.Flatten, keras.layers.Permute)
-_WITH_ACTIVATION = (
+_SHAPE_LAYERS = (keras.layers.Reshape, keras.layers.Flatten, keras.layers.Permute)
+_LAYERS_WITH_ACTIVATION = (
     keras.layers.Dense,
     keras.layers.EinsumDense,
     keras.layers.Conv1D,
@@ -26,7 +26,7 @@ _WITH_ACTIVATION = (
     keras.layers.SeparableConv1D,
     keras.layers.SeparableConv2D,
 )
-_KNOWN: dict[Callable[..., Any], str] = {
+_ACTIVATION_NAMES: dict[Callable[..., Any], str] = {
     keras.activations.softmax: "softmax",
     keras.ops.softmax: "softmax",
     jax.nn.softmax: "softmax",
@@ -42,20 +42,20 @@ class Output:
     """One output of a model.
 
     Args:
-        names: by which losses and targets may be given for it.
-        layer: what computes its values last, by name; "" where that is not known.
-        ending: ``"softmax"``, ``"sigmoid"``, ``"linear"``, or None: something else, or not known.
-        shape: without the rows; None: not known.
+        names: the names under which losses and targets may be given for it.
+        layer: name of the layer or operation that computes its values; "" if it is not known.
+        activation: ``"softmax"``, ``"sigmoid"``, ``"linear"``, or None if it is another one or not known.
+        shape: shape without the batch axis; None if it is not known.
     """
 
     names: tuple[str, ...]
     layer: str = ""
-    ending: str | None = None
+    activation: str | None = None
     shape: tuple[int | None, ...] | None = None
 
 
 def outputs_of(model: keras.Model) -> list[Output] | None:
-    """The outputs, where Keras has the graph of the model and nobody has written another ``call``; else None."""
+    """Return the outputs if Keras has the graph of the model and no class overrides ``call``; else None."""
     graph = _graph_of(model)
     if graph is None:
         return None
@@ -63,23 +63,18 @@ def outputs_of(model: keras.Model) -> list[Output] | None:
 
 
 def overrides_any(model: keras.Model, *methods: str) -> bool:
-    """Whether the class of a model has one of these methods for itself."""
+    """Return whether the class of a model, or a base class that is not Keras's, defines one of these methods."""
     owners = [next(cls for cls in type(model).__mro__ if name in vars(cls)) for name in methods]
     return not all(is_keras_class(owner) for owner in owners)
 
 
 def is_keras_class(kind: type) -> bool:
-    """Whether a class is one of Keras's."""
+    """Return whether a class is defined in Keras."""
     return kind.__module__.partition(".")[0] == "keras"
 
 
-def layers_of(model: keras.Model) -> list[Any]:
-    """The layers at all depths, without the models that hold them."""
-    return [layer for layer in model._flatten_layers() if not isinstance(layer, keras.Model)]
-
-
 def _graph_of(model: keras.Model) -> Any:
-    """The functional model that computes what ``model`` gives; None where there is none, or something may come after it."""
+    """Return the functional model that computes the outputs of ``model``; None if there is none, or more may follow it."""
     if overrides_any(model, "call", "__call__"):
         return None
     graph = model._functional if isinstance(model, keras.Sequential) else model
@@ -87,47 +82,47 @@ def _graph_of(model: keras.Model) -> Any:
 
 
 def _names(graph: Any) -> list[tuple[str, ...]]:
-    own: list[tuple[str, ...]] = [(name,) for name in graph.output_names]
+    layer_names: list[tuple[str, ...]] = [(name,) for name in graph.output_names]
     struct = graph._outputs_struct
     if not isinstance(struct, dict):
-        return own
-    places = {id(tensor): key for key, tensor in struct.items()}
-    return [(*names, places.get(id(tensor), names[0])) for names, tensor in zip(own, graph.outputs, strict=True)]
+        return layer_names
+    keys = {id(tensor): key for key, tensor in struct.items()}
+    return [(*names, keys.get(id(tensor), names[0])) for names, tensor in zip(layer_names, graph.outputs, strict=True)]
 
 
 def _output(names: tuple[str, ...], tensor: Any) -> Output:
-    operation = _last(tensor)
-    return Output(names, operation.name, _ending(operation), tuple(tensor.shape[1:]))
+    operation = _final_operation(tensor)
+    return Output(names, operation.name, _activation(operation), tuple(tensor.shape[1:]))
 
 
-def _last(tensor: Any) -> Any:
-    """What decides the values of a tensor: nested models are gone into, and what changes only its shape is left out."""
+def _final_operation(tensor: Any) -> Any:
+    """Return the operation that computes the values of a tensor: inside nested models, and before what changes only its shape."""
     history = tensor._keras_history
     operation = history.operation
     if isinstance(operation, keras.Model):
         graph = _graph_of(operation)
-        return operation if graph is None else _last(graph.outputs[history.tensor_index])
-    does_nothing = type(operation) is keras.layers.Activation and _KNOWN.get(operation.activation) == "linear"
-    if type(operation) in _SHAPES_ONLY or does_nothing:
-        return _last(operation._inbound_nodes[history.node_index].input_tensors[0])
+        return operation if graph is None else _final_operation(graph.outputs[history.tensor_index])
+    is_linear = type(operation) is keras.layers.Activation and _ACTIVATION_NAMES.get(operation.activation) == "linear"
+    if type(operation) in _SHAPE_LAYERS or is_linear:
+        return _final_operation(operation._inbound_nodes[history.node_index].input_tensors[0])
     return operation.layer if type(operation) is keras.layers.TimeDistributed else operation
 
 
-def _ending(operation: Any) -> str | None:
+def _activation(operation: Any) -> str | None:
     kind = type(operation)
     if kind is keras.layers.Softmax or (kind.__module__ == "keras.src.ops.nn" and kind.__name__ == "Softmax"):
         return "softmax"
     if kind.__module__ == "keras.src.ops.nn" and kind.__name__ == "Sigmoid":
         return "sigmoid"
     if kind is keras.layers.Activation:
-        return _KNOWN.get(operation.activation)
-    if kind not in _WITH_ACTIVATION:
+        return _ACTIVATION_NAMES.get(operation.activation)
+    if kind not in _LAYERS_WITH_ACTIVATION:
         return None
-    ending = _KNOWN.get(operation.activation)
-    return None if ending == "linear" and not _is_free(operation) else ending
+    name = _ACTIVATION_NAMES.get(operation.activation)
+    return None if name == "linear" and not _is_unconstrained(operation) else name
 
 
-def _is_free(layer: Any) -> bool:
-    """Whether a layer may give any number: one with a constraint, or that is not trained, may keep probabilities what they are."""
+def _is_unconstrained(layer: Any) -> bool:
+    """Return whether a layer may give any number; a layer with a constraint, or not trained, may preserve probabilities."""
     constraints = [weight.constraint for weight in layer.weights]
     return bool(layer.trainable) and all(constraint is None for constraint in constraints)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep._keras import trainer
+from lockstep._keras import adapters
 from lockstep.data.device_placement import PlacedRows
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter
 from lockstep.data.iterator_state import IteratorState, capture_random_state, restore_random_state
@@ -26,7 +26,7 @@ __all__ = ["Hook", "KerasInput", "next_batch"]
 Hook = list[Any]  # "begin" or "end" of an epoch, and the random state then; where the source has code for these
 
 
-class KerasInput(trainer.DataAdapter):
+class KerasInput(adapters.DataAdapter):
     """What Keras gets in place of the user's input.
 
     Args:
@@ -295,5 +295,5 @@ def next_batch(iterator: Any, after: Any) -> Any:
     Raises:
         StopIteration: there is none.
     """
-    own = trainer.unwrap_iterator(iterator)
+    own = adapters.unwrap_iterator(iterator)
     return own.take(after) if isinstance(own, PassIterator) else next(iterator)

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from lockstep._errors import ModelError
+from lockstep._keras.patches import CHIEF_ONLY_FILES, install
 
 __all__ = ["leave_files_to_the_chief", "leave_printing_to_the_chief"]
 
@@ -13,8 +14,7 @@ _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callba
 
 def leave_files_to_the_chief(model: keras.Model) -> None:
     """Have ``save``, ``save_weights`` and ``export`` of a model write nothing, so that ModelCheckpoint does not, either."""
-    for name in ("save", "save_weights", "export"):
-        vars(model)[name] = _write_nothing
+    install(CHIEF_ONLY_FILES, [(model, name, _write_nothing) for name in CHIEF_ONLY_FILES.attributes])
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import keras
 
-from lockstep._keras import trainer
-from lockstep._keras.graph import layers_of
+from lockstep._keras.layers import layers_of, unsynchronized_normalizations
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.fit_call import FitCall
 
@@ -30,7 +29,7 @@ def about_few_rows(program: FitCall) -> Iterator[Finding]:
 def about_normalization(program: FitCall) -> Iterator[Finding]:
     """About a BatchNormalization that computes its mean and variance from few rows."""
     rows, replicas = program.rows, program.setting.replicas
-    alone = set(trainer.unsynchronized_normalizations(program.model))
+    alone = set(unsynchronized_normalizations(program.model))
     layers = [x for x in layers_of(program.model) if isinstance(x, keras.layers.BatchNormalization) and x.trainable]
     names = [layer.name for layer in layers if layer.name in alone]
     if rows is None or rows < replicas or not names or rows // replicas >= FEW:

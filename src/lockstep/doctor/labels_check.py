@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._keras.graph import is_keras_class, layers_of, outputs_of
-from lockstep._keras.layers import operations_of
+from lockstep._keras.graph import is_keras_class, outputs_of
+from lockstep._keras.layers import layers_of, operations_of
 from lockstep.doctor.classification_outputs import ClassificationOutput, heads_of
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.fit_call import FitCall, in_memory, spread, step_of

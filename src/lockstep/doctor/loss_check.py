@@ -16,7 +16,7 @@ def about_logits(program: FitCall) -> Iterator[Finding]:
     """
     for head in heads_of(program):
         where = f"{head.where}, {program.at_compile}"
-        ending = head.output.ending
+        ending = head.output.activation
         if ending == "softmax" and head.output.shape and head.output.shape[-1] == 1:
             yield _softmax_of_one(where)
         elif ending in ("softmax", "sigmoid") and head.loss.from_logits:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import keras
 
-from lockstep._keras.graph import layers_of
+from lockstep._keras.layers import layers_of
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.fit_call import FitCall
 

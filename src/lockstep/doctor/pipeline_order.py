@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import keras
 
-from lockstep._keras import trainer
+from lockstep._keras import adapters
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.fit_call import FitCall
 
@@ -27,7 +27,7 @@ def about_kept_order(program: FitCall) -> Iterator[Finding]:
 
 def about_order(program: FitCall) -> Iterator[Finding]:
     """About ``shuffle``, ``cache`` and ``prefetch`` of a ``tf.data.Dataset`` in an order that defeats them."""
-    if not trainer.is_tf_dataset(program.x):
+    if not adapters.is_tf_dataset(program.x):
         return
     try:  # The tree that tf.data shows for debugging, one line each, from the last step to the first; it may be missing.
         shown = program.x.__debug_string__()

@@ -18,8 +18,15 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras import trainer
-from lockstep._keras.layers import attribute_arrays, disable_batch_statistics, set_attribute_arrays
+from lockstep._keras.layers import (
+    attribute_arrays,
+    disable_batch_statistics,
+    get_keras_mask,
+    is_seed,
+    lacks_aggregation,
+    set_attribute_arrays,
+    set_keras_mask,
+)
 from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult
 from lockstep.execution.rowwise import (
     Mixed,
@@ -250,13 +257,13 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
     set_attribute_arrays(list(form.attributes), values[count:])
     for output, has_mask in zip(outputs, form.has_mask, strict=True):
         if has_mask:
-            trainer.set_keras_mask(output, next(masks))
+            set_keras_mask(output, next(masks))
     return jax.tree.unflatten(form.outputs, outputs), losses
 
 
 def output_merge(variable: keras.Variable) -> OutputMerge:
     """Return how the replicas' values of a non-trainable variable are merged."""
-    if trainer.is_seed(variable):
+    if is_seed(variable):
         return OutputMerge.SEED
     if variable.aggregation == "sum":
         return OutputMerge.SUM
@@ -281,7 +288,7 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
             for variable, new, old in zip(variables, state, non_trainable, strict=True)
             if new is not old
         ]
-        unaggregated = [one for one in changed if trainer.lacks_aggregation(call.model, one[0])]
+        unaggregated = [one for one in changed if lacks_aggregation(call.model, one[0])]
         learned["form"], learned["changed"] = form, len(changed)
         learned["paths"] = tuple(variable.path for variable, _ in unaggregated)
         return [*values, *masks, *(jnp.asarray(new) for _, new in unaggregated)]
@@ -307,7 +314,7 @@ def _run(
     tree, state, losses = call.function(trainable, non_trainable, *args, return_losses=True, **kwargs)
     stored = {place: array for place, array in attribute_arrays(call.model).items() if array is not before.get(place)}
     outputs, structure = jax.tree.flatten(tree)
-    masks = [trainer.get_keras_mask(leaf) for leaf in outputs]
+    masks = [get_keras_mask(leaf) for leaf in outputs]
     form = _ResultForm(structure, tuple(mask is not None for mask in masks), tuple(stored))
     values = [jnp.asarray(value) for value in (*outputs, *losses, *stored.values())]
     return values, [mask for mask in masks if mask is not None], state, form

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
-from lockstep._keras.layers import patched_methods
+from lockstep._keras.patches import OPTIMIZER_UPDATE, patched_method
 from lockstep.data.device_placement import Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 from lockstep.execution.train_state import Step, state_changes
@@ -80,7 +80,7 @@ class GradientProgram:
         self, step: Step, model: keras.Model, placement: Placement, state: State, batch: Any, *, donated: bool
     ) -> None:
         def marked(state: State, batch: Any) -> Any:
-            with patched_methods([model.optimizer], "stateless_apply", lambda *_: _bind_update):
+            with patched_method(OPTIMIZER_UPDATE, [model.optimizer], lambda *_: _bind_update):
                 logs, new = step(state, batch)
             return new[0], new[2], (logs, state_changes((state[1], state[3]), (new[1], new[3])))
 

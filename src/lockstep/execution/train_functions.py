@@ -16,7 +16,9 @@ import jax
 import keras
 
 from lockstep._keras import trainer
-from lockstep._keras.layers import nested_models, patched_methods, patched_stateless_call
+from lockstep._keras.layers import clear_synchronized, global_batch_reason, nested_models, unsynchronized_normalizations
+from lockstep._keras.patches import LAYER_CALL, patched_method
+from lockstep._keras.trainer import patched_stateless_call
 from lockstep.data.device_placement import PlacedRows, Placement
 from lockstep.data.keras_adapter import next_batch
 from lockstep.devices.names import device_name
@@ -229,17 +231,17 @@ class StepFunctions:
 
     @contextlib.contextmanager
     def _intercepted(self, interceptor: "_ForwardInterceptor") -> Iterator[None]:
-        reason = trainer.global_batch_reason(self.model)
+        reason = global_batch_reason(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(in_step())
             if reason:
                 self.log(f"it runs on the global batch, {self.executor.global_batch_note}: {reason}")
-                stack.enter_context(trainer.clear_synchronized(self.model))
+                stack.enter_context(clear_synchronized(self.model))
             models = [] if reason else nested_models(self.model)
             for model in models:
                 call = functools.partial(interceptor.call, model, model.stateless_call)
                 stack.enter_context(patched_stateless_call(model, call))
-            stack.enter_context(patched_methods(models, "call", interceptor.wrap_direct_call))
+            stack.enter_context(patched_method(LAYER_CALL, models, interceptor.wrap_direct_call))
             yield
 
 
@@ -295,7 +297,7 @@ class _ForwardInterceptor:
                 with _warnings(False):
                     spec = infer_output_spec(call, whole, {rows for device in sizes for rows in device if rows})
             except CannotSplitError as reason:
-                normalized = ", BatchNormalization included" if trainer.unsynchronized_normalizations(model) else ""
+                normalized = ", BatchNormalization included" if unsynchronized_normalizations(model) else ""
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
                 return function(*values, *args, return_losses=return_losses, **kwargs)

@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep._errors import ClusterError
 from lockstep._keras import trainer
-from lockstep._keras.fit_state import refresh_before_sync
+from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.distributed.cluster import exit_codes

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from lockstep._errors import ModelError, ScopeError, whole_number
 from lockstep._keras import trainer
-from lockstep._keras.layers import patched_stateless_call
+from lockstep._keras.layers import global_batch_reason, unsynchronized_normalizations
+from lockstep._keras.trainer import patched_stateless_call
 from lockstep._logging import log_info
 from lockstep.collectives import CrossDeviceOps, Ops
 from lockstep.custom_loops.model_in_replica import call_on_replica
@@ -305,8 +306,8 @@ def _refuse_distribution() -> None:
 
 
 def _refuse_mixed_normalization(model: keras.Model) -> None:
-    reason = trainer.global_batch_reason(model)
-    alone = trainer.unsynchronized_normalizations(model)
+    reason = global_batch_reason(model)
+    alone = unsynchronized_normalizations(model)
     if reason and alone:
         raise ModelError(
             f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "

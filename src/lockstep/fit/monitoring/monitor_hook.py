@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from lockstep._keras.fit_state import steps_done
+from lockstep._keras.trainer import steps_done
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.execution.train_functions import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore

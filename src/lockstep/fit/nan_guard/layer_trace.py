@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras.layers import copy_keras_mask, operations_of, patched_methods
+from lockstep._keras.layers import copy_keras_mask, operations_of
+from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
 
 __all__ = ["LayerTrace", "NonFiniteValue", "kind_of", "rows_of"]
 
@@ -90,9 +91,9 @@ class LayerTrace:
         """Record layers, gradients and losses while this context is open."""
         layers = operations_of(self.model)
         with (
-            patched_methods(layers, "call", self._wrap_layer),
-            patched_methods([self.model], "stateless_call", self._wrap_model),
-            patched_methods([self.model], "compute_loss", self._wrap_loss),
+            patched_method(LAYER_CALL, layers, self._wrap_layer),
+            patched_method(STATELESS_CALL, [self.model], self._wrap_model),
+            patched_method(LOSS, [self.model], self._wrap_loss),
         ):
             yield
 

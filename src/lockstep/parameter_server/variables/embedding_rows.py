@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras.layers import operations_of, patched_methods
+from lockstep._keras.layers import operations_of
+from lockstep._keras.patches import LAYER_CALL, patched_method
 
 __all__ = ["EmbeddingRows", "tables_of"]
 
@@ -95,7 +96,7 @@ class EmbeddingRows:
         """For each table the numbers of rows, in any order; its number of rows stands for none."""
         found: Ids = {name: [jnp.zeros((0,), "int32")] for name in self._tables}
         options = {"training": True} if self._takes_training else {}
-        with patched_methods(list(self._tables.values()), "call", self._noting(found)):
+        with patched_method(LAYER_CALL, self._tables.values(), self._noting(found)):
             self._model.stateless_call(trainable, others, x, **options)
         return {name: jnp.concatenate(each) for name, each in found.items()}
 

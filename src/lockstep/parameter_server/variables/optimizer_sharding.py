@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError
+from lockstep._keras.patches import OPTIMIZER_SLOTS, install
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan, VariableSpec
 from lockstep.parameter_server.variables.variable_store import OPTIMIZER, as_variable
 
@@ -172,8 +173,7 @@ def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[VariableSpe
         for number, spec in enumerate(specs):
             variables.append(as_variable(spec, kind=_Reference))
             variables[-1].mark = f"<{number}>"
-        for each in _all_of(another):
-            vars(each)["add_variable_from_reference"] = _marking(each)
+        install(OPTIMIZER_SLOTS, [(each, "add_variable_from_reference", _marking(each)) for each in _all_of(another)])
         another.build(variables)
         for number, variable in enumerate(another.variables):
             mark = _MARK.search(variable.name)

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep._keras import trainer
+from lockstep._keras import adapters
 from lockstep._keras.fit_interception import intercept_fit
 from lockstep.data.sources import AdapterSource, InputSource, make_source
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
@@ -301,7 +301,7 @@ def _validation_of(given: Any, data: Any) -> tuple[Any, list[str], Any]:
 
 
 def _three(data: Any) -> tuple[Any, Any, Any]:
-    found: tuple[Any, Any, Any] = trainer.unpack_x_y_sample_weight(data)
+    found: tuple[Any, Any, Any] = adapters.unpack_x_y_sample_weight(data)
     return found
 
 

@@ -1,0 +1,230 @@
+"""Table of all attributes of Keras that Lockstep replaces, and the helper that replaces and restores them."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "CHIEF_ONLY_FILES",
+    "CLAIM_MODELS",
+    "FIT_INPUT",
+    "INTERCEPT_FIT",
+    "LAYER_CALL",
+    "LOSS",
+    "OBSERVE_COMPILE",
+    "OPTIMIZER_SLOTS",
+    "OPTIMIZER_UPDATE",
+    "PATCHES",
+    "STATELESS_CALL",
+    "STATE_SYNC",
+    "STEP_FUNCTIONS",
+    "SYNCHRONIZED_ARGUMENT",
+    "SYNCHRONIZED_FLAG",
+    "Patch",
+    "Replacement",
+    "install",
+    "patched",
+    "patched_method",
+]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One entry of the table.
+
+    Args:
+        target: the kind of object whose attributes are replaced: a class (for all models) or instances.
+        attributes: names of the attributes that may be replaced.
+        lifetime: how long the replacements stay.
+        reason: why Lockstep replaces them.
+        public_api: documented API of Keras that would replace the patch.
+    """
+
+    target: str
+    attributes: tuple[str, ...]
+    lifetime: str
+    reason: str
+    public_api: str
+
+
+CLAIM_MODELS = Patch(
+    target="class Model",
+    attributes=("__init__", "compile", "make_train_function", "make_test_function", "make_predict_function"),
+    lifetime="while a strategy's scope is open in any thread",
+    reason="a strategy attaches itself to each model that is made, compiled or used in its scope",
+    public_api="a hook that Keras calls for each new model, as it does for tf.distribute on TensorFlow",
+)
+SYNCHRONIZED_ARGUMENT = Patch(
+    target="class BatchNormalization",
+    attributes=("__init__",),
+    lifetime="while a strategy's scope is open in any thread",
+    reason="Keras refuses synchronized=True on JAX, where a strategy can do it",
+    public_api="BatchNormalization(synchronized=True) on JAX",
+)
+STEP_FUNCTIONS = Patch(
+    target="model",
+    attributes=("make_train_function", "make_test_function", "make_predict_function", "_symbolic_build"),
+    lifetime="as long as the model",
+    reason="the functions that run a step are built by the strategy, and variables are built in its context",
+    public_api="a trainer that is given to the model; subclassing Model is not enough, as users bring their own classes",
+)
+FIT_INPUT = Patch(
+    target="model",
+    attributes=("fit", "evaluate", "predict"),
+    lifetime="as long as the model",
+    reason="inputs are wrapped in an adapter that places batches on the devices",
+    public_api="registration of a data adapter",
+)
+CHIEF_ONLY_FILES = Patch(
+    target="model",
+    attributes=("save", "save_weights", "export"),
+    lifetime="as long as the model",
+    reason="of several workers only the chief writes files, also from Keras's own callbacks",
+    public_api="a predicate of keras.saving that says whether this process writes",
+)
+INTERCEPT_FIT = Patch(
+    target="class Model",
+    attributes=("fit",),
+    lifetime="while a user's script runs up to its call of fit",
+    reason="tools read the arguments of the script's first fit in place of running it",
+    public_api="a hook around fit",
+)
+OBSERVE_COMPILE = Patch(
+    target="class Model",
+    attributes=("compile",),
+    lifetime="while a user's script runs up to its call of fit",
+    reason="the doctor notes the place where a model was compiled",
+    public_api="a hook around compile",
+)
+STATE_SYNC = Patch(
+    target="model",
+    attributes=("jax_state_sync",),
+    lifetime="one call of fit with parameter servers",
+    reason="the servers have the newest values, which are fetched before Keras writes its state into the variables",
+    public_api="a callback before the trainer writes its state back",
+)
+STATELESS_CALL = Patch(
+    target="model",
+    attributes=("stateless_call",),
+    lifetime="one trace of a step, or one call of a function in a replica",
+    reason="the forward pass of a step runs by replicas, or its values are recorded",
+    public_api="an argument of the trainer that is used in place of stateless_call",
+)
+LAYER_CALL = Patch(
+    target="layer",
+    attributes=("call",),
+    lifetime="one trace",
+    reason="outputs of layers are recorded, or a layer computes in another way during this trace",
+    public_api="hooks around Layer.__call__",
+)
+LOSS = Patch(
+    target="model",
+    attributes=("compute_loss",),
+    lifetime="one trace",
+    reason="the NaN guard records the loss",
+    public_api="Model.compute_loss in a subclass; models are the user's",
+)
+OPTIMIZER_UPDATE = Patch(
+    target="optimizer",
+    attributes=("stateless_apply",),
+    lifetime="one trace of a step",
+    reason="the step is cut in front of the update, which runs on one device or on servers",
+    public_api="a train_step that returns gradients",
+)
+OPTIMIZER_SLOTS = Patch(
+    target="optimizer",
+    attributes=("add_variable_from_reference",),
+    lifetime="as long as a copy of the optimizer that is made to read its variables' shapes",
+    reason="each variable of an optimizer is matched with the model variable that it belongs to",
+    public_api="a mapping from the optimizer's variables to the model's",
+)
+SYNCHRONIZED_FLAG = Patch(
+    target="layer",
+    attributes=("synchronized",),
+    lifetime="one trace",
+    reason="a layer that sees the global batch needs no collective, which Keras would refuse on JAX",
+    public_api="BatchNormalization(synchronized=True) on JAX",
+)
+
+PATCHES = (
+    CLAIM_MODELS,
+    SYNCHRONIZED_ARGUMENT,
+    STEP_FUNCTIONS,
+    FIT_INPUT,
+    CHIEF_ONLY_FILES,
+    INTERCEPT_FIT,
+    OBSERVE_COMPILE,
+    STATE_SYNC,
+    STATELESS_CALL,
+    LAYER_CALL,
+    LOSS,
+    OPTIMIZER_UPDATE,
+    OPTIMIZER_SLOTS,
+    SYNCHRONIZED_FLAG,
+)
+
+Replacement = tuple[Any, str, Any]  # a class or an instance, the name of its attribute, the new value
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def patched(patch: Patch, replacements: Iterable[Replacement]) -> Iterator[None]:
+    """Replace attributes while this context is open; afterwards each is as before, also after an exception."""
+    restore = install(patch, replacements)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def patched_method(
+    patch: Patch, owners: Iterable[Any], around: Callable[[Any, Any], Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Replace the one method of ``patch`` on each owner by ``around(owner, method)`` while a context is open."""
+    (name,) = patch.attributes
+    return patched(patch, ((owner, name, around(owner, getattr(owner, name))) for owner in owners))
+
+
+def install(patch: Patch, replacements: Iterable[Replacement]) -> Callable[[], None]:
+    """Replace attributes until the returned function is called.
+
+    Args:
+        patch: the entry of the table.
+        replacements: what is replaced. Each is set before the next one is taken from the iterable.
+
+    Returns:
+        A function that restores what was there before.
+
+    Raises:
+        LookupError: the entry does not list an attribute. Nothing stays replaced.
+    """
+    previous: list[Replacement] = []
+
+    def restore() -> None:
+        while previous:
+            _set(*previous.pop())
+
+    try:
+        for owner, name, value in replacements:
+            if name not in patch.attributes:
+                raise LookupError(f"The table of patches does not list {name!r} of {patch.target}.")
+            previous.append((owner, name, vars(owner).get(name, _ABSENT)))
+            _set(owner, name, value)
+    except BaseException:
+        restore()
+        raise
+    return restore
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a class, or of an instance without Keras's ``__setattr__``; delete it if ``value`` is ``_ABSENT``."""
+    if isinstance(owner, type):
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+    elif value is _ABSENT:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value

@@ -1,0 +1,1 @@
+"""Tests of ``_keras``: access to what Keras does not document."""

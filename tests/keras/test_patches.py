@@ -1,0 +1,160 @@
+"""The table of patches is complete, and every patch that ends leaves Keras as it was."""
+
+import ast
+import contextlib
+from pathlib import Path
+
+import keras
+import pytest
+
+import lockstep
+from lockstep._keras import fit_interception, layers, patches, trainer
+
+PACKAGE = Path(lockstep.__file__).parent
+# Attributes of other objects than Keras's, or values that are kept on a model and replace nothing.
+OTHER_WRITERS = {
+    "strategies/base.py",
+    "fit/checkpointing/callback_state.py",
+    "launch/run_script.py",
+    "_keras/layers.py",
+    "_keras/patches.py",
+    "_keras/trainer.py",
+}
+
+
+class Failure(Exception):
+    """Raised while a patch is in place."""
+
+
+@pytest.fixture
+def model():
+    inputs = keras.Input((3,))
+    x = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))
+    made = keras.Model(inputs, keras.layers.Dense(2)(x))
+    made.compile("adam", "mse")
+    return made
+
+
+def owners(patch, model):
+    """Objects with the attributes of an entry: the classes that define them, or instances."""
+    if patch.target == "class Model":
+        return [next(cls for cls in keras.Model.__mro__ if name in vars(cls)) for name in patch.attributes]
+    kinds = {
+        "class BatchNormalization": keras.layers.BatchNormalization,
+        "model": model,
+        "layer": model.layers[2],
+        "optimizer": model.optimizer,
+    }
+    return [kinds[patch.target]] * len(patch.attributes)
+
+
+def snapshot(model):
+    """All attributes of Keras's classes, and of a model, its layers and its optimizer."""
+    classes = {*keras.Model.__mro__, *keras.layers.BatchNormalization.__mro__, *type(model.optimizer).__mro__} - {
+        object
+    }
+    objects = [*classes, model, *model.layers, model.optimizer]
+    return {id(one): dict(vars(one)) for one in objects}
+
+
+def all_patches(model):
+    """Each entry as a context that replaces all of its attributes by functions that are never called."""
+    for patch in patches.PATCHES:
+        replacements = [
+            (owner, name, lambda *args, **kwargs: pytest.fail("called"))
+            for owner, name in zip(owners(patch, model), patch.attributes, strict=True)
+        ]
+        yield patches.patched(patch, replacements)
+
+
+def in_use(model):
+    """The contexts that the package opens, each with arguments that do nothing."""
+    yield trainer.claim_models(lambda: None)
+    yield trainer.claim_models(lambda: None)
+    yield fit_interception.intercept_fit(lambda model, fit, args, kwargs: None)
+    yield fit_interception.observe_compile(lambda model: None)
+    yield trainer.refresh_before_sync(model, lambda: None)
+    yield trainer.patched_stateless_call(model, lambda *args: None)
+    yield trainer.patched_stateless_call(model, lambda *args: None)
+    yield layers.disable_batch_statistics(model)
+    yield layers.clear_synchronized(model)
+    yield patches.patched_method(patches.LAYER_CALL, layers.operations_of(model), lambda layer, call: call)
+    yield patches.patched_method(patches.LOSS, [model], lambda model, compute_loss: compute_loss)
+    yield patches.patched_method(patches.OPTIMIZER_UPDATE, [model.optimizer], lambda optimizer, apply: apply)
+
+
+def unchanged(before, after):
+    return all(
+        set(before[one]) == set(after[one]) and all(before[one][name] is after[one][name] for name in before[one])
+        for one in before
+    )
+
+
+@pytest.mark.parametrize("contexts", [all_patches, in_use])
+@pytest.mark.parametrize("fails", [False, True])
+def test_keras_is_unchanged_after_all_patches(model, contexts, fails):
+    before = snapshot(model)
+    with contextlib.suppress(Failure), contextlib.ExitStack() as stack:
+        for context in contexts(model):
+            stack.enter_context(context)
+        assert not unchanged(before, snapshot(model))
+        if fails:
+            raise Failure
+    assert unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: f"{patch.target}: {patch.attributes[0]}")
+def test_each_entry_replaces_attributes_that_keras_has_and_restores_them(model, patch):
+    before = snapshot(model)
+    for owner, name in zip(owners(patch, model), patch.attributes, strict=True):
+        original, new = getattr(owner, name), object()
+        with patches.patched(patch, [(owner, name, new)]):
+            assert getattr(owner, name) is new
+        assert getattr(owner, name) == original
+    assert unchanged(before, snapshot(model))
+    assert all((patch.lifetime, patch.reason, patch.public_api))
+
+
+def test_attributes_outside_of_the_table_are_refused_and_earlier_ones_restored(model):
+    before = snapshot(model)
+    with pytest.raises(LookupError, match="'predict'"):
+        patches.install(patches.LOSS, [(model, "compute_loss", None), (model, "predict", None)])
+    assert unchanged(before, snapshot(model))
+
+
+def test_patches_of_one_attribute_nest(model):
+    first, second = object(), object()
+    with trainer.patched_stateless_call(model, first):
+        with trainer.patched_stateless_call(model, second):
+            assert model.stateless_call is second
+        assert model.stateless_call is first
+    assert "stateless_call" not in vars(model)
+
+
+def writes_attributes(tree):
+    """Whether a file replaces attributes of objects by ``setattr``, ``vars`` or ``__dict__``."""
+
+    def is_namespace(node):
+        is_vars = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "vars"
+        return is_vars or (isinstance(node, ast.Attribute) and node.attr == "__dict__")
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="setattr" | "delattr")):
+                return True
+            case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()) if is_namespace(target):
+                return True
+            case ast.Call(func=ast.Attribute(value=target, attr="update" | "pop" | "setdefault")) if is_namespace(
+                target
+            ):
+                return True
+    return False
+
+
+def test_no_other_file_replaces_attributes():
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if writes_attributes(ast.parse(path.read_text()))
+    }
+    assert found == OTHER_WRITERS
