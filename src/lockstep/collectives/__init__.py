@@ -1,4 +1,4 @@
-"""How gradients meet. A new algorithm is one file here and one line in ``ALGORITHMS``; the common tests find it there."""
+"""All-reduce algorithms for gradients. A new one is a file here and a line in ``ALGORITHMS``, which the common tests read."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,7 @@ Ops = CrossDeviceOps | type[CrossDeviceOps] | Callable[[jax.Array, str], jax.Arr
 
 
 def resolve_cross_device_ops(ops: Ops | None) -> CrossDeviceOps:
-    """What a user may give as ``cross_device_ops``, as an instance.
+    """Return the instance for a ``cross_device_ops`` argument.
 
     Args:
         ops: an instance, a class (tutorials pass it without parentheses), a name in ``ALGORITHMS``, a function
@@ -77,10 +77,10 @@ def resolve_cross_device_ops(ops: Ops | None) -> CrossDeviceOps:
 
 
 def choose_cross_device_ops(ops: Ops | None, options: CommunicationOptions | None) -> CrossDeviceOps:
-    """The operation of a strategy in one process: the one that was given, or the one that the options ask for.
+    """Return the operation of a strategy in one process, from ``cross_device_ops`` or from the options.
 
     Raises:
-        OptionError: both are given, or the options are something else or have a ``timeout_seconds``.
+        OptionError: both are given, or the options are of another type or have a ``timeout_seconds``.
     """
     if options is None:
         return resolve_cross_device_ops(ops)

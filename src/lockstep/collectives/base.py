@@ -1,4 +1,4 @@
-"""The contract of a cross-device operation: how the gradients of the devices meet."""
+"""Cross-device operations: the base class, sum or mean over the devices, and a user's function as an operation."""
 
 import abc
 import enum
@@ -18,8 +18,8 @@ class CrossDeviceOps(abc.ABC):
     """Adds up what each device holds and gives every device the sum.
 
     Counterpart of ``tf.distribute.CrossDeviceOps``. An implementation is called while a step is compiled, inside
-    ``jax.shard_map``, and is a pure function of its arguments. ``lockstep.testing.check_cross_device_ops`` says whether
-    one keeps the contract.
+    ``jax.shard_map``, and is a pure function of its arguments. ``lockstep.testing.check_cross_device_ops`` checks this
+    contract.
 
     Example:
         >>> import jax, lockstep
@@ -38,7 +38,7 @@ class CrossDeviceOps(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Sum of each array over the devices.
+        """Return the sum of each array over the devices.
 
         Args:
             values: this device's arrays, any shapes and numeric dtypes; the same shapes on every device.
@@ -52,7 +52,7 @@ class CrossDeviceOps(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """Say how the arrays meet, for the strategy's log line.
+        """Describe how the arrays are reduced, for the strategy's log line.
 
         Args:
             devices: in their order along the axis.
@@ -62,7 +62,7 @@ class CrossDeviceOps(abc.ABC):
         """
 
     def error_bound(self, pieces: np.ndarray) -> np.ndarray:
-        """How far from the exact sum a result may be: what any order of adding in the arrays' own dtype allows.
+        """Return how far from the exact sum a result may be: what any order of adding in the arrays' dtype allows.
 
         Source: N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed. 2002, section 4.2: with n numbers the
         error is at most (n - 1) u Σ|x|, to first order in the unit roundoff u. Here 2u stands for u.
@@ -77,13 +77,13 @@ class CrossDeviceOps(abc.ABC):
             return np.zeros(pieces.shape[1:])
         number, additions = jnp.finfo(pieces.dtype), len(pieces) - 1
         magnitude = np.sum(np.abs(pieces.astype("complex128")), axis=0)
-        with np.errstate(invalid="ignore"):  # 0 × infinity, where one device holds what is not finite.
+        with np.errstate(invalid="ignore"):  # 0 × infinity, if one device holds a non-finite number.
             relative = additions * float(number.eps) * magnitude
-        return np.asarray(relative + additions * float(number.tiny))  # Hardware may take subnormal numbers for zero.
+        return np.asarray(relative + additions * float(number.tiny))  # Hardware may flush subnormal numbers to zero.
 
 
 class ReduceOp(enum.Enum):
-    """How values are brought together: ``tf.distribute.ReduceOp``."""
+    """How values are reduced: ``tf.distribute.ReduceOp``."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -96,7 +96,7 @@ def all_reduce(
     devices: Sequence[jax.Device],
     ops: CrossDeviceOps,
 ) -> list[jax.Array]:
-    """Sum or mean of each array over the devices, inside ``jax.shard_map``.
+    """Return the sum or mean of each array over the devices, inside ``jax.shard_map``.
 
     Args:
         reduce_op: a member of :class:`ReduceOp` or its name.
@@ -124,7 +124,7 @@ def all_reduce(
 
 
 class FunctionAllReduce(CrossDeviceOps):
-    """Calls a function for each array.
+    """A user's function, called for each array.
 
     Args:
         function: takes this device's array and the name of the mesh axis, and returns the sum over the devices, of the
@@ -136,7 +136,7 @@ class FunctionAllReduce(CrossDeviceOps):
         self.name = function.__name__ if inspect.isroutine(function) else repr(function)
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Sum of each array over the devices; see :class:`CrossDeviceOps`.
+        """Return the sum of each array over the devices; see :class:`CrossDeviceOps`.
 
         Raises:
             OptionError: the function returns another shape, or no array.
@@ -144,7 +144,7 @@ class FunctionAllReduce(CrossDeviceOps):
         return [self._one(value, axis) for value in values]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says."""
+        """Return the text for the strategy's log line."""
         return f"all-reduce by {self.name}"
 
     def _one(self, value: jax.Array, axis: str) -> jax.Array:

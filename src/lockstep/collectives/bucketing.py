@@ -1,4 +1,4 @@
-"""Many small arrays as few long vectors, so that few collectives carry them."""
+"""Bucketing: many small arrays are packed into few long vectors, so that few collectives send them."""
 
 import abc
 import math
@@ -27,12 +27,12 @@ Plan = list[list[BucketSlice]]
 
 
 def plan_packs(values: Sequence[jax.Array], num_packs: int = 1, bytes_per_pack: int = 0) -> Plan:
-    """Which elements travel together. Both numbers mean what they mean in ``tf.distribute``.
+    """Return which elements are sent together. Both numbers mean what they mean in ``tf.distribute``.
 
     Arrays keep their order; a pack holds one dtype; an array may be cut between two packs. Empty arrays are in none.
 
     Args:
-        values: arrays of any shapes and dtypes; only these are looked at.
+        values: arrays; only their shapes and dtypes are read.
         num_packs: the arrays of each dtype are split into at most so many packs of equal length. 0: every array is a
             pack of its own.
         bytes_per_pack: a pack has at most so many bytes (and at least one element). 0: no limit.
@@ -40,26 +40,26 @@ def plan_packs(values: Sequence[jax.Array], num_packs: int = 1, bytes_per_pack: 
     Returns:
         The pieces of each pack, in order.
     """
-    alike: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for position, value in enumerate(values):
-        alike.setdefault(value.dtype if num_packs else position, []).append(position)
+        groups.setdefault(value.dtype if num_packs else position, []).append(position)
     plan: Plan = []
-    for positions in alike.values():
+    for positions in groups.values():
         capacity = math.ceil(sum(values[position].size for position in positions) / max(1, num_packs))
         if bytes_per_pack:
             capacity = min(capacity, max(1, bytes_per_pack // values[positions[0]].dtype.itemsize))
-        plan += _filled(values, positions, capacity)
+        plan += _fill_packs(values, positions, capacity)
     return plan
 
 
 def pack(values: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
-    """The vectors of a plan, each ``(elements,)``."""
+    """Return the vectors of a plan, each ``(elements,)``."""
     flat = [value.reshape(-1) for value in values]
     return [jnp.concatenate([flat[piece.position][piece.start : piece.stop] for piece in pieces]) for pieces in plan]
 
 
 def unpack(vectors: Sequence[jax.Array], plan: Plan, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The contents of the vectors in the shapes of ``values``, which :func:`pack` took; empty arrays as they are."""
+    """Return the contents of the vectors in the shapes of the ``values`` that :func:`pack` took; empty arrays as they are."""
     parts: list[list[jax.Array]] = [[] for _ in values]
     for vector, pieces in zip(vectors, plan, strict=True):
         start = 0
@@ -73,7 +73,7 @@ def unpack(vectors: Sequence[jax.Array], plan: Plan, values: Sequence[jax.Array]
     ]
 
 
-def _filled(values: Sequence[jax.Array], positions: list[int], capacity: int) -> Plan:
+def _fill_packs(values: Sequence[jax.Array], positions: list[int], capacity: int) -> Plan:
     plan: Plan = []
     room = 0
     for position in positions:
@@ -90,7 +90,7 @@ def _filled(values: Sequence[jax.Array], positions: list[int], capacity: int) ->
 
 
 class PackedAllReduce(CrossDeviceOps):
-    """An all-reduce of vectors. A subclass says how one vector is added, and how it is described.
+    """Base of the all-reduce operations on vectors. A subclass defines how one vector is added, and its description.
 
     Args:
         num_packs: the arrays of each dtype are joined and split into at most so many packs, each of which is one
@@ -98,7 +98,7 @@ class PackedAllReduce(CrossDeviceOps):
         bytes_per_pack: a pack has at most so many bytes. 0: no limit.
 
     Raises:
-        OptionError: one of the numbers is negative or no whole number.
+        OptionError: one of the numbers is negative or not a whole number.
     """
 
     def __init__(self, num_packs: int = 1, *, bytes_per_pack: int = 0) -> None:
@@ -107,7 +107,7 @@ class PackedAllReduce(CrossDeviceOps):
         self.bytes_per_pack = whole_number(f"{name}: bytes_per_pack", bytes_per_pack, least=0)
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Sum of each array over the devices; see :class:`CrossDeviceOps`."""
+        """Return the sum of each array over the devices; see :class:`CrossDeviceOps`."""
         if len(devices) == 1:
             return list(values)
         plan = plan_packs(values, self.num_packs, self.bytes_per_pack)
@@ -116,7 +116,7 @@ class PackedAllReduce(CrossDeviceOps):
 
     @abc.abstractmethod
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Sum of one vector over the devices.
+        """Return the sum of one vector over the devices.
 
         Args:
             vector: ``(elements,)``, at least one.

@@ -1,15 +1,15 @@
-"""What an all-reduce costs: latency and bandwidth, within a machine and between machines.
+"""Cost model of all-reduce: latency and bandwidth, within a machine and between machines.
 
 The model of R. Hockney, The communication challenge for MPP, 1994: a message of m bytes takes α + mβ seconds. As in
 R. Thakur, R. Rabenseifner, W. Gropp, 2005, adding takes γ seconds a byte, and a device sends one message and receives one
-at a time. Here the devices of a machine share its way out: k messages that leave at once take α + kmβ.
+at a time. Here the devices of a machine share its outgoing link: k messages that leave at once take α + kmβ.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
+from scipy.optimize import nnls
 
 from lockstep._errors import OptionError, whole_number
 from lockstep.collectives.hierarchical_copy import group_size
@@ -23,14 +23,14 @@ __all__ = [
     "Stage",
     "fit",
     "message_seconds",
-    "nnls",
+    "nonnegative_least_squares",
     "predict",
 ]
 
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """A way for messages.
+    """Latency and bandwidth of a link.
 
     Args:
         latency: α, seconds a message.
@@ -46,8 +46,8 @@ class Network:
     """Devices in machines, numbered machine by machine.
 
     Args:
-        within: the way between two devices of a machine.
-        between: the way out of a machine, shared by its devices.
+        within: the link between two devices of a machine.
+        between: the link out of a machine, shared by its devices.
         devices_per_machine: at least 1.
         seconds_per_added_byte: γ, for adding one array to another.
     """
@@ -61,7 +61,7 @@ class Network:
         whole_number("Network: devices_per_machine", self.devices_per_machine)
 
     def seconds(self, pairs: np.ndarray, nbytes: float) -> float:
-        """Time of one round: the slowest of the messages ``pairs``, ``(messages, 2)``, of ``nbytes`` each."""
+        """Return the time of one round: the slowest of the messages ``pairs``, ``(messages, 2)``, of ``nbytes`` each."""
         shared = crossing(pairs, self.devices_per_machine)
         near = self.within.latency + nbytes * self.within.seconds_per_byte
         far = self.between.latency + shared * nbytes * self.between.seconds_per_byte
@@ -70,13 +70,13 @@ class Network:
 
 @dataclass(frozen=True)
 class Stage:
-    """Rounds that are alike.
+    """Equal rounds.
 
     Args:
-        rounds: how many.
-        sent: length of a message, as a share of the bytes to be added up.
+        rounds: number of rounds.
+        sent: length of a message, as a share of the bytes of the all-reduce.
         added: bytes that a device adds in each round, as such a share.
-        pairs: who sends to whom in one of them, ``(messages, 2)``.
+        pairs: sender and receiver of each message of a round, ``(messages, 2)``.
     """
 
     rounds: int
@@ -87,13 +87,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class AllReduceMeasurement:
-    """What an all-reduce took.
+    """Measured time of an all-reduce.
 
     Args:
         algorithm: a name in ``FORMULAS``.
         nbytes: bytes that each device holds.
         devices: number of devices, all in one machine.
-        seconds: what it took.
+        seconds: its duration.
     """
 
     algorithm: str
@@ -103,13 +103,13 @@ class AllReduceMeasurement:
 
 
 def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> float:
-    """Seconds that an all-reduce takes by the model.
+    """Return the seconds that an all-reduce takes by the model.
 
     Args:
         algorithm: a name in ``FORMULAS``.
         nbytes: bytes that each device holds.
         devices: number of devices.
-        network: what messages cost.
+        network: costs of messages.
 
     Raises:
         OptionError: there is no formula of that name.
@@ -128,14 +128,14 @@ def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> fl
 
 
 def message_seconds(traffic: MessageTrace, network: Network) -> float:
-    """What the messages of a counted program take, without the adding."""
-    return sum(network.seconds(np.asarray(turn.pairs), turn.nbytes) for turn in traffic.rounds)
+    """Return the seconds that the messages of a counted program take, without the additions."""
+    return sum(network.seconds(np.asarray(each.pairs), each.nbytes) for each in traffic.rounds)
 
 
 def fit(measurements: Sequence[AllReduceMeasurement]) -> tuple[Network, float]:
-    """Latency, bandwidth and cost of adding within a machine, from measured times.
+    """Fit latency, bandwidth and cost of adding within a machine to measured times.
 
-    Least squares of the relative errors; what would come out negative is zero.
+    Least squares of the relative errors, without negative coefficients.
 
     Args:
         measurements: at least three, of several sizes.
@@ -145,7 +145,7 @@ def fit(measurements: Sequence[AllReduceMeasurement]) -> tuple[Network, float]:
     """
     counts = np.array([_counts(one) for one in measurements])
     seconds = np.array([one.seconds for one in measurements])
-    alpha, beta, gamma = map(float, nnls(counts / seconds[:, None], np.ones(len(counts))))
+    alpha, beta, gamma = map(float, nonnegative_least_squares(counts / seconds[:, None], np.ones(len(counts))))
     errors = np.abs(counts @ [alpha, beta, gamma] / seconds - 1)
     link = NetworkLink(alpha, beta)
     most = max(one.devices for one in measurements)
@@ -160,26 +160,22 @@ def _counts(one: AllReduceMeasurement) -> tuple[float, float, float]:
     return rounds, sent * one.nbytes, added * one.nbytes
 
 
-def nnls(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The coefficients, none negative, with which ``rows`` give ``values`` best by least squares.
+def nonnegative_least_squares(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the coefficients, none negative, with which ``rows`` give ``values`` best by least squares.
+
+    Columns are scaled to one magnitude first, as the solver's tolerance is absolute: rounds and bytes differ by many orders.
 
     Args:
-        rows: ``(measurements, coefficients)``; a few coefficients, as all their subsets are tried.
+        rows: ``(measurements, coefficients)``.
         values: ``(measurements,)``.
 
     Returns:
-        ``(coefficients,)``.
+        ``(coefficients,)``; zero for a column of zeros.
     """
-    count = rows.shape[1]
-    best, least = np.zeros(count), np.inf
-    for size in range(1, count + 1):
-        for chosen in map(list, combinations(range(count), size)):
-            found = np.zeros(count)
-            found[chosen] = np.linalg.lstsq(rows[:, chosen], values, rcond=None)[0]
-            error = float(np.square(rows @ found - values).sum())
-            if (found >= 0).all() and error < least:
-                best, least = found, error
-    return best
+    scales = np.abs(rows).max(axis=0)
+    scales[scales == 0] = 1.0
+    found: np.ndarray = nnls(rows / scales, values)[0]
+    return found / scales
 
 
 def _stages(algorithm: str, devices: int) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""Half the bytes: gradients travel in two bytes a number and are added in four."""
+"""All-reduce in half precision: gradients are sent in two bytes a number and added in four."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ class HalfPrecisionAllReduce(PackedAllReduce):
         bytes_per_pack: a pack has at most so many bytes, counted before rounding. 0: no limit.
 
     Raises:
-        OptionError: ``dtype`` is something else, or one of the numbers is negative or no whole number.
+        OptionError: ``dtype`` is something else, or one of the numbers is negative or not a whole number.
 
     Example:
         >>> import lockstep
@@ -46,7 +46,7 @@ class HalfPrecisionAllReduce(PackedAllReduce):
         self.dtype = dtype
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         if not _is_wide(vector.dtype):
             return platform_sum([vector], axis)[0]
         slices = jnp.pad(vector, (0, -vector.size % count)).astype(self.dtype).reshape(count, -1)
@@ -55,11 +55,11 @@ class HalfPrecisionAllReduce(PackedAllReduce):
         return lax.all_gather(total, axis, tiled=True)[: vector.size].astype(vector.dtype)
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says."""
+        """Return the text for the strategy's log line."""
         return f"all-reduce in {self.dtype}, added in float32"
 
     def error_bound(self, pieces: np.ndarray) -> np.ndarray:
-        """How far from the exact sum a result may be: two roundings to the half dtype, and the additions in float32."""
+        """Return how far from the exact sum a result may be: two roundings to the half dtype, and the additions in float32."""
         if len(pieces) == 1 or not _is_wide(pieces.dtype):
             return super().error_bound(pieces)
         half = jnp.finfo(self.dtype)

@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: as few bytes as the ring where the devices are a power of two, in far fewer rounds."""
+"""All-reduce by recursive halving and doubling: as few bytes as the ring for a power of two devices, in far fewer rounds."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class HalvingDoublingAllReduce(PackedAllReduce):
 
     With p = 2^k devices there are k rounds in which a device exchanges half of what it holds with a partner at distance
     1, 2, 4, … and adds, and k rounds back in which the finished parts double. A device sends 2(p - 1)/p of the bytes.
-    Where the number of devices is no power of two, those beyond the largest one first send all to a partner, which adds
+    If the number of devices is not a power of two, those beyond the largest one first send all to a partner, which adds
     it, and get the sum at the end: two more rounds with all the bytes.
 
     Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
@@ -27,7 +27,7 @@ class HalvingDoublingAllReduce(PackedAllReduce):
         bytes_per_pack: a pack has at most so many bytes. 0: no limit.
 
     Raises:
-        OptionError: one of the numbers is negative or no whole number.
+        OptionError: one of the numbers is negative or not a whole number.
 
     Example:
         >>> import lockstep
@@ -35,23 +35,23 @@ class HalvingDoublingAllReduce(PackedAllReduce):
     """
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         power = 1 << (count.bit_length() - 1)
         partners = [(extra, extra - power) for extra in range(power, count)]
         if partners:
             vector = vector + lax.ppermute(vector, axis, partners)
-        total = _among_a_power_of_two(vector, axis, power)
+        total = _reduce_power_of_two(vector, axis, power)
         if partners:
             received = lax.ppermute(total, axis, [(helper, extra) for extra, helper in partners])
             total = jnp.where(lax.axis_index(axis) >= power, received, total)
         return total
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says."""
+        """Return the text for the strategy's log line."""
         return "all-reduce by recursive halving and doubling"
 
 
-def _among_a_power_of_two(vector: jax.Array, axis: str, power: int) -> jax.Array:
+def _reduce_power_of_two(vector: jax.Array, axis: str, power: int) -> jax.Array:
     part = jnp.pad(vector, (0, -vector.size % power))
     own = lax.axis_index(axis)
     distances = [1 << bit for bit in range(power.bit_length() - 1)]

@@ -1,4 +1,4 @@
-"""Two levels of copying: members send to the leader of their group, leaders to the first one, and the sum goes back."""
+"""All-reduce by copies on two levels: members send to the leader of their group, leaders to the first; the sum goes back."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class HierarchicalCopyAllReduce(PackedAllReduce):
         bytes_per_pack: a pack has at most so many bytes. 0: no limit.
 
     Raises:
-        OptionError: one of the numbers is negative or no whole number.
+        OptionError: one of the numbers is negative or not a whole number.
 
     Example:
         >>> import lockstep
@@ -34,7 +34,7 @@ class HierarchicalCopyAllReduce(PackedAllReduce):
     """
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         rounds = _rounds(count, group_size(count))
         for pairs in rounds:
             vector = vector + lax.ppermute(vector, axis, pairs)
@@ -46,17 +46,17 @@ class HierarchicalCopyAllReduce(PackedAllReduce):
         return vector
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says."""
+        """Return the text for the strategy's log line."""
         return f"copies in groups of {group_size(len(devices))}, added by their leaders, then by the first"
 
 
 def group_size(count: int) -> int:
-    """Number of neighbouring devices that form a group: the square root of their number, rounded up."""
+    """Return the number of neighbouring devices in a group: the square root of the number of devices, rounded up."""
     return math.isqrt(count - 1) + 1
 
 
 def _rounds(count: int, size: int) -> list[list[tuple[int, int]]]:
-    """Who sends to whom on the way to the first device; a leader receives one copy at a time."""
+    """Return the (sender, receiver) pairs of each round towards the first device; a leader receives one copy at a time."""
     leaders = range(0, count, size)
     inside = [[(leader + step, leader) for leader in leaders if leader + step < count] for step in range(1, size)]
     return [pairs for pairs in inside if pairs] + [[(leader, 0)] for leader in leaders[1:]]

@@ -1,4 +1,4 @@
-"""Who sends how much to whom: read off the program of an all-reduce, for any number of devices, without running it."""
+"""Messages of an all-reduce, counted in its program for any number of devices, without running it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class MessageRound:
-    """Messages that travel at the same time: each of ``pairs`` is a sender and a receiver of ``nbytes``."""
+    """Messages that are sent at the same time: each of ``pairs`` is a sender and a receiver of ``nbytes``."""
 
     pairs: Pairs
     nbytes: float
@@ -31,7 +31,7 @@ class MessageTrace:
 
     Args:
         devices: number of devices.
-        rounds: what travels in each.
+        rounds: the messages of each round.
     """
 
     devices: int
@@ -39,48 +39,48 @@ class MessageTrace:
 
     @property
     def sent(self) -> list[float]:
-        """Bytes that each device sends."""
+        """Bytes that each device sends, by device."""
         return self._count(0)
 
     @property
     def received(self) -> list[float]:
-        """Bytes that each device receives."""
+        """Bytes that each device receives, by device."""
         return self._count(1)
 
     @property
     def in_turn(self) -> float:
-        """Bytes that travel one after the other: the sum over the rounds of one message."""
-        return sum(turn.nbytes for turn in self.rounds)
+        """Bytes that are sent one after the other: the sum over the rounds of one message."""
+        return sum(each.nbytes for each in self.rounds)
 
     def _count(self, end: int) -> list[float]:
         total = [0.0] * self.devices
-        for turn in self.rounds:
-            for pair in turn.pairs:
-                total[pair[end]] += turn.nbytes
+        for each in self.rounds:
+            for pair in each.pairs:
+                total[pair[end]] += each.nbytes
         return total
 
 
 def trace_messages(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | jax.Array], count: int) -> MessageTrace:
-    """Rounds of messages of one all-reduce.
+    """Return the rounds of messages of one all-reduce.
 
-    A ``ppermute`` is one round. For the platform's collectives, which may do otherwise, the usual algorithms are
+    A ``ppermute`` is one round. For the platform's collectives, which may use other algorithms, the usual ones are
     counted: ``psum``, ``psum_scatter`` and ``all_gather`` round a ring, ``all_to_all`` in pairs, one partner a round.
 
     Args:
         ops: the operation.
-        values: what one device holds; shapes and dtypes suffice.
-        count: number of devices; there need not be so many.
+        values: arrays of one device; shapes and dtypes suffice.
+        count: number of devices; they need not exist.
 
     Returns:
         The rounds, in the order of the program.
 
     Raises:
-        OptionError: the program communicates inside a ``while`` loop or a conditional, whose rounds nobody knows
+        OptionError: the program communicates inside a ``while`` loop or a conditional, whose rounds are not known
             beforehand, or by a collective that is not listed here, or in groups.
     """
     count = whole_number("count", count)
     local, whole = jax.local_devices(), PartitionSpec()
-    devices = [local[min(number, len(local) - 1)] for number in range(count)]  # An operation counts them, mostly.
+    devices = [local[min(number, len(local) - 1)] for number in range(count)]  # Most operations only count them.
     run = jax.shard_map(
         lambda own: ops.all_reduce(own, _AXIS, devices),
         mesh=AbstractMesh((count,), (_AXIS,)),
@@ -96,7 +96,7 @@ def _rounds(program: Jaxpr, count: int) -> Iterator[MessageRound]:
         name = equation.primitive.name
         if _AXIS in _axes(equation) and name != "axis_index":
             yield from _rounds_of_collective(equation, count)
-        inner = [turn for part in _programs(equation) for turn in _rounds(part, count)]
+        inner = [each for part in _programs(equation) for each in _rounds(part, count)]
         if inner and name in ("while", "cond"):
             raise OptionError(
                 f"traffic: the operation communicates inside {name!r}, so its rounds are not known beforehand. Use a "
@@ -145,7 +145,7 @@ def _programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def crossing(pairs: np.ndarray, devices_per_machine: int) -> int:
-    """The most messages of ``pairs``, ``(messages, 2)``, that leave or reach one machine at the same time."""
+    """Return the most messages of ``pairs``, ``(messages, 2)``, that leave or reach one machine at the same time."""
     sender, receiver = (pairs // devices_per_machine).T
     away = sender != receiver
     if not away.any():

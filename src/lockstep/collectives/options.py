@@ -10,7 +10,7 @@ __all__ = ["CommunicationImplementation", "CommunicationOptions"]
 
 
 class CommunicationImplementation(enum.Enum):
-    """Who moves the bytes: ``tf.distribute.experimental.CommunicationImplementation``.
+    """The implementation of a collective: ``tf.distribute.experimental.CommunicationImplementation``.
 
     ``AUTO`` is the platform's own collective, ``RING`` is :class:`RingAllReduce`, ``NCCL`` is :class:`NcclAllReduce`.
     """
@@ -22,13 +22,13 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How gradients travel: ``tf.distribute.experimental.CommunicationOptions``.
+    """Options of all-reduce between devices: ``tf.distribute.experimental.CommunicationOptions``.
 
     Args:
         bytes_per_pack: gradients are added in packs of at most so many bytes. 0: with ``AUTO`` XLA decides, with the
             others all gradients of a dtype are one pack.
-        timeout_seconds: how long a collective between processes may wait. ``MirroredStrategy`` has one process and
-            refuses it.
+        timeout_seconds: seconds that a collective between processes may wait. ``MirroredStrategy`` has one process and
+            raises an error.
         implementation: a member of :class:`CommunicationImplementation` or its name.
 
     Raises:

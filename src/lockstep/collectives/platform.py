@@ -18,8 +18,8 @@ class AutoAllReduce(PackedAllReduce):
     Source: ``jax.lax.psum``, which XLA turns into NCCL's all-reduce on GPUs.
 
     Args:
-        bytes_per_pack: the arrays are added in packs of at most so many bytes. 0: XLA decides what it joins, and
-            between processes on CPUs, where it joins nothing, arrays of at most a megabyte travel together.
+        bytes_per_pack: the arrays are added in packs of at most so many bytes. 0: XLA decides what it joins; between
+            processes on CPUs it joins nothing, and Lockstep sends arrays of at most a megabyte together.
 
     Example:
         >>> import lockstep
@@ -30,28 +30,28 @@ class AutoAllReduce(PackedAllReduce):
         super().__init__(bytes_per_pack=bytes_per_pack)
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Sum of each array over the devices; see :class:`CrossDeviceOps`."""
+        """Return the sum of each array over the devices; see :class:`CrossDeviceOps`."""
         if self.bytes_per_pack:
             return super().all_reduce(values, axis, devices)
         return platform_sum_bucketed(values, axis, devices)
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         return platform_sum([vector], axis)[0]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says."""
+        """Return the text for the strategy's log line."""
         return f"all-reduce by {'NCCL' if platform_of(devices[0]) == 'gpu' else 'XLA'}"
 
 
 def platform_sum(values: Sequence[jax.Array], axis: str) -> list[jax.Array]:
-    """``jax.lax.psum`` in the arrays' own dtypes: by itself it counts bools as int32."""
+    """Return the sums by ``jax.lax.psum`` in the arrays' dtypes: psum itself counts bools as int32."""
     sums = jax.lax.psum(tuple(values), axis)
     return [total.astype(value.dtype) for total, value in zip(sums, values, strict=True)]
 
 
 def platform_sum_bucketed(values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """As :func:`platform_sum`, in few collectives: between processes on CPUs each array is one of its own, which waits for the others."""
+    """Return the sums as :func:`platform_sum`, in few collectives between processes on CPUs, where XLA starts one for each array."""
     between_processes = len({device.process_index for device in devices}) > 1
     if not between_processes or platform_of(devices[0]) != "cpu":
         return platform_sum(values, axis)
@@ -64,7 +64,7 @@ def platform_sum_bucketed(values: Sequence[jax.Array], axis: str, devices: Seque
 
 
 class NcclAllReduce(PackedAllReduce):
-    """All-reduce of packs by NCCL; where there is no NCCL, by the platform's own collective, and the log line says so.
+    """All-reduce of packs by NCCL; without NCCL by the platform's own collective, which the log line then names.
 
     Source: ``tf.distribute.NcclAllReduce``. How NCCL moves the bytes (ring or tree) is its own choice.
 
@@ -74,7 +74,7 @@ class NcclAllReduce(PackedAllReduce):
         bytes_per_pack: a pack has at most so many bytes. 0: no limit.
 
     Raises:
-        OptionError: one of the numbers is negative or no whole number.
+        OptionError: one of the numbers is negative or not a whole number.
 
     Example:
         >>> import lockstep
@@ -82,11 +82,11 @@ class NcclAllReduce(PackedAllReduce):
     """
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         return platform_sum([vector], axis)[0]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says."""
+        """Return the text for the strategy's log line."""
         platform = platform_of(devices[0])
         if platform == "gpu":
             return "all-reduce by NCCL"

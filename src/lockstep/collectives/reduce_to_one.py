@@ -36,12 +36,12 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def __init__(self, reduce_to_device: str | None = None, accumulation_fn: Accumulate | None = None) -> None:
         if reduce_to_device is not None:
-            parse_device_name(reduce_to_device)  # A misspelt name is found here and not at the first step.
+            parse_device_name(reduce_to_device)  # Refuses a misspelt name now and not at the first step.
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn: Accumulate = accumulation_fn or _add_in_order
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Sum of each array over the devices; see :class:`CrossDeviceOps`.
+        """Return the sum of each array over the devices; see :class:`CrossDeviceOps`.
 
         Raises:
             DeviceError: ``reduce_to_device`` is not one of the strategy's devices.
@@ -50,7 +50,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         return [self._reduce_one(value, axis, root, len(devices)) for value in values]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says; the words are TensorFlow's.
+        """Return the text for the strategy's log line; the words are TensorFlow's.
 
         Raises:
             DeviceError: ``reduce_to_device`` is not one of the strategy's devices.
@@ -81,7 +81,7 @@ def _add_in_order(values: list[jax.Array]) -> jax.Array:
 
 
 def _broadcast(value: jax.Array, axis: str, root: int, count: int) -> jax.Array:
-    """Send ``value`` from ``root`` to all: the devices that have it double in number each round."""
+    """Send ``value`` from ``root`` to all devices; the number of devices that have it doubles in each round."""
     position = (lax.axis_index(axis) - root) % count
     have = 1
     while have < count:

@@ -1,4 +1,4 @@
-"""The ring: every device sends to its neighbour only, and all links carry the same load."""
+"""Ring all-reduce: every device sends to its neighbour only, and all links carry the same load."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["RingAllReduce"]
 class RingAllReduce(PackedAllReduce):
     """Reduce-scatter and all-gather round a ring: with n devices 2(n - 1) rounds, and no algorithm sends fewer bytes.
 
-    The vector is cut into n chunks (padded with zeros to a multiple of n). In n - 1 rounds each chunk travels once round
+    The vector is split into n chunks (padded with zeros to a multiple of n). In n - 1 rounds each chunk travels once round
     the ring and every device adds its own part; in n - 1 more rounds the finished chunks travel round. A device sends
     2(n - 1)/n of the bytes. Chunk c is added in the order of the devices c, c + 1, …, c - 1.
 
@@ -26,7 +26,7 @@ class RingAllReduce(PackedAllReduce):
         bytes_per_pack: a pack has at most so many bytes. 0: no limit.
 
     Raises:
-        OptionError: one of the numbers is negative or no whole number.
+        OptionError: one of the numbers is negative or not a whole number.
 
     Example:
         >>> import lockstep
@@ -34,7 +34,7 @@ class RingAllReduce(PackedAllReduce):
     """
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
-        """Sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
         chunks = jnp.pad(vector, (0, -vector.size % count)).reshape(count, -1)
         own = lax.axis_index(axis)
         ring = [(device, (device + 1) % count) for device in range(count)]
@@ -51,5 +51,5 @@ class RingAllReduce(PackedAllReduce):
         return lax.fori_loop(1, count, keep, (finished, gathered))[1].reshape(-1)[: vector.size]
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says."""
+        """Return the text for the strategy's log line."""
         return f"all-reduce in a ring of {len(devices)}"

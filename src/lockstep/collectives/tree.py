@@ -1,4 +1,4 @@
-"""Addition in an order that no device decides: a fixed binary tree over numbered pieces.
+"""All-reduce in a fixed binary tree over numbered pieces: the order of additions does not depend on the devices.
 
 n pieces are added as the pieces of the largest power of two below n, plus the rest, each by the same rule. Any run of
 neighbouring pieces holds whole branches of that tree (:func:`branches`), so a device adds up its own pieces first and
@@ -19,12 +19,12 @@ from lockstep.collectives.base import CrossDeviceOps
 
 __all__ = ["PartialSum", "TreeAllReduce", "branches", "tree_sum"]
 
-SMALL = 4096  # elements; smaller values travel whole, and together
+SMALL = 4096  # elements; smaller values are sent whole and together
 
 
 @dataclass(frozen=True)
 class PartialSum:
-    """The pieces ``start`` to ``stop``, added up: it lies in a slot of a device."""
+    """The sum of the pieces ``start`` to ``stop``, in a slot of a device."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class TreeAllReduce(CrossDeviceOps):
     Each device gets a slice of every value, adds the slices in the order of the tree, and sends the sum to all: with n
     devices it sends 2(n-1)/n of the bytes. Values below 4,096 elements travel whole, n-1 times. Source: see the module.
 
-    On its own it makes the sum over *devices* reproducible. For the same bits on another number of devices use
+    This operation alone makes the sum over *devices* reproducible. For the same bits on another number of devices use
     ``deterministic=True``, which adds the replicas in this tree.
 
     Example:
@@ -47,17 +47,17 @@ class TreeAllReduce(CrossDeviceOps):
     """
 
     def all_reduce(self, values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-        """Sum of each array over the devices; see :class:`CrossDeviceOps`."""
+        """Return the sum of each array over the devices; see :class:`CrossDeviceOps`."""
         one_each = [PartialSum(device, device + 1, device, 0) for device in range(len(devices))]
         return tree_sum([value[None] for value in values], one_each, axis)
 
     def describe(self, devices: Sequence[jax.Device]) -> str:
-        """What the strategy's log line says."""
+        """Return the text for the strategy's log line."""
         return "all-reduce by a fixed tree"
 
 
 def branches(start: int, stop: int, total: int) -> list[tuple[int, int]]:
-    """The fewest whole branches of the tree over ``total`` pieces that make up the pieces ``start`` to ``stop``."""
+    """Return the fewest whole branches of the tree over ``total`` pieces that make up the pieces ``start`` to ``stop``."""
 
     def within(low: int, high: int) -> list[tuple[int, int]]:
         if high <= start or stop <= low:
@@ -70,12 +70,12 @@ def branches(start: int, stop: int, total: int) -> list[tuple[int, int]]:
     return within(0, total)
 
 
-def tree_sum(values: Sequence[jax.Array], where: Sequence[PartialSum], axis: str) -> list[jax.Array]:
-    """Add pieces that lie on the devices; called inside ``jax.shard_map``.
+def tree_sum(values: Sequence[jax.Array], branch_slots: Sequence[PartialSum], axis: str) -> list[jax.Array]:
+    """Add pieces on the devices; called inside ``jax.shard_map``.
 
     Args:
         values: this device's slots of each value, ``(slots, …)``.
-        where: the branches that together are the whole tree, and where each lies; no other slot is read.
+        branch_slots: the branches that together are the whole tree, with device and slot; no other slot is read.
         axis: name of the mesh axis that runs over the devices.
 
     Returns:
@@ -86,38 +86,38 @@ def tree_sum(values: Sequence[jax.Array], where: Sequence[PartialSum], axis: str
         small = [i for i, value in enumerate(values) if value.dtype == dtype and value[0].size < SMALL]
         if small:
             flat = [values[i].reshape(len(values[i]), -1) for i in small]
-            total = _sum_whole(jnp.concatenate(flat, axis=1), where, axis)
+            total = _sum_whole(jnp.concatenate(flat, axis=1), branch_slots, axis)
             ends = [sum(part.shape[1] for part in flat[: n + 1]) for n in range(len(flat) - 1)]
             sums |= zip(small, jnp.split(total, ends), strict=True)
     for i, value in enumerate(values):
         if i not in sums:
-            sums[i] = _sum_slices(value.reshape(len(value), -1), where, axis)
+            sums[i] = _sum_slices(value.reshape(len(value), -1), branch_slots, axis)
     return [sums[i].reshape(value.shape[1:]) for i, value in enumerate(values)]
 
 
-def _sum_whole(slots: jax.Array, where: Sequence[PartialSum], axis: str) -> jax.Array:
-    return _sum(lax.all_gather(slots, axis), where)
+def _sum_whole(slots: jax.Array, branch_slots: Sequence[PartialSum], axis: str) -> jax.Array:
+    return _sum(lax.all_gather(slots, axis), branch_slots)
 
 
-def _sum_slices(slots: jax.Array, where: Sequence[PartialSum], axis: str) -> jax.Array:
+def _sum_slices(slots: jax.Array, branch_slots: Sequence[PartialSum], axis: str) -> jax.Array:
     devices, size = lax.axis_size(axis), slots.shape[1]
     padded = jnp.pad(slots, [(0, 0), (0, -size % devices)])
     slices = lax.all_to_all(padded.reshape(len(slots), devices, -1), axis, split_axis=1, concat_axis=0)
-    return lax.all_gather(_sum(slices, where), axis, tiled=True)[:size]
+    return lax.all_gather(_sum(slices, branch_slots), axis, tiled=True)[:size]
 
 
-def _sum(slots: jax.Array, where: Sequence[PartialSum]) -> jax.Array:
-    """The sum of ``slots``, ``(devices, slots, n)``."""
-    ready = {(branch.start, branch.stop): slots[branch.device, branch.slot] for branch in where}
+def _sum(slots: jax.Array, branch_slots: Sequence[PartialSum]) -> jax.Array:
+    """Return the sum of ``slots``, ``(devices, slots, n)``."""
+    ready = {(branch.start, branch.stop): slots[branch.device, branch.slot] for branch in branch_slots}
 
     def total(low: int, high: int) -> jax.Array:
         if (low, high) in ready:
             return ready[low, high]
         middle = _middle(low, high)
         left, right = lax.optimization_barrier((total(low, middle), total(middle, high)))
-        return left + right  # One rounding for each branch: the barrier keeps the compiler from joining additions.
+        return left + right  # One rounding for each branch: the barrier keeps the compiler from fusing additions.
 
-    return lax.optimization_barrier(total(0, max(branch.stop for branch in where)))
+    return lax.optimization_barrier(total(0, max(branch.stop for branch in branch_slots)))
 
 
 def _middle(low: int, high: int) -> int:

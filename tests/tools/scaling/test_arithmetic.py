@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.collectives.cost_model import Network, NetworkLink, nnls, predict
+from lockstep.collectives.cost_model import Network, NetworkLink, nonnegative_least_squares, predict
 from lockstep.tools.scaling import formatting
 from lockstep.tools.scaling.api import report_of
 from lockstep.tools.scaling.benchmark import WARM, BlockTimer, block_ends
@@ -179,8 +179,8 @@ def test_a_series_is_strong_or_weak():
 def test_coefficients_are_not_negative_and_the_best():
     rng = np.random.default_rng(0)
     table = rng.uniform(size=(9, 4))
-    assert nnls(table, table @ [1.0, 0.0, 2.0, 3.0]) == pytest.approx([1.0, 0.0, 2.0, 3.0])
-    found = nnls(table, table @ [1.0, -2.0, 2.0, 0.5])
+    assert nonnegative_least_squares(table, table @ [1.0, 0.0, 2.0, 3.0]) == pytest.approx([1.0, 0.0, 2.0, 3.0])
+    found = nonnegative_least_squares(table, table @ [1.0, -2.0, 2.0, 0.5])
     assert (found >= 0).all()
     tried = np.square(table @ rng.uniform(0, 3, size=(4, 20_000)) - (table @ [1.0, -2.0, 2.0, 0.5])[:, None]).sum(0)
     assert np.square(table @ found - table @ [1.0, -2.0, 2.0, 0.5]).sum() <= tried.min()

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.collectives.cost_model import AllReduceMeasurement, Network, NetworkLink, fit, nnls, predict
+from lockstep.collectives.cost_model import (
+    AllReduceMeasurement,
+    Network,
+    NetworkLink,
+    fit,
+    nonnegative_least_squares,
+    predict,
+)
 from lockstep.tools.scaling.results import AllReduceTiming
 from lockstep.tools.scaling.table import ScalingRow, Shares
 
@@ -108,11 +115,9 @@ def model_of(rows: Sequence[ScalingRow]) -> StepModel | None:
 
 
 def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.ndarray) -> Coefficients:
-    """Coefficients of columns, none negative; scaled, so that large numbers of rows weigh no more than ones."""
-    scales = [float(column.max()) or 1.0 for column in columns]
-    table = np.stack([column / scale for column, scale in zip(columns, scales, strict=True)], axis=1)
-    found = nnls(table * weights[:, None], np.array(values) * weights)
-    a, u, v, w = (float(one) / scale for one, scale in zip(found, scales, strict=True))
+    """Return the coefficients of columns, none negative."""
+    table = np.stack(columns, axis=1)
+    a, u, v, w = map(float, nonnegative_least_squares(table * weights[:, None], np.array(values) * weights))
     return a, u, v, w
 
 
