@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lockstep._keras.layers import without_batch_statistics
+from lockstep._keras.layers import disable_batch_statistics
 from lockstep.execution.rowwise import RowAxis, infer_dependences, trace_for_rows
 
 ROWS = (6, 4)
@@ -31,7 +31,7 @@ def dependences_of_model(model, *batch, training=None):
         )
         return [jnp.asarray(leaf) for leaf in (*jax.tree.leaves(outputs), *losses)]
 
-    with without_batch_statistics(model):
+    with disable_batch_statistics(model):
         return infer_dependences(*(trace_for_rows(call, [*values[0], *values[1]], leaves, rows) for rows in ROWS))
 
 
