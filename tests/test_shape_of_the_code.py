@@ -28,17 +28,10 @@ def test_functions_are_short():
     assert longest[1] <= 45, longest
 
 
-def test_files_are_about_one_thing():
-    longest = max(FILES, key=lambda path: path.read_text().count("\n"))
-    assert longest.read_text().count("\n") <= 320, longest
-
-
 @pytest.mark.parametrize(
     ("pattern", "allowed"),
     [
         (r"jax\._src", ()),
-        (r"\bhasattr\(", ("trainer.py",)),
-        (r"\bgetattr\([^()]*,[^()]*,", ()),
         (r"^\s*(os\.environ|environment)(\[.*\] = |\.(setdefault|update|pop)\()", ("cpu_devices.py", "cli.py")),
         (r"jax\.config\.update", ("cpu_devices.py", "jax_init.py")),
         (r"\bassert\b(?!_)", ()),
