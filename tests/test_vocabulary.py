@@ -21,7 +21,7 @@ PRIVATE = {
     "pulse|pulses": "heartbeat",
     "bury|buried|buries": "kill and reap",
     "taking part|taking_part|takes part|take part": "participate, or the name of the role",
-    "observer|onlookers": "observer",
+    "onlooker|onlookers": "observer",
     "roster": "admission",
     "hand out again|handed out again|hands out again": "reassign",
     "stranger|strangers": "unauthenticated peer",
