@@ -1,4 +1,4 @@
-"""Other words for slow operations on CPUs: the values and derivatives of XLA's own, and nothing else is touched."""
+"""Rewrites of slow operations on CPUs: values and derivatives equal XLA's, and other operations are unchanged."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def convolution(rank, stride=1, padding="SAME", dilation=1, groups=1, **options)
 
 
 def pooling(window, strides=None, padding="VALID"):
-    """Over all axes between rows and channels."""
+    """Return max pooling over all axes between rows and channels."""
 
     def pool(x):
         return lax.reduce_window(x, -np.inf, lax.max, (1, *window, 1), (1, *(strides or window), 1), padding)
@@ -40,7 +40,7 @@ def pooling(window, strides=None, padding="VALID"):
 
 
 def operations(function, *arguments):
-    """Names of the slow operations in a trace, also within calls."""
+    """Return the names of the slow operations in a trace, also inside calls."""
 
     def names(jaxpr):
         for equation in jaxpr.eqns:
@@ -53,7 +53,7 @@ def operations(function, *arguments):
 
 
 def with_gradients(function, arguments):
-    """Values and, for random cotangents, the gradients of all arguments."""
+    """Return values and, for random cotangents, the gradients of all arguments."""
     shape = jax.eval_shape(function, *arguments).shape
     return jax.jit(lambda arguments, along: _vjp(function, arguments, along))(arguments, numbers(*shape, seed=1))
 
@@ -64,7 +64,7 @@ def _vjp(function, arguments, along):
 
 
 def equals_the_original(function, *arguments, tolerance=1e-4):
-    """The tolerance is that of float32 sums of some hundred terms near 1 in another order."""
+    """Compare with the tolerance of float32 sums of some hundred terms near 1 in another order."""
     expected, got = (with_gradients(each, arguments) for each in (function, rewrite_for_cpu(function)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=tolerance), expected, got)
 
@@ -229,11 +229,11 @@ def test_equal_infinities_are_pooled_as_by_xla():
     jax.tree.map(np.testing.assert_array_equal, expected, got)
 
 
-# --- both: within what, and with which derivatives ------------------------------------------------------------------------
+# --- both: inside other functions, and derivatives ------------------------------------------------------------------------
 
 
 def small_net(x, kernels):
-    """Each of the operations once."""
+    """Run each of the operations once."""
     depthwise, mixing, first = kernels
     x = convolution(2)(x, first)
     x = jnp.tanh(convolution(2, groups=6)(x, depthwise))

@@ -1,4 +1,4 @@
-"""The cases of the differential suite: small models that between them use what Keras offers.
+"""Cases of the differential suite: small models that together use the features of Keras.
 
 Each runs on plain Keras and under strategies; what must agree is in ``compare.py``. Models are tiny, and rows (23, in
 batches of 8, 8 and 7, predicted by 9) leave a remainder for every number of replicas.
@@ -19,7 +19,7 @@ ROWS = 23
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A model, its data, and arguments of fit; ``reason`` says why a case is compared in another way than usual."""
+    """A model, its data, and arguments of fit; ``reason`` explains a comparison that differs from the usual one."""
 
     name: str
     build: Callable[[], keras.Model]
@@ -100,12 +100,12 @@ def with_optimizer(make):
 
 
 def batch_mean(y_true, y_pred):
-    """A loss as people write it: already averaged, so that it cannot be taken apart by rows."""
+    """A custom loss that is already averaged, and so cannot be split by rows."""
     return ops.mean(ops.square(y_true - y_pred))
 
 
 def correlation(y_true, y_pred):
-    """A loss of the whole batch: no sum over rows gives it."""
+    """A loss of the whole batch that is no sum over rows."""
     a, b = y_true - ops.mean(y_true, axis=0), y_pred - ops.mean(y_pred, axis=0)
     return 1 - ops.sum(a * b) / ops.sqrt(ops.sum(a * a) * ops.sum(b * b) + 1e-3)
 
@@ -125,7 +125,7 @@ class Largest(metrics.Metric):
 
 
 class Penalty(layers.Layer):
-    """Adds a loss of its own, averaged over the rows."""
+    """Adds a loss that is averaged over the rows."""
 
     def call(self, x):
         self.add_loss(0.1 * ops.mean(ops.square(x)))
@@ -133,7 +133,7 @@ class Penalty(layers.Layer):
 
 
 class Counter(layers.Layer):
-    """Non-trainable variables of every kind of aggregation."""
+    """Non-trainable variables with each aggregation."""
 
     def build(self, shape):
         self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
@@ -149,7 +149,7 @@ class Counter(layers.Layer):
 
 
 class Tally(layers.Layer):
-    """Sums over the rows in variables that do not say how replicas meet, which scale what it gives."""
+    """Scales its output by sums over the rows, kept in variables without an aggregation."""
 
     def build(self, shape):
         self.rows = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="rows")
@@ -163,7 +163,7 @@ class Tally(layers.Layer):
 
 
 class GradientOfUnitNorm(layers.Layer):
-    """Passes on a gradient whose norm, over all rows, is one."""
+    """Normalizes its gradient to norm one over all rows."""
 
     def call(self, x):
         @ops.custom_gradient
@@ -174,7 +174,7 @@ class GradientOfUnitNorm(layers.Layer):
 
 
 class FirstSteps(layers.Layer):
-    """A mask that is the same for all rows."""
+    """Returns one mask for all rows."""
 
     supports_masking = True
 
@@ -186,7 +186,7 @@ class FirstSteps(layers.Layer):
 
 
 class Scales(layers.Layer):
-    """A regularizer and an added loss that are vectors, as long as a replica may have rows."""
+    """A regularizer and an added loss that are vectors, with as many entries as a replica may have rows."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(4,), initializer="ones", regularizer=lambda w: 0.1 * w**2, name="scale")
@@ -216,7 +216,7 @@ class WithTable(keras.Model):
 
 
 class Towers(keras.Model):
-    """Scores each row against each other row of the batch: nothing that a part of the batch could give."""
+    """Scores each row against each other row of the batch, which needs the whole batch."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ class Towers(keras.Model):
 
 
 class Recommender(keras.Model):
-    """The product of two embeddings, summed over their width and, by mistake, over the rows: shapes do not show that."""
+    """The product of two embeddings, summed over their width and, by mistake, over the rows, which shapes do not show."""
 
     def __init__(self):
         super().__init__()
@@ -246,14 +246,14 @@ class Recommender(keras.Model):
 
 
 class Centred(layers.Layer):
-    """Takes the mean of its batch away."""
+    """Subtracts the mean of its batch."""
 
     def call(self, x):
         return x - ops.mean(x, axis=0)
 
 
 class Summed(layers.Layer):
-    """Adds a loss that grows with the batch."""
+    """Adds a loss that grows with the batch size."""
 
     def call(self, x):
         self.add_loss(0.01 * ops.sum(ops.square(x)))
@@ -261,7 +261,7 @@ class Summed(layers.Layer):
 
 
 class Views(keras.Model):
-    """Gives two views of each row: first those of one kind, then those of the other, twice as many as there are rows."""
+    """Returns two views of each row: all first views, then all second views, twice as many as there are rows."""
 
     def __init__(self):
         super().__init__()
@@ -279,7 +279,7 @@ class Views(keras.Model):
 
 
 class WithPositions(keras.Model):
-    """A custom step that hands over a table as long as some batches are."""
+    """A custom step that passes a table as long as some batches."""
 
     def __init__(self):
         super().__init__()
@@ -305,7 +305,7 @@ class WithPositions(keras.Model):
 
 
 def folded_rows():
-    """Rows times time steps on the first axis of the output."""
+    """Returns rows times time steps on the first axis."""
     x = keras.Input((6, 4))
     model = keras.Model(x, layers.Lambda(lambda value: ops.reshape(value, (-1, 3)))(layers.Dense(3)(x)))
     model.compile(optimizers.SGD(0.1), loss=lambda y, p: ops.mean(ops.square(ops.reshape(y, (-1, 3)) - p)))
@@ -313,7 +313,7 @@ def folded_rows():
 
 
 def squeezed():
-    """Forgets that there are rows where there is one."""
+    """Drops the axis of rows if there is one row."""
     x = keras.Input((6,))
     model = keras.Model(x, layers.Lambda(ops.squeeze, output_shape=())(layers.Dense(1)(x)))
     model.compile(optimizers.SGD(0.1), loss=lambda y, p: ops.mean(ops.square(y[:, 0] - p)))
@@ -321,7 +321,7 @@ def squeezed():
 
 
 def fixed_batch():
-    """A model that works for batches of 8 alone."""
+    """A model that only works for batches of 8."""
     x = keras.Input(batch_shape=(8, 6))
     y = layers.Lambda(lambda value: ops.reshape(value, (8, 2, 3)))(layers.Dense(6)(x))
     return compiled(keras.Model(x, layers.Dense(3)(layers.Flatten()(y))))
@@ -344,7 +344,7 @@ class Subclassed(keras.Model):
 
 
 class Insists(Subclassed):
-    """Takes batches of 8 alone, and says so in a way of its own."""
+    """Only accepts batches of 8, and raises a custom exception otherwise."""
 
     def call(self, x):
         assert x.shape[0] == 8
@@ -381,7 +381,7 @@ class OwnStep(Subclassed):
 
 
 class Adversaries(keras.Model):
-    """A generator and a discriminator, each called by itself in the train step, as in a GAN."""
+    """A generator and a discriminator that the train step calls separately, as in a GAN."""
 
     def __init__(self):
         super().__init__()
@@ -440,7 +440,7 @@ class Contrasted(Adversaries):
 
 
 class KeepsHidden(Subclassed):
-    """Leaves what it has computed in attributes, alone and in a list, and its loss looks for it there."""
+    """Stores results in attributes, directly and in a list, and its loss reads them there."""
 
     def call(self, x):
         self.last = self.hidden(x)
@@ -490,7 +490,7 @@ def tuples_data(rng):
 
 
 def hidden_too():
-    """Two losses, of which one is of what the other output is made of."""
+    """Two losses, one of which is on the input of the other output."""
     x = keras.Input((6,))
     hidden = layers.Dense(4)(x)
     model = keras.Model(x, (layers.Dense(2)(hidden), hidden))

@@ -1,4 +1,4 @@
-"""How two runs are compared, and how far apart rounding may bring them."""
+"""Comparison of two runs, with tolerances for rounding."""
 
 import functools
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ import numpy as np
 
 import lockstep
 
-# Adding the rows of a batch in another order moves a float32 sum by about 1e-7 of its terms' size. Law 1 allows 1e-6 a
+# Adding the rows of a batch in another order changes a float32 sum by about 1e-7 of its terms' size. Law 1 allows 1e-6 a
 # step; five to ten steps follow each other in a case, so the bound of a run is ten times that of a step.
 RELATIVE = 1e-5
 
 
 @dataclass
 class Run:
-    """Everything that a user could look at after a run."""
+    """Everything that a user can read after a run."""
 
     history: dict[str, list[float]]
     evaluation: dict[str, float]
@@ -43,7 +43,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Central(Topology):
-    """The variables on one device, which computes too or not."""
+    """The variables on one device, which may compute, too."""
 
     home: str = "cpu:0"
 
@@ -58,7 +58,7 @@ TOPOLOGIES = [Topology(replicas, devices) for replicas in REPLICAS for devices i
 
 
 def run(case, topology: Topology | None = None, only_fit: bool = False) -> Run:
-    """Train, evaluate and predict a case, on plain Keras or under a strategy; or only train it.
+    """Train, evaluate and predict a case with plain Keras or a strategy; or only train it.
 
     Batches hold 8, 8 and 7 rows, or, where only training is asked for, 7 rows three times, which compiles one step.
     """
@@ -91,7 +91,7 @@ def run(case, topology: Topology | None = None, only_fit: bool = False) -> Run:
 
 @functools.cache
 def reference(case, only_fit: bool = False) -> Run:
-    """Plain Keras's run of a case, made once in each process.
+    """Return plain Keras's run of a case, computed once in each process.
 
     Tests of one case have ``xdist_group(case.name)``, so one process runs them all.
     """
@@ -108,7 +108,7 @@ def state_of(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def assert_same(found: Run, expected: Run, relative: float = RELATIVE) -> None:
-    """Every log, prediction and variable of two runs agrees; variables are measured by their largest entry."""
+    """Assert that all logs, predictions and variables of two runs agree, relative to the largest entry of each variable."""
     for name in ("history", "evaluation", "on_batch") if found.evaluation else ("history",):
         ours, theirs = getattr(found, name), getattr(expected, name)
         assert ours.keys() == theirs.keys()
@@ -127,7 +127,7 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray, relative: float, what: st
     if not np.issubdtype(theirs.dtype, np.floating):
         np.testing.assert_array_equal(ours, theirs, err_msg=what)
         return
-    # Below 0.01 a number is measured as if it were 0.01: a bias that a normalization cancels, for one, has a gradient of
+    # Numbers below 0.01 are compared as if they were 0.01: a bias that a normalization cancels, for example, has a gradient of
     # zero, and what is stored is the rounding of the terms that cancel.
     largest = float(np.max(np.abs(theirs), initial=0.01))
     np.testing.assert_allclose(ours, theirs, rtol=relative, atol=relative * largest, err_msg=what)

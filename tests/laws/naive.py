@@ -1,4 +1,4 @@
-"""What per-replica semantics mean, written out: a loop over replicas on one device, with plain Keras and no Lockstep.
+"""Reference for per-replica semantics: a loop over replicas on one device, with plain Keras and without Lockstep.
 
 Each replica normalizes its own rows and draws from its own stream; the loss is that of the global batch; moving
 statistics are averaged by rows. The test of the real thing is that it equals this.
@@ -11,7 +11,7 @@ from keras import ops
 
 
 def naive_fit(model, x, y, *, batch_size, replicas, epochs=1):
-    """Train ``model`` in place; the model is built, and compiled with a loss that averages over rows."""
+    """Train ``model`` in place; it is built, and compiled with a loss that averages over rows."""
     model.optimizer.build(model.trainable_variables)
     for _ in range(epochs):
         for start in range(0, len(y), batch_size):

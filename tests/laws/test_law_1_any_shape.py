@@ -1,4 +1,4 @@
-"""Law 1 for shapes that nobody thought of: hypothesis draws rows, batch size, replicas and devices."""
+"""Law 1 for random shapes: hypothesis draws rows, batch size, replicas and devices."""
 
 import keras
 import numpy as np

@@ -9,9 +9,9 @@ from lockstep.execution import spmd
 from .cases import CASES, case_named
 from .compare import DEVICES, REPLICAS, TOPOLOGIES, Topology, assert_same, reference, run
 
-# What is in a case and how its rows are laid out meet only where a call is split, where outputs and variables of replicas
-# are merged, and where losses are weighted. These cases do each of it in another way, so they run on every number of
-# replicas; the others do so in the nightly set.
+# The model and the layout of rows interact only when a call is split, when outputs and variables of replicas are merged, and
+# when losses are weighted. These cases do each of this differently, so they run on every number of replicas; the other cases
+# do so in the nightly set.
 ON_EVERY_COUNT = (
     "adam",
     "sample_weight_and_weighted_metrics",
@@ -29,7 +29,7 @@ ON_EVERY_COUNT = (
 
 
 def pairs():
-    """Every case with every number of replicas, each on one number of devices that changes from case to case.
+    """Yield every case with every number of replicas, each on one number of devices that changes from case to case.
 
     One pair of a case also evaluates, predicts and uses single batches; of these one in 24 is in the quick subset.
     """
@@ -68,7 +68,7 @@ def test_the_whole_product_of_replicas_and_devices(name, topology):
 
 @pytest.mark.slow
 def test_devices_with_three_different_shares_of_a_batch():
-    """XLA could not compile this for CPUs where each device looked up its share within the sums of the loss."""
+    """XLA could not compile this for CPUs when each device looked up its share within the sums of the loss."""
     case = case_named("hidden_too")
     assert_same(run(case, Topology(5, 3)), reference(case), case.relative)
 
@@ -86,7 +86,7 @@ def test_every_cross_device_operation_keeps_the_law(algorithm, count):
 @pytest.mark.parametrize("topology", [Topology(3, 2), Topology(4, 3)], ids=str)
 @pytest.mark.parametrize("name", ["adam", "ema", "lstm_masked"])
 def test_the_conditional_of_accelerators_gives_what_selecting_gives(name, topology, monkeypatch):
-    """Accelerators run a device's share of an uneven batch under ``lax.switch``; it works on CPU too, only slowly."""
+    """Accelerators run a device's share of an uneven batch under ``lax.switch``, which also works on CPU, but slowly."""
     used = []
 
     def switch(choice, branches):

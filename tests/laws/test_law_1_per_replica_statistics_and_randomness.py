@@ -1,4 +1,4 @@
-"""Law 1, second half: BatchNorm on each replica's rows, one random stream a replica; numbers of the replicas alone."""
+"""Law 1, second half: BatchNorm on each replica's rows and one random stream a replica, independent of the devices."""
 
 import keras
 import numpy as np
@@ -76,7 +76,7 @@ def trained(build, topology, count=19, **options):
 
 
 def builds_and_replicas():
-    """Each network on three replicas, the first on seven; in the nightly set the two small ones on every number."""
+    """Yield each network with three replicas, the first with seven; in the nightly set the two small ones with every number."""
     for build in NETWORKS:
         yield pytest.param(build, 3, marks=[] if build is NETWORKS[0] else pytest.mark.slow)
     for build in NETWORKS[:2]:
@@ -125,7 +125,7 @@ def test_one_replica_draws_what_plain_keras_draws(build):
 
 
 def dropout_mask(replicas, devices, step, batch=8):
-    """Which entries of a batch of ones a Dropout layer keeps at a step, seen through an optimizer that does nothing."""
+    """Return which entries of a batch of ones a Dropout layer keeps at a step, read through an optimizer that does nothing."""
 
     class Kept(keras.metrics.Metric):
         def __init__(self):

@@ -70,11 +70,11 @@ MODELS["transformer"] = (transformer, tokens, 9)
 OPTIMIZERS = {"adam": lambda: optimizers.Adam(0.01), "sgd": lambda: optimizers.SGD(0.05, momentum=0.9)}
 
 
-# --- what a run leaves ---------------------------------------------------------------------------------------------------
+# --- result of a run -----------------------------------------------------------------------------------------------------
 
 
 def outcome(name, optimizer, topology, epochs):
-    """SHA-256 of everything that a run of 5 * ``epochs`` steps leaves, by kind."""
+    """Return the SHA-256 of all results of a run of 5 * ``epochs`` steps, by kind."""
     build, data, *shape = MODELS[name]
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
@@ -83,7 +83,7 @@ def outcome(name, optimizer, topology, epochs):
         model.compile(OPTIMIZERS[optimizer](), logits_loss, metrics=["accuracy"])
     rng = np.random.default_rng(0)
     x, y = data(rng, *shape), rng.integers(0, 3, ROWS)
-    # Each size of batch is compiled anew; validation and prediction are seen with the smallest net, and in the cases below.
+    # Each batch size is compiled separately; validation and prediction are tested with the smallest net, and in the cases below.
     validation = {"validation_data": (x[:13], y[:13])} if name == "mlp" else {}
     history = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, **validation).history
     kinds = {
@@ -108,7 +108,7 @@ def on_one_device(name, optimizer, epochs):
 
 
 def runs():
-    """Ten steps on some numbers of devices, and in the nightly set a hundred steps on all.
+    """Yield ten steps on some numbers of devices, and in the nightly set a hundred steps on all.
 
     Two epochs show what a hundred steps show: bits that differ once stay different, and without the tree they differ after two.
     """
@@ -129,7 +129,7 @@ def test_deterministic_fit_leaves_the_same_bits_on_any_number_of_devices(name, o
     assert outcome(name, optimizer, Topology(REPLICAS, devices), epochs) == on_one_device(name, optimizer, epochs)
 
 
-# --- the suite would notice ------------------------------------------------------------------------------------------------
+# --- controls: violations fail ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def no_programs_of_other_tests():
 @pytest.mark.usefixtures("no_programs_of_other_tests")
 @pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.nightly)])
 def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
-    """The tree is what does it: everything else of the executor stays, and the partial sums meet in the platform's order."""
+    """The tree is necessary: with the rest of the executor unchanged, partial sums are added in the platform's order."""
 
     def plain(values, where, axis):
         return [lax.psum(value.sum(axis=0), axis) for value in values]
@@ -174,7 +174,7 @@ print(sorted(outcome("cnn", "adam", (Topology if sys.argv[2] == "True" else AnyT
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_another_process_gives_the_same_bits(deterministic, python):
-    """Started anew on the same thread pool, with two devices; the deterministic executor is compared with one device here."""
+    """A new process with the same thread pool and two devices; the deterministic executor is compared with one device here."""
     done = python(code=PROGRAM, arguments=[os.getcwd(), deterministic], timeout=120)
     assert done.returncode == 0, done.stderr
     here = Topology(8, 1) if deterministic else AnyTopology(8, 2)
@@ -196,7 +196,7 @@ def test_any_number_of_replicas(replicas):
     assert all(one == found[0] for one in found)
 
 
-# Cases in which more than loss, metric and optimizer decide what a step does: those are the same code with every executor.
+# Cases in which more than loss, metric and optimizer determine a step: these run the same code with every executor.
 OTHER = [
     *("add_loss", "l2_and_l1", "activity_regularizer", "ema", "loss_scale", "mixed_float16", "gradient_accumulation"),
     *(
@@ -214,7 +214,7 @@ OTHER = [
 
 WHOLE = ("variables_of_every_aggregation", "mixed_float16", "lstm_masked")  # These also evaluate and predict.
 QUICK = ("own_train_step",)
-# What these do besides is Keras's code on the global batch, which law 1 asks of all cases.
+# The rest of their steps is Keras's code on the global batch, which law 1 tests in all cases.
 NIGHTLY = ("l2_and_l1", "activity_regularizer", "batch_of_fixed_size", "dicts", "tuples", "subclassed_and_built_by_fit")
 NIGHTLY += ("own_compute_loss", "frozen_and_recompiled", "one_row", "last_batch_of_one", "class_weight")
 
@@ -228,7 +228,7 @@ def others():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(others()))
 def test_law_1_holds_too_and_the_bits_are_those_of_one_device(name):
-    """Equal to plain Keras up to rounding, and to one device to the bit."""
+    """Assert equality with plain Keras up to rounding, and with one device bit for bit."""
     case = case_named(name)
     short = name not in WHOLE
     found = run(case, Topology(3, 2), short)
@@ -243,7 +243,7 @@ def test_law_1_holds_too_and_the_bits_are_those_of_one_device(name):
 
 
 class TwoCalls(keras.Model):
-    """Calls itself twice in a step, on rows that the step makes, inside a function compiled on its own."""
+    """Calls itself twice in a step, on rows that the step computes, inside a separately compiled function."""
 
     def __init__(self):
         super().__init__()
@@ -318,7 +318,7 @@ def test_what_cannot_run_by_replicas_alone_is_an_error_that_says_so(how, says):
         trained(Unsupported, Topology(3, 2).strategy(), how=how)
 
 
-# --- found by trial: each of these once gave other bits on one device than on two, or broke the process ----------------------
+# --- regressions: each of these once had other bits on one device than on two, or crashed the process ------------------------
 
 
 SENSITIVE = {
@@ -412,7 +412,7 @@ def test_a_value_that_reaches_the_call_behind_our_back_is_an_error_that_says_so(
         model.fit(np.ones((16, 4), "float32"), np.ones((16, 2), "float32"), batch_size=8, verbose=0)
 
 
-# --- the user's side --------------------------------------------------------------------------------------------------------
+# --- public interface -------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_needs_the_whole_batch_runs_on_every_device_alike(caplog):

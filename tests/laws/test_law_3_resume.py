@@ -1,4 +1,4 @@
-"""Law 3: a run that is broken off anywhere and taken up again ends with the same bits.
+"""Law 3: a run that is interrupted anywhere and resumed ends with the same bits.
 
 With arrays a net of convolutions is trained, and the run that nobody broke off compiles everything for itself.
 """
@@ -22,7 +22,7 @@ STEPS = {"arrays, endless": 3, "PyDataset, endless": 3}
 def cases():
     for kind in (kind for kind in INPUTS if kind != "arrays"):
         steps = STEPS.get(kind, 5)
-        # In the middle of an epoch, in its last step, and in the first step after a validation; with arrays also elsewhere.
+        # In the middle of an epoch, in its last step, and in the first step after a validation; with arrays also at other steps.
         every_day = {3 if steps > 3 else 2, steps, steps + 1}
         for stop in sorted({1, 3, 4, steps, steps + 1, steps + 3, 2 * steps} | every_day):
             marks = [] if (kind, stop) in QUICK else [pytest.mark.slow]
@@ -39,7 +39,7 @@ def run_of(kind, folder=None, **options):
 
 @pytest.fixture(scope="module")
 def whole():
-    """Digest and steps of the run that nobody broke off, once for each kind."""
+    """Return digest and steps of the uninterrupted run, computed once for each kind."""
     known = {}
 
     def of(kind):

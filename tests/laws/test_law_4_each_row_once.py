@@ -10,7 +10,7 @@ ROWS, BATCH = 37, 8
 
 
 class Seen(keras.metrics.Metric):
-    """Counts how often each row number, which is the target, came by."""
+    """Counts how often each row number, which is the target, was seen."""
 
     def __init__(self):
         super().__init__(name="seen")

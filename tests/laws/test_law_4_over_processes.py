@@ -1,4 +1,4 @@
-"""Law 4 over processes: each row exactly once an epoch, and a worker that reads something else is named."""
+"""Law 4 over processes: each row exactly once an epoch; an error names a worker that reads other data."""
 
 import socket
 

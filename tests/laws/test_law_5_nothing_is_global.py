@@ -1,4 +1,4 @@
-"""Law 5: import changes nothing, a scope restores what it changed, strategies live side by side, a model remembers."""
+"""Law 5: import changes nothing, a scope restores what it changed, strategies coexist, a model keeps its strategy."""
 
 import contextlib
 import gc
@@ -196,7 +196,7 @@ def test_scopes_may_close_in_any_order():
 
 
 def test_a_step_may_call_a_model_of_another_strategy():
-    """A teacher in a host callback: the lock around starting a step must not wait for itself."""
+    """A teacher in a host callback: the lock for starting a step must be reentrant."""
     with Topology(1, 1).strategy().scope():
         teacher = compiled()
 

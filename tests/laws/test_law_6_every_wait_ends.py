@@ -1,4 +1,4 @@
-"""Law 6: whatever becomes of one worker, the others end within their limit, say who and why, and have the right code.
+"""Law 6: if a worker fails in any way, the others end within their limit, name it and the cause, and exit with the right code.
 
 Times are of a machine that other tests may keep busy: a death is noticed within milliseconds, and asserted within seconds.
 """
@@ -23,7 +23,7 @@ def last_line(process):
 
 
 def train(job, workers=2, **config):
-    """Workers that are at work."""
+    """Return running workers."""
     processes = job(workers).start_all("faults", **config)
     for process in processes:
         process.until("training")
@@ -31,7 +31,7 @@ def train(job, workers=2, **config):
 
 
 def ends(processes, code, within):
-    """All end with ``code``, ``within`` seconds from now; gives how long the last one took."""
+    """Assert that all end with ``code`` within ``within`` seconds; return how long the last one took."""
     began = time.monotonic()
     assert [process.end() for process in processes] == [code] * len(processes), "\n\n".join(p.said for p in processes)
     seconds = max(process.ended_at for process in processes) - began

@@ -1,4 +1,4 @@
-"""Law 7: what cannot be done is one clear error that changes nothing and loses nothing."""
+"""Law 7: an impossible request raises one clear error that changes nothing and loses nothing."""
 
 import jax
 import keras
@@ -124,7 +124,7 @@ def network():
 
 
 def assert_unharmed(model, before):
-    """The variables are what they were, and the model still trains and predicts."""
+    """Assert that the variables are unchanged, and that the model still trains and predicts."""
     after = state_of(model)
     for name, value in before.items():
         if "metric" not in name and "mean/" not in name and "loss/" not in name:
@@ -177,7 +177,7 @@ def test_an_input_that_fails_in_the_middle_loses_nothing(failure):
 
 
 def test_averages_survive_evaluate():
-    """Plain Keras frees the averages of an optimizer with use_ema in the first evaluate after fit."""
+    """Plain Keras deletes the averages of an optimizer with use_ema in the first evaluate after fit."""
     with Topology(2, 2).strategy().scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile(optimizer=keras.optimizers.SGD(0.1, use_ema=True), loss="mse")

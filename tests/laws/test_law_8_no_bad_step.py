@@ -1,4 +1,4 @@
-"""Law 8: no step that is not finite reaches a variable, and a guard that finds nothing changes no bit."""
+"""Law 8: no non-finite step changes a variable, and a guard without findings changes no bit."""
 
 import functools
 from itertools import product

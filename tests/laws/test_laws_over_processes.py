@@ -1,4 +1,4 @@
-"""Laws 1 and 2 over processes: how devices are cut into workers changes no number, and no bit where that is asked for."""
+"""Laws 1 and 2 over processes: the division of devices into workers changes no result, and with deterministic=True no bit."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 
 SMALL = {"numbers": "mlp", "bits": "mlp"}
 LARGE = {"numbers": "cnn", "bits": "cnn_normalized"}
-# Workers, and devices of each. The nightly ones compile for minutes what the others do, with other numbers.
+# Workers, and devices of each. The nightly ones compile the same for minutes, with other numbers.
 SHAPES = {
     (2, 2): pytest.mark.slow,
     (3, 1): pytest.mark.nightly,
@@ -25,7 +25,7 @@ SHAPES = {
     + [pytest.param(*shape, LARGE, marks=mark, id=f"{shape[0]}x{shape[1]}") for shape, mark in SHAPES.items()],
 )
 def test_numbers_and_bits_are_those_of_one_process(job, alone, workers, devices, nets):
-    # The deterministic one comes first, because it settles the thread pool.
+    # The deterministic one runs first, because it fixes the size of the thread pool.
     found, *others = train(
         job(workers, environ=AS_FOR_USERS), [[nets["bits"], True], [nets["numbers"], False]], devices
     )

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
 
-__all__ = ["EquationHandler", "evaluate", "inline_calls", "is_literal", "subprogram"]
+__all__ = ["evaluate", "inline_calls", "is_literal", "subprogram"]
 
 EquationHandler = Callable[
     [JaxprEqn, list[Any]], Sequence[Any] | None

@@ -1,4 +1,4 @@
-"""Ask the proof about functions and models."""
+"""Helpers that run the row proof on functions and models."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ ROWS = (6, 4)
 
 
 def dependences_of_function(function, *batch):
-    """Where the rows are in what a function of arrays ``(rows, …)`` gives."""
+    """Return the dependences of the results of a function of arrays ``(rows, …)``."""
     return infer_dependences(
         *(trace_for_rows(lambda _, own: jax.tree.leaves(function(*own)), [], batch, rows) for rows in ROWS)
     )
 
 
 def dependences_of_model(model, *batch, training=None):
-    """Where the rows are in the outputs of a model that is built, then in the losses of its layers; ``batch`` are its arguments."""
+    """Return the dependences of the outputs of a built model, then of the losses of its layers; ``batch`` are its arguments."""
     leaves, structure = jax.tree.flatten(batch)
     values = [
         [variable.value for variable in group] for group in (model.trainable_variables, model.non_trainable_variables)
@@ -36,5 +36,5 @@ def dependences_of_model(model, *batch, training=None):
 
 
 def is_by_rows(place):
-    """Whether entry ``i`` of the first axis follows from row ``i``, or from a part of it."""
+    """Return whether entry ``i`` of the first axis depends on row ``i`` only."""
     return isinstance(place, RowAxis) and place.axis == 0 and (place.outer == 1 or place.uniform)

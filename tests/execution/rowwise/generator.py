@@ -1,4 +1,4 @@
-"""Random programs from arrays ``(rows, 4)`` to arrays ``(rows, 4)``: some bring rows together, most do not, and which is not written down.
+"""Random programs from arrays ``(rows, 4)`` to arrays ``(rows, 4)``; some combine rows, most do not, and the generator does not record which.
 
 The steps use all operations that Keras's layers are traced to, in ways that stay within a row and in ways that do not.
 """
@@ -19,7 +19,7 @@ TABLE = jnp.sin(jnp.arange(36.0)).reshape(9, 4)
 
 
 def numbers(a):
-    """Whole numbers from 0 to 3."""
+    """Return integers from 0 to 3."""
     return (jnp.abs(a * 10) % 4).astype("int32")
 
 
@@ -68,7 +68,7 @@ ENTRYWISE = [
     ),
 ]
 
-# Each of these is asked for along axis 0 and along axis 1.
+# Each of these is used along axis 0 and along axis 1.
 ALONG = [
     *(
         lambda a, i: a - a.mean(i, keepdims=True),
@@ -262,7 +262,7 @@ JOINED = [
 
 
 def program(seed):
-    """Up to five steps, each on one or two of the values before it."""
+    """Return a program of up to five steps, each on one or two of the values before it."""
     draw = random.Random(seed)
     steps = []
     for _ in range(draw.randint(1, 5)):
@@ -282,7 +282,7 @@ def program(seed):
 
 
 def mixes(run):
-    """Whether a part of the batch gives something else than the same rows of the whole, or one row reaches another."""
+    """Return whether a part of the batch has other results than the same rows of the whole, or one row changes another."""
     run = jax.jit(run)
     rows = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4)), "float32")
     whole = np.asarray(run(rows))

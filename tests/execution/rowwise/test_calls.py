@@ -1,4 +1,4 @@
-"""In how many calls a model is called: one for each replica where something tells them apart, else one on each device."""
+"""Number of calls of a model: one for each replica if the model depends on the replica, otherwise one for each device."""
 
 import contextlib
 import warnings
@@ -16,7 +16,7 @@ ROWS = 12
 
 
 class Own(layers.Layer):
-    """A variable that says how replicas meet."""
+    """Has a variable with an aggregation."""
 
     def build(self, shape):
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
@@ -27,7 +27,7 @@ class Own(layers.Layer):
 
 
 class Mean(layers.Layer):
-    """One that does not."""
+    """Has a variable without an aggregation."""
 
     def build(self, shape):
         self.level = self.add_weight(shape=(), initializer="zeros", trainable=False)
@@ -38,7 +38,7 @@ class Mean(layers.Layer):
 
 
 def calls(inner, method, replicas, devices, monkeypatch):
-    """The rows of each call that a step is made in, on all devices."""
+    """Return the number of rows of each call of a step, for all devices."""
     seen = []
     partition_calls = executors.SpmdExecutor.partition_calls
 
@@ -62,19 +62,21 @@ ALIKE = [lambda: layers.Dense(2), layers.LayerNormalization, Mean, lambda: layer
 
 
 @pytest.mark.parametrize("make", APART)
-def test_what_tells_replicas_apart_in_training_is_called_for_each(make, monkeypatch):
+def test_model_that_depends_on_replica_is_called_for_each_replica_in_training(make, monkeypatch):
     assert calls([make()], "train", 4, 1, monkeypatch) == ((3, 3, 3, 3),)
 
 
 @pytest.mark.parametrize("make", ALIKE)
 @pytest.mark.parametrize(("devices", "expected"), [(1, ((12,),)), (2, ((6,), (6,))), (3, ((3,), (3,), (6,)))])
-def test_what_tells_no_replicas_apart_is_called_once_on_each_device(make, devices, expected, monkeypatch):
+def test_model_that_does_not_depend_on_replica_is_called_once_on_each_device(make, devices, expected, monkeypatch):
     assert calls([make()], "train", 4, devices, monkeypatch) == expected
 
 
 @pytest.mark.parametrize("make", APART[:2])
 @pytest.mark.parametrize("method", ["test", "predict"])
-def test_what_tells_replicas_apart_in_training_alone_is_called_once_elsewhere(make, method, monkeypatch):
+def test_model_that_depends_on_replica_in_training_only_is_called_once_on_each_device_in_evaluation(
+    make, method, monkeypatch
+):
     assert calls([make()], method, 4, 2, monkeypatch) == ((6,), (6,))
 
 
@@ -82,7 +84,7 @@ def test_what_tells_replicas_apart_in_training_alone_is_called_once_elsewhere(ma
     ("replicas", "devices", "expected"),
     [(2, 1, ((6, 6),)), (6, 1, ((3, 3, 3, 3),)), (6, 2, ((3, 3), (3, 3))), (2, 2, ((6,), (6,)))],
 )
-def test_convolutions_on_cpus_are_called_as_often_as_there_are_cores(replicas, devices, expected, monkeypatch):
+def test_convolutions_on_cpus_have_as_many_calls_as_cores(replicas, devices, expected, monkeypatch):
     assert calls([layers.Conv1D(2, 3)], "train", replicas, devices, monkeypatch) == expected
 
 
@@ -98,7 +100,7 @@ def trained():
 
 
 @pytest.mark.slow
-def test_of_a_large_model_equal_replicas_of_a_cpu_are_compiled_once_with_the_same_numbers(monkeypatch):
+def test_large_model_compiles_equal_replicas_of_a_cpu_once_with_the_same_results(monkeypatch):
     are_one, run_replicas = [], spmd.run_replicas
 
     def noted(*args, vectorize, **kwargs):
@@ -117,7 +119,7 @@ def test_of_a_large_model_equal_replicas_of_a_cpu_are_compiled_once_with_the_sam
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_warning_comes_as_often_as_from_plain_keras(replicas):
+def test_warnings_appear_as_often_as_with_plain_keras(replicas):
     def told(scope):
         with scope:
             first, second = keras.Input((3,), name="first"), keras.Input((3,), name="second")
@@ -134,7 +136,7 @@ def test_a_warning_comes_as_often_as_from_plain_keras(replicas):
 
 
 class WarnsWhereItIsTraced(layers.Layer):
-    """As JAX's functions do that make a tracer a NumPy array in another way."""
+    """Warns like JAX's functions that convert a tracer to a NumPy array."""
 
     def call(self, x):
         if isinstance(x, jax.core.Tracer):
@@ -142,8 +144,8 @@ class WarnsWhereItIsTraced(layers.Layer):
         return x
 
 
-def test_a_look_at_a_model_that_runs_eagerly_does_not_warn():
-    """A warning that is an error, as in many test suites, must not put the model on the global batch."""
+def test_tracing_an_eager_model_does_not_warn():
+    """Warnings as errors, as in many test suites, must not make the model run on the global batch."""
 
     def trained(action):
         keras.utils.set_random_seed(2)

@@ -1,4 +1,4 @@
-"""What becomes of models that mix rows, or cannot be proved not to: the global batch, and a line with the reason."""
+"""Models that mix rows, or cannot be proved not to, run on the global batch and log the reason."""
 
 import contextlib
 import logging
@@ -32,7 +32,7 @@ class OwnNormalization(layers.BatchNormalization):
 
 
 class Normalized(layers.Layer):
-    """Keeps a moving mean of its own, too."""
+    """Keeps a custom moving mean, too."""
 
     def build(self, shape):
         self.normalize = OwnNormalization()
@@ -64,7 +64,7 @@ def test_a_line_names_operation_layer_and_line_of_code(caplog):
 
 
 def steps_of(caplog, train_step):
-    """The rows of each call of a model within another's train step, and the lines about them."""
+    """Return the number of rows of each call of a model within another's train step, and the log lines about them."""
     seen = []
 
     class Inner(keras.Model):
@@ -139,7 +139,7 @@ def test_what_is_by_replica_by_design_or_a_mean_needs_no_line(caplog, layer):
 
 
 class Turned(layers.Layer):
-    """Turns some rows round. What it draws lies on the mesh of the state, and the rows do not; JAX notes that in the trace."""
+    """Reverses some rows. Its random draws are on the mesh of the state, and the rows are not; JAX records that in the trace."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ def test_where_an_array_lies_mixes_no_rows(caplog, devices, eagerly):
 
 
 class Seeing(layers.Layer):
-    """Looks at the numbers themselves, which no trace has."""
+    """Reads concrete values, which a trace does not have."""
 
     def call(self, x):
         self.greatest = float(np.asarray(x).max())

@@ -1,4 +1,4 @@
-"""Every layer and every model of Keras is known: by rows, or it mixes them and the proof says so."""
+"""The proof classifies every layer and every model of Keras: row-wise, or mixing rows."""
 
 import inspect
 
@@ -137,7 +137,7 @@ MIX = [
     (layers.AugMix(), PICTURE),
     (layers.RandAugment(), PICTURE),
 ]
-# Abstract ones, those that are no function of arrays under JAX, and those that JAX cannot trace under fit either.
+# Abstract layers, layers that are no function of arrays under JAX, and layers that JAX cannot trace in fit either.
 OTHERS = {
     "FlaxLayer",
     "HashedCrossing",
@@ -198,7 +198,7 @@ def test_a_layer_that_mixes_rows_is_named(layer, shape):
 
 
 def test_equalization_mixes_rows():
-    """One histogram for all; Keras (3.15) builds no functional model with it."""
+    """One histogram for all rows; Keras (3.15) builds no functional model with it."""
     (place,) = dependences_of_function(layers.Equalization(value_range=(0, 1)).call, batch_of(PICTURE))
     assert isinstance(place, Mixed)
 

@@ -1,4 +1,4 @@
-"""Programs that mix rows in all ways are found out and named; programs that do not are proved; random ones never deceive the proof."""
+"""The proof rejects programs that mix rows, accepts row-wise programs, and accepts no random program that mixes rows."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def differences(x):
 
 
 def gradient_normed(x, norm):
-    """As ``tanh``, with a derivative that is divided by something."""
+    """Return ``tanh`` with a custom derivative that is divided by ``norm``."""
 
     @ops.custom_gradient
     def function(value):
@@ -34,7 +34,7 @@ def gradient_normed(x, norm):
 
 
 def folded_otherwise(x):
-    """Entry by entry the rows one after the other, plus what counts entries of a row one after the other."""
+    """Return the rows, flattened column by column, plus positions flattened row by row."""
     counted = jnp.broadcast_to(jnp.arange(4.0), x.shape)
     return (counted.reshape(-1) + x.T.reshape(-1)).reshape(4, -1).T
 
@@ -123,19 +123,19 @@ BY_ROWS = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_rows_is_found(name):
+def test_proof_rejects_programs_that_mix_rows(name):
     (place,) = dependences_of_function(MIXING[name], X)
     assert isinstance(place, Mixed), place
     assert "test_programs.py:" in str(place) or "operations change" in str(place)
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
-def test_what_treats_each_row_by_itself_is_proved(name):
+def test_proof_accepts_row_wise_programs(name):
     (place,) = dependences_of_function(BY_ROWS[name], X)
     assert is_by_rows(place), place
 
 
-def test_a_table_as_long_as_the_batch_does_not_run_on_another():
+def test_a_table_as_long_as_the_batch_fails_on_another_batch_size():
     with pytest.raises(TypeError):
         dependences_of_function(lambda x: x + TABLE, X)
 
@@ -148,19 +148,19 @@ def test_a_table_as_long_as_the_batch_does_not_run_on_another():
         (lambda x: ops.mean(ops.sum(x, axis=1)) - ops.mean(x), RowMean()),
     ],
 )
-def test_means_over_the_rows_are_known(function, place):
+def test_proof_recognizes_means_over_the_rows(function, place):
     assert dependences_of_function(function, X) == [place]
 
 
 @pytest.mark.parametrize(
     "function", [ops.sum, ops.max, lambda x: ops.mean(x) ** 2, lambda x: ops.sum(x) / (x.shape[0] - 1)]
 )
-def test_what_is_no_mean_over_the_rows_is_none(function):
+def test_proof_takes_no_other_reduction_for_a_mean(function):
     assert dependences_of_function(function, X) not in ([RowMean()], [None])
 
 
 @pytest.mark.parametrize("place", [RowAxis(0), RowAxis(1), RowAxis(0, 2, 3), RowAxis(1, 1, 2), RowAxis(2, 3, 1)])
-def test_rows_come_first_and_back(place):
+def test_move_rows_first_and_back_are_inverse(place):
     shape = [4, 5, 7]
     shape[place.axis] = place.outer * 3 * place.inner
     value = np.arange(np.prod(shape)).reshape(shape)
@@ -177,7 +177,7 @@ def test_rows_come_first_and_back(place):
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(start, marks=pytest.mark.nightly) for start in range(200, 2000, 200))]
 )
-def test_no_random_program_that_mixes_rows_is_taken_for_one_that_does_not(first):
+def test_proof_accepts_no_random_program_that_mixes_rows(first):
     count = {True: 0, False: 0}
     for seed in range(first, first + 200):
         run = program(seed)
