@@ -1,1 +1,1 @@
-"""What one step does: start with ``replica.py``."""
+"""Execution of one step by replicas on devices. Start with ``replica.py``."""
