@@ -7,9 +7,13 @@ from .every import PROGRAMS
 PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
 _HEAD = """# Programs
 
-{count} models and training steps after the [examples of Keras](https://keras.io/examples/), at small size and with random data, each of which is compared with plain Keras on one device: `fit`,
-`evaluate`, `predict`, saved and loaded (the weights, and the whole model where all its classes are those of Keras), with a short last batch, on two and three replicas, one and two devices, with and without `deterministic=True`
-([tests/programs](../tests/programs/test_programs.py)). Most run by replicas. What runs on the global batch says why when it is trained; the numbers are those of one device there, too.
+{count} models and training steps after the [examples of Keras](https://keras.io/examples/), at small
+size and with random data. Each is compared with plain Keras on one device: `fit`, `evaluate`,
+`predict`, save and load (the weights, and the whole model if all its classes are Keras's), with a
+short last batch, on two and three replicas, on one and two devices, with and without
+`deterministic=True` ([tests/programs](../tests/programs/test_programs.py)). Most are split into
+replicas. A program that runs on the global batch has the numbers of one device, too, and a log line
+gives the reason.
 
 | example | area | runs |
 | --- | --- | --- |
