@@ -42,8 +42,8 @@ from pathlib import Path
 import results_file
 from bars import draw
 
-from lockstep.launch.malloc_selection import CHOICES, choose_allocator, glibc_version, library_folders
 from lockstep.launch.rank_assignment import reserved_addresses
+from lockstep.launch.worker_environment import ALLOCATORS, choose_allocator, glibc_version, library_folders
 from lockstep.tools.commands.env import describe_machine
 
 FOLDER, RESULTS = Path(__file__).parent / "peers", Path(__file__).parent / "results"
@@ -278,8 +278,8 @@ def arguments():
     parser.add_argument("--competitors", type=names(COMPETITORS), default=list(COMPETITORS), help="nothing is kept")
     parser.add_argument("--steps", type=int, help="of a round, to try it out; nothing is kept")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--allocator", choices=CHOICES, default="auto", help="of Lockstep and the limit")
-    parser.add_argument("--peers-allocator", choices=CHOICES, default="system", help="of the others")
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="auto", help="of Lockstep and the limit")
+    parser.add_argument("--peers-allocator", choices=ALLOCATORS, default="system", help="of the others")
     parser.add_argument("--peers-python", default=".venv-inputs/bin/python", help="with TensorFlow and torch")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that a program may take to answer")
     return parser.parse_args()

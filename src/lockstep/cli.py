@@ -1,4 +1,4 @@
-"""The command ``lockstep``. One function a subcommand; each module is imported when its command runs."""
+"""The command ``lockstep``: one function a subcommand, which imports its modules when it runs."""
 
 import argparse
 import io
@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from lockstep._errors import LockstepError
-from lockstep.launch.cli_args import add_arguments, job_of
+from lockstep.launch.cli_args import add_arguments, config_from_options
 
 __all__ = ["main"]
 
@@ -17,11 +17,11 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0 done, 1 something is not as it should be (numbers, a checkpoint, what the doctor looks at), could not be measured or is left to be
-    translated, 2 wrong usage, or a worker's.
+    0: success. 1: a check failed (numbers, a checkpoint, a finding of the doctor), nothing could be measured, or code is left to
+    translate. 2: wrong usage. Otherwise the exit code of a worker.
 
     Args:
-        arguments: words after ``lockstep``, by default those of the process.
+        arguments: words after ``lockstep``; default: those of the process.
 
     Example:
         >>> from lockstep import cli
@@ -31,12 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    behind = words.index("--") if words[:1] == ["scale"] and "--" in words else len(words)
-    options, others = parser.parse_known_args(words[:behind])
-    if others:
-        hint = "; what is for the script itself stands last, behind --" if words[0] == "scale" else ""
-        parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
-    options.behind = words[behind + 1 :]
+    separator = words.index("--") if words[:1] == ["scale"] and "--" in words else len(words)
+    options, unknown = parser.parse_known_args(words[:separator])
+    if unknown:
+        hint = "; give arguments of the script last, after --" if words[0] == "scale" else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    options.script_arguments = words[separator + 1 :]
     if "run" not in options:
         parser.print_help()
         return 2
@@ -49,76 +49,80 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train on two replicas and check the numbers against one device")
     demo.add_argument("--data", choices=("digits", "mnist"), default="digits", help="digits ship with scikit-learn")
     demo.add_argument("--replicas", type=int, default=2, help="number of replicas (default: 2)")
-    demo.add_argument("--devices", nargs="+", metavar="NAME", help="for example cpu:0 cpu:1 (default: all there are)")
+    demo.add_argument("--devices", nargs="+", metavar="NAME", help="for example cpu:0 cpu:1 (default: all)")
     demo.add_argument("--epochs", type=int, help="passes over the data (default: 10, for mnist 2)")
-    demo.add_argument("--output", default="demo_output", metavar="DIR", help="where curves.png goes")
+    demo.add_argument("--output", default="demo_output", metavar="DIR", help="folder for curves.png")
     demo.set_defaults(run=_demo)
-    run = commands.add_parser("run", help="run a program on several workers, here and on other machines")
+    run = commands.add_parser("run", help="run a program on several workers, on one or several machines")
     add_arguments(run)
     run.set_defaults(run=_run)
-    test = commands.add_parser("test", help="see that every pair of workers adds right, and how fast")
-    text = "start N workers here (default: this is one that a scheduler started)"
+    test = commands.add_parser("test", help="check that every pair of workers adds correctly, and measure how fast")
+    text = "start N workers on this machine (default: this process is a worker that a scheduler started)"
     test.add_argument("-n", type=int, metavar="N", help=text)
     test.set_defaults(run=_test)
-    scale = commands.add_parser("scale", help="measure what more devices and other batches do for a script's model")
+    scale = commands.add_parser("scale", help="measure how a script's model scales with devices and batch sizes")
     _add_scale(scale)
     scale.set_defaults(run=_scale)
-    environment = commands.add_parser("env", help="what to say of this machine when you report a problem")
+    environment = commands.add_parser("env", help="describe this machine for a bug report")
     environment.set_defaults(run=_env)
-    _add_lookers(commands)
+    _add_inspection(commands)
     _add_checkpoint(commands)
     return parser
 
 
-def _add_lookers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Commands that look at a script or at a run."""
-    text = "look for what makes a script's training wrong or slow without an error"
+def _add_inspection(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands that inspect a script or a run."""
+    text = "find what makes a script's training wrong or slow without an error"
     doctor = commands.add_parser("doctor", help=text)
     doctor.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    doctor.add_argument("script", help="is run up to its first fit")
-    doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    doctor.add_argument("script", help="Python program; it runs up to its first fit")
+    doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     doctor.set_defaults(run=_doctor)
     migrate = commands.add_parser("migrate", help="turn a tf.distribute or tf.keras script into a Lockstep one")
     migrate.add_argument("scripts", nargs="+", metavar="FILE", help="Python files")
     migrate.add_argument("--write", action="store_true", help="change the files (default: show the difference)")
-    text = "run the new program up to its first fit, and look at it as lockstep doctor does"
+    text = "run the new program up to its first fit, and check it as lockstep doctor does"
     migrate.add_argument("--check", action="store_true", help=text)
     migrate.set_defaults(run=_migrate)
-    top = commands.add_parser("top", help="what the workers of a running job do")
-    top.add_argument("directory", metavar="RUN_DIR", help="folder of its BackupAndRestore, or of its TensorBoard")
-    text = "print it once (so it is done where the output is no terminal)"
+    top = commands.add_parser("top", help="show what the workers of a running job do")
+    top.add_argument("directory", metavar="RUN_DIR", help="folder of its BackupAndRestore or its TensorBoard")
+    text = "print it once (the default if the output is not a terminal)"
     top.add_argument("--once", action="store_true", help=text)
-    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
+    top.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two updates (default: 1)"
+    )
     top.set_defaults(run=_top)
 
 
 def _add_scale(scale: argparse.ArgumentParser) -> None:
-    measuring = scale.add_argument_group("what is measured")
-    measuring.add_argument("--devices", type=_numbers, default=(1, 2), metavar="1,2", help="numbers of devices (1,2)")
+    measuring = scale.add_argument_group("measurement")
+    measuring.add_argument(
+        "--devices", type=_parse_numbers, default=(1, 2), metavar="1,2", help="numbers of devices (1,2)"
+    )
     text = "global batches (64,128,256,512)"
-    measuring.add_argument("--batch", type=_numbers, default=(64, 128, 256, 512), metavar="64,128", help=text)
-    measuring.add_argument("--epochs", type=int, default=1, metavar="N", help="that each setting trains (1)")
-    measuring.add_argument("--rows", type=int, metavar="N", help="of the data that are used at most (all)")
+    measuring.add_argument("--batch", type=_parse_numbers, default=(64, 128, 256, 512), metavar="64,128", help=text)
+    measuring.add_argument("--epochs", type=int, default=1, metavar="N", help="epochs of each setting (1)")
+    measuring.add_argument("--rows", type=int, metavar="N", help="limit of rows of the data (all)")
     measuring.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds for each setting (600)")
-    predicting = scale.add_argument_group("what is predicted: up to 1,024 devices")
+    predicting = scale.add_argument_group("prediction, for up to 1,024 devices")
     text = "between machines: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (100GbE)"
-    predicting.add_argument("--bandwidth", type=_number_or_name, default="100GbE", metavar="B", help=text)
-    text = "between machines in µs (that of the name, else 30)"
+    predicting.add_argument("--bandwidth", type=_parse_number_or_name, default="100GbE", metavar="B", help=text)
+    text = "between machines in µs (default: that of the named network, else 30)"
     predicting.add_argument("--latency", type=float, metavar="US", help=text)
     text = "devices in a machine (8 accelerators, or 1 CPU)"
     predicting.add_argument("--devices-per-machine", type=int, metavar="N", help=text)
-    scale.add_argument("--html", default="scaling.html", metavar="FILE", help="the page (scaling.html)")
-    scale.add_argument("--json", metavar="FILE", help="all figures as JSON")
+    scale.add_argument("--html", default="scaling.html", metavar="FILE", help="HTML report (scaling.html)")
+    scale.add_argument("--json", metavar="FILE", help="write all figures as JSON")
     scale.add_argument(
-        "script", metavar="SCRIPT", help="a Python program that calls fit; its own arguments stand last, behind --"
+        "script", metavar="SCRIPT", help="a Python program that calls fit; its arguments stand last, after --"
     )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
-def _number_or_name(text: str) -> float | str:
+def _parse_number_or_name(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
@@ -126,41 +130,41 @@ def _number_or_name(text: str) -> float | str:
 
 
 def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, check them, take arrays out of one")
+    checkpoint = commands.add_parser("checkpoint", help="list checkpoints, verify them, export arrays")
     actions = checkpoint.add_subparsers(title="actions", required=True)
     for name, run, text in (
         ("show", _show, "list the checkpoints of a directory"),
-        ("verify", _verify, "read every array; the exit code is 1 if any is not as it was written"),
-        ("export", _export, "write the arrays of one as a plain .npz file"),
+        ("verify", _verify, "read every array; the exit code is 1 if any is damaged"),
+        ("export", _export, "write the arrays of a checkpoint to a plain .npz file"),
     ):
         action = actions.add_parser(name, help=text)
-        action.add_argument("directory", metavar="DIR", help="of all checkpoints, or of one")
-        action.set_defaults(run=_catching(run))
+        action.add_argument("directory", metavar="DIR", help="directory of all checkpoints, or of one")
+        action.set_defaults(run=_report_errors(run))
         if name == "show":
-            action.add_argument("-v", "--verbose", action="store_true", help="list the arrays, too")
+            action.add_argument("-v", "--verbose", action="store_true", help="also list the arrays")
         if name == "export":
-            action.add_argument("output", metavar="FILE", help="a file that is there is replaced")
-            action.add_argument("--step", type=int, help="which one (default: the newest good one)")
+            action.add_argument("output", metavar="FILE", help="output file; an existing file is replaced")
+            action.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
             action.add_argument("--only", default="*", metavar="PATTERN", help="names of arrays, for example 'model/*'")
 
 
 def _demo(options: argparse.Namespace) -> int:
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: nothing imported Keras yet.
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # This process has not imported Keras yet.
     from lockstep.tools.commands.demo import run_demo
 
     default = 10 if options.data == "digits" else 2
     epochs = default if options.epochs is None else options.epochs
     try:
-        agreed = run_demo(options.data, options.replicas, options.devices, epochs, options.output)
+        matches = run_demo(options.data, options.replicas, options.devices, epochs, options.output)
     except (LockstepError, FileNotFoundError) as error:
         print(f"lockstep demo: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("matplotlib", "sklearn"):
             raise
-        print(f"lockstep demo: needs {error.name}; pip install 'keras-lockstep[demo]' brings it.", file=sys.stderr)
+        print(f"lockstep demo: needs {error.name}; Fix: pip install 'keras-lockstep[demo]'.", file=sys.stderr)
         return 2
-    return 0 if agreed else 1
+    return 0 if matches else 1
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -168,7 +172,7 @@ def _run(options: argparse.Namespace) -> int:
     from lockstep.launch.templates import PRINTERS
 
     try:
-        job = job_of(options)
+        job = config_from_options(options)
         if options.printer is not None:
             print(PRINTERS[options.printer](job), end="")
             return 0
@@ -198,7 +202,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         with to_standard_error(options.json):
             network = look_at_cluster(os.environ)
-            for name in network.variables:  # The script runs in this process alone, and must not wait for the others.
+            for name in network.variables:  # The script runs in this process alone and must not wait for other workers.
                 os.environ.pop(name, None)
             report = examine_script(options.script, options.arguments, network)
     except LockstepError as error:
@@ -213,7 +217,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: nothing imported Keras yet.
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # This process has not imported Keras yet.
     from lockstep.tools.scaling.api import scale_script
     from lockstep.tools.scaling.report import Question
     from lockstep.tools.scaling.results import Budget
@@ -223,8 +227,8 @@ def _scale(options: argparse.Namespace) -> int:
     try:
         budget = Budget(options.epochs, options.rows, options.limit)
         question = Question(options.bandwidth, options.latency, options.devices_per_machine)
-        asked = options.script, options.behind, options.devices, options.batch, budget, question
-        report = scale_script(*asked, command=command, outputs=(options.html, options.json))
+        setting = options.script, options.script_arguments, options.devices, options.batch, budget, question
+        report = scale_script(*setting, command=command, outputs=(options.html, options.json))
         print(render(report, is_terminal=sys.stdout.isatty()), end="")
         report.save_html(options.html)
         if options.json:
@@ -232,7 +236,7 @@ def _scale(options: argparse.Namespace) -> int:
     except LockstepError as error:
         print(f"lockstep scale: {error}", file=sys.stderr)
         return 2
-    print(f"The page: {options.html}")
+    print(f"HTML report: {options.html}")
     return 0 if report.table.rows else 1
 
 
@@ -267,7 +271,7 @@ def _top(options: argparse.Namespace) -> int:
     return 0
 
 
-def _catching(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def _report_errors(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     def run(options: argparse.Namespace) -> int:
         try:
             return action(options)

@@ -31,7 +31,7 @@ class Nodes:
     def start_two(self):
         """Nodes 0 and 1, and the processes of their first workers; node 1 stands at the door when node 0 opens it."""
         second = self.start("--node-rank", 1)
-        hear(second, "which meet at")
+        hear(second, "rendezvous at")
         first = self.start("--node-rank", 0)
         return first, second, [text_of(self._folder / f"0.{rank}") for rank in range(2)]
 
@@ -137,7 +137,7 @@ def test_a_node_that_was_asked_to_end_is_not_waited_for(job, tmp_path):
     assert end_of(second)[0] == 75
     code, printed, messages = end_of(first)
     assert (code, printed) == (0, "[worker 0] done by 1\n"), messages
-    assert "): it was asked to end" in messages
+    assert "): it was asked to stop" in messages
 
 
 @pytest.mark.parametrize("handles", [True, False])
@@ -148,7 +148,7 @@ def test_where_the_node_of_the_meeting_is_asked_to_end_all_do(job, tmp_path, han
     first.terminate()
     code, _, messages = end_of(second)
     assert end_of(first)[0] == code == (75 if handles else 143)
-    assert messages.splitlines()[-1].endswith("): it was asked to end.")
+    assert messages.splitlines()[-1].endswith("): it was asked to stop.")
 
 
 def test_the_death_of_the_node_of_the_meeting_ends_the_job_with_a_sentence(job, tmp_path):
@@ -157,8 +157,10 @@ def test_the_death_of_the_node_of_the_meeting_ends_the_job_with_a_sentence(job, 
     first.kill()
     code, _, messages = end_of(second)
     assert code == 75
-    sentence = f"lockstep run: node 0, where all meet at {nodes.coordinator}, was lost (its connection closed), and the job cannot go"
-    assert messages.splitlines()[-1] == f"{sentence} on without it."
+    sentence = (
+        f"lockstep run: node 0 (rendezvous at {nodes.coordinator}) was lost (its connection closed), and the job cannot"
+    )
+    assert messages.splitlines()[-1] == f"{sentence} continue without it."
     wait_until(lambda: all(has_ended(process) for process in processes), "the end of all processes")
 
 
@@ -201,8 +203,8 @@ def test_too_few_nodes_end_in_time_and_say_who_is_missing(tmp_path):
     done = run("--nnodes", "2:3", "--hosts", f"{host},gone.invalid,away.invalid", *limits, path)
     assert (done.returncode, done.stdout) == (75, "")
     assert "waiting for 1 more node of gone.invalid and away.invalid (1 of 2:3 here), 2 s" in done.stderr
-    assert "1 of at least 2 nodes came within 2.5 s" in done.stderr.splitlines()[-1]
-    assert "gone.invalid and away.invalid did not" in done.stderr.splitlines()[-1]
+    assert "expected at least 2 nodes within 2.5 s, got 1" in done.stderr.splitlines()[-1]
+    assert "absent: gone.invalid and away.invalid" in done.stderr.splitlines()[-1]
 
 
 def test_nodes_that_were_there_are_named_when_too_few_are_left(job, tmp_path):
@@ -219,7 +221,7 @@ def test_a_meeting_that_nobody_holds_ends_in_time(tmp_path):
     common = ("--nnodes", "1:2", "--coordinator", address, "--node-rank", 1)
     done = run(*common, "--start-seconds", 0.5, program(tmp_path, ""))
     assert done.returncode == 75
-    sentence = f"node 0, where all meet at {address}, was not met within 0.5 s: Connection refused. Is the same command started there"
+    sentence = f"node 0 (rendezvous at {address}) was not reached within 0.5 s: Connection refused. Fix: start the same command there"
     assert sentence in done.stderr
     assert run(*common, "--timeout", 0.5, program(tmp_path, "")).returncode == 124
 
@@ -236,8 +238,8 @@ def test_a_node_that_waits_may_be_asked_to_end(job, rank):
 @pytest.mark.parametrize(
     ("words", "variables", "why"),
     [
-        (("--max-restarts", 2), {}, "was started with --max-restarts 2, the node where all meet with 3"),
-        (("--nnodes", "1:3"), {}, 'was started with --nnodes "1:3", the node where all meet with "1:2"'),
+        (("--max-restarts", 2), {}, "was started with --max-restarts 2, node 0 with 3"),
+        (("--nnodes", "1:3"), {}, 'was started with --nnodes "1:3", node 0 with "1:2"'),
         ((), {"LOCKSTEP_SECRET": "other"}, "it and this process were given different secrets"),
         ((), {"LOCKSTEP_SECRET": ""}, "it asks for a secret that this process was not given"),
     ],
@@ -259,7 +261,7 @@ def test_two_nodes_of_one_rank_do_not_both_come(job, tmp_path):
     nodes = job(RUNNING + FOREVER, restarts=0)
     first, second, _ = nodes.start_two()
     third = nodes.start("--node-rank", 1)
-    assert "another node 1 is there (" in hear(third, "waiting for node 0")
+    assert "another node 1 has joined (" in hear(third, "waiting for the rendezvous at node 0")
     second.terminate()
     assert end_of(first)[0] == 75
 
@@ -282,7 +284,7 @@ def test_other_ranges_are_refused(tmp_path, nnodes):
 
 def test_a_place_to_meet_is_needed(tmp_path):
     done = run("--nnodes", "1:2", program(tmp_path, ""))
-    assert (done.returncode, "--nnodes 1:2: say where worker 0 is" in done.stderr) == (2, True)
+    assert (done.returncode, "--nnodes 1:2: the address of worker 0 is missing" in done.stderr) == (2, True)
 
 
 def test_no_process_is_left_when_all_supervisors_are_killed(job, tmp_path):

@@ -116,7 +116,7 @@ def test_a_signal_to_the_supervisor_reaches_each_worker_once(tmp_path, number, e
         printed, messages = supervisor.communicate(timeout=60)
     assert sorted(printed.splitlines()) == ["[worker 0] seen 1", "[worker 1] seen 1"]
     assert supervisor.returncode == (128 + number if code is None else code)
-    assert f"{number.name}: the workers have 30 s to end" in messages
+    assert f"{number.name}: the workers have 30 s to exit" in messages
     assert "Traceback" not in messages
 
 
@@ -175,7 +175,7 @@ def test_who_does_not_end_in_time_is_killed(tmp_path):
         assert supervisor.wait(timeout=60) == 143
         assert all(has_ended(process) for process in processes)
         messages = supervisor.stderr.read()
-    assert "workers 0, 1 did not end within 0.3 s: killed." in messages
+    assert "workers 0, 1 did not exit within 0.3 s: killed." in messages
     assert messages.count("killed") == 1
 
 
@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
 def test_ctrl_c_kills_who_does_not_end_after_a_failure(tmp_path):
     code = "if rank == 1: wait_for(lambda: is_there('0.worker')); sys.exit(5)\n" + IGNORING
     with started("-n", 2, "--grace", "1000", program(tmp_path, code)) as supervisor:
-        hear(supervisor, "the others have 1000 s to end")
+        hear(supervisor, "the other processes have 1000 s to exit")
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(timeout=60) == 5
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from lockstep.launch.failure_report import ErrorRecord, ProcessFailure, first_of, job_code
+from lockstep.launch.failure_report import ErrorRecord, ProcessFailure, job_exit_code, root_cause
 from lockstep.launch.process_names import ProcessName
 from tests.launch.launching import program, run
 
@@ -139,15 +139,15 @@ def test_a_worker_may_end_long_before_the_others(tmp_path):
     assert done.returncode == 0
 
 
-def test_the_first_of_several_failures_is_no_consequence():
+def test_the_root_cause_several_failures_is_no_consequence():
     def failure(rank, code, when, record=None):
         return ProcessFailure(ProcessName("worker", rank), code, when, record, "")
 
     ours = ErrorRecord(3.0, False, "ValueError")
     theirs = ErrorRecord(2.0, True, "ClusterError")
     failures = [failure(0, 75, 1.0), failure(1, 13, 3.0, ours), failure(2, 13, 2.0, theirs), failure(3, -9, 4.0)]
-    assert first_of(failures).task.index == 1
-    assert first_of([failures[3], failures[1]]).task.index == 1
-    assert first_of([failures[0], failures[3]]).task.index == 3
-    assert first_of([failures[0], failures[2]]).task.index == 0
-    assert [job_code(one.code) for one in failures] == [75, 13, 13, 137]
+    assert root_cause(failures).task.index == 1
+    assert root_cause([failures[3], failures[1]]).task.index == 1
+    assert root_cause([failures[0], failures[3]]).task.index == 3
+    assert root_cause([failures[0], failures[2]]).task.index == 0
+    assert [job_exit_code(one.code) for one in failures] == [75, 13, 13, 137]

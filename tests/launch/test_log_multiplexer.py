@@ -68,8 +68,8 @@ def test_lines_arrive_while_the_program_runs(tmp_path):
 def test_lines_are_those_that_a_terminal_would_show(fed, lines, rest):
     splitter = LineSplitter()
     assert [line for data in fed for line in splitter.feed(data)] == lines
-    assert splitter.rest() == rest
-    assert splitter.rest() == []
+    assert splitter.flush() == rest
+    assert splitter.flush() == []
 
 
 class Stream(io.RawIOBase):
@@ -139,7 +139,7 @@ def test_log_files_are_named_after_workers_and_tee_shows_them_too(tmp_path):
     done = run("-n", 2, "--log-dir", tmp_path / "a" / "b", "--tee", path)
     assert sorted(done.stdout.splitlines()) == ["[worker 0] from 0", "[worker 1] from 1"]
     assert [(tmp_path / "a" / "b" / f"worker-{rank}.log").read_text() for rank in range(2)] == ["from 0\n", "from 1\n"]
-    assert f"what they print goes to {tmp_path}/a/b/*.log" in done.stderr
+    assert f"the output of the workers goes to {tmp_path}/a/b/*.log" in done.stderr
 
 
 def test_the_last_lines_of_a_worker_without_a_traceback_are_shown_also_from_its_log(tmp_path):

@@ -5,7 +5,7 @@ import platform
 import pytest
 
 from lockstep._errors import OptionError
-from lockstep.launch.malloc_selection import choose_allocator, glibc_version, library_folders
+from lockstep.launch.worker_environment import choose_allocator, glibc_version, library_folders
 from tests.launch.launching import program, run
 
 NEW, OLD = (2, 36), (2, 34)

@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from lockstep._errors import ClusterError, OptionError
-from lockstep.launch.gpus import gpus_of, share
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.rank_assignment import RankAssignment, find_node, reserved_addresses
+from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
+from lockstep.launch.worker_environment import gpu_share, visible_gpus
 from tests.launch.launching import program, started
 
 
@@ -44,10 +44,10 @@ def test_ports_may_not_run_out():
 
 def test_this_node_is_found_among_the_hosts():
     hosts = ("198.51.100.1", "127.0.0.1", "no-such-host.invalid")
-    assert find_node(job(nodes=3, hosts=hosts)) == 1
+    assert find_node_rank(job(nodes=3, hosts=hosts)) == 1
     with pytest.raises(OptionError, match="2 of the hosts are this machine"):
-        find_node(job(nodes=2, hosts=("127.0.0.1:1", "localhost:2")))
-    assert find_node(job(nodes=2, hosts=("127.0.0.1:1", "localhost:2"), node_rank=1)) == 1
+        find_node_rank(job(nodes=2, hosts=("127.0.0.1:1", "localhost:2")))
+    assert find_node_rank(job(nodes=2, hosts=("127.0.0.1:1", "localhost:2"), node_rank=1)) == 1
 
 
 def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it():
@@ -62,10 +62,12 @@ def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it():
 
 
 def test_workers_are_numbered_over_the_nodes():
-    told = RankAssignment(3, 1, 2, workers=2, first=2, all_workers=4, meeting="a:5", addresses=None).variables(0)
+    variables = RankAssignment(3, 1, 2, workers=2, first=2, all_workers=4, coordinator="a:5", addresses=None).variables(
+        0
+    )
     expected = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
     expected |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCKSTEP_GENERATION": "3"}
-    assert told == expected | {"LOCKSTEP_COORDINATOR": "a:5"}
+    assert variables == expected | {"LOCKSTEP_COORDINATOR": "a:5"}
 
 
 @pytest.mark.parametrize("where", ["--coordinator 127.0.0.1:{port}", "--hosts 127.0.0.1:{port},localhost:{next}"])
@@ -101,13 +103,13 @@ print(json.dumps([rank, *told, cluster.get("worker")]))
 def test_gpus_are_cut_into_shares(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert gpus_of({}, tmp_path) == ["0", "1", "2"]
-    assert gpus_of({"CUDA_VISIBLE_DEVICES": "2, GPU-7"}, tmp_path) == ["2", "GPU-7"]
-    assert gpus_of({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
-    assert gpus_of({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
-    assert gpus_of({"JAX_PLATFORMS": "cpu"}, tmp_path) == []
-    assert gpus_of({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == ["0", "1", "2"]
-    assert gpus_of({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == []
+    assert visible_gpus({}, tmp_path) == ["0", "1", "2"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-7"}, tmp_path) == ["2", "GPU-7"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+    assert visible_gpus({"JAX_PLATFORMS": "cpu"}, tmp_path) == []
+    assert visible_gpus({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == ["0", "1", "2"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
@@ -122,4 +124,4 @@ def test_gpus_are_cut_into_shares(tmp_path):
     ],
 )
 def test_each_gpu_belongs_to_one_worker(gpus, workers, shares):
-    assert [share(list(gpus), local, workers) for local in range(workers)] == shares
+    assert [gpu_share(list(gpus), local, workers) for local in range(workers)] == shares

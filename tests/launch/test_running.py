@@ -144,11 +144,14 @@ def test_programs_have_no_input(tmp_path):
     [
         (["no_such_file.py"], "no_such_file.py: there is no such file"),
         (["-n", "0", "x.py"], "--nproc-per-node: expected a whole number of at least 1, got 0"),
-        (["--nnodes", "2", "x.py"], "--nnodes 2: say where worker 0 is"),
-        (["--nnodes", "2", "--coordinator", "a:1", "x.py"], "--nnodes 2: say which node this is, --node-rank 0 to 1"),
+        (["--nnodes", "2", "x.py"], "--nnodes 2: the address of worker 0 is missing"),
+        (
+            ["--nnodes", "2", "--coordinator", "a:1", "x.py"],
+            "--nnodes 2: the rank of this node is missing. Fix: give --node-rank 0 to 1",
+        ),
         (["--hosts", "a,b", "--node-rank", "2", "x.py"], "--node-rank: expected 0 to 1, got 2"),
         (["--hosts", "a,b", "--nnodes", "3", "x.py"], "--hosts: expected 3 hosts"),
-        (["--hosts", "a,b", "--coordinator", "a:1", "x.py"], "name one of the two options"),
+        (["--hosts", "a,b", "--coordinator", "a:1", "x.py"], "give one of the two options"),
         (["--hosts", "a,a", "--node-rank", "0", "x.py"], "two workers would have the address a:12421"),
         (["--hosts", "198.51.100.1,198.51.100.2", "x.py"], "none of the hosts is this machine"),
         (["--coordinator", "a:b", "x.py"], "--coordinator: expected an address"),

@@ -97,18 +97,18 @@ def test_a_lost_worker_is_started_again_alone_and_the_others_go_on(tmp_path, los
     assert done.returncode == 0, done.stderr
     (line,) = said(done)
     assert line.startswith("worker 1 ")
-    assert line.endswith("; the others go on, and it starts again in 1 s (restart 1 of 1).")
+    assert line.endswith("; the other processes continue, and it restarts in 1 s (restart 1 of 1).")
     first, second = done.stdout.splitlines()  # The addresses are the same.
     assert first == second != ""
 
 
 def test_worker_without_restarts_stays_away(tmp_path):
     path = job_of(tmp_path, f"if {part('worker', 0)}: os.kill(os.getpid(), signal.SIGKILL)", chief=GO)
-    done = go_when_said(tmp_path, "go on without it", "--workers", 2, "--servers", 1, path)
+    done = go_when_said(tmp_path, "continue without it", "--workers", 2, "--servers", 1, path)
     assert done.returncode == 0
     (line,) = said(done)
     assert line.startswith("worker 0 was killed by SIGKILL (")
-    assert line.endswith("); the others go on without it.")
+    assert line.endswith("); the other processes continue without it.")
 
 
 def test_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
@@ -118,11 +118,11 @@ def test_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
         f"if {part('worker', 1)}: {GO}; os._exit(6)",
         chief="time.sleep(50)",
     )
-    done = go_when_said(tmp_path, "go on without it", "--workers", 2, "--servers", 1, path)
+    done = go_when_said(tmp_path, "continue without it", "--workers", 2, "--servers", 1, path)
     assert done.returncode == 5, done.stderr
     lines = said(done)
     assert lines[:2] == [
-        "worker 0 ended with exit code 5; the others go on without it.",
+        "worker 0 ended with exit code 5; the other processes continue without it.",
         "worker 1 ended with exit code 6; no worker is left.",
     ]
     assert done.stderr.endswith("worker 0 ended with exit code 5. Its last lines:\n\nmy last words\n")
@@ -136,7 +136,7 @@ def test_no_other_process_can_be_spared(tmp_path, job, name, end, code):
     )
     assert done.returncode == code, done.stderr
     assert said(done)[0].startswith(f"{name} ")
-    assert said(done)[0].endswith("; the others have 30 s to end.")
+    assert said(done)[0].endswith("; the other processes have 30 s to exit.")
     assert done.stderr.rpartition("lockstep run: ")[2].startswith(f"{name} ")
 
 
@@ -168,7 +168,7 @@ def test_all_start_again_when_a_server_fails_and_restarts_are_counted_once(tmp_p
     path = job_of(tmp_path, died, failed, again, chief="time.sleep(50) if generation == 0 else None")
     done = run("--workers", 1, "--servers", 1, "--max-restarts", 2, path)
     assert done.returncode == 0, done.stderr
-    assert "it starts again in 1 s (restart 1 of 2)." in done.stderr
+    assert "it restarts in 1 s (restart 1 of 2)." in done.stderr
     assert "lockstep run: restart 2 of 2 in 2 s.\n" in done.stderr
     assert done.stdout.splitlines() == ["[worker 0] generation 0", "[worker 0] generation 1"]
 
@@ -184,8 +184,8 @@ def test_who_does_not_end_when_the_chief_is_done_is_ended(tmp_path):
     done = run("--workers", 1, "--servers", 1, "--grace", 1, path)
     assert done.returncode == 0, done.stderr
     assert said(done) == [
-        "worker 0 and ps 0 did not end within 1 s after all was done: asked to end.",
-        "worker 0 did not end within 1 s: killed.",
+        "worker 0 and ps 0 did not exit within 1 s after the job was done: sent SIGTERM.",
+        "worker 0 did not exit within 1 s: killed.",
     ]
 
 
@@ -195,7 +195,7 @@ def test_a_failure_when_all_was_done_is_told_and_does_not_count(tmp_path):
     code += f"{AFTER_IT}; time.sleep(0.3); sys.exit(6)"
     done = run("--workers", 1, "--servers", 1, program(tmp_path, code))
     assert done.returncode == 0, done.stderr
-    assert said(done) == ["ps 0 ended with exit code 6, when all was done."]
+    assert said(done) == ["ps 0 ended with exit code 6, after the job was done."]
 
 
 def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_path):
@@ -203,7 +203,7 @@ def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_pat
     end = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); write(f'ready{task}')"
     path = job_of(tmp_path, died, end, chief="time.sleep(50)")
     with started("--workers", 2, "--servers", 1, "--max-restarts", 3, path) as supervisor:
-        hear(supervisor, "it starts again in 1 s (restart 1 of 3)")
+        hear(supervisor, "it restarts in 1 s (restart 1 of 3)")
         for job, index in (("worker", 1), ("ps", 0), ("chief", 0)):
             text_of(tmp_path / f"ready{dict(type=job, index=index)}")
         supervisor.send_signal(signal.SIGTERM)
@@ -217,7 +217,7 @@ def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_pat
     [
         (
             "--workers 2",
-            "--workers: give --servers, too; without servers workers train in step, and -n is their number.",
+            "--workers: give --servers, too; for synchronous training without servers, give -n.",
         ),
         ("--servers 1", "--servers: give --workers, too"),
         ("--evaluator", "--evaluator: give --workers and --servers, too"),
@@ -226,7 +226,7 @@ def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_pat
         ("--workers 1 --servers 1 -n 2", "--nproc-per-node: with --servers, --workers is the number of workers"),
         (
             "--workers 1 --servers 1 --nnodes 2",
-            "--nnodes: --servers is for one machine. On several, start each process",
+            "--nnodes: --servers is for one machine. On several machines, start each process",
         ),
         ("--workers 1 --servers 1 --nnodes 1:1", "--nnodes: --servers is for one machine"),
         ("--workers 1 --servers 1 --hosts a,b", "--hosts: --servers is for one machine"),

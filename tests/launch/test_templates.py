@@ -36,7 +36,7 @@ def test_the_command_prints_and_runs_nothing(name, capsys):
 
 
 @pytest.mark.parametrize("name", ["slurm", "torchrun"])
-@pytest.mark.parametrize("options", [{}, {"is_module": True}, {"nodes": 1, "coordinator": "h:5"}, {"least_nodes": 1}])
+@pytest.mark.parametrize("options", [{}, {"is_module": True}, {"nodes": 1, "coordinator": "h:5"}, {"min_nodes": 1}])
 def test_shell_scripts_are_shell_scripts(name, options):
     done = subprocess.run(
         ["bash", "-n"], input=PRINTERS[name](job(**options)), capture_output=True, text=True, timeout=20
@@ -105,22 +105,22 @@ def test_a_slurm_job_that_may_go_on_with_fewer_nodes_ends_with_the_code_of_node_
     body += "if rank == 1: os.kill(int(supervisor), signal.SIGKILL)\n"
     body += "if os.environ['WORLD_SIZE'] == '2': time.sleep(100)\n"
     path = program(tmp_path, body + f"print('alone'); sys.exit({code})")
-    done = slurm(PRINTERS["slurm"](job(path, workers=1, least_nodes=1, nodes=3, join_seconds=3)))
+    done = slurm(PRINTERS["slurm"](job(path, workers=1, min_nodes=1, nodes=3, join_seconds=3)))
     assert (done.returncode, done.stdout) == (code, "[worker 0] alone\n"), done.stderr
 
 
 def test_ray_needs_one_number_of_nodes():
     with pytest.raises(OptionError, match=r"--print ray: Ray gives all nodes of a placement group or none.*1:2"):
-        PRINTERS["ray"](job(least_nodes=1))
+        PRINTERS["ray"](job(min_nodes=1))
 
 
 def test_kubernetes_and_torchrun_are_told_that_there_may_be_fewer_nodes():
-    _, batch = documents(PRINTERS["kubernetes"](job(least_nodes=1)))
+    _, batch = documents(PRINTERS["kubernetes"](job(min_nodes=1)))
     assert batch["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     words = batch["spec"]["template"]["spec"]["containers"][0]["command"]
     assert words[words.index("--nnodes") + 1] == "1:2"
     (words,) = (
-        shlex.split(line) for line in PRINTERS["torchrun"](job(least_nodes=1, coordinator="a:5")).splitlines()[1:]
+        shlex.split(line) for line in PRINTERS["torchrun"](job(min_nodes=1, coordinator="a:5")).splitlines()[1:]
     )
     assert words[:5] == ["torchrun", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=train"]
     assert words[5:7] == ["--rdzv-endpoint=a:5", "--rdzv-conf=join_timeout=600,last_call_timeout=30"]
@@ -184,7 +184,7 @@ def test_a_parser_of_yaml_reads_the_manifest_alike():
 @pytest.mark.parametrize("least", [None, 1])
 def test_the_manifest_fits_the_published_schema(version, least):
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    for document in documents(PRINTERS["kubernetes"](job(least_nodes=least))):
+    for document in documents(PRINTERS["kubernetes"](job(min_nodes=least))):
         validator.validate(document, version, strict=True)
 
 

@@ -1,7 +1,7 @@
-"""``lockstep run``: starts the workers of one machine, shows what they say, and leaves no process behind.
+"""``lockstep run``: start the processes of a job on this machine, show their output, restart them, and leave no process behind.
 
-Three kinds of process. The *supervisor* (``supervisor.py``) is what the user started. Each *worker* runs the user's program; so do a chief,
-servers of variables and an evaluator, where there are any (``tasks.py``), and are watched likewise. Between the
-two stands a *keeper* (``keeper.py``), a small process for each worker: it ends the worker and all that the worker has started
-when the supervisor dies, however it dies, also where the worker itself could not do so any more.
+Three kinds of process. The *supervisor* (``supervisor.py``) is the command that the user started. Each *worker* runs the user's
+program; a chief, variable servers and an evaluator, if the job has any (``process_names.py``), are supervised in the same way.
+Each worker's parent is a *reaper* (``reaper.py``), a small process that kills the worker and all its descendants when the
+supervisor dies for any reason.
 """

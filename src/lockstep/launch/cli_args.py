@@ -1,4 +1,4 @@
-"""The options of ``lockstep run``, and the job that they make. Words may be joined by ``-`` or, as for torchrun, by ``_``."""
+"""Command-line options of ``lockstep run``. Words may be joined by ``-`` or, as for torchrun, by ``_``."""
 
 import argparse
 from pathlib import Path
@@ -6,35 +6,45 @@ from typing import Any
 
 from lockstep._errors import OptionError
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.malloc_selection import CHOICES
 from lockstep.launch.templates import PRINTERS
+from lockstep.launch.worker_environment import ALLOCATORS
 
-__all__ = ["add_arguments", "job_of"]
+__all__ = ["add_arguments", "config_from_options"]
 
-_ON_SEVERAL_MACHINES = ("nnodes", "node_rank", "coordinator", "hosts")
+_MULTI_NODE_OPTIONS = ("nnodes", "node_rank", "coordinator", "hosts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``lockstep run``; what stands after the script belongs to the script."""
+    """Add the options of ``lockstep run``; all words after the script are arguments of the script."""
     _add_workers(parser.add_argument_group("workers"))
-    ending = parser.add_argument_group("when they end")
+    lifetime = parser.add_argument_group("restarts and limits")
     _add(
-        ending,
+        lifetime,
         "--max-restarts",
         type=int,
         default=0,
         metavar="K",
-        help="start all again when one fails; with --servers also a lost worker alone (0)",
+        help="restart all when one fails; with --servers also a lost worker alone (0)",
     )
-    _add(ending, "--timeout", type=float, metavar="S", help="limit for the whole run in seconds (none)")
-    _add(ending, "--grace", type=float, default=30.0, metavar="S", help="seconds to end in, when asked to (30)")
-    shown = parser.add_argument_group("what is shown")
-    _add(shown, "--log-dir", type=Path, metavar="D", help="write what worker 0 prints to D/worker-0.log, and so on")
-    _add(shown, "--tee", action="store_true", help="show it, too")
+    _add(lifetime, "--timeout", type=float, metavar="S", help="limit for the whole run in seconds (none)")
+    _add(lifetime, "--grace", type=float, default=30.0, metavar="S", help="seconds to exit in after SIGTERM (30)")
+    output = parser.add_argument_group("output")
+    _add(output, "--log-dir", type=Path, metavar="D", help="write the output of worker 0 to D/worker-0.log, and so on")
+    _add(output, "--tee", action="store_true", help="show it, too")
     _add(
-        parser, "--allocator", choices=CHOICES, default="auto", help="of memory, for CPUs (auto: the fastest there is)"
+        parser,
+        "--allocator",
+        choices=ALLOCATORS,
+        default="auto",
+        help="memory allocator, for CPUs (auto: the fastest available)",
     )
-    _add(parser, "--print", choices=tuple(PRINTERS), dest="printer", help="print a script for a scheduler, run nothing")
+    _add(
+        parser,
+        "--print",
+        choices=tuple(PRINTERS),
+        dest="printer",
+        help="print a job script for a scheduler and run nothing",
+    )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
@@ -42,30 +52,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_workers(group: Any) -> None:
     _add(group, "--nproc-per-node", "-n", type=int, metavar="N", help="workers on each node (1)")
-    text = "workers that train each at its own pace, with a chief and --servers; on this machine"
+    text = "workers of asynchronous training, with a chief and --servers; on this machine"
     _add(group, "--workers", type=int, metavar="W", help=text)
-    text = "processes that keep the variables for --workers, ps in TF_CONFIG"
+    text = "variable servers for --workers, ps in TF_CONFIG"
     _add(group, "--servers", type=int, metavar="S", help=text)
-    _add(group, "--evaluator", action="store_true", help="with --servers: a process that evaluates, too")
+    _add(group, "--evaluator", action="store_true", help="with --servers: add a process that evaluates")
     text = "nodes, or MIN:MAX; each runs this command (1, or as many as --hosts)"
     _add(group, "--nnodes", type=_nodes, metavar="M", help=text)
-    _add(group, "--node-rank", type=int, metavar="R", help="which node this is, from 0")
-    _add(group, "--coordinator", metavar="HOST:PORT", help="where worker 0 is reached (a free port of this machine)")
+    _add(group, "--node-rank", type=int, metavar="R", help="rank of this node, from 0")
+    _add(group, "--coordinator", metavar="HOST:PORT", help="address of worker 0 (a free port of this machine)")
     _add(group, "--hosts", metavar="A,B", help="all nodes in order, each HOST or HOST:PORT")
-    text = "with MIN:MAX, wait so long for more nodes when MIN are there (30)"
+    text = "with MIN:MAX, wait so long for more nodes when MIN have joined (30)"
     _add(group, "--join-seconds", type=float, default=30.0, metavar="S", help=text)
     text = "with MIN:MAX, limit of the wait for MIN nodes (600)"
     _add(group, "--start-seconds", type=float, default=600.0, metavar="S", help=text)
 
 
 def _nodes(text: str) -> tuple[int | None, int]:
-    """The fewest nodes, if the job may go on with fewer, and the most."""
+    """Parse ``MAX`` or ``MIN:MAX``; MIN is None if it is not given."""
     least, is_range, most = text.rpartition(":")
     return int(least) if is_range else None, int(most)
 
 
-def job_of(options: argparse.Namespace) -> LaunchConfig:
-    """The job that parsed options ask for.
+def config_from_options(options: argparse.Namespace) -> LaunchConfig:
+    """Return the launch configuration for parsed options.
 
     Raises:
         OptionError: the options do not fit together.
@@ -76,11 +86,11 @@ def job_of(options: argparse.Namespace) -> LaunchConfig:
     return LaunchConfig(
         program=(options.script, *options.arguments),
         is_module=options.is_module,
-        workers=next((number for number in (options.workers, options.nproc_per_node) if number is not None), 1),
+        workers=next((count for count in (options.workers, options.nproc_per_node) if count is not None), 1),
         servers=options.servers,
         has_evaluator=options.evaluator,
         nodes=most,
-        least_nodes=least,
+        min_nodes=least,
         node_rank=options.node_rank,
         coordinator=options.coordinator,
         hosts=hosts,
@@ -96,7 +106,7 @@ def job_of(options: argparse.Namespace) -> LaunchConfig:
 
 
 def _check_servers(options: argparse.Namespace) -> None:
-    """Refuse what does not go with servers, or needs them."""
+    """Reject options that exclude servers or need them."""
     given = {"--workers": options.workers, "--servers": options.servers, "--evaluator": options.evaluator or None}
     named = [option for option, value in given.items() if value is not None]
     missing = [option for option in ("--workers", "--servers") if given[option] is None]
@@ -104,21 +114,21 @@ def _check_servers(options: argparse.Namespace) -> None:
         return
     if missing:
         raise OptionError(
-            f"{named[0]}: give {' and '.join(missing)}, too; without servers workers train in step, and -n is their number."
+            f"{named[0]}: give {' and '.join(missing)}, too; for synchronous training without servers, give -n."
         )
     if options.nproc_per_node is not None:
-        raise OptionError("--nproc-per-node: with --servers, --workers is the number of workers; leave this one out.")
-    values = {f"--{name.replace('_', '-')}": vars(options)[name] for name in _ON_SEVERAL_MACHINES}
+        raise OptionError("--nproc-per-node: with --servers, --workers is the number of workers; omit this option.")
+    values = {f"--{name.replace('_', '-')}": vars(options)[name] for name in _MULTI_NODE_OPTIONS}
     refused = [option for option, value in values.items() if value is not None and value != (None, 1)]
     if refused or options.printer is not None:
         raise OptionError(
-            f"{(refused or ['--print'])[0]}: --servers is for one machine. On several, start each process of the job by itself, "
-            "with its TF_CONFIG: the cluster with chief, worker and ps, and its own task."
+            f"{(refused or ['--print'])[0]}: --servers is for one machine. On several machines, start each process of the job "
+            "separately with its TF_CONFIG: the cluster with chief, worker and ps, and its own task."
         )
 
 
 def _add(group: Any, option: str, *short: str, **settings: Any) -> None:
-    """Add an option to a parser or a group, also with underscores, which the help does not show."""
+    """Add an option to a parser or a group, and its spelling with underscores, which the help does not show."""
     action = group.add_argument(*short, option, **settings)
     if "-" in option[2:]:
         spelled, kind = option[2:].replace("-", "_"), settings.get("type", str)

@@ -1,4 +1,4 @@
-"""Why a process failed, and which of several failed first."""
+"""Why a process failed, and which of several failures is the root cause."""
 
 import json
 import signal
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from lockstep.distributed.cluster.exit_codes import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.launch.process_names import ProcessName
 
-__all__ = ["USAGE", "ErrorRecord", "ProcessFailure", "first_of", "job_code"]
+__all__ = ["USAGE", "ErrorRecord", "ProcessFailure", "job_exit_code", "root_cause"]
 
-_CAUSE_SECONDS = 1.0  # The end of a process that ends because of another may be seen before the other's.
-USAGE = 2  # What argparse ends a program with; starting it again with the same arguments would not help.
+_CAUSE_SECONDS = 1.0  # The exit of a process that failed because of another may be seen before that of the other.
+USAGE = 2  # The exit code of argparse; a restart with the same arguments would not help.
 _MEANINGS = {
-    1: "what sys.exit('a message') ends with",
+    1: "the code of sys.exit('a message')",
     USAGE: "wrong usage",
     USER_ERROR: "an error in the program",
     PEER_LOST: "another worker was lost: try again",
@@ -21,22 +21,22 @@ _MEANINGS = {
     INTERRUPTED: "interrupted",
 }
 _HINTS = {
-    signal.SIGKILL: "maybe this machine or the job ran out of memory: see 'dmesg', or what the scheduler says",
-    signal.SIGABRT: "native code gave up; its reason stands above",
-    signal.SIGSEGV: "a crash in native code; where Python was at that time stands above",
-    signal.SIGBUS: "maybe /dev/shm or a disk is full",
-    signal.SIGILL: "maybe a package was built for another processor",
-    signal.SIGTERM: "somebody else asked it to end",
+    signal.SIGKILL: "this machine or the job may have run out of memory: see 'dmesg' or the scheduler's report",
+    signal.SIGABRT: "native code aborted; its reason is printed above",
+    signal.SIGSEGV: "a crash in native code; Python's stack at that time is printed above",
+    signal.SIGBUS: "/dev/shm or a disk may be full",
+    signal.SIGILL: "a package may have been built for another processor",
+    signal.SIGTERM: "a process outside this job sent it",
 }
 
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a worker leaves behind when its program ends with an exception.
+    """Exception that ended a worker's program, which the worker writes for the supervisor.
 
     Args:
         when: on the machine's monotonic clock, in seconds.
-        is_consequence: whether the exception says that something is wrong with another worker.
+        is_consequence: whether the exception reports a failure of another worker.
         text: the traceback.
     """
 
@@ -45,12 +45,12 @@ class ErrorRecord:
     text: str
 
     def to_bytes(self) -> bytes:
-        """This, as it goes to the supervisor."""
+        """Encode the record for the supervisor."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "ErrorRecord | None":
-        """What was written, or None where that is nothing, or not all of it."""
+        """Decode a record; return None if it is missing or incomplete."""
         try:
             return cls(**json.loads(data))
         except ValueError:
@@ -59,18 +59,18 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class ProcessFailure:
-    """The end of a process that did not go well.
+    """Unsuccessful end of a process.
 
     Args:
         task: the process.
         code: its exit code, or minus the number of the signal that ended it.
         when: on the machine's monotonic clock, in seconds.
-        record: what its program left behind.
+        record: the exception that its program recorded, if any.
         last_lines: of its output.
 
     Example:
-        >>> ProcessFailure(ProcessName("worker", 3), -9, 0.0, None, "step 7").headline
-        "worker 3 was killed by SIGKILL (maybe this machine or the job ran out of memory: see 'dmesg', or what the scheduler says)"
+        >>> ProcessFailure(ProcessName("worker", 3), -7, 0.0, None, "step 7").headline
+        'worker 3 was killed by SIGBUS (/dev/shm or a disk may be full)'
     """
 
     task: ProcessName
@@ -81,22 +81,22 @@ class ProcessFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it ended because another worker did, as far as can be seen.
+        """Whether it failed because another worker did, as far as can be determined.
 
-        An exception of the program itself leaves a record; without one, 13 is what the control channel ends with.
+        An exception of the program itself leaves a record; without one, exit code 13 comes from the control channel.
         """
         if self.code in (PEER_LOST, NO_PROGRESS):
             return True
         return self.code == USER_ERROR if self.record is None else self.record.is_consequence
 
     @property
-    def certain_at(self) -> float:
-        """When a cause of it would have been seen, if there is one; on the machine's monotonic clock."""
+    def confirmed_at(self) -> float:
+        """Time at which its cause, if there is one, would have been seen; on the machine's monotonic clock."""
         return self.when + _CAUSE_SECONDS if self.is_consequence else self.when
 
     @property
     def headline(self) -> str:
-        """What happened, in one sentence."""
+        """The failure in one sentence."""
         if self.code < 0:
             name, hint = signal.Signals(-self.code).name, _HINTS.get(signal.Signals(-self.code))
             return f"{self.task.name} was killed by {name}" + (f" ({hint})" if hint else "")
@@ -105,7 +105,7 @@ class ProcessFailure:
 
     @property
     def report(self) -> str:
-        """What happened, then the traceback or else the last lines, so that the cause is what stands last."""
+        """The headline, then the traceback or else the last lines of the output, so that the cause is printed last."""
         if self.record is not None:
             return f"{self.headline}. Its traceback:\n\n{self.record.text}"
         if self.last_lines:
@@ -113,16 +113,16 @@ class ProcessFailure:
         return f"{self.headline}. It printed nothing.\n"
 
 
-def first_of(failures: Iterable[ProcessFailure]) -> ProcessFailure:
-    """The failure that the others follow from: the earliest one that is not itself a consequence."""
+def root_cause(failures: Iterable[ProcessFailure]) -> ProcessFailure:
+    """Return the earliest failure that is not itself a consequence of another one."""
     return min(failures, key=lambda failure: (failure.is_consequence, failure.when))
 
 
-def job_code(code: int) -> int:
-    """The exit code of the job: that of the worker, or 128 and the number of its signal, as shells count.
+def job_exit_code(code: int) -> int:
+    """Return the exit code of the job: that of the worker, or 128 plus the number of its signal, as shells do.
 
     Example:
-        >>> job_code(13), job_code(-9)
+        >>> job_exit_code(13), job_exit_code(-9)
         (13, 137)
     """
     return 128 - code if code < 0 else code

@@ -1,4 +1,4 @@
-"""What ``lockstep run`` is asked to do: checked once, then only read."""
+"""Configuration of ``lockstep run``: one validated, immutable dataclass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,32 +15,31 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """One program on all workers of all nodes, and which node this is.
+    """One program on all workers of all nodes, and the rank of this node.
 
     Args:
         program: a script or the name of a module, then its arguments.
         is_module: whether it is a module, as after ``python -m``.
         workers: number of workers on each node.
-        servers: number of processes that keep variables for the workers, who train each at its own pace; a chief then coordinates.
-            None: the workers train in step.
+        servers: number of variable servers for asynchronous training, which a chief then coordinates. None: synchronous training.
         has_evaluator: whether there is an evaluator, too; only with ``servers``.
-        nodes: number of nodes, each with a supervisor of its own; the most where there may be fewer.
-        least_nodes: the fewest that the job goes on with; None: it needs all.
-        node_rank: this node's number, from 0; None where there is one, or where ``hosts`` or the meeting tells.
-        coordinator: ``host:port`` where worker 0 is reached; None: chosen on this machine.
+        nodes: number of nodes, each with its own supervisor; the maximum if ``min_nodes`` is set.
+        min_nodes: the fewest nodes that the job runs on; None: it needs all.
+        node_rank: this node's number, from 0; None if there is one node, or if ``hosts`` or the rendezvous determines it.
+        coordinator: ``host:port`` of worker 0; None: chosen on this machine.
         hosts: of all nodes in order, each ``host`` or ``host:port``; the workers of a node take this port and those above it.
-        max_restarts: how often processes are started again: all after one has failed, or a worker alone that others can do without.
-        join_seconds: how long to wait for more nodes when the fewest are there; only with ``least_nodes``.
-        start_seconds: limit of the wait for the fewest nodes; only with ``least_nodes``.
-        log_dir: folder for what each worker prints; None: it goes to the terminal.
+        max_restarts: limit of restarts: of all processes after one has failed, or of a single worker that the job can lose.
+        join_seconds: how long to wait for more nodes when ``min_nodes`` have joined.
+        start_seconds: limit of the wait for ``min_nodes`` nodes.
+        log_dir: folder for the output of each worker; None: it goes to the terminal.
         tee: to both.
-        timeout: limit for the whole run in seconds; None: none.
-        grace: seconds that workers have to end by themselves when they are asked to.
+        timeout: limit for the whole run in seconds; None: no limit.
+        grace: seconds that workers have to exit after SIGTERM.
         allocator: "auto", "system", "jemalloc" or "tcmalloc".
 
     Raises:
         OptionError: the options do not fit together.
-        ClusterError: an address is none.
+        ClusterError: an address is invalid.
 
     Example:
         >>> LaunchConfig(("train.py",), workers=2, nodes=2, hosts=("a", "b:5000")).addresses
@@ -53,7 +52,7 @@ class LaunchConfig:
     servers: int | None = None
     has_evaluator: bool = False
     nodes: int = 1
-    least_nodes: int | None = None
+    min_nodes: int | None = None
     node_rank: int | None = None
     coordinator: str | None = None
     hosts: tuple[str, ...] | None = None
@@ -72,47 +71,47 @@ class LaunchConfig:
             whole_number("--servers", self.servers)
         whole_number("--nnodes", self.nodes)
         whole_number("--max-restarts", self.max_restarts, 0)
-        if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
-            raise OptionError(f"--nnodes: expected MIN:MAX with 1 <= MIN <= MAX, got {self.least_nodes}:{self.nodes}.")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
+            raise OptionError(f"--nnodes: expected MIN:MAX with 1 <= MIN <= MAX, got {self.min_nodes}:{self.nodes}.")
         self._check_seconds()
-        self._check_place()
+        self._check_addresses()
         if self.tee and self.log_dir is None:
-            raise OptionError("--tee: shows on the terminal what --log-dir writes to files; --log-dir is missing.")
+            raise OptionError("--tee: it shows what --log-dir writes to files, but --log-dir is missing.")
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the nodes meet before each start, as nobody knows how many there will be."""
-        return self.least_nodes is not None
+        """Whether the number of nodes may change; the nodes then hold a rendezvous before each start."""
+        return self.min_nodes is not None
 
     @property
     def processes(self) -> Mapping[str, int]:
-        """How many processes each node has of each kind."""
+        """Number of processes of each kind on each node."""
         if self.servers is None:
             return {"worker": self.workers}
         evaluators = {"evaluator": 1} if self.has_evaluator else {}
         return {"chief": 1, "worker": self.workers, "ps": self.servers, **evaluators}
 
     @property
-    def nodes_said(self) -> str:
+    def nnodes(self) -> str:
         """The number of nodes as ``--nnodes`` takes it."""
-        return f"{self.least_nodes}:{self.nodes}" if self.is_elastic else str(self.nodes)
+        return f"{self.min_nodes}:{self.nodes}" if self.is_elastic else str(self.nodes)
 
     @property
     def addresses(self) -> tuple[str, ...] | None:
-        """``host:port`` of every worker, as far as the options tell; else None."""
+        """``host:port`` of every worker; None if the options do not determine it."""
         firsts = self.first_addresses
         if len(firsts) < self.nodes:
             return None
         return tuple(address for first in firsts for address in self._addresses_from(first))
 
     @property
-    def meeting_address(self) -> str | None:
-        """``host:port`` of worker 0, if the options tell."""
+    def coordinator_address(self) -> str | None:
+        """``host:port`` of worker 0; None if the options do not determine it."""
         return next(iter(self.first_addresses), None)
 
     @property
     def first_addresses(self) -> list[str]:
-        """Of the first worker on each node that is known."""
+        """``host:port`` of the first worker on each node that the options name."""
         if self.hosts is not None:
             return [_with_port("--hosts", host) for host in self.hosts]
         return [] if self.coordinator is None else [_with_port("--coordinator", self.coordinator)]
@@ -129,10 +128,10 @@ class LaunchConfig:
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise OptionError(f"{name}: expected a number of seconds, got {seconds}.")
 
-    def _check_place(self) -> None:
+    def _check_addresses(self) -> None:
         if self.hosts is not None and self.coordinator is not None:
             raise OptionError(
-                "--coordinator: the first of --hosts is the coordinator; name one of the two options only."
+                "--coordinator: the first of --hosts is the coordinator; give one of the two options only."
             )
         if self.hosts is not None and len(self.hosts) != self.nodes:
             raise OptionError(
@@ -143,14 +142,14 @@ class LaunchConfig:
         addresses = self.addresses or ()
         if len(set(addresses)) != len(addresses):
             twice = next(address for address in addresses if addresses.count(address) > 1)
-            raise OptionError(f"--hosts: two workers would have the address {twice}; give each node ports of its own.")
+            raise OptionError(f"--hosts: two workers would have the address {twice}; give each node its own ports.")
 
 
-def _with_port(where: str, address: str) -> str:
-    """An address of worker 0's port, unless it names another; a bare IPv6 address has no port."""
+def _with_port(option: str, address: str) -> str:
+    """Add the default port to an address without one; a bare IPv6 address has none."""
     if address.count(":") > 1 and not address.startswith("["):
         address = join_address(address, DEFAULT_PORT)
     elif ":" not in address or address.endswith("]"):
         address = f"{address}:{DEFAULT_PORT}"
-    split_address(where, address)
+    split_address(option, address)
     return address

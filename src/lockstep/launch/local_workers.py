@@ -1,50 +1,83 @@
-"""All local processes from one start to their common end: who is asked to end when, and who is killed."""
+"""All processes of this node in one generation, from their start to the exit of the last one: signals, failures and time limits."""
 
 import signal
 import time
 from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
-from lockstep.launch.failure_report import ProcessFailure, first_of, job_code
-from lockstep.launch.process_names import ProcessName, ProcessNames, names_of
-from lockstep.launch.process_tree import end_children
-from lockstep.launch.restart_budget import RestartBudget
+from lockstep.launch.failure_report import ProcessFailure, job_exit_code, root_cause
+from lockstep.launch.process_names import ProcessName, ProcessNames, format_names
+from lockstep.launch.reaper import terminate_children
+from lockstep.launch.restart_policy import RestartBudget, WorkerLossPolicy
 from lockstep.launch.signal_pipe import SignalPipe
-from lockstep.launch.worker_loss_policy import WorkerLossPolicy
 from lockstep.launch.worker_process import WorkerProcess
 
-__all__ = ["ENDING", "LocalWorkers", "RemoteStop"]
+__all__ = ["STOP_SIGNALS", "LocalWorkers", "RemoteStop"]
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
-_DUMP_SECONDS = 0.5  # For each to print where it is, before it is asked to end.
-_BURY_SECONDS = 5.0
-_PRINT_SECONDS = 2.0  # For what was printed last to be written.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+_DUMP_SECONDS = 0.5  # For each worker to print its stack, before it gets SIGTERM.
+_REAP_SECONDS = 5.0
+_DRAIN_SECONDS = 2.0  # For the last output to be written.
 
 
 class RemoteStop(Protocol):
-    """Where others may say that all workers must end."""
+    """Source of requests of other nodes to stop all workers."""
 
     def fileno(self) -> int:
-        """What becomes readable when something is said."""
+        """Return the descriptor that becomes readable when a message arrives."""
 
     def read(self) -> str | None:
-        """Why all workers must end; None where that was not said."""
+        """Read messages; return the reason if all workers must stop, else None."""
+
+
+@dataclass
+class _Shutdown:
+    """How far the end of a generation has come. All times are of the monotonic clock.
+
+    Args:
+        done_at: when the leader was done.
+        stopped_at: when the workers were sent a signal to stop.
+        killed_at: when the remaining workers were killed.
+        stop_signal: the signal to the supervisor that is the reason of the stop.
+        is_remote: whether a failure of another node is the reason of the stop.
+    """
+
+    done_at: float | None = None
+    stopped_at: float | None = None
+    killed_at: float | None = None
+    stop_signal: int | None = None
+    is_remote: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker may exit from now on without being missed."""
+        return self.stopped_at is not None or self.done_at is not None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the wait for killed processes has taken too long."""
+        return self.killed_at is not None and time.monotonic() >= self.killed_at + _REAP_SECONDS
 
 
 class LocalWorkers:
-    """Starts processes and watches them until each has ended.
+    """Starts processes and supervises them until each has exited.
 
     Args:
-        tasks: the processes of this node. They are called workers here, whatever they are.
+        tasks: the processes of this node; this class calls all of them workers.
         start: starts one.
-        restarts: those that are left, for workers that the job can lose.
-        received: the signals of the supervisor. SIGPIPE stands for an output that nobody reads any more.
-        grace: seconds that a worker has to end when it is asked to.
+        restarts: the remaining ones, for workers that the job can lose.
+        signals: of the supervisor. SIGPIPE means that the reader of the output is gone.
+        grace: seconds that a worker has to exit after SIGTERM.
         stop_at: when the run must be over, on the monotonic clock.
-        spared: children of this process that are none of these.
-        say: takes lines for the user.
-        news: from other nodes, if there are any.
+        excluded: children of this process that are not workers.
+        log: prints a line for the user.
+        remote_stop: requests of other nodes, if there are any.
+
+    Attributes:
+        timed_out: whether the run has reached ``stop_at``.
+        was_asked_to_stop: whether the supervisor was sent a signal to stop.
     """
 
     def __init__(
@@ -52,210 +85,203 @@ class LocalWorkers:
         tasks: ProcessNames,
         start: Callable[[ProcessName], WorkerProcess],
         restarts: RestartBudget,
-        received: SignalPipe,
+        signals: SignalPipe,
         grace: float,
         stop_at: float | None,
-        spared: Set[int],
-        say: Callable[[str], None],
-        news: RemoteStop | None = None,
+        excluded: Set[int],
+        log: Callable[[str], None],
+        remote_stop: RemoteStop | None = None,
     ) -> None:
         self._tasks = tasks
         self._start = start
-        self._workers: list[WorkerProcess] = []  # Also those in whose place another one was started.
-        self._losses = WorkerLossPolicy(tasks.can_lose, restarts, self._add, say)
-        self._received = received
+        self._workers: list[WorkerProcess] = []  # Also lost ones that were restarted.
+        self._losses = WorkerLossPolicy(tasks.can_lose, restarts, self._add, log)
+        self._signals = signals
         self._grace = grace
         self._stop_at = stop_at
-        self._spared = spared
-        self._say = say
-        self._news = news
-        self._asked_at: float | None = None  # When the workers were asked to end; all times are of the monotonic clock.
-        self._done_at: float | None = None  # When the leader had done what there is to do.
-        self._killed_at: float | None = None
-        self._why: int | None = None  # The signal because of which they were asked.
-        self.is_late = False
-        self.is_unwanted = False  # Somebody has asked the supervisor to end.
-        self._is_called_off = False  # Another node has failed.
+        self._excluded = excluded
+        self._log = log
+        self._remote_stop = remote_stop
+        self._shutdown = _Shutdown()
+        self.timed_out = False
+        self.was_asked_to_stop = False
 
     def run(self) -> None:
-        """Start all, wait until they have ended, and end those who must not go on."""
+        """Start all, wait until they have exited, and stop them if they must not continue."""
         for task in self._tasks.all:
             self._add(task)
-        while self._running and not self._has_waited_enough:
-            numbers, ready = self._received.wait(self._seconds_to_next(), [*self._files])
+        while self._running and not self._shutdown.is_given_up:
+            numbers, ready = self._signals.wait(self._seconds_to_deadline(), [*self._files])
             for worker in self._running:
                 if worker.file in ready:
-                    worker.look()
+                    worker.read_exit()
             for number in numbers:
                 self._on_signal(number)
-            self._on_done()
-            self._on_failure()
-            if not self._is_over:
-                self._losses.note(self._workers)
-            self._on_news(ready)
-            self._on_time()
-        self._tell_who_failed_when_all_was_done()
+            self._check_done()
+            self._check_failures()
+            if not self._shutdown.has_begun:
+                self._losses.update(self._workers)
+            self._check_remote_stop(ready)
+            self._check_limits()
+        self._log_failures_after_done()
 
-    def bury(self) -> None:
-        """Kill what is left, and wait until nothing is and all that was printed is written."""
+    def kill_and_reap(self) -> None:
+        """Kill all remaining processes, and wait until they are gone and all output is written."""
         for worker in self._workers:
             worker.kill()
-        until = time.monotonic() + _BURY_SECONDS
+        until = time.monotonic() + _REAP_SECONDS
         for worker in self._workers:
             worker.wait(until)
-        if not end_children(0, self._spared):  # Only where a keeper was killed is there any.
-            self._say("a process could not be ended; a driver or a disk may hold it.")
-        until = time.monotonic() + _PRINT_SECONDS
+        if not terminate_children(0, self._excluded):  # There are children only if a reaper was killed.
+            self._log("a process could not be killed; a driver or a disk may block it.")
+        until = time.monotonic() + _DRAIN_SECONDS
         for worker in self._workers:
             worker.drain(until)
             if worker.log_error is not None:
-                self._say(f"the log file of {worker.task.name} is not complete: {worker.log_error}.")
+                self._log(f"the log file of {worker.task.name} is incomplete: {worker.log_error}.")
 
     @property
     def failure(self) -> ProcessFailure | None:
-        """The worker that failed first, where that is why all have ended."""
+        """The root cause, if a failure of a worker is the reason of the end."""
         failures = self._failures()
-        return first_of(failures) if failures and self._why is None and not self.is_late else None
+        was_stopped = self._shutdown.stop_signal is not None or self.timed_out
+        return root_cause(failures) if failures and not was_stopped else None
 
     @property
     def code(self) -> int:
-        """The exit code that this generation ends the job with."""
-        if self._done_at is not None and not self._failures():
+        """The exit code of the job after this generation."""
+        stop_signal = self._shutdown.stop_signal
+        if self._shutdown.done_at is not None and not self._failures():
             return DONE
-        if self.is_late:
+        if self.timed_out:
             return NO_PROGRESS
-        if self._why is not None:
-            codes = {worker.code for worker in self._workers if worker not in self._losses.borne}
-            return 128 + self._why if codes - {DONE, PEER_LOST} else PEER_LOST if PEER_LOST in codes else DONE
-        if self._is_called_off and self.failure is None:
+        if stop_signal is not None:
+            codes = {worker.code for worker in self._workers if worker not in self._losses.tolerated}
+            return 128 + stop_signal if codes - {DONE, PEER_LOST} else PEER_LOST if PEER_LOST in codes else DONE
+        if self._shutdown.is_remote and self.failure is None:
             return PEER_LOST if any(worker.code for worker in self._workers) else DONE
-        return DONE if self.failure is None else job_code(self.failure.code)
+        return DONE if self.failure is None else job_exit_code(self.failure.code)
 
     @property
     def _files(self) -> Iterator[int]:
         yield from (worker.file for worker in self._running)
-        if self._news is not None and self._asked_at is None:  # Else all end already.
-            yield self._news.fileno()
+        if self._remote_stop is not None and self._shutdown.stopped_at is None:
+            yield self._remote_stop.fileno()
 
     @property
     def _running(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.code is None]
 
     @property
-    def _is_over(self) -> bool:
-        """Whether nobody is missed who ends now."""
-        return self._asked_at is not None or self._done_at is not None
+    def _running_names(self) -> str:
+        return format_names(worker.task for worker in self._running)
 
     def _failures(self) -> list[ProcessFailure]:
-        """Whose failure ends the job: not of those who ended because we asked them to, or when all was done."""
-        until = min(float("inf") if time is None else time for time in (self._asked_at, self._done_at))
+        """Failures that end the job: not those after the stop signal, or after the leader was done."""
+        times = (self._shutdown.stopped_at, self._shutdown.done_at)
+        until = min(float("inf") if time is None else time for time in times)
         failures = [worker.failure for worker in self._workers]
-        return self._losses.fatal(one for one in failures if one and one.when <= until)
+        return self._losses.fatal(failure for failure in failures if failure and failure.when <= until)
 
     def _add(self, task: ProcessName) -> None:
         self._workers.append(self._start(task))
 
     def _on_signal(self, number: int) -> None:
-        if number not in ENDING:
+        if number not in STOP_SIGNALS:
             self._send(number)
             return
-        self.is_unwanted = True
-        if self._asked_at is None:
-            self._why = None if self._failures() else number
+        self.was_asked_to_stop = True
+        if self._shutdown.stopped_at is None:
+            self._shutdown.stop_signal = None if self._failures() else number
             again = "; again kills them at once" if number == signal.SIGINT else ""
-            self._say(f"{signal.Signals(number).name}: the workers have {self._grace:g} s to end{again}.")
-            self._ask(signal.SIGTERM if number == signal.SIGPIPE else number)
+            self._log(f"{signal.Signals(number).name}: the workers have {self._grace:g} s to exit{again}.")
+            self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
         elif number == signal.SIGINT:
             self._kill("killed.")
 
-    def _on_done(self) -> None:
-        ends = [
+    def _check_done(self) -> None:
+        exits = [
             worker.ended_at for worker in self._workers if worker.task == self._tasks.leader and worker.code == DONE
         ]
-        if ends and not self._is_over:
-            self._done_at = ends[0]
+        if exits and not self._shutdown.has_begun:
+            self._shutdown.done_at = exits[0]
 
-    def _on_failure(self) -> None:
-        failures = self._failures() if self._asked_at is None and self._running else []
+    def _check_failures(self) -> None:
+        failures = self._failures() if self._shutdown.stopped_at is None and self._running else []
         if failures:
-            first = first_of(failures)
-            if time.monotonic() >= first.certain_at:
-                self._say(f"{first.headline}; the others have {self._grace:g} s to end.")
-                self._ask(signal.SIGTERM)
+            cause = root_cause(failures)
+            if time.monotonic() >= cause.confirmed_at:
+                self._log(f"{cause.headline}; the other processes have {self._grace:g} s to exit.")
+                self._stop(signal.SIGTERM)
 
-    def _on_news(self, ready: Set[int]) -> None:
-        if self._news is None or self._asked_at is not None or self._news.fileno() not in ready:
+    def _check_remote_stop(self, ready: Set[int]) -> None:
+        if self._remote_stop is None or self._shutdown.stopped_at is not None:
             return
-        why = self._news.read()
-        if why is not None:
-            self._is_called_off = True
-            self._say(f"{why}; the workers here have {self._grace:g} s to end.")
-            self._ask(signal.SIGTERM)
+        reason = self._remote_stop.read() if self._remote_stop.fileno() in ready else None
+        if reason is not None:
+            self._shutdown.is_remote = True
+            self._log(f"{reason}; the workers here have {self._grace:g} s to exit.")
+            self._stop(signal.SIGTERM)
 
-    def _on_time(self) -> None:
-        now = time.monotonic()
-        if self._asked_at is not None:
-            if self._killed_at is None and now >= self._asked_at + self._grace:
-                self._kill(f"did not end within {self._grace:g} s: killed.")
-        elif self._done_at is not None and now >= self._done_at + self._grace and self._running:
-            self._say(f"{self._names} did not end within {self._grace:g} s after all was done: asked to end.")
-            self._ask(signal.SIGTERM)
+    def _check_limits(self) -> None:
+        now, shutdown = time.monotonic(), self._shutdown
+        if shutdown.stopped_at is not None:
+            if shutdown.killed_at is None and now >= shutdown.stopped_at + self._grace:
+                self._kill(f"did not exit within {self._grace:g} s: killed.")
+        elif shutdown.done_at is not None and now >= shutdown.done_at + self._grace and self._running:
+            self._log(
+                f"{self._running_names} did not exit within {self._grace:g} s after the job was done: sent SIGTERM."
+            )
+            self._stop(signal.SIGTERM)
         elif self._stop_at is not None and now >= self._stop_at and self._running:
-            self._on_limit()
+            self._on_timeout()
 
-    def _on_limit(self) -> None:
-        if self.is_late:
-            self._ask(signal.SIGTERM)
+    def _on_timeout(self) -> None:
+        if self.timed_out:
+            self._stop(signal.SIGTERM)
         else:
-            self.is_late = True
-            self._say("the run takes longer than --timeout allows.")
+            self.timed_out = True
+            self._log("the run takes longer than --timeout allows.")
             self._send(signal.SIGUSR2)
             self._stop_at = time.monotonic() + _DUMP_SECONDS
 
-    def _ask(self, number: int) -> None:
-        self._asked_at = time.monotonic()
+    def _stop(self, number: int) -> None:
+        self._shutdown.stopped_at = time.monotonic()
         self._send(number)
 
     def _send(self, number: int) -> None:
         for worker in self._running:
             worker.send(number)
 
-    def _kill(self, what: str) -> None:
-        self._killed_at = time.monotonic()
+    def _kill(self, action: str) -> None:
+        self._shutdown.killed_at = time.monotonic()
         if self._running:
-            self._say(f"{self._names} {what}")
+            self._log(f"{self._running_names} {action}")
         for worker in self._running:
             worker.kill()
 
-    def _tell_who_failed_when_all_was_done(self) -> None:
-        until = float("inf") if self._asked_at is None else self._asked_at
+    def _log_failures_after_done(self) -> None:
+        done_at, stopped_at = self._shutdown.done_at, self._shutdown.stopped_at
+        until = float("inf") if stopped_at is None else stopped_at
         for failure in filter(None, (worker.failure for worker in self._workers)):
-            if self._done_at is not None and self._done_at < failure.when <= until:
-                self._say(f"{failure.headline}, when all was done.")
+            if done_at is not None and done_at < failure.when <= until:
+                self._log(f"{failure.headline}, after the job was done.")
 
-    @property
-    def _names(self) -> str:
-        return names_of(worker.task for worker in self._running)
-
-    @property
-    def _has_waited_enough(self) -> bool:
-        return self._killed_at is not None and time.monotonic() >= self._killed_at + _BURY_SECONDS
-
-    def _seconds_to_next(self) -> float | None:
-        """Until something is due of which no signal and no worker tells."""
-        if self._killed_at is not None:
-            due = self._killed_at + _BURY_SECONDS
-        elif self._asked_at is not None:
-            due = self._asked_at + self._grace
+    def _seconds_to_deadline(self) -> float | None:
+        """Return the seconds until the next check that neither a signal nor a worker triggers; None if there is none."""
+        if self._shutdown.killed_at is not None:
+            due = self._shutdown.killed_at + _REAP_SECONDS
+        elif self._shutdown.stopped_at is not None:
+            due = self._shutdown.stopped_at + self._grace
         else:
-            due = min(self._dues(), default=float("inf"))
+            due = min(self._deadlines(), default=float("inf"))
         return None if due == float("inf") else due - time.monotonic()
 
-    def _dues(self) -> Iterator[float]:
-        yield from (failure.certain_at for failure in self._failures())
-        if not self._is_over:
-            yield from self._losses.due(self._workers)
-        if self._done_at is not None:
-            yield self._done_at + self._grace
+    def _deadlines(self) -> Iterator[float]:
+        yield from (failure.confirmed_at for failure in self._failures())
+        if not self._shutdown.has_begun:
+            yield from self._losses.deadlines(self._workers)
+        if self._shutdown.done_at is not None:
+            yield self._shutdown.done_at + self._grace
         if self._stop_at is not None:
             yield self._stop_at

@@ -1,4 +1,4 @@
-"""What workers print, on its way to the terminal and to their log files. All of it is bytes: a worker may print anything."""
+"""Forwarding of the workers' output to the terminal and to log files. It is bytes throughout: a worker may print anything."""
 
 import io
 import os
@@ -13,59 +13,59 @@ from lockstep.launch.process_names import ProcessName
 __all__ = ["LineSplitter", "LogPump", "TerminalWriter"]
 
 _CHUNK = 65536
-_LONGEST_LINE = 65536  # bytes; a longer one is shown in pieces
-_PAUSE_SECONDS = 1.0  # After this, the beginning of a line is shown without its end.
+_LONGEST_LINE = 65536  # bytes; a longer one is shown in chunks
+_PARTIAL_LINE_SECONDS = 1.0  # After this, the beginning of a line is shown without its end.
 _LAST_LINES = 30
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class TerminalWriter:
-    """A stream that each line is written to in one piece, so that lines of several workers never mix.
+    """Writes each line to a stream as a whole, so that lines of several workers do not mix.
 
     Args:
         stream: unbuffered.
-        on_gone: is called once when nobody reads the stream any more; from then on nothing is written.
-        colours: whether names of workers are coloured where the stream is a terminal.
+        on_closed: is called once when the reader of the stream is gone; from then on nothing is written.
+        colours: whether names of workers are coloured if the stream is a terminal.
     """
 
-    def __init__(self, stream: io.RawIOBase, on_gone: Callable[[], None], colours: bool = True) -> None:
+    def __init__(self, stream: io.RawIOBase, on_closed: Callable[[], None], colours: bool = True) -> None:
         self._stream = stream
-        self._on_gone = on_gone
+        self._on_closed = on_closed
         self._lock = threading.Lock()
-        self._is_gone = False
+        self._is_closed = False
         self._is_coloured = colours and stream.isatty()
 
     def prefix(self, task: ProcessName) -> bytes:
-        """What stands before each line of a process."""
+        """Return the prefix of each line of a process."""
         name, colour = f"[{task.name}]", _COLOURS[task.colour % len(_COLOURS)]
         return (f"\033[{colour}m{name}\033[0m " if self._is_coloured else f"{name} ").encode()
 
     def write(self, data: bytes) -> None:
-        """Write all of it, however long that takes."""
+        """Write all of the data; this blocks until the reader has room."""
         with self._lock:
-            if self._is_gone:
+            if self._is_closed:
                 return
             try:
                 self._write(memoryview(data))
             except OSError:
-                self._is_gone = True
-                self._on_gone()
+                self._is_closed = True
+                self._on_closed()
 
     def _write(self, data: memoryview) -> None:
         while data:
             written = self._stream.write(data)
-            if written is None:  # Somebody has made the stream a non-blocking one, and it is full.
+            if written is None:  # The stream is full, and another process has made it non-blocking.
                 select.select([], [self._stream], [])
             else:
                 data = data[written:]
 
 
 class LineSplitter:
-    r"""Cuts a stream of bytes into the lines that a terminal would show.
+    r"""Splits a stream of bytes into the lines that a terminal would show.
 
     Example:
         >>> lines = LineSplitter()
-        >>> lines.feed(b"one\ntwo: 10%\rtwo: 20%\nthr"), lines.rest()
+        >>> lines.feed(b"one\ntwo: 10%\rtwo: 20%\nthr"), lines.flush()
         ([b'one', b'two: 20%'], [b'thr'])
     """
 
@@ -74,38 +74,38 @@ class LineSplitter:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a line has begun and not ended."""
+        """Whether there is the beginning of a line without its end."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that end in what has come."""
+        """Add data, and return the lines that it completes."""
         *lines, rest = (self._rest + data).split(b"\n")
-        *pieces, self._rest = _pieces(rest)
-        return [_shown(piece) for line in lines for piece in _pieces(line)] + [_shown(piece) for piece in pieces]
+        *full, self._rest = _chunks(rest)
+        return [_visible(chunk) for line in lines for chunk in _chunks(line)] + [_visible(chunk) for chunk in full]
 
-    def rest(self) -> list[bytes]:
-        """What there is of a line that has not ended; it counts as one then."""
+    def flush(self) -> list[bytes]:
+        """Remove the unfinished line and return it as a line, if there is one."""
         rest, self._rest = self._rest, b""
-        shown = _shown(rest)
-        return [shown] if shown else []
+        visible = _visible(rest)
+        return [visible] if visible else []
 
 
-def _pieces(line: bytes) -> list[bytes]:
+def _chunks(line: bytes) -> list[bytes]:
     return [line[start : start + _LONGEST_LINE] for start in range(0, len(line) or 1, _LONGEST_LINE)]
 
 
-def _shown(line: bytes) -> bytes:
-    """What a terminal shows of a progress bar, which overwrites itself."""
+def _visible(line: bytes) -> bytes:
+    """Return what a terminal shows in the end of a line that overwrites itself, such as a progress bar."""
     return line.rstrip(b"\r\b").rpartition(b"\r")[2].lstrip(b"\b")
 
 
 class LogPump:
-    """A thread that carries what one worker prints.
+    """Thread that forwards the output of one worker.
 
     Args:
-        source: read end of the worker's pipe; it is closed at its end.
-        log: takes every byte as it comes; None: nothing is logged.
-        show: takes each line; None: nothing is shown.
+        source: read end of the worker's pipe; the thread closes it at the end of the stream.
+        log: receives every byte immediately; None: nothing is logged.
+        show: receives each line; None: nothing is shown.
     """
 
     def __init__(self, source: int, log: io.RawIOBase | None, show: Callable[[bytes], None] | None) -> None:
@@ -114,7 +114,7 @@ class LogPump:
         self._show = show
         self._lines = LineSplitter()
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
-        self.log_error: OSError | None = None  # Why the log is not complete.
+        self.log_error: OSError | None = None  # Why the log is incomplete.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -124,34 +124,34 @@ class LogPump:
         return "".join(line.decode(errors="replace") + "\n" for line in list(self._last))
 
     def join(self, seconds: float) -> None:
-        """Wait until the worker's pipe has ended and all is written, at most so long."""
+        """Wait until the worker's pipe is closed and all is written, at most ``seconds``."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        flush_at = None  # When to show a line that has begun and does not end.
+        flush_at = None  # When to show an unfinished line.
         while True:
-            if flush_at is not None and not _comes(self._source, flush_at - time.monotonic()):
-                self._take(self._lines.rest())
+            if flush_at is not None and not _is_readable(self._source, flush_at - time.monotonic()):
+                self._emit(self._lines.flush())
                 flush_at = None
                 continue
             data = os.read(self._source, _CHUNK)
             if not data:
                 break
             self._write_log(data)
-            self._take(self._lines.feed(data))
+            self._emit(self._lines.feed(data))
             if not self._lines.is_unfinished:
                 flush_at = None
             elif flush_at is None:
-                flush_at = time.monotonic() + _PAUSE_SECONDS
+                flush_at = time.monotonic() + _PARTIAL_LINE_SECONDS
         self._finish()
 
     def _finish(self) -> None:
-        self._take(self._lines.rest())
+        self._emit(self._lines.flush())
         os.close(self._source)
         if self._log is not None:
             self._log.close()
 
-    def _take(self, lines: list[bytes]) -> None:
+    def _emit(self, lines: list[bytes]) -> None:
         for line in lines:
             self._last.append(line)
             if self._show is not None:
@@ -166,7 +166,7 @@ class LogPump:
             self.log_error = error
 
 
-def _comes(source: int, seconds: float) -> bool:
+def _is_readable(source: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(source, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1000))

@@ -1,4 +1,4 @@
-"""The processes of a job as messages, prefixes and log files name them, and what their ends mean for the others."""
+"""Names of the processes of a job in messages, output prefixes and log files, and which of them the job can lose."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lockstep.distributed.cluster.cluster_spec import ALONE
 from lockstep.distributed.control.wait_logger import listed
 
-__all__ = ["ProcessName", "ProcessNames", "counted", "names_of"]
+__all__ = ["ProcessName", "ProcessNames", "format_counts", "format_names"]
 
 _PLURALS = {"worker": "workers"}
 _FIRST_COLOURS = {"worker": 0, "ps": 2, "chief": 3, "evaluator": 5}
@@ -17,7 +17,7 @@ class ProcessName:
     """One process of a job.
 
     Args:
-        job: ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``.
+        job: ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``, as in ``TF_CONFIG``.
         index: its number in the job, from 0.
 
     Example:
@@ -30,17 +30,17 @@ class ProcessName:
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """Name in messages."""
         return self.job if self.job in ALONE else f"{self.job} {self.index}"
 
     @property
     def file_name(self) -> str:
-        """Of what it prints."""
+        """Name of its log file."""
         return f"{self.name.replace(' ', '-')}.log"
 
     @property
     def colour(self) -> int:
-        """Number of the colour of its name, of as many as there are; neighbours differ."""
+        """Index of the colour of its prefix, modulo the number of colours; neighbours differ."""
         return _FIRST_COLOURS[self.job] + self.index
 
 
@@ -50,8 +50,8 @@ class ProcessNames:
 
     Args:
         all: in the order in which they start.
-        can_lose: the job goes on without these.
-        leader: the job is done when this one is; None: when all are.
+        can_lose: processes that the job continues without.
+        leader: the job is done when this process is done; None: when all are.
     """
 
     all: Sequence[ProcessName]
@@ -60,34 +60,34 @@ class ProcessNames:
 
     @property
     def workers(self) -> list[ProcessName]:
-        """Those that compute, and share the GPUs."""
+        """The processes that compute and share the GPUs."""
         return [task for task in self.all if task.job == "worker"]
 
 
-def counted(numbers: Mapping[str, int]) -> str:
-    """How many there are of each kind, as a sentence lists them.
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Format the number of processes of each kind for a sentence.
 
     Example:
-        >>> counted({"worker": 1}), counted({"chief": 1, "worker": 2, "ps": 3})
+        >>> format_counts({"worker": 1}), format_counts({"chief": 1, "worker": 2, "ps": 3})
         ('1 worker', '1 chief, 2 workers and 3 ps')
     """
-    return listed(f"{number} {job if number == 1 else _PLURALS.get(job, job)}" for job, number in numbers.items())
+    return listed(f"{count} {job if count == 1 else _PLURALS.get(job, job)}" for job, count in counts.items())
 
 
-def names_of(tasks: Iterable[ProcessName]) -> str:
-    """Several as a sentence lists them.
+def format_names(tasks: Iterable[ProcessName]) -> str:
+    """Format several processes for a sentence.
 
     Example:
-        >>> names_of([ProcessName("chief", 0), ProcessName("worker", 0), ProcessName("worker", 2)])
+        >>> format_names([ProcessName("chief", 0), ProcessName("worker", 0), ProcessName("worker", 2)])
         'chief and workers 0, 2'
     """
     jobs: dict[str, list[ProcessName]] = {}
     for task in tasks:
         jobs.setdefault(task.job, []).append(task)
-    return listed(_names(job, own) for job, own in jobs.items())
+    return listed(_format_job(job, members) for job, members in jobs.items())
 
 
-def _names(job: str, tasks: Sequence[ProcessName]) -> str:
+def _format_job(job: str, tasks: Sequence[ProcessName]) -> str:
     if len(tasks) == 1:
         return tasks[0].name
     return f"{_PLURALS.get(job, job)} {', '.join(str(task.index) for task in tasks)}"

@@ -1,4 +1,4 @@
-"""Where the workers of this node are: which node it is, which ports they have, and what each is told of it."""
+"""Rank assignment: the rank of this node, the addresses of its workers, and the environment variables that name them."""
 
 import contextlib
 import itertools
@@ -6,7 +6,8 @@ import json
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import split_address
@@ -14,14 +15,21 @@ from lockstep.distributed.cluster.ports import COORDINATOR
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.process_names import ProcessName, ProcessNames
 
-__all__ = ["AnyPlace", "RankAssignment", "ServerRankAssignment", "find_node", "is_here", "reserved_addresses"]
+__all__ = [
+    "AnyRankAssignment",
+    "RankAssignment",
+    "ServerRankAssignment",
+    "find_node_rank",
+    "is_local_host",
+    "reserved_addresses",
+]
 
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """What the workers of this node are in one generation.
+    """Ranks and addresses of the workers of this node in one generation.
 
     Args:
         generation: how many times the workers were started before.
@@ -30,8 +38,8 @@ class RankAssignment:
         workers: number of workers on this node.
         first: rank of the first of them.
         all_workers: number of workers on all nodes.
-        meeting: ``host:port`` of worker 0.
-        addresses: of all workers, or None where they are not known.
+        coordinator: ``host:port`` of worker 0.
+        addresses: of all workers; None if they are not known.
     """
 
     generation: int
@@ -40,16 +48,16 @@ class RankAssignment:
     workers: int
     first: int
     all_workers: int
-    meeting: str
+    coordinator: str
     addresses: Sequence[str] | None
 
     @property
     def tasks(self) -> ProcessNames:
-        """The workers of this node, none of which can be spared."""
+        """The workers of this node; the job can lose none of them."""
         return ProcessNames([ProcessName("worker", self.first + local) for local in range(self.workers)])
 
     def variables(self, local: int) -> Mapping[str, str]:
-        """What one worker is told: ``TF_CONFIG`` where all addresses are known, and always what torchrun would say.
+        """Return the environment variables of one worker: those of torchrun, and ``TF_CONFIG`` if all addresses are known.
 
         Args:
             local: the worker's number on this node.
@@ -59,8 +67,8 @@ class RankAssignment:
             '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": 1}}'
         """
         rank = self.first + local
-        host, port = split_address("coordinator", self.meeting)
-        told = {
+        host, port = split_address("coordinator", self.coordinator)
+        variables = {
             "RANK": rank,
             "WORLD_SIZE": self.all_workers,
             "LOCAL_RANK": local,
@@ -71,17 +79,27 @@ class RankAssignment:
             "MASTER_PORT": port,
             "LOCKSTEP_GENERATION": self.generation,
         }
-        if self.addresses is None:  # Else MASTER_PORT would be taken for the port of torchrun itself.
-            told[COORDINATOR] = self.meeting
+        if self.addresses is None:  # Otherwise MASTER_PORT would be taken for the port of torchrun itself.
+            variables[COORDINATOR] = self.coordinator
         else:
             task = {"type": "worker", "index": rank}
-            told["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
-        return {name: str(value) for name, value in told.items()}
+            variables["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
+        return {name: str(value) for name, value in variables.items()}
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the fields as the rendezvous sends them; the key "meeting" is part of the protocol."""
+        fields = asdict(self)
+        return {"meeting": fields.pop("coordinator"), **fields}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "RankAssignment":
+        """Return the assignment for the result of :meth:`as_message`."""
+        return cls(coordinator=message["meeting"], **{name: message[name] for name in message if name != "meeting"})
 
 
 @dataclass(frozen=True)
 class ServerRankAssignment:
-    """What the processes are in one generation where servers keep the variables: all are on this machine.
+    """Addresses of the processes in one generation of a job with variable servers; all are on this machine.
 
     Args:
         generation: how many times all were started before.
@@ -93,21 +111,21 @@ class ServerRankAssignment:
 
     @classmethod
     def at(cls, generation: int, processes: Mapping[str, int], addresses: Iterable[str]) -> "ServerRankAssignment":
-        """So many processes of each kind at these addresses."""
+        """Give each kind of process its number of addresses, in order."""
         rest = iter(addresses)
-        return cls(generation, {job: list(itertools.islice(rest, number)) for job, number in processes.items()})
+        return cls(generation, {job: list(itertools.islice(rest, count)) for job, count in processes.items()})
 
     @property
     def tasks(self) -> ProcessNames:
-        """All processes: workers can be lost, and the job is done when its chief is."""
+        """All processes; the job can lose workers, and is done when its chief is."""
         every = [ProcessName(job, index) for job, addresses in self.cluster.items() for index in range(len(addresses))]
         return ProcessNames(every, frozenset(task for task in every if task.job == "worker"), ProcessName("chief", 0))
 
     def variables(self, local: int) -> Mapping[str, str]:
-        """What one process is told: nothing that torchrun would say, as these are not alike.
+        """Return the environment variables of one process; those of torchrun are left out, as they assume identical workers.
 
         Args:
-            local: its number among the tasks.
+            local: its index in ``tasks``.
 
         Example:
             >>> ServerRankAssignment(0, {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}).variables(2)["TF_CONFIG"]
@@ -118,45 +136,47 @@ class ServerRankAssignment:
         return {"TF_CONFIG": json.dumps(config), "LOCKSTEP_GENERATION": str(self.generation)}
 
 
-AnyPlace = RankAssignment | ServerRankAssignment
+AnyRankAssignment = RankAssignment | ServerRankAssignment
 
 
-def find_node(job: LaunchConfig) -> int | None:
-    """This node's rank: what was said, or which of the hosts is this machine; None where nodes that meet have not said it.
+def find_node_rank(job: LaunchConfig) -> int | None:
+    """Return this node's rank from ``--node-rank`` or ``--hosts``; None if the rendezvous assigns it.
 
     Raises:
-        OptionError: neither tells.
+        OptionError: the options do not determine it.
     """
-    if job.meeting_address is None and (job.nodes > 1 or job.is_elastic):
+    if job.coordinator_address is None and (job.nodes > 1 or job.is_elastic):
         raise OptionError(
-            f"--nnodes {job.nodes_said}: say where worker 0 is, --coordinator HOST:PORT, or --hosts with all nodes."
+            f"--nnodes {job.nnodes}: the address of worker 0 is missing. Fix: give --coordinator HOST:PORT, or --hosts with all nodes."
         )
     if job.node_rank is not None:
         return job.node_rank
     if job.hosts is not None and job.nodes > 1:
         return _find_among_hosts(job)
     if job.nodes > 1 and not job.is_elastic:
-        raise OptionError(f"--nnodes {job.nodes}: say which node this is, --node-rank 0 to {job.nodes - 1}.")
+        raise OptionError(
+            f"--nnodes {job.nodes}: the rank of this node is missing. Fix: give --node-rank 0 to {job.nodes - 1}."
+        )
     return None if job.is_elastic else 0
 
 
 def _find_among_hosts(job: LaunchConfig) -> int:
     first_workers = (job.addresses or ())[:: job.workers]
-    here = [rank for rank, address in enumerate(first_workers) if is_here(split_address("--hosts", address)[0])]
+    here = [rank for rank, address in enumerate(first_workers) if is_local_host(split_address("--hosts", address)[0])]
     if len(here) != 1:
         found = "none of the hosts is" if not here else f"{len(here)} of the hosts are"
         raise OptionError(
-            f"--hosts: {found} this machine ({socket.gethostname()}); say which node it is with --node-rank."
+            f"--hosts: {found} this machine ({socket.gethostname()}). Fix: give its rank with --node-rank."
         )
     return here[0]
 
 
-def is_here(host: str) -> bool:
-    """Whether a host is this machine: only then can a socket have its address."""
+def is_local_host(host: str) -> bool:
+    """Whether a host is this machine: only then can a socket be bound to its address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as test:
-            test.bind(address)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
     except OSError:
         return False
     return True
@@ -164,10 +184,10 @@ def is_here(host: str) -> bool:
 
 @contextlib.contextmanager
 def reserved_addresses(count: int) -> Iterator[tuple[str, ...]]:
-    """Loopback addresses that nobody else is given meanwhile.
+    """Reserve loopback addresses until the end of the block.
 
-    The sockets stay bound, but do not listen: Linux then gives their ports to those only who ask for them by number and
-    with SO_REUSEADDR, as servers do. Other systems refuse that, so there the ports are free again at once.
+    The sockets stay bound, but do not listen: Linux then gives their ports only to a process that asks for them by number and
+    with SO_REUSEADDR, as servers do. Other systems refuse that, so the ports are released at once there.
     """
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Which generations of workers there are on this node, and when: decided here alone, or with other nodes (``meeting/``)."""
+"""Restart loop: yields the rank assignment of each generation of this node, decided here or by the rendezvous (``rendezvous/``)."""
 
 import contextlib
 import itertools
@@ -10,111 +10,114 @@ from typing import Protocol
 from lockstep.distributed.cluster.exit_codes import DONE
 from lockstep.launch.failure_report import USAGE
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.local_workers import ENDING, LocalWorkers, RemoteStop
-from lockstep.launch.rank_assignment import AnyPlace, RankAssignment, ServerRankAssignment, reserved_addresses
-from lockstep.launch.restart_budget import RestartBudget, pause_before
+from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers, RemoteStop
+from lockstep.launch.rank_assignment import (
+    AnyRankAssignment,
+    RankAssignment,
+    ServerRankAssignment,
+    reserved_addresses,
+)
+from lockstep.launch.restart_policy import RestartBudget, backoff_seconds
 from lockstep.launch.signal_pipe import SignalPipe
 
 __all__ = ["LocalRestartLoop", "RestartLoop", "is_final"]
 
 
 class RestartLoop(Protocol):
-    """One generation after the other."""
+    """Decides about the generations of a node, one after the other."""
 
     @property
     def code(self) -> int:
-        """What the job ends with on this node."""
+        """Exit code of the job on this node."""
 
     @property
-    def news(self) -> RemoteStop | None:
-        """Where others say that a generation must end."""
+    def remote_stop(self) -> RemoteStop | None:
+        """Source of requests of other nodes to stop a generation, if there are other nodes."""
 
-    def places(self) -> Generator[AnyPlace, None, None]:
-        """The place of this node in each generation; the next one is asked for when the workers of one have ended."""
+    def assignments(self) -> Generator[AnyRankAssignment, None, None]:
+        """Yield the rank assignment of each generation; it is resumed when the workers of the last one have ended."""
 
-    def note(self, ended: LocalWorkers) -> None:
-        """How a generation has ended here."""
+    def record(self, workers: LocalWorkers) -> None:
+        """Record how a generation has ended here."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release all resources."""
 
 
-def is_final(ended: LocalWorkers) -> bool:
-    """Whether starting again is not wanted or would not help."""
-    return ended.code == USAGE or ended.is_late or ended.is_unwanted
+def is_final(workers: LocalWorkers) -> bool:
+    """Whether a restart is not wanted or would not help."""
+    return workers.code == USAGE or workers.timed_out or workers.was_asked_to_stop
 
 
 @dataclass
 class LocalRestartLoop:
-    """That of a node which starts its workers again by itself.
+    """Restart loop of a node that restarts its workers on its own.
 
     Args:
         job: what runs.
         node: rank of this node.
-        restarts: those that are left.
-        received: the signals of the supervisor.
-        say: takes lines for the user.
+        restarts: the remaining ones.
+        signals: of the supervisor.
+        log: prints a line for the user.
     """
 
     job: LaunchConfig
     node: int
     restarts: RestartBudget
-    received: SignalPipe
-    say: Callable[[str], None]
-    news: None = None
+    signals: SignalPipe
+    log: Callable[[str], None]
+    remote_stop: None = None
     code: int = field(default=DONE, init=False)
     _is_over: bool = field(default=False, init=False)
 
-    def places(self) -> Generator[AnyPlace, None, None]:
-        """As long as workers fail and may be started again."""
+    def assignments(self) -> Generator[AnyRankAssignment, None, None]:
+        """Yield assignments as long as workers fail and may be restarted."""
         for generation in itertools.count():
-            if generation and not self._may_start_again():
+            if generation and not self._take_restart():
                 return
-            with self._place(generation) as place:
-                yield place
+            with self._assignment(generation) as assignment:
+                yield assignment
             if self._is_over:
                 return
 
-    def note(self, ended: LocalWorkers) -> None:
-        """How a generation has ended here."""
-        self.code, self._is_over = ended.code, ended.code == DONE or is_final(ended)
+    def record(self, workers: LocalWorkers) -> None:
+        """Record how a generation has ended here."""
+        self.code, self._is_over = workers.code, workers.code == DONE or is_final(workers)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
     @contextlib.contextmanager
-    def _place(self, generation: int) -> Iterator[AnyPlace]:
-        workers, number = self.job.workers, self.job.nodes
+    def _assignment(self, generation: int) -> Iterator[AnyRankAssignment]:
+        workers, nodes = self.job.workers, self.job.nodes
         if self.job.servers is not None:
-            with reserved_addresses(sum(self.job.processes.values())) as own:
-                yield ServerRankAssignment.at(generation, self.job.processes, own)
+            with reserved_addresses(sum(self.job.processes.values())) as addresses:
+                yield ServerRankAssignment.at(generation, self.job.processes, addresses)
         else:
-            with self._addresses() as (meeting, addresses):
+            with self._addresses() as (coordinator, known):
                 first = self.node * workers
-                yield RankAssignment(
-                    generation, self.node, number, workers, first, number * workers, meeting, addresses
-                )
+                yield RankAssignment(generation, self.node, nodes, workers, first, nodes * workers, coordinator, known)
 
     @contextlib.contextmanager
     def _addresses(self) -> Iterator[tuple[str, Sequence[str] | None]]:
-        """Where worker 0 is reached, and all workers if that is known; ports of our choice are new in each generation."""
-        if self.job.meeting_address is not None:
-            yield self.job.meeting_address, self.job.addresses
+        """Yield the address of worker 0, and those of all workers if they are known; free ports are chosen anew each time."""
+        if self.job.coordinator_address is not None:
+            yield self.job.coordinator_address, self.job.addresses
         else:
             with reserved_addresses(self.job.workers) as addresses:
                 yield addresses[0], addresses
 
-    def _may_start_again(self) -> bool:
-        """Wait before the next generation; whether there is one, and it is still wanted then."""
+    def _take_restart(self) -> bool:
+        """Take a restart and wait; return False if none is left or the supervisor was asked to stop during the wait."""
         restart = self.restarts.take()
-        return restart is not None and self._pause(restart)
+        return restart is not None and self._wait_before(restart)
 
-    def _pause(self, restart: int) -> bool:
-        seconds = pause_before(restart)
-        self.say(f"restart {restart} of {self.job.max_restarts} in {seconds:g} s.")
+    def _wait_before(self, restart: int) -> bool:
+        seconds = backoff_seconds(restart)
+        self.log(f"restart {restart} of {self.job.max_restarts} in {seconds:g} s.")
         start_at = time.monotonic() + seconds
         while (left := start_at - time.monotonic()) > 0:
-            numbers, _ = self.received.wait(left)
-            if set(numbers) & set(ENDING):
+            numbers, _ = self.signals.wait(left)
+            if set(numbers) & set(STOP_SIGNALS):
                 return False
         return True

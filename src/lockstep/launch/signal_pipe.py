@@ -1,4 +1,4 @@
-"""Signals of this process as something to wait for, together with deadlines and with files."""
+"""Signals of this process as events of a poll loop, together with deadlines and files."""
 
 import os
 import select
@@ -10,26 +10,26 @@ __all__ = ["SignalPipe"]
 
 
 class SignalPipe:
-    """From here to ``close``, these signals only wait to be read.
+    """Queues signals from now until ``close``; they have no other effect.
 
     Args:
-        numbers: the signals. One that this process was started to ignore, as ``nohup`` does, stays ignored.
+        numbers: the signals. A signal that this process was started to ignore, as under ``nohup``, stays ignored.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
-        taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, _note) for number in taken}
-        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous_handlers = {number: signal.signal(number, _do_nothing) for number in handled}
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def wait(self, seconds: float | None, files: Iterable[int] = ()) -> tuple[list[int], set[int]]:
         """Wait for signals.
 
         Args:
-            seconds: limit of the wait; None: there is none.
-            files: that end the wait, too, when there is something to read or their other end is closed.
+            seconds: limit of the wait; None: no limit.
+            files: descriptors that end the wait, too, when they are readable or their other end is closed.
 
         Returns:
             The numbers of the signals, in their order, and the files that are ready.
@@ -45,9 +45,9 @@ class SignalPipe:
         os.write(self._writer, bytes([number]))
 
     def close(self) -> None:
-        """Let signals do again what they did before."""
-        signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._before.items():
+        """Restore the previous signal handlers."""
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         os.close(self._reader)
         os.close(self._writer)
@@ -59,5 +59,5 @@ class SignalPipe:
             return []
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    """Python's own handler has written the number to the pipe already."""
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Python's own handler has already written the number to the pipe."""

@@ -1,9 +1,8 @@
-"""What ``lockstep run`` does: starts the processes of this node, again where that is wanted, and says why they failed."""
+"""The supervisor of ``lockstep run``: starts the processes of this node, restarts them, and reports why they failed."""
 
 import contextlib
 import io
 import os
-import secrets
 import signal
 import time
 from collections.abc import Mapping, Set
@@ -12,79 +11,70 @@ from functools import partial
 from pathlib import Path
 
 from lockstep._errors import OptionError
-from lockstep.distributed.cluster.ports import COORDINATOR, PORT
-from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
-from lockstep.launch.gpus import gpu_variables, gpus_of
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import LocalWorkers, RemoteStop
 from lockstep.launch.log_multiplexer import TerminalWriter
-from lockstep.launch.malloc_selection import MallocSelection, choose_allocator, glibc_version, library_folders
-from lockstep.launch.process_names import ProcessName, counted
-from lockstep.launch.process_tree import adopt_orphans, children
-from lockstep.launch.rank_assignment import AnyPlace, find_node
-from lockstep.launch.reaper import FORWARDED
-from lockstep.launch.rendezvous.rendezvous_client import NodeExit
-from lockstep.launch.rendezvous.rendezvous_join import arrive
-from lockstep.launch.restart_budget import RestartBudget
+from lockstep.launch.process_names import ProcessName, format_counts
+from lockstep.launch.rank_assignment import AnyRankAssignment, find_node_rank
+from lockstep.launch.reaper import FORWARDED, adopt_orphans, child_pids
+from lockstep.launch.rendezvous.rendezvous_client import NodeExit, join_rendezvous
 from lockstep.launch.restart_loop import LocalRestartLoop, RestartLoop
+from lockstep.launch.restart_policy import RestartBudget
 from lockstep.launch.signal_pipe import SignalPipe
+from lockstep.launch.worker_environment import (
+    SECRET,
+    MallocSelection,
+    choose_allocator,
+    glibc_version,
+    gpu_variables,
+    inherited_variables,
+    library_folders,
+    visible_gpus,
+)
 from lockstep.launch.worker_process import WorkerProcess
 
-__all__ = ["SECRET", "supervise"]
-
-SECRET = "LOCKSTEP_SECRET"  # of the job: workers read it, and supervisors that meet
+__all__ = ["supervise"]
 
 
 def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawIOBase, messages: io.RawIOBase) -> int:
-    """Run a job's workers on this node until they have ended; no process is left then.
+    """Run a job's workers on this node until they have exited; no process remains.
 
-    The calling process belongs to this function: its signals, and on Linux the orphans below it.
+    This function takes over the signals of the calling process and, on Linux, the orphans below it.
 
     Args:
         job: what to run.
         environment: what the workers inherit.
-        output: unbuffered, for what they print.
-        messages: unbuffered, for what there is to say about them.
+        output: unbuffered stream for the output of the workers.
+        messages: unbuffered stream for messages about the workers.
 
     Returns:
         The exit code of the job, see ``docs/launching.md``.
 
     Raises:
-        OptionError: this node, the program or the allocator cannot be found.
+        OptionError: the rank of this node, the program or the allocator cannot be found.
     """
-    node = find_node(job)
+    node = find_node_rank(job)
     stop_at = None if job.timeout is None else time.monotonic() + job.timeout
     if not job.is_module and not Path(job.program[0]).is_file():
         raise OptionError(
             f"{job.program[0]}: there is no such file; give the script after the options of lockstep run."
         )
-    gpus = gpus_of(environment)
+    gpus = visible_gpus(environment)
     allocator = choose_allocator(
         job.allocator, environment, library_folders(environment), glibc_version(), uses_gpus=bool(gpus)
     )
     adopt_orphans()
-    received = SignalPipe(FORWARDED)
-    with contextlib.closing(received):
+    signals = SignalPipe(FORWARDED)
+    with contextlib.closing(signals):
         colours = not environment.get("NO_COLOR")
         terminals = [
-            TerminalWriter(stream, lambda: received.post(signal.SIGPIPE), colours) for stream in (output, messages)
+            TerminalWriter(stream, lambda: signals.post(signal.SIGPIPE), colours) for stream in (output, messages)
         ]
-        inherited = {**_inherited(job, environment), **allocator.variables}
+        inherited = {**inherited_variables(job, environment), **allocator.variables}
         restarts = RestartBudget(job.max_restarts)
-        supervisor = _Supervisor(job, inherited, gpus, restarts, received, stop_at, children(), *terminals)
-        supervisor.say_what_starts(node, allocator, "TF_CONFIG" in environment)
+        supervisor = _Supervisor(job, inherited, gpus, restarts, signals, stop_at, child_pids(), *terminals)
+        supervisor.log_configuration(node, allocator, "TF_CONFIG" in environment)
         return supervisor.run(node)
-
-
-def _inherited(job: LaunchConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """All but what would contradict the options; and a secret, where no other machine has to know it."""
-    replaced = {"TF_CONFIG"}
-    if job.meeting_address is not None:
-        replaced |= {COORDINATOR, PORT}
-    if job.servers is not None:
-        replaced |= {COORDINATOR, PORT, *TorchrunClusterResolver.variables}
-    secret = {SECRET: secrets.token_hex()} if job.nodes == 1 and not job.is_elastic else {}
-    return {**secret, **{name: value for name, value in environment.items() if name not in replaced}}
 
 
 @dataclass(frozen=True)
@@ -93,77 +83,86 @@ class _Supervisor:
     environment: Mapping[str, str]
     gpus: list[str]
     restarts: RestartBudget
-    received: SignalPipe
+    signals: SignalPipe
     stop_at: float | None
-    spared: Set[int]
+    excluded: Set[int]  # Children that existed before.
     output: TerminalWriter
     messages: TerminalWriter
 
     def run(self, node: int | None) -> int:
-        """Run one generation of workers after the other, until there are no more."""
-        course = self._course(node)
-        if isinstance(course, NodeExit):
-            self._say(f"{course.sentence}." if course.sentence else "asked to end.")
-            return course.code
-        with contextlib.closing(course), contextlib.closing(course.places()) as places:
-            for place in places:
-                ended = self._run_once(place, course.news)
-                if ended.failure is not None:
-                    self.messages.write(f"lockstep run: {ended.failure.report}".encode())
-                course.note(ended)
-        return course.code
+        """Run one generation of workers after the other until the restart loop ends."""
+        loop = self._restart_loop(node)
+        if isinstance(loop, NodeExit):
+            self._log(f"{loop.sentence}." if loop.sentence else "stopped by a signal.")
+            return loop.code
+        with contextlib.closing(loop), contextlib.closing(loop.assignments()) as assignments:
+            for assignment in assignments:
+                workers = self._run_generation(assignment, loop.remote_stop)
+                if workers.failure is not None:
+                    self.messages.write(f"lockstep run: {workers.failure.report}".encode())
+                loop.record(workers)
+        return loop.code
 
-    def _course(self, node: int | None) -> RestartLoop | NodeExit:
+    def _restart_loop(self, node: int | None) -> RestartLoop | NodeExit:
         if not self.job.is_elastic:
-            return LocalRestartLoop(self.job, node or 0, self.restarts, self.received, self._say)
+            return LocalRestartLoop(self.job, node or 0, self.restarts, self.signals, self._log)
         secret = self.environment.get(SECRET)
-        return arrive(self.job, node, secret.encode() if secret else None, self.received, self.stop_at, self._say)
+        return join_rendezvous(
+            self.job, node, secret.encode() if secret else None, self.signals, self.stop_at, self._log
+        )
 
-    def _run_once(self, place: AnyPlace, news: RemoteStop | None) -> LocalWorkers:
-        start, times = partial(self._start, place), (self.job.grace, self.stop_at)
-        watched = LocalWorkers(place.tasks, start, self.restarts, self.received, *times, self.spared, self._say, news)
+    def _run_generation(self, assignment: AnyRankAssignment, remote_stop: RemoteStop | None) -> LocalWorkers:
+        workers = LocalWorkers(
+            assignment.tasks,
+            partial(self._start, assignment),
+            self.restarts,
+            self.signals,
+            self.job.grace,
+            self.stop_at,
+            self.excluded,
+            self._log,
+            remote_stop,
+        )
         try:
-            watched.run()
+            workers.run()
         finally:
-            watched.bury()
-        return watched
+            workers.kill_and_reap()
+        return workers
 
-    def _start(self, place: AnyPlace, task: ProcessName) -> WorkerProcess:
-        told = place.variables(place.tasks.all.index(task))
-        environment = {**self.environment, **told, **gpu_variables(self.gpus, task, place.tasks)}
+    def _start(self, assignment: AnyRankAssignment, task: ProcessName) -> WorkerProcess:
+        ranks = assignment.variables(assignment.tasks.all.index(task))
+        environment = {**self.environment, **ranks, **gpu_variables(self.gpus, task, assignment.tasks)}
         prefix = self.output.prefix(task)
-        log = self._log(task)
-        is_shown = log is None or self.job.tee
+        log_file = self._open_log(task)
+        is_shown = log_file is None or self.job.tee
         show = (lambda line: self.output.write(prefix + line + b"\n")) if is_shown else None
-        return WorkerProcess(task, self.job, environment, log, show)
+        return WorkerProcess(task, self.job, environment, log_file, show)
 
-    def _log(self, task: ProcessName) -> io.FileIO | None:
+    def _open_log(self, task: ProcessName) -> io.FileIO | None:
         if self.job.log_dir is None:
             return None
         try:
             self.job.log_dir.mkdir(parents=True, exist_ok=True)
             return io.FileIO(self.job.log_dir / task.file_name, "a")
         except OSError as error:
-            raise OptionError(
-                f"--log-dir {self.job.log_dir}: {error}. Give a folder in which files can be written."
-            ) from None
+            raise OptionError(f"--log-dir {self.job.log_dir}: {error}. Fix: give a writable folder.") from None
 
-    def say_what_starts(self, node: int | None, allocator: MallocSelection, is_config_replaced: bool) -> None:
-        """Tell the user what was found and chosen."""
+    def log_configuration(self, node: int | None, allocator: MallocSelection, is_config_replaced: bool) -> None:
+        """Print what was found and chosen."""
         job = self.job
         where = f"node {node} of {job.nodes}" if job.nodes > 1 else "this machine"
         if job.is_elastic:
-            where = f"this of {job.nodes_said} nodes, which meet at {job.meeting_address}"
-        self._say(f"{counted(job.processes)} on {where}; allocator: {allocator.name}.")
+            where = f"this one of {job.nnodes} nodes, rendezvous at {job.coordinator_address}"
+        self._log(f"{format_counts(job.processes)} on {where}; allocator: {allocator.name}.")
         if 0 < len(self.gpus) < job.workers:
-            self._say(
+            self._log(
                 f"{job.workers} workers share {len(self.gpus)} GPUs and each sees all of them, which NCCL refuses and their memory "
-                "seldom allows: start at most one worker a GPU, or set JAX_PLATFORMS=cpu."
+                "seldom allows. Fix: start at most one worker a GPU, or set JAX_PLATFORMS=cpu."
             )
         if is_config_replaced:
-            self._say("TF_CONFIG of the environment is not used; who takes part is what lockstep run says.")
+            self._log("TF_CONFIG of the environment is not used: lockstep run sets it for its workers.")
         if job.log_dir is not None:
-            self._say(f"what they print goes to {job.log_dir}{os.sep}*.log.")
+            self._log(f"the output of the workers goes to {job.log_dir}{os.sep}*.log.")
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self.messages.write(f"lockstep run: {text}\n".encode())

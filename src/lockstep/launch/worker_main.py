@@ -1,78 +1,131 @@
-"""``python -m lockstep.launch.worker_main SUPERVISOR ERROR -f|-m PROGRAM ARGUMENTS…``: becomes a keeper, and below it the worker.
+"""``python -m lockstep.launch.worker_main SUPERVISOR ERROR -f|-m PROGRAM ARGUMENTS…``: the reaper, and below it the worker.
 
-SUPERVISOR and ERROR are numbers of open files: a socket that leads there, and where the exception goes that the program ends
-with. The worker is a fork of this process, made while there is nothing in it yet: no second Python starts.
+SUPERVISOR and ERROR are file descriptors: a socket to the supervisor, and the file for the exception that ends the program. The
+worker is a fork of this process, made before anything else is imported, so no second Python starts. The program runs as ``__main__``
+and sees what it would see under ``python program.py`` or ``python -m``.
 """
 
+import builtins
 import contextlib
 import faulthandler
+import importlib.abc
+import importlib.util
 import io
 import os
 import signal
 import sys
 import time
 import traceback
-from types import TracebackType
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.exit_codes import INTERRUPTED, USER_ERROR
-from lockstep.launch import run_script
 from lockstep.launch.failure_report import ErrorRecord
-from lockstep.launch.process_tree import adopt_orphans, die_with_parent
-from lockstep.launch.reaper import FORWARDED, keep
+from lockstep.launch.reaper import FORWARDED, adopt_orphans, die_with_parent, run_reaper
 from lockstep.launch.signal_pipe import SignalPipe
-
-_OURS = {__file__, run_script.__file__}
 
 
 def main() -> None:
-    """Fork: the parent keeps watch, the child runs the program."""
+    """Fork: the parent becomes the reaper, the child runs the program."""
     supervisor, error = (int(number) for number in sys.argv[1:3])
     os.set_inheritable(error, False)
     adopt_orphans()
-    received = SignalPipe([*FORWARDED, signal.SIGCHLD])
+    signals = SignalPipe([*FORWARDED, signal.SIGCHLD])
     parent = os.getpid()
     worker = os.fork()
     if worker:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # The supervisor has held them back until now.
-        keep(worker, supervisor, received)
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, FORWARDED
+        )  # The supervisor blocked them when it started this process.
+        run_reaper(worker, supervisor, signals)
         return
-    received.close()
+    signals.close()
     os.close(supervisor)
     os.setpgid(0, 0)
     die_with_parent(parent)
-    _work(sys.argv[3] == "-m", sys.argv[4:], error)
+    _run_program(sys.argv[3] == "-m", sys.argv[4:], error)
 
 
-def _work(is_module: bool, command: list[str], error: int) -> None:
+def _run_program(is_module: bool, command: list[str], error: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # It is a pipe, and somebody watches it.
-    own = os.getpid()
+        sys.stdout.reconfigure(line_buffering=True)  # It is a pipe, but a user may watch it.
+    worker = os.getpid()
     try:
-        (run_script.run_module if is_module else run_script.run_script)(command[0], command[1:])
+        (_run_module if is_module else _run_script)(command[0], command[1:])
     except SystemExit:
         raise
     except KeyboardInterrupt as interrupt:
-        _show(interrupt.with_traceback(_own_frames(interrupt)))
+        _print_exception(interrupt.with_traceback(_program_frames(interrupt)))
         sys.exit(INTERRUPTED)
     except BaseException as exception:
-        if os.getpid() != own:  # A fork that the program has made ends as under plain Python.
+        if os.getpid() != worker:  # A fork of the program exits as under plain Python.
             raise
-        _end_after(exception.with_traceback(_own_frames(exception)), error)
+        _exit_with_error(exception.with_traceback(_program_frames(exception)), error)
 
 
-def _end_after(exception: BaseException, error: int) -> None:
-    """Say what happened, to the supervisor first, and end at once.
+def _run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a file as ``python script arguments…`` does."""
+    path = os.path.abspath(script)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    main_module = _new_main(path, SourceFileLoader("__main__", path))
+    _execute(main_module, code, [script, *arguments], [sys.executable, script, *arguments])
 
-    What runs at the exit of Python may wait for the other workers, who wait for this one: JAX does, for minutes.
+
+def _run_module(name: str, arguments: Sequence[str]) -> None:
+    """Run a module, or a package's ``__main__``, as ``python -m name arguments…`` does."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = None if spec is None else _code_of(spec)
+    if spec is None or code is None:
+        raise ModuleNotFoundError(f"No module named {name!r} that can be run", name=name)
+    module = _new_main(spec.origin, spec.loader)
+    module.__spec__, module.__package__, module.__cached__ = spec, spec.parent, spec.cached  # type: ignore[attr-defined]
+    _execute(module, code, [spec.origin or name, *arguments], [sys.executable, "-m", name, *arguments])
+
+
+def _code_of(spec: ModuleSpec) -> CodeType | None:
+    loader = spec.loader
+    return loader.get_code(spec.name) if isinstance(loader, importlib.abc.InspectLoader) else None
+
+
+def _new_main(path: str | None, loader: object) -> ModuleType:
+    module = ModuleType("__main__")
+    names = {
+        "__annotations__": {},
+        "__builtins__": builtins,
+        "__cached__": None,
+        "__file__": path,
+        "__loader__": loader,
+    }
+    present = vars(sys.modules["__main__"])  # Which of these names exist depends on the version of Python.
+    vars(module).update({name: value for name, value in names.items() if name in present})
+    return module
+
+
+def _execute(module: ModuleType, code: CodeType, arguments: list[str], command: list[str]) -> None:
+    sys.argv, sys.orig_argv = arguments, command
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _exit_with_error(exception: BaseException, error: int) -> None:
+    """Record and print an exception, and exit at once.
+
+    Python's exit handlers may wait for the other workers, which wait for this one: JAX does, for minutes.
     """
     text = "".join(traceback.format_exception(exception))
     with contextlib.suppress(OSError):
         os.pwrite(error, ErrorRecord(time.monotonic(), isinstance(exception, ClusterError), text).to_bytes(), 0)
-    _show(exception)
+    _print_exception(exception)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -80,8 +133,8 @@ def _end_after(exception: BaseException, error: int) -> None:
     os._exit(code or USER_ERROR)
 
 
-def _show(exception: BaseException) -> None:
-    """Print a traceback the way that the program has asked for."""
+def _print_exception(exception: BaseException) -> None:
+    """Print a traceback with the program's own hook, if it has set one."""
     arguments = (type(exception), exception, exception.__traceback__)
     try:
         sys.excepthook(*arguments)
@@ -89,10 +142,10 @@ def _show(exception: BaseException) -> None:
         sys.__excepthook__(*arguments)
 
 
-def _own_frames(exception: BaseException) -> TracebackType | None:
-    """The traceback from the program's first frame on."""
+def _program_frames(exception: BaseException) -> TracebackType | None:
+    """Return the traceback from the program's first frame on."""
     frames = exception.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in _OURS:
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames
 

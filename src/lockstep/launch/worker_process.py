@@ -1,4 +1,4 @@
-"""One process of a job as the supervisor sees it: its keeper, a socket to it, and what it prints."""
+"""One process of a job as the supervisor sees it: its reaper, the socket to the reaper, and its output."""
 
 import contextlib
 import io
@@ -22,14 +22,18 @@ __all__ = ["WorkerProcess"]
 
 
 class WorkerProcess:
-    """Starts a worker, or another process of a job, which is watched as one.
+    """Starts and controls a worker or another process of a job.
 
     Args:
-        task: what it is in the job.
+        task: its name in the job.
         job: what it runs.
         environment: all of its variables.
-        log: takes every byte that it prints; None: nothing is logged.
-        show: takes each line that it prints; None: none is shown.
+        log: receives every byte of its output; None: nothing is logged.
+        show: receives each line of its output; None: nothing is shown.
+
+    Attributes:
+        code: its exit code, or minus the number of the signal that ended it; None while it runs.
+        ended_at: time of its exit on the monotonic clock.
     """
 
     def __init__(
@@ -41,14 +45,14 @@ class WorkerProcess:
         show: Callable[[bytes], None] | None,
     ) -> None:
         self.task = task
-        self.code: int | None = None  # Minus the number of the signal that ended it; None while it runs.
-        self.ended_at = 0.0  # On the monotonic clock.
-        self._error = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # For the exception that the program ends with.
-        self._socket, theirs = socket.socketpair()
+        self.code: int | None = None
+        self.ended_at = 0.0
+        self._error = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # For the exception that ends the program.
+        self._socket, remote_end = socket.socketpair()
         output, writer = os.pipe()
-        with theirs, open(writer, "wb", buffering=0) as writer_file, _blocked(FORWARDED):
-            files = (theirs.fileno(), self._error.fileno())
-            self._keeper = subprocess.Popen(
+        with remote_end, open(writer, "wb", buffering=0) as writer_file, _blocked(FORWARDED):
+            files = (remote_end.fileno(), self._error.fileno())
+            self._reaper = subprocess.Popen(
                 _command(job, files),
                 stdin=subprocess.DEVNULL,
                 stdout=writer_file,
@@ -57,70 +61,69 @@ class WorkerProcess:
                 start_new_session=True,
                 pass_fds=files,
             )
-        self._pump = LogPump(output, log, show)
+        self._log_pump = LogPump(output, log, show)
 
     @property
     def file(self) -> int:
-        """What becomes readable when it has ended; -1 where it has been read."""
+        """Descriptor that becomes readable when the process has exited; -1 after :meth:`read_exit`."""
         return self._socket.fileno()
 
     @property
     def failure(self) -> ProcessFailure | None:
-        """Why it failed; None while it runs and where all went well."""
+        """Why it failed; None while it runs and if it succeeded."""
         if not self.code:
             return None
         error = self._error.fileno()
         record = ErrorRecord.from_bytes(os.pread(error, os.fstat(error).st_size, 0))
         if record is None:
-            return ProcessFailure(self.task, self.code, self.ended_at, None, self._pump.last_lines)
-        return ProcessFailure(
-            self.task, max(self.code, 0) or USER_ERROR, record.when, record, ""
-        )  # Maybe killed after that.
+            return ProcessFailure(self.task, self.code, self.ended_at, None, self._log_pump.last_lines)
+        code = max(self.code, 0) or USER_ERROR  # It may have been killed after it wrote the record.
+        return ProcessFailure(self.task, code, record.when, record, "")
 
     @property
     def log_error(self) -> OSError | None:
-        """Why its log file is not complete; None where it is."""
-        return self._pump.log_error
+        """Why its log file is incomplete; None if it is complete."""
+        return self._log_pump.log_error
 
-    def look(self) -> None:
-        """Read what its keeper says of its end; to be called when ``file`` is readable."""
-        said = self._socket.recv(100).split()
+    def read_exit(self) -> None:
+        """Read the exit code from its reaper; to be called when ``file`` is readable."""
+        fields = self._socket.recv(100).split()
         self._socket.close()
-        if said:
-            self.code, self.ended_at = int(said[0]), float(said[1])
-        else:  # The keeper itself was killed, and the worker with it.
+        if fields:
+            self.code, self.ended_at = int(fields[0]), float(fields[1])
+        else:  # The reaper itself was killed, and the worker with it.
             self.code, self.ended_at = -signal.SIGKILL, time.monotonic()
 
     def send(self, number: int) -> None:
         """Send a signal to its program."""
         if self.code is None:
-            self._keeper.send_signal(number)
+            self._reaper.send_signal(number)
 
     def kill(self) -> None:
-        """End it and all that it has started, at once: its keeper sees the end of the socket."""
+        """Kill it and its descendants at once: its reaper does so when the socket is closed."""
         if self.code is None:
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait(self, until: float) -> None:
-        """Wait until nothing of it is left, at most to a time of the monotonic clock; then its keeper is killed, too."""
+        """Wait until all of its processes are gone; at ``until``, on the monotonic clock, kill its reaper, too."""
         try:
-            self._keeper.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:  # The keeper is stopped, or the worker waits for a disk or a driver.
-            self._keeper.kill()
+            self._reaper.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:  # The reaper is stopped, or the worker waits for a disk or a driver.
+            self._reaper.kill()
 
     def drain(self, until: float) -> None:
-        """Wait until all that it printed is written, at most to a time of the monotonic clock."""
-        self._pump.join(max(0.0, until - time.monotonic()))
+        """Wait until all of its output is written, at most until a time of the monotonic clock."""
+        self._log_pump.join(max(0.0, until - time.monotonic()))
 
 
 @contextlib.contextmanager
 def _blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Hold signals back; a process that is started meanwhile gets them when it is ready for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    """Block signals; a process that is started in the block receives them when it unblocks them."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _command(job: LaunchConfig, files: Iterable[int]) -> list[str]:

@@ -357,9 +357,7 @@ def test_a_terminal_gets_a_bar_and_a_line_for_each_setting():
 def test_words_of_the_script_that_stand_at_the_wrong_place_are_told_where_to_stand(capsys):
     with pytest.raises(SystemExit):
         cli.main(["scale", "train.py", "0.1"])
-    assert (
-        "unrecognized arguments: 0.1; what is for the script itself stands last, behind --" in capsys.readouterr().err
-    )
+    assert "unrecognized arguments: 0.1; give arguments of the script last, after --" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["env", "0.1"])
     assert capsys.readouterr().err.endswith("unrecognized arguments: 0.1\n")

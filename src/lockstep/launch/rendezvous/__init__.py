@@ -1,5 +1,5 @@
-"""Where the supervisors of several nodes meet before each start: who takes part now, as which rank, and what became of the last start.
+"""Rendezvous of the supervisors of several nodes before each generation: membership, ranks, and the outcome of the last generation.
 
-The supervisor of node 0 listens at the coordinator's address as long as it lives (``host.py``), and every supervisor, its own too,
-holds a connection there (``guest.py``). What is decided is decided without a socket (``assembly.py``, ``gathering.py``, ``round.py``).
+The supervisor of node 0 runs the server at the coordinator's address (``rendezvous_server.py``), and every supervisor, also that of
+node 0, is its client (``rendezvous_client.py``). All decisions are made without sockets (``rendezvous_state.py``).
 """

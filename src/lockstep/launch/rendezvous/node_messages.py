@@ -1,4 +1,4 @@
-"""What the supervisors tell each other: who they are, on what terms they meet, and how a generation has ended."""
+"""Messages between supervisors in the rendezvous: node descriptions, the job spec that must match, and generation outcomes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,28 +11,28 @@ from lockstep.launch.launch_config import LaunchConfig
 
 __all__ = ["GenerationOutcome", "JobSpec", "NodeInfo"]
 
-_MOST_WORKERS = 1024  # on one node
+_MAX_WORKERS = 1024  # on one node
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What must be the same on all nodes.
+    """Options that must be the same on all nodes.
 
     Args:
-        nodes: as ``--nnodes`` takes it.
-        least: the fewest nodes that start.
-        most: the most.
+        nnodes: number of nodes as ``--nnodes`` takes it.
+        min_nodes: the fewest nodes that start.
+        max_nodes: the most.
         max_restarts: number of generations after the first.
-        join_seconds: how long to wait for more nodes when the fewest are there.
-        start_seconds: limit of the wait for the fewest.
-        grace: seconds that workers have to end.
-        coordinator: ``host:port`` of the meeting.
+        join_seconds: how long to wait for more nodes when ``min_nodes`` have joined.
+        start_seconds: limit of the wait for ``min_nodes`` nodes.
+        grace: seconds that workers have to exit after SIGTERM.
+        coordinator: ``host:port`` of the rendezvous.
         hosts: of all nodes, if they are known.
     """
 
-    nodes: str
-    least: int
-    most: int
+    nnodes: str
+    min_nodes: int
+    max_nodes: int
     max_restarts: int
     join_seconds: float
     start_seconds: float
@@ -42,29 +42,29 @@ class JobSpec:
 
     @classmethod
     def of(cls, job: LaunchConfig) -> "JobSpec":
-        """Those of a job whose nodes meet."""
-        hosts, coordinator = job.hosts or (), job.meeting_address or ""
+        """Return the spec of an elastic job."""
+        hosts, coordinator = job.hosts or (), job.coordinator_address or ""
         limits = (job.max_restarts, job.join_seconds, job.start_seconds, job.grace)
-        return cls(job.nodes_said, job.least_nodes or job.nodes, job.nodes, *limits, coordinator, hosts)
+        return cls(job.nnodes, job.min_nodes or job.nodes, job.nodes, *limits, coordinator, hosts)
 
     def as_identity(self) -> dict[str, Any]:
-        """As options, for a sentence that says which of them differs."""
+        """Return the values by option name, for the handshake and for a message that names the option that differs."""
         names = ("max_restarts", "join_seconds", "start_seconds", "grace")
         options = {f"--{name.replace('_', '-')}": vars(self)[name] for name in names}
-        return {"--nnodes": self.nodes, "--hosts": list(self.hosts), **options}
+        return {"--nnodes": self.nnodes, "--hosts": list(self.hosts), **options}
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A supervisor that has come to the meeting.
+    """A supervisor that has joined the rendezvous.
 
     Args:
         process: its machine and process.
-        rank: which node it says that it is; None: it does not say.
+        rank: its node rank as given by the user; None: not given.
         workers: number of workers on it.
         host: where its workers are reached.
         port: their ports are those above it.
-        is_host: whether the meeting is at its place.
+        is_server: whether it runs the rendezvous server.
     """
 
     process: str
@@ -72,25 +72,25 @@ class NodeInfo:
     workers: int
     host: str
     port: int
-    is_host: bool = False
+    is_server: bool = False
 
     @classmethod
-    def of(cls, peer: Peer, address: str, is_host: bool = False) -> "NodeInfo":
-        """What a supervisor has said; ``address`` is that of its machine where it has not said one.
+    def of(cls, peer: Peer, address: str, is_server: bool = False) -> "NodeInfo":
+        """Return the description that a supervisor sent; ``address`` replaces its host if it sent none.
 
         Raises:
-            OptionError: a number is none, or out of its range.
-            ClusterError: host and port are no address.
+            OptionError: a number is invalid or out of its range.
+            ClusterError: host and port are not a valid address.
         """
-        said = peer.information
-        rank = None if said["rank"] is None else whole_number("rank", said["rank"], 0)
+        fields = peer.information
+        rank = None if fields["rank"] is None else whole_number("rank", fields["rank"], 0)
         workers = whole_number("workers", peer.workers)
-        if workers > _MOST_WORKERS:
-            raise OptionError(f"workers: expected at most {_MOST_WORKERS} on one node, got {workers}.")
+        if workers > _MAX_WORKERS:
+            raise OptionError(f"workers: expected at most {_MAX_WORKERS} on one node, got {workers}.")
         host, port = split_address(
-            "address", join_address(str(said["host"] or address), whole_number("port", said["port"]))
+            "address", join_address(str(fields["host"] or address), whole_number("port", fields["port"]))
         )
-        return cls(peer.process, rank, workers, host, port, is_host)
+        return cls(peer.process, rank, workers, host, port, is_server)
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ class GenerationOutcome:
     """How a generation has ended on one node.
 
     Args:
-        code: what the job ends with, if this is why.
+        code: the exit code of the job if this outcome is the cause of its end.
         sentence: for the user.
         is_consequence: whether another node is the cause.
-        is_final: whether the job ends with it, whatever the others do.
-        leaves: whether the node takes no part any more.
+        is_final: whether the job ends with it, regardless of the other nodes.
+        leaves: whether the node leaves the job.
     """
 
     code: int
@@ -112,11 +112,11 @@ class GenerationOutcome:
     leaves: bool = False
 
     def as_message(self) -> dict[str, Any]:
-        """This, as it travels."""
+        """Return the fields for a message."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "GenerationOutcome":
-        """What :meth:`as_message` gave; KeyError or ValueError where it is something else."""
+        """Decode the result of :meth:`as_message`; raise KeyError or ValueError if it is not one."""
         flags = (bool(message[name]) for name in ("is_consequence", "is_final", "leaves"))
         return cls(int(message["code"]), str(message["sentence"]), *flags)

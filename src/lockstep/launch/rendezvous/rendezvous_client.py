@@ -1,29 +1,42 @@
-"""The side of the meeting that every supervisor has: it comes, is told its place, says how its workers have ended, and hears the end."""
+"""Client of the rendezvous, one in every supervisor: join, receive rank assignments, and report how generations have ended."""
 
+import contextlib
+import os
+import socket
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep._errors import ClusterError
+from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
 from lockstep.distributed.control.framed_socket import FramedSocket
+from lockstep.distributed.control.handshake_client import RetryableConnectError, connect, introduce
+from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, HandshakeError
+from lockstep.distributed.control.listener import open_listener
+from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.protocol import encode
 from lockstep.distributed.control.wait_logger import WaitLogger
-from lockstep.launch.local_workers import ENDING, LocalWorkers
-from lockstep.launch.rank_assignment import RankAssignment
-from lockstep.launch.rendezvous.node_messages import GenerationOutcome
+from lockstep.launch.failure_report import USAGE
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers
+from lockstep.launch.rank_assignment import RankAssignment, is_local_host
+from lockstep.launch.rendezvous.node_messages import GenerationOutcome, JobSpec
 from lockstep.launch.rendezvous.rendezvous_server import RendezvousServer
 from lockstep.launch.restart_loop import is_final
 from lockstep.launch.signal_pipe import SignalPipe
 
-__all__ = ["NodeExit", "RendezvousClient", "seconds_left", "unwanted"]
+__all__ = ["NodeExit", "RendezvousClient", "join_rendezvous"]
 
-_SILENT_SECONDS = 60.0  # The host says something each second.
+_RETRY_SECONDS = 0.2
+_CONNECT_SECONDS = 5.0
+_SILENT_SECONDS = 60.0  # The server sends a heartbeat each second.
 
 
 @dataclass(frozen=True)
 class NodeExit:
-    """Why this node takes part no more: the exit code, and a sentence for the user where there is one to say."""
+    """Why this node leaves the job: the exit code, and a sentence for the user, which may be empty."""
 
     code: int
     sentence: str
@@ -31,144 +44,265 @@ class NodeExit:
 
 @dataclass
 class RendezvousClient:
-    """The course of a node that meets others.
+    """Restart loop of a node whose generations are decided by the rendezvous.
 
     Args:
-        connection: to the host.
-        host: the meeting itself, where it is at this node.
-        where: the meeting, for messages.
-        received: the signals of the supervisor.
+        connection: to the server.
+        server: the server itself, if it runs at this node.
+        description: of the server, for messages.
+        signals: of the supervisor.
         stop_at: when the run must be over, on the monotonic clock.
-        say: takes lines for the user.
+        log: prints a line for the user.
     """
 
     connection: FramedSocket
-    host: RendezvousServer | None
-    where: str
-    received: SignalPipe
+    server: RendezvousServer | None
+    description: str
+    signals: SignalPipe
     stop_at: float | None
-    say: Callable[[str], None]
-    _end: NodeExit | None = field(default=None, init=False)
-    _place: RankAssignment | None = field(default=None, init=False)
-    _called_off: str | None = field(default=None, init=False)
-    _last_code: int | None = field(default=None, init=False)
-    _waits_for: str = field(default="", init=False)
-    _heard: float = field(default=0.0, init=False)
+    log: Callable[[str], None]
+    _exit: NodeExit | None = field(default=None, init=False)
+    _assignment: RankAssignment | None = field(default=None, init=False)  # Received and not yet started.
+    _stop_reason: str | None = field(default=None, init=False)  # Why the current generation must stop.
+    _last_code: int | None = field(default=None, init=False)  # Of the last generation.
+    _waiting_for: str = field(default="", init=False)
+    _received_at: float = field(default=0.0, init=False)  # Time of the last message.
 
     @property
     def code(self) -> int:
-        """What the job ends with on this node."""
-        return DONE if self._end is None else self._end.code
+        """Exit code of the job on this node."""
+        return DONE if self._exit is None else self._exit.code
 
     @property
-    def news(self) -> "RendezvousClient":
-        """This: others say here that a generation must end."""
+    def remote_stop(self) -> "RendezvousClient":
+        """This object: the server sends here that a generation must stop."""
         return self
 
     def fileno(self) -> int:
-        """Of the connection."""
+        """Return the descriptor of the connection."""
         return self.connection.fileno()
 
     def read(self) -> str | None:
-        """Why the workers here must end; None where that was not said."""
+        """Read messages; return the reason if the workers here must stop, else None."""
         self._receive()
-        return self._called_off if self._end is None else self._end.sentence or "the job is over"
+        return self._stop_reason if self._exit is None else self._exit.sentence or "the job is over"
 
-    def places(self) -> Generator[RankAssignment, None, None]:
-        """One for each generation that this node takes part in."""
+    def assignments(self) -> Generator[RankAssignment, None, None]:
+        """Yield the rank assignment of each generation that this node takes part in."""
         while True:
             self._wait()
-            if self._end is not None or self._place is None:
+            if self._exit is not None or self._assignment is None:
                 break
-            place, self._place, self._called_off = self._place, None, None
-            last = place.first + place.workers - 1
-            own = f"worker {last}" if place.workers == 1 else f"workers {place.first} to {last}"
-            self.say(
-                f"start {place.generation}: node {place.node} of {place.nodes}, {own} of {place.all_workers}; worker 0 is at {place.meeting}."
+            current, self._assignment, self._stop_reason = self._assignment, None, None
+            last = current.first + current.workers - 1
+            workers = f"worker {last}" if current.workers == 1 else f"workers {current.first} to {last}"
+            self.log(
+                f"start {current.generation}: node {current.node} of {current.nodes}, {workers} of {current.all_workers}; "
+                f"worker 0 is at {current.coordinator}."
             )
-            yield place
-        if self._end is not None and self._end.sentence:
-            self.say(f"{self._end.sentence}.")
+            yield current
+        if self._exit is not None and self._exit.sentence:
+            self.log(f"{self._exit.sentence}.")
 
-    def note(self, ended: LocalWorkers) -> None:
-        """Tell the meeting how a generation has ended here."""
-        self._last_code = ended.code
-        outcome = self._outcome(ended)
+    def record(self, workers: LocalWorkers) -> None:
+        """Report to the server how a generation has ended here."""
+        self._last_code = workers.code
+        outcome = self._outcome(workers)
         self.connection.send(encode({"kind": "ended", **outcome.as_message()}))
-        if self._end is None and (outcome.leaves or outcome.is_final):
-            self._end = NodeExit(ended.code, "")
+        if self._exit is None and (outcome.leaves or outcome.is_final):
+            self._exit = NodeExit(workers.code, "")
 
     def close(self) -> None:
-        """Leave; where the meeting is here, it is over for all."""
-        if self.host is not None:
+        """Leave; if the server runs here, the job ends on all nodes."""
+        if self.server is not None:
             code = self.code or PEER_LOST
-            self.host.stop(code, f"{self.where} has ended, and the job cannot go on without it")
+            self.server.stop(code, f"{self.description} has ended, and the job cannot continue without it")
         self.connection.flush()
         self.connection.close()
 
-    def _outcome(self, ended: LocalWorkers) -> GenerationOutcome:
-        if ended.is_unwanted and self.host is not None:
-            return GenerationOutcome(ended.code or PEER_LOST, "it was asked to end", is_final=True, leaves=True)
-        if ended.is_unwanted:
-            return GenerationOutcome(PEER_LOST if ended.code else DONE, "it was asked to end", leaves=True)
-        if ended.is_late:
-            return GenerationOutcome(ended.code, "the run took longer than --timeout allows", is_final=True)
-        failure = ended.failure
+    def _outcome(self, workers: LocalWorkers) -> GenerationOutcome:
+        if workers.was_asked_to_stop and self.server is not None:
+            return GenerationOutcome(workers.code or PEER_LOST, "it was asked to stop", is_final=True, leaves=True)
+        if workers.was_asked_to_stop:
+            return GenerationOutcome(PEER_LOST if workers.code else DONE, "it was asked to stop", leaves=True)
+        if workers.timed_out:
+            return GenerationOutcome(workers.code, "the run took longer than --timeout allows", is_final=True)
+        failure = workers.failure
         if failure is None:
-            return GenerationOutcome(ended.code, "its workers were asked to end", is_consequence=True)
-        return GenerationOutcome(ended.code, failure.headline, failure.is_consequence, is_final(ended))
+            return GenerationOutcome(workers.code, "its workers were asked to stop", is_consequence=True)
+        return GenerationOutcome(workers.code, failure.headline, failure.is_consequence, is_final(workers))
 
     def _wait(self) -> None:
-        """Until there is a place or an end."""
-        notice = WaitLogger(self.say)
-        self._heard = time.monotonic()
+        """Wait until there is an assignment or a reason to exit."""
+        progress = WaitLogger(self.log)
+        self._received_at = time.monotonic()
         while True:
             self._receive()
-            if self._place is not None or self._end is not None:
+            if self._assignment is not None or self._exit is not None:
                 return
-            limit = min(seconds_left(self.stop_at), self._heard + _SILENT_SECONDS - time.monotonic())
+            limit = min(_seconds_left(self.stop_at), self._received_at + _SILENT_SECONDS - time.monotonic())
             if limit <= 0:
-                self._end = self._end_of_patience()
+                self._exit = self._exit_on_timeout()
                 return
-            numbers, _ = self.received.wait(min(limit, 1.0), [self.fileno()])
-            self._end = unwanted(numbers, self._last_code)
-            if self._waits_for:
-                notice.tell(self._waits_for)
+            numbers, _ = self.signals.wait(min(limit, 1.0), [self.fileno()])
+            self._exit = _exit_on_signal(numbers, self._last_code)
+            if self._waiting_for:
+                progress.tell(self._waiting_for)
 
-    def _end_of_patience(self) -> NodeExit:
-        if seconds_left(self.stop_at) <= 0:
+    def _exit_on_timeout(self) -> NodeExit:
+        if _seconds_left(self.stop_at) <= 0:
             return NodeExit(NO_PROGRESS, "the run takes longer than --timeout allows")
         return NodeExit(
-            PEER_LOST, f"{self.where} said nothing for {_SILENT_SECONDS:g} s, and the job cannot go on without it"
+            PEER_LOST,
+            f"{self.description} sent nothing for {_SILENT_SECONDS:g} s, and the job cannot continue without it",
         )
 
     def _receive(self) -> None:
         for message in self.connection.receive():
-            self._heard = time.monotonic()
-            self._take(message)
-        if self.connection.ended is not None and self._end is None:
+            self._received_at = time.monotonic()
+            self._handle(message)
+        if self.connection.ended is not None and self._exit is None:
             why = self.connection.ended
-            self._end = NodeExit(PEER_LOST, f"{self.where} was lost ({why}), and the job cannot go on without it")
+            self._exit = NodeExit(
+                PEER_LOST, f"{self.description} was lost ({why}), and the job cannot continue without it"
+            )
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "start":
-            self._place = RankAssignment(**message["place"])
+            self._assignment = RankAssignment.from_message(message["place"])
         elif message["kind"] == "call off":
-            self._called_off = message["sentence"]
+            self._stop_reason = message["sentence"]
         elif message["kind"] == "again":
-            self.say(f"{message['sentence']}.")
+            self.log(f"{message['sentence']}.")
         elif message["kind"] == "beat":
-            self._waits_for = message["waits"]
-        elif message["kind"] == "end" and self._end is None:
-            self._end = NodeExit(int(message["code"]), message["sentence"])
+            self._waiting_for = message["waits"]
+        elif message["kind"] == "end" and self._exit is None:
+            self._exit = NodeExit(int(message["code"]), message["sentence"])
 
 
-def seconds_left(stop_at: float | None) -> float:
-    """Until the run must be over."""
+def join_rendezvous(
+    job: LaunchConfig,
+    node: int | None,
+    secret: bytes | None,
+    signals: SignalPipe,
+    stop_at: float | None,
+    log: Callable[[str], None],
+) -> RendezvousClient | NodeExit:
+    """Join the rendezvous of a job, or start its server.
+
+    Args:
+        job: what runs.
+        node: rank of this node; None: a node at the coordinator's address starts the server if there is none yet.
+        secret: that all supervisors must know; None: no secret is needed.
+        signals: of the supervisor.
+        stop_at: when the run must be over, on the monotonic clock.
+        log: prints a line for the user.
+
+    Returns:
+        The restart loop of this node, or why it exits.
+
+    Raises:
+        ClusterError: this is node 0, and it cannot listen.
+    """
+    spec = JobSpec.of(job)
+    joining = _Join(spec, _own_peer(job, node, spec), secret, signals, stop_at, log)
+    if node == 0:
+        return joining.serve()
+    if node is None and is_local_host(split_address("--coordinator", spec.coordinator)[0]):
+        with contextlib.suppress(RetryableConnectError):
+            return joining.try_once()
+        with contextlib.suppress(ClusterError):  # Another supervisor on this machine was faster.
+            return joining.serve()
+    return joining.try_until_admitted()
+
+
+def _own_peer(job: LaunchConfig, node: int | None, spec: JobSpec) -> Peer:
+    """Describe this supervisor; without ``--hosts`` the server takes its host from the connection."""
+    host, port = split_address("address", job.first_addresses[node or 0] if job.hosts else spec.coordinator)
+    information = {"rank": node, "host": host if job.hosts else "", "port": port}
+    return Peer(
+        -1, job.workers, socket.gethostname(), os.getpid(), identity=spec.as_identity(), information=information
+    )
+
+
+@dataclass(frozen=True)
+class _Join:
+    spec: JobSpec
+    me: Peer
+    secret: bytes | None
+    signals: SignalPipe
+    stop_at: float | None
+    log: Callable[[str], None]
+
+    def serve(self) -> RendezvousClient:
+        """Start the server at this node."""
+        listener = open_listener(self.spec.coordinator, None, self.log)
+        server = RendezvousServer(self.spec, self.me, listener, self.secret, self.log)
+        return self._client(server.connection, server)
+
+    def try_until_admitted(self) -> RendezvousClient | NodeExit:
+        """Try to join until the server admits or rejects this node, or a limit is reached."""
+        progress, reason = WaitLogger(self.log), "connection refused"
+        while progress.seconds < self.spec.start_seconds:
+            try:
+                return self.try_once()
+            except RetryableConnectError as error:
+                reason = str(error)
+            progress.tell(f"the rendezvous at node 0, {self.spec.coordinator} ({reason})")
+            numbers, _ = self.signals.wait(_RETRY_SECONDS)
+            stopped = _exit_on_signal(numbers)
+            if stopped is not None:
+                return stopped
+            if _seconds_left(self.stop_at) <= 0:
+                return NodeExit(NO_PROGRESS, f"{self._description} was not reached within --timeout: {reason}")
+        return NodeExit(
+            PEER_LOST,
+            f"{self._description} was not reached within {self.spec.start_seconds:g} s: {reason}. Fix: start the same command there, "
+            "and check that this node can connect to it",
+        )
+
+    def try_once(self) -> RendezvousClient | NodeExit:
+        """Try to join once; raise RetryableConnectError if a later attempt may succeed."""
+        connection = connect(self.spec.coordinator, _CONNECT_SECONDS)
+        try:
+            introduce(connection, self.me, self.secret, HANDSHAKE_SECONDS)
+            _await_admission(connection)
+        except HandshakeError as error:
+            connection.close()
+            return NodeExit(USAGE, f"{self._description} rejected this node {error}")
+        except BaseException:
+            connection.close()
+            raise
+        return self._client(connection, None)
+
+    def _client(self, connection: FramedSocket, server: RendezvousServer | None) -> RendezvousClient:
+        return RendezvousClient(connection, server, self._description, self.signals, self.stop_at, self.log)
+
+    @property
+    def _description(self) -> str:
+        return f"node 0 (rendezvous at {self.spec.coordinator})"
+
+
+def _await_admission(connection: FramedSocket) -> None:
+    """Wait for the server's reply; raise HandshakeError if it is a rejection."""
+    until = time.monotonic() + HANDSHAKE_SECONDS
+    while connection.ended is None and time.monotonic() < until:
+        message = connection.wait(until - time.monotonic())
+        if message is not None and message["kind"] == "welcome":
+            return
+        if message is not None and message["kind"] == "refuse":
+            if message["again"]:
+                raise RetryableConnectError(message["sentence"])
+            raise HandshakeError(message["sentence"])
+    raise RetryableConnectError(connection.ended or "it sends nothing")
+
+
+def _seconds_left(stop_at: float | None) -> float:
+    """Return the seconds until the run must be over."""
     return float("inf") if stop_at is None else stop_at - time.monotonic()
 
 
-def unwanted(numbers: list[int], code: int | None = None) -> NodeExit | None:
-    """The end where the supervisor was asked to end while nothing runs: with ``code``, if workers have run before."""
-    asked = [number for number in numbers if number in ENDING]
-    return NodeExit(128 + asked[0] if code is None else code, "") if asked else None
+def _exit_on_signal(numbers: list[int], last_code: int | None = None) -> NodeExit | None:
+    """Return the exit for a signal while no workers run: with the code of the last generation, if there was one."""
+    stops = [number for number in numbers if number in STOP_SIGNALS]
+    return NodeExit(128 + stops[0] if last_code is None else last_code, "") if stops else None

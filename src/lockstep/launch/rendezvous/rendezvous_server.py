@@ -1,4 +1,4 @@
-"""The side of the meeting that listens: a thread of node 0's supervisor, which carries what the assembly decides."""
+"""Server of the rendezvous: a thread in node 0's supervisor that connects the nodes to the state machine."""
 
 import ipaddress
 import socket
@@ -20,117 +20,116 @@ from lockstep.launch.rendezvous.rendezvous_state import Outbound, RendezvousStat
 
 __all__ = ["RendezvousServer"]
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.1
-_DEAD_SECONDS = 35.0  # After these a machine that answers no more is lost; the same as for one that nothing is sent to.
-_LINGER_SECONDS = 2.0  # For the others to hear that the job is over.
-_OWN = 0  # The key of the node that the meeting is at.
+_DEAD_SECONDS = 35.0  # A machine that acknowledges nothing for so long is lost; the same as for an idle connection.
+_LINGER_SECONDS = 2.0  # For the other nodes to receive the end of the job.
+_LOCAL_KEY = 0  # The key of this node.
 
 
 class RendezvousServer:
-    """Serves the meeting of one job.
+    """Serves the rendezvous of one job.
 
     Args:
-        terms: of this node, which all others must have.
+        spec: of this node, which all others must match.
         me: this supervisor.
-        listener: where the others connect.
-        secret: what they must know; None: nothing.
-        announce: takes a line about who was turned away.
-        clock: gives seconds, and is not set back.
+        listener: socket that the other nodes connect to.
+        secret: that they must know; None: no secret is needed.
+        log: prints a line about a rejected connection.
+        clock: returns seconds and never goes back.
 
     Attributes:
-        connection: the end for this node's own guest.
+        connection: the end for this node's own client.
     """
 
     def __init__(
         self,
-        terms: JobSpec,
+        spec: JobSpec,
         me: Peer,
         listener: socket.socket,
         secret: bytes | None,
-        announce: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._loop = EventLoop("lockstep-meeting", clock)
-        self._assembly = RendezvousState(terms, clock)
+        self._loop = EventLoop("lockstep-rendezvous", clock)
+        self._state = RendezvousState(spec, clock)
         self._connections: dict[int, FramedSocket] = {}
-        self._next_key, self._ticks = _OWN, 0
-        self._all_told = threading.Event()
-        here, there = socket.socketpair()
-        self.connection = FramedSocket(there)
-        self._sit(
-            FramedSocket(here), NodeInfo.of(me, split_address("the coordinator", terms.coordinator)[0], is_host=True)
-        )
-        self._loop.listen(listener, HandshakeServer(self._loop, me, secret, self._arrived, announce).knock, FIRST_BYTES)
+        self._next_key, self._ticks = _LOCAL_KEY, 0
+        self._end_delivered = threading.Event()
+        server_end, client_end = socket.socketpair()
+        self.connection = FramedSocket(client_end)
+        own_host = split_address("the coordinator", spec.coordinator)[0]
+        self._add(FramedSocket(server_end), NodeInfo.of(me, own_host, is_server=True))
+        self._loop.listen(listener, HandshakeServer(self._loop, me, secret, self._on_join, log).knock, FIRST_BYTES)
         self._loop.later(0.0, self._tick)
         self._loop.start()
 
     def stop(self, code: int, sentence: str) -> None:
-        """End the job with this code if it has not ended yet, and close when the others know it."""
+        """End the job with this code if it has not ended yet, and close when the other nodes have been told."""
         self._loop.call(lambda: self._finish(code, sentence))
-        self._all_told.wait(_LINGER_SECONDS)
+        self._end_delivered.wait(_LINGER_SECONDS)
         self._loop.stop()
 
     def _finish(self, code: int, sentence: str) -> None:
-        if not self._assembly.is_over:
-            self._say(self._assembly.finish(code, sentence))
-        self._see_who_is_left()
+        if not self._state.is_over:
+            self._send(self._state.finish(code, sentence))
+        self._check_end_delivered()
 
-    def _arrived(self, connection: FramedSocket, peer: Peer) -> None:
+    def _on_join(self, connection: FramedSocket, peer: Peer) -> None:
         try:
-            refusal = self._assembly.judge(peer)
-            node = None if refusal else NodeInfo.of(peer, _host_of(connection))
+            rejection = self._state.validate(peer)
+            node = None if rejection else NodeInfo.of(peer, _host_of(connection))
         except (LockstepError, TypeError, ValueError) as error:
-            node, refusal = None, JoinRejection(f"{peer.process} did not say properly which node it is ({error})")
+            node, rejection = None, JoinRejection(f"{peer.process} sent an invalid description of its node ({error})")
         if node is not None:
             connection.send(encode({"kind": "welcome"}))
-            self._sit(connection, node)
-        elif refusal is not None:
-            message = {"kind": "refuse", "sentence": refusal.sentence, "again": refusal.again}
+            self._add(connection, node)
+        elif rejection is not None:
+            message = {"kind": "refuse", "sentence": rejection.sentence, "again": rejection.again}
             connection.send(encode(message))
             self._loop.remove(connection)
 
-    def _sit(self, connection: FramedSocket, node: NodeInfo) -> None:
+    def _add(self, connection: FramedSocket, node: NodeInfo) -> None:
         key, self._next_key = self._next_key, self._next_key + 1
         self._connections[key] = connection
         connection.allow(MAX_BYTES)
         connection.give_up_after(_DEAD_SECONDS)
-        self._loop.add(connection, lambda _, message: self._received(key, message), lambda _: self._closed(key))
-        self._say(self._assembly.come(key, node))
+        self._loop.add(connection, lambda _, message: self._on_message(key, message), lambda _: self._on_close(key))
+        self._send(self._state.add(key, node))
 
-    def _received(self, key: int, message: dict[str, Any]) -> None:
+    def _on_message(self, key: int, message: dict[str, Any]) -> None:
         try:
             if message["kind"] == "ended":
-                self._say(self._assembly.note(key, GenerationOutcome.from_message(message)))
+                self._send(self._state.record(key, GenerationOutcome.from_message(message)))
         except (KeyError, TypeError, ValueError) as error:
-            self._connections[key].ended = f"it sent what cannot be read ({error!r})"
+            self._connections[key].ended = f"it sent an invalid message ({error!r})"
 
-    def _closed(self, key: int) -> None:
+    def _on_close(self, key: int) -> None:
         why = self._connections.pop(key).ended or CLOSED
-        self._say(self._assembly.go(key, why))
-        self._see_who_is_left()
+        self._send(self._state.remove(key, why))
+        self._check_end_delivered()
 
-    def _see_who_is_left(self) -> None:
-        if self._assembly.is_over and not set(self._connections) - {_OWN}:
-            self._all_told.set()
+    def _check_end_delivered(self) -> None:
+        if self._state.is_over and not set(self._connections) - {_LOCAL_KEY}:
+            self._end_delivered.set()
 
     def _tick(self) -> None:
-        self._say(self._assembly.step())
+        self._send(self._state.advance())
         self._ticks += 1
-        if self._ticks % round(_BEAT_SECONDS / _TICK_SECONDS) == 0:
-            beat = encode({"kind": "beat", "waits": self._assembly.waits_for()})
-            for key in self._assembly.waiting():
-                self._connections[key].send(beat)
+        if self._ticks % round(_HEARTBEAT_SECONDS / _TICK_SECONDS) == 0:
+            heartbeat = encode({"kind": "beat", "waits": self._state.describe_wait()})
+            for key in self._state.idle_nodes():
+                self._connections[key].send(heartbeat)
         self._loop.later(_TICK_SECONDS, self._tick)
 
-    def _say(self, said: Iterable[Outbound]) -> None:
-        for one in said:
-            if one.to in self._connections:
-                self._connections[one.to].send(encode(one.message))
+    def _send(self, messages: Iterable[Outbound]) -> None:
+        for outbound in messages:
+            if outbound.to in self._connections:
+                self._connections[outbound.to].send(encode(outbound.message))
 
 
 def _host_of(connection: FramedSocket) -> str:
-    """Where a connection comes from; an IPv4 address that a socket for both shows as IPv6 is written as what it is."""
+    """Return the host of the other end; an IPv4 address that a dual-stack socket shows as IPv6 is returned as IPv4."""
     host = split_address("address", connection.address)[0]
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

@@ -15,8 +15,7 @@ from lockstep._errors import ClusterError
 from lockstep.cluster_resolver import resolve
 from lockstep.devices.cpu_devices import usable_cores
 from lockstep.devices.memory import first_line, host_memory
-from lockstep.launch.gpus import gpus_of
-from lockstep.launch.malloc_selection import choose_allocator, glibc_version, library_folders
+from lockstep.launch.worker_environment import choose_allocator, glibc_version, library_folders, visible_gpus
 
 __all__ = ["describe_environment", "describe_machine"]
 
@@ -51,7 +50,7 @@ def describe_environment(environment: Mapping[str, str], limit: float = 60.0) ->
         limit: seconds that JAX has to name its devices.
     """
     allocator = choose_allocator(
-        "auto", environment, library_folders(environment), glibc_version(), bool(gpus_of(environment))
+        "auto", environment, library_folders(environment), glibc_version(), bool(visible_gpus(environment))
     )
     rows = {
         "machine": describe_machine(),
