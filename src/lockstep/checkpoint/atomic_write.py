@@ -11,9 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep._errors import CheckpointError
-from lockstep.checkpoint.format import Manifest, encode, write_arrays
-from lockstep.checkpoint.paths import REMOVED, WRITTEN, is_leftover
-from lockstep.checkpoint.reader import ARRAYS, MANIFEST
+from lockstep.checkpoint.format import ARRAYS, MANIFEST, REMOVED, WRITTEN, Manifest, encode, is_leftover, write_arrays
 from lockstep.checkpoint.snapshot import Snapshot
 
 __all__ = ["failed", "make_directory", "publish", "remove", "sweep"]

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import CheckpointError
-from lockstep.checkpoint.format import Manifest, check_bounds, decode, read_array
-from lockstep.checkpoint.paths import step_of
+from lockstep.checkpoint.format import ARRAYS, MANIFEST, Manifest, check_bounds, decode, read_array, step_of
 from lockstep.checkpoint.snapshot import Snapshot
 
-__all__ = ["ARRAYS", "MANIFEST", "Loaded", "describe", "read", "verify"]
-
-MANIFEST, ARRAYS = "manifest.json", "arrays.npz"
+__all__ = ["Loaded", "describe", "read", "verify"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +36,9 @@ def describe(path: Path) -> Manifest:
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is not what was written.
     """
-    where = path / MANIFEST
-    with _checkpoint_errors(where):
-        manifest = decode(where.read_bytes(), where)
+    file_path = path / MANIFEST
+    with _checkpoint_errors(file_path):
+        manifest = decode(file_path.read_bytes(), file_path)
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
     return manifest
@@ -49,10 +46,10 @@ def describe(path: Path) -> Manifest:
 
 def read(path: Path) -> Loaded:
     """Read and check a checkpoint. Args and errors are those of :func:`describe`."""
-    manifest, where = describe(path), path / ARRAYS
-    with _checkpoint_errors(where), open(where, "rb") as file:
-        check_bounds(file, manifest, where)
-        arrays = {name: read_array(file, name, entry, where) for name, entry in manifest.arrays.items()}
+    manifest, file_path = describe(path), path / ARRAYS
+    with _checkpoint_errors(file_path), open(file_path, "rb") as file:
+        check_bounds(file, manifest, file_path)
+        arrays = {name: read_array(file, name, entry, file_path) for name, entry in manifest.arrays.items()}
     return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
 
 
@@ -64,12 +61,12 @@ def verify(path: Path) -> list[str]:
     """
     problems = []
     try:
-        manifest, where = describe(path), path / ARRAYS
-        with _checkpoint_errors(where), open(where, "rb") as file:
-            check_bounds(file, manifest, where)
+        manifest, file_path = describe(path), path / ARRAYS
+        with _checkpoint_errors(file_path), open(file_path, "rb") as file:
+            check_bounds(file, manifest, file_path)
             for name, entry in manifest.arrays.items():
                 try:
-                    read_array(file, name, entry, where)
+                    read_array(file, name, entry, file_path)
                 except CheckpointError as error:
                     problems.append(str(error))
     except CheckpointError as error:
@@ -78,13 +75,13 @@ def verify(path: Path) -> list[str]:
 
 
 @contextmanager
-def _checkpoint_errors(where: Path) -> Iterator[None]:
+def _checkpoint_errors(file_path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        there = "is missing" if where.parent.is_dir() else "is missing, as there is no such directory"
-        raise CheckpointError(f"{where}: {there}.", error.errno) from error
+        there = "is missing" if file_path.parent.is_dir() else "is missing, as there is no such directory"
+        raise CheckpointError(f"{file_path}: {there}.", error.errno) from error
     except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror or error}.", error.errno) from error
+        raise CheckpointError(f"{file_path}: cannot be read: {error.strerror or error}.", error.errno) from error

@@ -91,18 +91,18 @@ def _array(name: str, value: Any) -> np.ndarray:
     return array
 
 
-def _check_json(where: str, value: Any) -> None:
+def _check_json(path: str, value: Any) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise OptionError(f"Snapshot: {where}: expected keys of type str, got {key!r}.")
-            _check_json(f"{where}[{key!r}]", item)
+                raise OptionError(f"Snapshot: {path}: expected keys of type str, got {key!r}.")
+            _check_json(f"{path}[{key!r}]", item)
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            _check_json(f"{where}[{number}]", item)
+            _check_json(f"{path}[{number}]", item)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         raise OptionError(
-            f"Snapshot: {where}: expected None, bool, int, float, str, list or dict, as JSON has them, got {value!r} "
+            f"Snapshot: {path}: expected None, bool, int, float, str, list or dict, as JSON has them, got {value!r} "
             f"({type(value).__name__}). Fix: put numbers of NumPy into the arrays."
         )
 

@@ -29,12 +29,12 @@ from lockstep.devices.names import device_name
 from lockstep.doctor.fit_checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions, StepHook, in_step, trace_context
+from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
-from lockstep.fit.checkpointing.save_schedule import SaveFrequency
 from lockstep.fit.hooks import CallbackHooks, FitContext, FitHook, entered
 from lockstep.fit.monitoring.monitor_hook import MonitorHook
-from lockstep.fit.nan_guard.step_guard import NanGuardHook
+from lockstep.fit.nan_guard.nan_guard import NanGuardHook
 from lockstep.strategies.device_override import as_imposed, is_out_of_use
 from lockstep.strategies.diagnostics import Diagnostics
 from lockstep.strategies.validation import options_of, refuse_with_slices, resolve_ops

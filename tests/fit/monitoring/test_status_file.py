@@ -15,7 +15,7 @@ from rich.console import Console
 import lockstep
 from lockstep import cli
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
-from lockstep.checkpoint.paths import STATUS
+from lockstep.checkpoint.format import STATUS
 from lockstep.tools.commands import top
 
 from .runs import STEPS, built, fit

@@ -15,9 +15,9 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.iterator_state import capture_random_state, restore_random_state
+from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.model_state import copies_of
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
-from lockstep.fit.checkpointing.save_schedule import SaveFrequency
 
 __all__ = ["Checkpoint"]
 

@@ -12,10 +12,9 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.execution.train_functions import StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.hooks import FitContext, callbacks_in, single_callback
-from lockstep.fit.monitoring.base_callback import Attachment, MonitorCallback
 from lockstep.fit.monitoring.flops import FlopCounter
 from lockstep.fit.monitoring.status_file import StatusWriter
-from lockstep.fit.monitoring.step_timer import FitProgress, StepTimer
+from lockstep.fit.monitoring.step_timer import Attachment, FitProgress, MonitorCallback, StepTimer
 from lockstep.fit.monitoring.tensorboard import TensorBoard
 from lockstep.fit.monitoring.throughput import ThroughputMonitor
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.paths import STATUS
+from lockstep.checkpoint.format import STATUS
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.wait_meter import WaitMeter
 from lockstep.distributed.control.failure_detector import WorkerStatus

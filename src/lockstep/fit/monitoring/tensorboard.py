@@ -13,8 +13,7 @@ import numpy as np
 from lockstep._errors import OptionError, whole_number
 from lockstep.distributed.control.failures import summary_of
 from lockstep.execution.train_functions import StepHook
-from lockstep.fit.monitoring.base_callback import Attachment, MonitorCallback
-from lockstep.fit.monitoring.step_timer import StepTimer, TimerReading
+from lockstep.fit.monitoring.step_timer import Attachment, MonitorCallback, StepTimer, TimerReading
 from lockstep.fit.monitoring.tfevents import EventFile, Value, graph, histogram, newest_steps, scalar
 from lockstep.fit.monitoring.throughput import NAMES, numbers_of
 

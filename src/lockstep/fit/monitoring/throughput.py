@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep._errors import OptionError, whole_number
-from lockstep.fit.monitoring.base_callback import Attachment, MonitorCallback
 from lockstep.fit.monitoring.flops import peak_of
-from lockstep.fit.monitoring.step_timer import TimerReading
+from lockstep.fit.monitoring.step_timer import Attachment, MonitorCallback, TimerReading
 
 __all__ = ["NAMES", "ThroughputMonitor", "numbers_of"]
 

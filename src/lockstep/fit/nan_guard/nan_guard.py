@@ -1,13 +1,26 @@
-"""The callback that asks for the NaN guard; ``NanGuardHook`` guards the steps, around the whole call of ``fit``."""
+"""The NaN guard: a callback that asks for it, and the hook that checks the training steps of a call of ``fit``.
 
+The host checks step t while the devices already compute step t + 1. If t was not finite, the gate has closed, so t + 1 has changed
+nothing either, and the state is still that before t. After the guard's action t + 1 is computed again, with the same batch.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 
-from lockstep._errors import OptionError, ScopeError, whole_number
+from lockstep._errors import NonFiniteError, OptionError, ScopeError, whole_number
+from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
+from lockstep.execution.train_functions import StepFunctions, StepHook
+from lockstep.fit.checkpointing.model_state import KINDS, variables_of
+from lockstep.fit.hooks import FitContext, single_callback
+from lockstep.fit.nan_guard.diagnosis import Diagnosis, describe_nonfinite, diagnose
 
-__all__ = ["NanGuard", "NanGuardOptions"]
+__all__ = ["NanGuard", "NanGuardHook", "NanGuardOptions", "Rollback", "StepGuard"]
 
 ACTIONS = ("stop", "rollback", "skip")
 
@@ -88,3 +101,180 @@ class NanGuard(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Check the last step of the epoch."""
         self.watch.settle()
+
+
+_MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
+
+Rollback = Callable[[], tuple[int, list[list[Any]]] | None]  # number of steps, and the values of all but the metrics
+
+
+class NanGuardHook:
+    """Guards the training steps of a call; it comes after the hook that sets ``context.checkpoint``, which a rollback needs.
+
+    Raises:
+        OptionError: there are several NanGuard callbacks; or, on entry, no checkpoints to roll back to.
+    """
+
+    def around_fit(self, context: FitContext) -> AbstractContextManager[None]:
+        """See :class:`lockstep.fit.hooks.FitHook`."""
+        guard = single_callback(context.callbacks, NanGuard)
+        return _guarded(guard, context) if guard else nullcontext()
+
+
+@contextmanager
+def _guarded(guard: NanGuard, context: FitContext) -> Iterator[None]:
+    if guard.asked.action == "rollback" and context.checkpoint is None:
+        raise OptionError(
+            'NanGuard("rollback") goes back to the newest checkpoint of a lockstep.callbacks.BackupAndRestore, and there is none among the '
+            "callbacks of fit. Add one, or take another action."
+        )
+    guard.watch = StepGuard(guard, context.functions, lambda: _newest_checkpoint(context), context.log)
+    try:
+        with context.functions.hooked(guard.watch):
+            yield
+    finally:
+        guard.watch = None
+
+
+def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | None:
+    found = context.process_group.broadcast_from_chief(context.checkpoint.newest() if context.checkpoint else None)
+    if found is None:
+        return None
+    step, arrays, _ = found
+    kinds = zip(KINDS[:-1], variables_of(context.model)[:-1], strict=True)  # all but the metrics
+    return step, [[arrays[f"{kind}/{n}"] for n in range(len(variables))] for kind, variables in kinds]
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """A step that was started; its batch is kept until the step has been checked."""
+
+    epoch: int
+    number: int
+    batch: Any
+    gate: NonFiniteGate
+    names: list[Any]
+    flags: Any
+
+    def bad(self) -> list[Any]:
+        """Wait for the step, and return the names of what is not finite."""
+        flags = np.asarray(self.flags)
+        return [name for name, flag in zip(self.names, flags, strict=True) if flag]
+
+
+@dataclass(eq=False)
+class StepGuard(StepHook):
+    """Checks each training step for NaN and Inf, and takes the guard's action.
+
+    Args:
+        guard: has the options, and counts skipped steps and rollbacks.
+        functions: of the model.
+        rollback: gives the newest checkpoint, on every process.
+        log: takes a line for the user.
+        epoch: the running epoch.
+        batch: number of the step in it that begins next.
+    """
+
+    guard: NanGuard
+    functions: StepFunctions
+    rollback: Rollback
+    log: Callable[[str], None]
+    epoch: int = 0
+    batch: int = 0
+    _pending: _PendingStep | None = None
+    _state: Any = None  # after the last step
+    _in_a_row: int = 0
+    _diagnoses: int = 0
+
+    def replaced_step(self, gated_step: Callable[[], GatedStep]) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """See :class:`StepHook`."""
+        return functools.partial(self.step, gated_step())
+
+    def step(self, gated: GatedStep, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Return logs and state of a training step, after the step before it was checked."""
+        if self._pending is None:
+            gated.gate.open()
+        logs, new = gated(state, batch)
+        restored = self._check_pending(new)
+        if restored is not None:
+            gated.gate.open()
+            logs, new = gated(restored, batch)
+        flags = gated.gate.nonfinite
+        flags.copy_to_host_async()
+        self._state = new
+        self._pending = _PendingStep(self.epoch, self.batch, batch, gated.gate, gated.gate.names, flags)
+        self.batch += 1
+        return logs, new
+
+    def settle(self) -> None:
+        """Check the last step, if no step follows at once; after a rollback the model's variables get the restored state."""
+        state, self._state = self._state, None
+        restored = self._check_pending(state)
+        if restored is not None and restored is not state:
+            for kind, values in zip(variables_of(self.functions.model), restored, strict=True):
+                for variable, value in zip(kind, values, strict=True):
+                    variable.assign(value)
+
+    def allows_checkpoint(self) -> bool:
+        """See :class:`StepHook`: no checkpoint counts a step that will end the training, or be rolled back."""
+        if self.guard.asked.action == "stop":
+            self.settle()
+        return self.guard.asked.action != "rollback" or self._pending is None or not self._pending.bad()
+
+    def _check_pending(self, state: Any) -> Any:
+        """Return the state to continue from if the pending step was not finite, else None; ``state`` is then the state before that step."""
+        before, self._pending = self._pending, None
+        bad = before.bad() if before else []
+        if before is None or not bad:
+            self._in_a_row = 0 if before else self._in_a_row
+            return None
+        self._in_a_row += 1
+        self.functions.pause()
+        return self._act(before, bad, state)
+
+    def _act(self, step: _PendingStep, bad: list[Any], state: Any) -> Any:
+        options, model = self.guard.asked, self.functions.model
+        cause = self._diagnosis(step, state)
+        text = f"epoch {step.epoch + 1}, step {step.number + 1}: {describe_nonfinite(model, bad)} {cause.sentence}"
+        found = self.rollback() if options.action == "rollback" else None
+        reason = self._reason_to_stop(found is not None)
+        if reason:
+            raise NonFiniteError(
+                f"NanGuard: {text} The variables are those before this step. {reason}",
+                *(step.epoch, step.number, cause.replicas, cause.layer, cause.variable, cause.rows),
+            )
+        if found is None:
+            self.guard.skipped += 1
+            self.log(f"NanGuard: {text} The step is left out, the {_ordinal(self.guard.skipped)} so far.")
+            return state
+        self.guard.rollbacks += 1
+        self.log(
+            f"NanGuard: {text} Training goes back to the checkpoint of step {found[0]}, and continues with the next batch; this is rollback "
+            f"{self.guard.rollbacks} of at most {options.max_rollbacks}."
+        )
+        return (*found[1], list(state[-1]))
+
+    def _diagnosis(self, step: _PendingStep, state: Any) -> Diagnosis:
+        if self._diagnoses >= _MAX_DIAGNOSES and not self._reason_to_stop(True):
+            return Diagnosis(f"It was not run again to find the cause, as the first {_MAX_DIAGNOSES} were.")
+        self._diagnoses += 1
+        return diagnose(self.functions, tuple(list(part) for part in state), step.batch)
+
+    def _reason_to_stop(self, has_checkpoint: bool) -> str | None:
+        options = self.guard.asked
+        if options.action == "stop":
+            return 'To continue without such steps, say NanGuard("skip") or NanGuard("rollback").'
+        if self._in_a_row >= options.max_in_a_row:
+            return f"It is the {_ordinal(self._in_a_row)} such step in a row (max_in_a_row={options.max_in_a_row})."
+        if options.action == "rollback" and self.guard.rollbacks >= options.max_rollbacks:
+            return (
+                f"Training has gone back {self.guard.rollbacks} times already (max_rollbacks={options.max_rollbacks})."
+            )
+        if options.action == "rollback" and not has_checkpoint:
+            return "There is no checkpoint to go back to yet: save more often, BackupAndRestore(save_freq=…)."
+        return None
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

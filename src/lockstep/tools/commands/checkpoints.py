@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError
-from lockstep.checkpoint.format import Manifest, write_arrays
-from lockstep.checkpoint.paths import step_of
-from lockstep.checkpoint.reader import MANIFEST, Loaded, describe, read
+from lockstep.checkpoint.format import MANIFEST, Manifest, step_of, write_arrays
+from lockstep.checkpoint.reader import Loaded, describe, read
 from lockstep.checkpoint.snapshot import widened
 from lockstep.checkpoint.store import CheckpointStore
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep._errors import OptionError
-from lockstep.checkpoint.paths import STATUS, checkpoints_in, step_of
+from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
 __all__ = ["picture", "slowest", "watch"]
 
