@@ -114,7 +114,7 @@ DAMAGES = {
     "a file": (replace_by_a_file, "manifest.json: cannot be read: Not a directory."),
     "a newer version": (
         lambda path: say(path, fields_of(path) | {"version": 7, "arrays": "elsewhere"}),
-        "is of format version 7; this Lockstep reads versions up to 1. Read it with the Lockstep that wrote it, or a newer",
+        "is of format version 7; this Lockstep reads versions up to 1. Fix: read it with the Lockstep that wrote it, or a newer",
     ),
     "another step": (
         lambda path: say(path, fields_of(path) | {"step": 4}),

@@ -99,7 +99,7 @@ def test_two_stores_of_one_process_are_two_jobs(tmp_path):
     with CheckpointStore(tmp_path) as store:
         other = CheckpointStore(tmp_path, log=silent)
         with pytest.raises(
-            CheckpointError, match=f"process {os.getpid()} on .* writes checkpoints there. Two jobs need two"
+            CheckpointError, match=f"process {os.getpid()} on .* writes checkpoints there. Fix: give each job its own"
         ):
             other.write(1, small())
         store.write(1, small())

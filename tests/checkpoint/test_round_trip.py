@@ -100,8 +100,8 @@ def test_a_checkpoint_without_arrays_is_one(tmp_path):
         ({3: np.zeros(1)}, {}, "names of type str without NUL, got 3"),
         ({"\ud800": np.zeros(1)}, {}, "no Unicode text"),
         ({"ω" * 40_000: np.zeros(1)}, {}, "a name of 80000 bytes"),
-        ({}, {"a": {"b": [1, (2,)]}}, r"facts\['a'\]\['b'\]\[1\]: expected None, bool, .* got \(2,\) \(tuple\)"),
-        ({}, {"a": {1: 2}}, r"facts\['a'\]: expected keys of type str, got 1"),
+        ({}, {"a": {"b": [1, (2,)]}}, r"metadata\['a'\]\['b'\]\[1\]: expected None, bool, .* got \(2,\) \(tuple\)"),
+        ({}, {"a": {1: 2}}, r"metadata\['a'\]: expected keys of type str, got 1"),
         ({}, {"a": np.float32(1)}, "Fix: put numbers of NumPy into the arrays"),
     ],
 )

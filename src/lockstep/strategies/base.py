@@ -57,6 +57,20 @@ def _current_claim() -> trainer.Claim | None:
 class Strategy(Diagnostics):
     """Base class of the strategies: synchronous data parallelism over a mesh of devices."""
 
+    # Hooks around a call of ``fit``, the outermost first. The step hooks that they add are called in the same order, after those of
+    # ``_step_hooks``.
+    _fit_hooks: tuple[FitHook, ...] = (
+        # First, to time all steps and to report how the call has ended, whichever hook raised. It adds callbacks to their list.
+        MonitorHook(),
+        # Hooks of the user's callbacks: within the timer, and while they may still add callbacks to the list.
+        CallbackHooks(),
+        # Replaces the list by a CallbackList that skips steps, so it comes after all hooks that add callbacks. Its step hook counts a
+        # step after the hooks before have seen it: if one of them raises, no checkpoint counts that step.
+        CheckpointHook(),
+        # Last, as a rollback needs the checkpoints of the hook before, and as it replaces the step itself.
+        NanGuardHook(),
+    )
+
     def __init__(
         self,
         find_devices: Callable[[], Sequence[jax.Device]],
@@ -222,23 +236,6 @@ class Strategy(Diagnostics):
     def _process_group(self) -> ProcessGroup:  # type: ignore[override]  # made when it is first asked for
         """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
         return ProcessGroup()
-
-    @cached_property
-    def _fit_hooks(self) -> tuple[FitHook, ...]:
-        """What surrounds a call of ``fit``, the outermost first.
-
-        The order:
-        1. ``MonitorHook`` times everything below, and reports how the call ended, whichever hook or step has raised. It also adds
-           callbacks, for which they must still be a list.
-        2. ``CallbackHooks``, those of the user: their steps are timed, they too may add callbacks, and their state is not yet
-           restored when they enter.
-        3. ``CheckpointHook`` replaces the callbacks by a CallbackList that skips steps, so every hook that adds callbacks comes before
-           it. Of the step hooks it hears last that a step was started: what it then counts, all others know.
-        4. ``NanGuardHook`` needs the checkpoints of 3 for a rollback. It replaces the step itself, so nothing comes between.
-
-        Step hooks that these add are called in the same order, after those of ``_step_hooks``.
-        """
-        return MonitorHook(), CallbackHooks(), CheckpointHook(), NanGuardHook()
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:

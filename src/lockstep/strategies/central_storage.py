@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import jax
 import keras
@@ -15,7 +14,7 @@ from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import device_name, resolve_with_parameter_device
 from lockstep.execution.central_executor import CentralExecutor
 from lockstep.execution.executors import Executor
-from lockstep.fit.hooks import FitContext, FitHook
+from lockstep.fit.hooks import FitContext
 from lockstep.strategies.base import Strategy
 
 __all__ = ["CentralStorageStrategy"]
@@ -90,6 +89,8 @@ class CentralStorageStrategy(Strategy):
             return found
 
         super().__init__(find, cross_device_ops, replicas, False, False, input_options)
+        # First, as a checkpoint restores the optimizer's variables.
+        self._fit_hooks = (_OptimizerBuilder(self._home), *self._fit_hooks)
 
     @property
     def parameter_device(self) -> str:
@@ -98,11 +99,6 @@ class CentralStorageStrategy(Strategy):
 
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         return CentralExecutor(placement, self._ops, self._home, model)
-
-    @cached_property
-    def _fit_hooks(self) -> tuple[FitHook, ...]:
-        # First, as a restored checkpoint needs the optimizer's variables.
-        return _OptimizerBuilder(self._home), *super()._fit_hooks
 
     def _summary(self) -> str:
         return f"{super()._summary()}; variables and updates on {self.parameter_device}"

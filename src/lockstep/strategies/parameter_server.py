@@ -24,7 +24,7 @@ from lockstep.distributed.process_job import GENERATION, SECRET
 from lockstep.distributed.resolvers import ClusterResolver, resolve
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.train_functions import StepHook
-from lockstep.fit.hooks import FitContext, FitHook, single_callback
+from lockstep.fit.hooks import FitContext, single_callback
 from lockstep.fit.nan_guard.nan_guard import NanGuard
 from lockstep.parameter_server.cluster_coordinator import SchedulingStrategy
 from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
@@ -103,6 +103,8 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         ('chief', True)
         >>> strategy.close()
     """
+
+    _fit_hooks = (_NanGuardRefusal(), *Strategy._fit_hooks)
 
     def __init__(
         self,
@@ -236,10 +238,6 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             self._order[model] = None
         if not self.is_chief:
             leave_files_to_the_chief(model)
-
-    @cached_property
-    def _fit_hooks(self) -> tuple[FitHook, ...]:
-        return _NanGuardRefusal(), *super()._fit_hooks
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:

@@ -23,6 +23,9 @@ from lockstep.fit.nan_guard.diagnosis import Diagnosis, describe_nonfinite, diag
 __all__ = ["NanGuard", "NanGuardHook", "NanGuardOptions", "Rollback", "StepGuard"]
 
 ACTIONS = ("stop", "rollback", "skip")
+_MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
+
+Rollback = Callable[[], tuple[int, list[list[Any]]] | None]  # number of steps, and the values of all but the metrics
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,6 @@ class NanGuard(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Check the last step of the epoch."""
         self.watch.settle()
-
-
-_MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
-
-Rollback = Callable[[], tuple[int, list[list[Any]]] | None]  # number of steps, and the values of all but the metrics
 
 
 class NanGuardHook:
