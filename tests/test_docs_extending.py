@@ -93,3 +93,7 @@ def test_the_strategy_keeps_law_1(page):
         model.compile("sgd", "mse")
     model.fit(np.ones((3, 2)), np.ones((3, 1)), verbose=0)
     assert {device.id for device in model.weights[0].value.devices()} == {1}
+
+
+def test_the_hook_counts_the_rows_of_a_fit(page):
+    assert page.counter.rows == 7
