@@ -1,7 +1,10 @@
 """What is public is listed, sorted, documented with an example, and named as in tf.distribute."""
 
+import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,22 @@ def test_the_list_is_sorted_and_true():
     assert {name for name in dir(lockstep) if not name.startswith("_")} >= set(lockstep.__all__) - {"__version__"}
     with pytest.raises(AttributeError, match="no attribute 'Strategie'"):
         _ = lockstep.Strategie
+
+
+def test_type_checkers_see_the_table():
+    tree = ast.parse(Path(inspect.getfile(lockstep)).read_text())
+    (block,) = (node.body for node in tree.body if isinstance(node, ast.If))
+    seen: dict[str, list[str]] = {}
+    for node in block:
+        assert isinstance(node, ast.ImportFrom)
+        assert all(alias.name == alias.asname for alias in node.names)
+        seen.setdefault(node.module or "", []).extend(alias.name for alias in node.names)
+    assert {module: tuple(names) for module, names in seen.items()} == lockstep._PUBLIC
+
+
+def test_importing_lockstep_imports_neither_keras_nor_jax():
+    code = "import sys, lockstep; lockstep.OptionError; print(sorted({'jax', 'keras', 'numpy'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(("name", "item"), list(public()))

@@ -1,161 +1,134 @@
 """Lockstep: train Keras 3 models on many devices at once, on JAX, with the names of ``tf.distribute``.
 
-The numbers are those of one device, whatever the devices: see ``ARCHITECTURE.md``. Importing the package changes
-nothing and imports neither Keras nor JAX; the first use of a name does.
+Results do not depend on the devices: see ``ARCHITECTURE.md``. Importing the package has no side effects and imports neither
+Keras nor JAX; the first use of a name does.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep._errors import (
-    BackendError,
-    CheckpointError,
-    ClusterError,
-    ContractError,
-    DeterminismError,
-    DeviceError,
-    InputError,
-    LockstepError,
-    ModelError,
-    NonFiniteError,
-    OptionError,
-    ScopeError,
-)
-from lockstep._version import __version__
+from lockstep._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from lockstep import callbacks, cluster_resolver, config, datasets, experimental, testing
-    from lockstep.collectives import (
-        AutoAllReduce,
-        CommunicationImplementation,
-        CommunicationOptions,
-        CrossDeviceOps,
-        HalfPrecisionAllReduce,
-        HalvingDoublingAllReduce,
-        HierarchicalCopyAllReduce,
-        NcclAllReduce,
-        ReduceOp,
-        ReductionToOneDevice,
-        RingAllReduce,
-        TreeAllReduce,
-    )
-    from lockstep.custom_loops.ambient import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
-    from lockstep.custom_loops.distributed_dataset import DistributedDataset, InputContext, ValueContext
-    from lockstep.custom_loops.loss_scaling import compute_average_loss, scale_regularization_loss
-    from lockstep.custom_loops.per_replica import PerReplica
-    from lockstep.custom_loops.replica_context import ReplicaContext
-    from lockstep.data.fit_entry import InputOptions
-    from lockstep.parameter_server.cluster_coordinator import ClusterCoordinator, RemoteValue
-    from lockstep.parameter_server.per_worker import PerWorkerDataset, PerWorkerValues
-    from lockstep.strategies.central_storage import CentralStorageStrategy
-    from lockstep.strategies.mirrored import MirroredStrategy
-    from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
-    from lockstep.tools.scaling.api import scaling_report
-    from lockstep.tuning.batch_size_finder import batch_size_finder
-
-__all__ = [
-    "AutoAllReduce",
-    "BackendError",
-    "CentralStorageStrategy",
-    "CheckpointError",
-    "ClusterCoordinator",
-    "ClusterError",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "ContractError",
-    "CrossDeviceOps",
-    "DeterminismError",
-    "DeviceError",
-    "DistributedDataset",
-    "HalfPrecisionAllReduce",
-    "HalvingDoublingAllReduce",
-    "HierarchicalCopyAllReduce",
-    "InputContext",
-    "InputError",
-    "InputOptions",
-    "LockstepError",
-    "MirroredStrategy",
-    "ModelError",
-    "MultiWorkerMirroredStrategy",
-    "NcclAllReduce",
-    "NonFiniteError",
-    "OptionError",
-    "ParameterServerStrategy",
-    "PerReplica",
-    "PerWorkerDataset",
-    "PerWorkerValues",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "RemoteValue",
-    "ReplicaContext",
-    "RingAllReduce",
-    "ScopeError",
-    "TreeAllReduce",
-    "ValueContext",
-    "__version__",
-    "batch_size_finder",
-    "callbacks",
-    "cluster_resolver",
-    "compute_average_loss",
-    "config",
-    "datasets",
-    "experimental",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "partitioners",
-    "scale_regularization_loss",
-    "scaling_report",
-    "testing",
-]
-
-_LATER = {
-    "AutoAllReduce": "lockstep.collectives",
-    "CentralStorageStrategy": "lockstep.strategies.central_storage",
-    "ClusterCoordinator": "lockstep.parameter_server.cluster_coordinator",
-    "CommunicationImplementation": "lockstep.collectives",
-    "CommunicationOptions": "lockstep.collectives",
-    "CrossDeviceOps": "lockstep.collectives",
-    "DistributedDataset": "lockstep.custom_loops.distributed_dataset",
-    "HalfPrecisionAllReduce": "lockstep.collectives",
-    "HalvingDoublingAllReduce": "lockstep.collectives",
-    "HierarchicalCopyAllReduce": "lockstep.collectives",
-    "InputContext": "lockstep.custom_loops.distributed_dataset",
-    "InputOptions": "lockstep.data.fit_entry",
-    "MirroredStrategy": "lockstep.strategies.mirrored",
-    "MultiWorkerMirroredStrategy": "lockstep.strategies.multi_worker",
-    "NcclAllReduce": "lockstep.collectives",
-    "ParameterServerStrategy": "lockstep.strategies.parameter_server",
-    "PerReplica": "lockstep.custom_loops.per_replica",
-    "PerWorkerDataset": "lockstep.parameter_server.per_worker",
-    "PerWorkerValues": "lockstep.parameter_server.per_worker",
-    "ReduceOp": "lockstep.collectives",
-    "ReductionToOneDevice": "lockstep.collectives",
-    "RemoteValue": "lockstep.parameter_server.cluster_coordinator",
-    "ReplicaContext": "lockstep.custom_loops.replica_context",
-    "RingAllReduce": "lockstep.collectives",
-    "TreeAllReduce": "lockstep.collectives",
-    "ValueContext": "lockstep.custom_loops.distributed_dataset",
-    "batch_size_finder": "lockstep.tuning.batch_size_finder",
-    "compute_average_loss": "lockstep.custom_loops.loss_scaling",
-    "get_replica_context": "lockstep.custom_loops.ambient",
-    "get_strategy": "lockstep.custom_loops.ambient",
-    "has_strategy": "lockstep.custom_loops.ambient",
-    "in_cross_replica_context": "lockstep.custom_loops.ambient",
-    "scale_regularization_loss": "lockstep.custom_loops.loss_scaling",
-    "scaling_report": "lockstep.tools.scaling.api",
+# All public names, by the module that defines them. They are imported when they are first used.
+_PUBLIC = {
+    "lockstep": ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"),
+    "lockstep._errors": (
+        "BackendError",
+        "CheckpointError",
+        "ClusterError",
+        "ContractError",
+        "DeterminismError",
+        "DeviceError",
+        "InputError",
+        "LockstepError",
+        "ModelError",
+        "NonFiniteError",
+        "OptionError",
+        "ScopeError",
+    ),
+    "lockstep.collectives": (
+        "AutoAllReduce",
+        "CommunicationImplementation",
+        "CommunicationOptions",
+        "CrossDeviceOps",
+        "HalfPrecisionAllReduce",
+        "HalvingDoublingAllReduce",
+        "HierarchicalCopyAllReduce",
+        "NcclAllReduce",
+        "ReduceOp",
+        "ReductionToOneDevice",
+        "RingAllReduce",
+        "TreeAllReduce",
+    ),
+    "lockstep.custom_loops.ambient": (
+        "get_replica_context",
+        "get_strategy",
+        "has_strategy",
+        "in_cross_replica_context",
+    ),
+    "lockstep.custom_loops.distributed_dataset": ("DistributedDataset", "InputContext", "ValueContext"),
+    "lockstep.custom_loops.loss_scaling": ("compute_average_loss", "scale_regularization_loss"),
+    "lockstep.custom_loops.per_replica": ("PerReplica",),
+    "lockstep.custom_loops.replica_context": ("ReplicaContext",),
+    "lockstep.data.fit_entry": ("InputOptions",),
+    "lockstep.parameter_server.cluster_coordinator": ("ClusterCoordinator", "RemoteValue"),
+    "lockstep.parameter_server.per_worker": ("PerWorkerDataset", "PerWorkerValues"),
+    "lockstep.strategies.central_storage": ("CentralStorageStrategy",),
+    "lockstep.strategies.mirrored": ("MirroredStrategy",),
+    "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
+    "lockstep.strategies.parameter_server": ("ParameterServerStrategy",),
+    "lockstep.tools.scaling.api": ("scaling_report",),
+    "lockstep.tuning.batch_size_finder": ("batch_size_finder",),
 }
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
+if TYPE_CHECKING:  # Type checkers need imports; tests/test_public_api.py compares them with the table.
+    from lockstep import callbacks as callbacks
+    from lockstep import cluster_resolver as cluster_resolver
+    from lockstep import config as config
+    from lockstep import datasets as datasets
+    from lockstep import experimental as experimental
+    from lockstep import partitioners as partitioners
+    from lockstep import testing as testing
+    from lockstep._errors import BackendError as BackendError
+    from lockstep._errors import CheckpointError as CheckpointError
+    from lockstep._errors import ClusterError as ClusterError
+    from lockstep._errors import ContractError as ContractError
+    from lockstep._errors import DeterminismError as DeterminismError
+    from lockstep._errors import DeviceError as DeviceError
+    from lockstep._errors import InputError as InputError
+    from lockstep._errors import LockstepError as LockstepError
+    from lockstep._errors import ModelError as ModelError
+    from lockstep._errors import NonFiniteError as NonFiniteError
+    from lockstep._errors import OptionError as OptionError
+    from lockstep._errors import ScopeError as ScopeError
+    from lockstep.collectives import AutoAllReduce as AutoAllReduce
+    from lockstep.collectives import CommunicationImplementation as CommunicationImplementation
+    from lockstep.collectives import CommunicationOptions as CommunicationOptions
+    from lockstep.collectives import CrossDeviceOps as CrossDeviceOps
+    from lockstep.collectives import HalfPrecisionAllReduce as HalfPrecisionAllReduce
+    from lockstep.collectives import HalvingDoublingAllReduce as HalvingDoublingAllReduce
+    from lockstep.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+    from lockstep.collectives import NcclAllReduce as NcclAllReduce
+    from lockstep.collectives import ReduceOp as ReduceOp
+    from lockstep.collectives import ReductionToOneDevice as ReductionToOneDevice
+    from lockstep.collectives import RingAllReduce as RingAllReduce
+    from lockstep.collectives import TreeAllReduce as TreeAllReduce
+    from lockstep.custom_loops.ambient import get_replica_context as get_replica_context
+    from lockstep.custom_loops.ambient import get_strategy as get_strategy
+    from lockstep.custom_loops.ambient import has_strategy as has_strategy
+    from lockstep.custom_loops.ambient import in_cross_replica_context as in_cross_replica_context
+    from lockstep.custom_loops.distributed_dataset import DistributedDataset as DistributedDataset
+    from lockstep.custom_loops.distributed_dataset import InputContext as InputContext
+    from lockstep.custom_loops.distributed_dataset import ValueContext as ValueContext
+    from lockstep.custom_loops.loss_scaling import compute_average_loss as compute_average_loss
+    from lockstep.custom_loops.loss_scaling import scale_regularization_loss as scale_regularization_loss
+    from lockstep.custom_loops.per_replica import PerReplica as PerReplica
+    from lockstep.custom_loops.replica_context import ReplicaContext as ReplicaContext
+    from lockstep.data.fit_entry import InputOptions as InputOptions
+    from lockstep.parameter_server.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+    from lockstep.parameter_server.cluster_coordinator import RemoteValue as RemoteValue
+    from lockstep.parameter_server.per_worker import PerWorkerDataset as PerWorkerDataset
+    from lockstep.parameter_server.per_worker import PerWorkerValues as PerWorkerValues
+    from lockstep.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+    from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from lockstep.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
+    from lockstep.tools.scaling.api import scaling_report as scaling_report
+    from lockstep.tuning.batch_size_finder import batch_size_finder as batch_size_finder
+else:
+    __all__ = sorted([*_MODULE_OF, "__version__"])
 
-def __getattr__(name: str) -> Any:
-    if name in ("callbacks", "cluster_resolver", "config", "datasets", "experimental", "partitioners", "testing"):
-        return import_module(f"lockstep.{name}")
-    if name not in _LATER:
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    import_module("lockstep._keras.trainer")  # First, because it says what to do where Keras cannot be imported.
-    return getattr(import_module(_LATER[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+        module = _MODULE_OF[name]
+        if module == __name__:
+            return import_module(f"lockstep.{name}")
+        if module != "lockstep._errors":
+            import_module("lockstep._keras.trainer")  # First: its error says what to do if Keras cannot be imported.
+        return getattr(import_module(module), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULE_OF})

@@ -162,7 +162,7 @@ def test_methods_for_all_replicas_work_everywhere_but_in_one(name, place):
             at(place, METHODS[name])
         return
     if place == "in jit" and "dataset" in name:
-        with pytest.raises(lockstep.ScopeError, match="It would be traced once, and have the batch of that time"):
+        with pytest.raises(lockstep.ScopeError, match="It would be traced once, and use that batch"):
             at(place, METHODS[name])
         return
     found = at(place, METHODS[name])

@@ -151,7 +151,7 @@ def test_replicas_cannot_merge_inside_a_while_loop():
         merge = lambda strategy, x: strategy.reduce("SUM", x, axis=None)  # noqa: E731
         return lax.while_loop(lambda i: i < 2, lambda i: get_replica_context().merge_call(merge, (i,)), 0)
 
-    with pytest.raises(lockstep.ModelError, match=r"cannot meet inside jax\.lax\.while"):
+    with pytest.raises(lockstep.ModelError, match=r"cannot sync inside jax\.lax\.while"):
         make().run(step)
 
 

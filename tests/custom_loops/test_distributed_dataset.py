@@ -81,7 +81,7 @@ def test_each_replica_draws_its_own_batch():
 
 def test_a_batch_size_that_the_replicas_do_not_divide_is_an_error():
     with pytest.raises(
-        lockstep.OptionError, match=r"2 replicas do not divide a global batch of 5 rows\. Take a multiple of 2"
+        lockstep.OptionError, match=r"2 replicas do not divide a global batch of 5 rows\. Fix: use a multiple of 2"
     ):
         lockstep.InputContext(1, 0, 2).get_per_replica_batch_size(5)
 
@@ -261,9 +261,11 @@ def test_a_number_of_batches_is_told_where_the_input_tells_it():
 def test_texts_are_refused(dtype):
     strategy, texts = make(2), np.asarray(["a", "b", "c", "d"], dtype)
     for dataset in strategy.experimental_distribute_dataset([texts]), own(strategy, texts):
-        with pytest.raises(lockstep.InputError, match=r"hold numbers.* got an array of .*Fix: turn texts into numbers"):
+        with pytest.raises(
+            lockstep.InputError, match=r"must be numbers.* got an array of .*Fix: turn texts into numbers"
+        ):
             next(iter(dataset))
-    with pytest.raises(lockstep.InputError, match="hold numbers"):
+    with pytest.raises(lockstep.InputError, match="must be numbers"):
         strategy.experimental_distribute_values_from_function(lambda context: texts)
 
 

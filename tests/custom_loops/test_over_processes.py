@@ -1,4 +1,4 @@
-"""A loop of one's own over several workers has the numbers of one process."""
+"""A custom training loop over several workers gives the results of one process."""
 
 import numpy as np
 import pytest

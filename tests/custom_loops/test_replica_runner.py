@@ -196,10 +196,10 @@ def bad_derivative(context, rows):
 @pytest.mark.parametrize(
     ("step", "error", "says"),
     [
-        (bad_scan, lockstep.ModelError, "cannot meet inside jax.lax.scan"),
-        (bad_vmap, lockstep.ModelError, "cannot stand inside jax.vmap"),
+        (bad_scan, lockstep.ModelError, "cannot sync inside jax.lax.scan"),
+        (bad_vmap, lockstep.ModelError, "cannot be used inside jax.vmap"),
         (bad_shapes, lockstep.InputError, "different shapes"),
-        (bad_order, lockstep.ModelError, "do not meet in the same order"),
+        (bad_order, lockstep.ModelError, "do not sync in the same order"),
         (bad_derivative, lockstep.ModelError, "merge_call cannot be differentiated"),
         (lambda context, rows: context.all_reduce("MAX", rows), lockstep.OptionError, "reduce_op"),
         (lambda context, rows: context.all_gather(rows.sum(), axis=0), lockstep.InputError, "axis 0 is not one"),
@@ -230,9 +230,9 @@ def test_a_replica_that_does_not_run_now_cannot_meet_others(use):
     strategy, kept = make(2), []
     batch = one_batch(strategy, np.ones(7, "float32"))
     strategy.run(lambda rows: kept.append(get_replica_context()) or rows, args=(batch,))
-    with pytest.raises(lockstep.ScopeError, match="where its replica does not run"):
+    with pytest.raises(lockstep.ScopeError, match="while its replica is not running"):
         use(kept[0])
-    with pytest.raises(lockstep.ScopeError, match="where its replica does not run"):
+    with pytest.raises(lockstep.ScopeError, match="while its replica is not running"):
         strategy.run(
             lambda rows: get_replica_context().merge_call(
                 lambda _, x, own: use(own), args=(rows, get_replica_context())
@@ -251,7 +251,7 @@ def test_reduce_follows_tf_distribute():
     assert float(strategy.reduce(lockstep.ReduceOp.SUM, value, axis=0)) == 16.0
     with pytest.raises(lockstep.InputError, match=r"different shapes \(\(1,\), \(3,\)\)"):
         strategy.reduce("SUM", value, axis=None)
-    with pytest.raises(lockstep.OptionError, match="one value and not one of each replica"):
+    with pytest.raises(lockstep.OptionError, match="one value and not one for each replica"):
         strategy.reduce("SUM", 1.0, axis=None)
     assert float(strategy.reduce("MEAN", 1.5, axis=None)) == 1.5
     with pytest.raises(lockstep.OptionError, match="reduce_op"):
@@ -358,7 +358,7 @@ def test_the_context_says_where_the_code_is():
 
 
 def test_a_deterministic_strategy_refuses():
-    with pytest.raises(lockstep.OptionError, match=r"does not keep the promise of deterministic=True"):
+    with pytest.raises(lockstep.OptionError, match=r"does not support deterministic=True"):
         make(2, deterministic=True).run(lambda: 0)
 
 
@@ -595,7 +595,7 @@ def test_texts_reach_a_function_that_merges():
     [
         (lambda: "text", (), r"fn returned 'text', a str; expected arrays"),
         (lambda: {"a": {1, 2}}, (), r"fn returned \{1, 2\}, a set"),
-        (lambda x: 1, ({1, 2},), "args: a set is no tree of arrays, and has no hash"),
+        (lambda x: 1, ({1, 2},), "args: a set is not a tree of arrays and is not hashable"),
     ],
 )
 def test_what_no_device_can_hold_is_refused(step, args, says):

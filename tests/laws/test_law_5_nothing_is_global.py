@@ -170,7 +170,7 @@ def test_scopes_of_two_strategies_cannot_be_nested():
 def test_a_model_of_one_strategy_cannot_be_used_in_the_scope_of_another():
     with Topology(2, 2).strategy().scope():
         model = compiled()
-    with Topology(3, 2).strategy().scope(), pytest.raises(lockstep.ScopeError, match="Use it outside that scope"):
+    with Topology(3, 2).strategy().scope(), pytest.raises(lockstep.ScopeError, match="use it outside that scope"):
         fitted(model)
     assert_trained_like_one_device(model)
 
@@ -178,7 +178,7 @@ def test_a_model_of_one_strategy_cannot_be_used_in_the_scope_of_another():
 def test_compiling_a_model_of_one_strategy_in_the_scope_of_another_is_refused():
     with Topology(2, 2).strategy().scope():
         model = compiled()
-    with Topology(3, 2).strategy().scope(), pytest.raises(lockstep.ScopeError, match="Use it outside that scope"):
+    with Topology(3, 2).strategy().scope(), pytest.raises(lockstep.ScopeError, match="use it outside that scope"):
         compiled(model)
 
 

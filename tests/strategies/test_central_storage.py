@@ -314,7 +314,7 @@ def test_central_storage_makes_cpu_devices_for_the_variables_too(python):
 def test_a_promise_of_the_same_bits_is_refused():
     lockstep.config.set_deterministic(cpu_threads=32)
     try:
-        with pytest.raises(lockstep.OptionError, match="Take a MirroredStrategy"):
+        with pytest.raises(lockstep.OptionError, match="use MirroredStrategy"):
             lockstep.CentralStorageStrategy(["cpu:0"])
     finally:
         lockstep.config.set_deterministic(False)

@@ -1,1 +1,1 @@
-"""For people who write their own training loop: values of replicas, ``strategy.run``, reductions, data sets."""
+"""Custom training loops: ``strategy.run``, per-replica values, reductions and distributed data sets."""

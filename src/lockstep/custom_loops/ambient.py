@@ -1,4 +1,4 @@
-"""Which strategy and which replica the calling code is in, with the names of ``tf.distribute``."""
+"""The current strategy and replica of the calling code, with the names of ``tf.distribute``."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 from lockstep._errors import member_of
 from lockstep.collectives import AutoAllReduce
 from lockstep.collectives.base import ReduceOp
-from lockstep.custom_loops.per_replica import countable
+from lockstep.custom_loops.per_replica import bools_as_integers
 from lockstep.custom_loops.replica_context import (
     ReplicaContext,
+    as_floating,
     current_replica,
     current_strategy,
-    inside,
-    with_fractions,
+    in_context,
 )
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.custom_loops.value_checks import check_arrays, check_axis
@@ -30,12 +30,12 @@ __all__ = ["get_replica_context", "get_strategy", "has_strategy", "in_cross_repl
 
 
 class _NoStrategy(StrategyApi):
-    """What :func:`get_strategy` returns where there is none: one replica, on JAX's default device."""
+    """The default strategy of :func:`get_strategy`: one replica, on JAX's default device."""
 
     _ops, _process_group, _input_options = AutoAllReduce(), ProcessGroup(), InputOptions()
 
     @cached_property
-    def _placement(self) -> Placement:  # type: ignore[override]  # made when it is used: it starts JAX
+    def _placement(self) -> Placement:  # type: ignore[override]  # made on first use, as it starts JAX
         return Placement(Mesh(np.asarray(jax.local_devices()[:1]), (DEVICE_AXIS,)), 1)
 
     @property
@@ -49,24 +49,24 @@ class _NoStrategy(StrategyApi):
 
 
 class _OnlyReplica(ReplicaContext):
-    """The context of code that runs under no strategy: every value is the sum and the mean already."""
+    """The context of code outside of strategies: every value already is the sum and the mean."""
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
-        """``value``; the mean of whole numbers is a floating-point one."""
+        """Return ``value``; the mean of whole numbers is a floating-point number."""
         op = member_of(ReduceOp, "all_reduce: reduce_op", reduce_op)
         check_arrays("all_reduce", value)
-        return jax.tree.map(with_fractions if op is ReduceOp.MEAN else countable, value)
+        return jax.tree.map(as_floating if op is ReduceOp.MEAN else bools_as_integers, value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """``value``."""
+        """Return ``value``."""
         check_arrays("all_gather", value)
         for leaf in jax.tree.leaves(value):
             check_axis("all_gather", jnp.shape(leaf), axis)
         return value
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """What ``merge_fn`` returns."""
-        with inside(self.strategy, None):
+        """Return the result of ``merge_fn``."""
+        with in_context(self.strategy, None):
             return merge_fn(self.strategy, *args, **(kwargs or {}))
 
 
@@ -74,10 +74,10 @@ _none = _NoStrategy()
 
 
 def get_strategy() -> Any:
-    """The strategy that is at work here, as in ``tf.distribute``.
+    """Return the current strategy, as in ``tf.distribute``.
 
     Returns:
-        That whose scope is open or whose replica runs; else one of a single replica.
+        The strategy whose scope is open or whose replica runs; else a default strategy with one replica.
 
     Example:
         >>> import lockstep
@@ -88,10 +88,10 @@ def get_strategy() -> Any:
 
 
 def has_strategy() -> bool:
-    """Whether a strategy is at work here.
+    """Whether there is a current strategy.
 
     Returns:
-        True where a scope is open or a replica runs.
+        True if a scope is open or a replica runs.
 
     Example:
         >>> import lockstep
@@ -103,10 +103,10 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code works for all replicas at once.
+    """Whether the calling code works for all replicas at once.
 
     Returns:
-        True in a scope or a merge call, and not in a replica.
+        True in a scope or a merge call, False in a replica.
 
     Example:
         >>> import lockstep
@@ -117,10 +117,10 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica that runs.
+    """Return the context of the replica that runs.
 
     Returns:
-        What it knows of itself; None in a scope or a merge call; that of the only replica where there is no strategy.
+        The context; None in a scope or a merge call; outside of strategies, the context of a single replica.
 
     Example:
         >>> import lockstep

@@ -1,4 +1,4 @@
-"""Batches for replicas, out of any input."""
+"""Distributed data sets and iterators: batches for replicas from any input."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep._errors import OptionError, ScopeError, whole_number
-from lockstep.custom_loops.per_replica import rows_of_batch
+from lockstep.custom_loops.per_replica import split_batch
 from lockstep.custom_loops.replica_context import current_replica
 from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.pass_iterator import BatchCheck, PassIterator
@@ -24,12 +24,12 @@ __all__ = ["DistributedDataset", "DistributedIterator", "InputContext", "ValueCo
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a function that makes a data set knows: ``tf.distribute.InputContext``.
+    """Argument of a function that makes a data set: ``tf.distribute.InputContext``.
 
     Args:
         num_input_pipelines: number of processes that read.
-        input_pipeline_id: number of this one.
-        num_replicas_in_sync: number of replicas of all.
+        input_pipeline_id: number of this process.
+        num_replicas_in_sync: number of replicas of all processes.
 
     Example:
         >>> import lockstep
@@ -45,16 +45,16 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Rows of one replica.
+        """Return the number of rows of one replica.
 
         Args:
             global_batch_size: rows of all replicas together.
 
         Returns:
-            Rows of each.
+            Number of rows of each replica.
 
         Raises:
-            OptionError: the replicas do not divide ``global_batch_size``, or one of the two is no whole number.
+            OptionError: the number of replicas does not divide ``global_batch_size``, or one of the two is not a whole number.
 
         Example:
             >>> from lockstep import InputContext
@@ -65,14 +65,14 @@ class InputContext:
         if whole_number("get_per_replica_batch_size: global_batch_size", global_batch_size) % replicas:
             raise OptionError(
                 f"get_per_replica_batch_size: {self.num_replicas_in_sync} replicas do not divide a global batch of "
-                f"{global_batch_size} rows. Take a multiple of {self.num_replicas_in_sync}."
+                f"{global_batch_size} rows. Fix: use a multiple of {self.num_replicas_in_sync}."
             )
         return global_batch_size // self.num_replicas_in_sync
 
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What a function that makes a value for a replica knows: ``tf.distribute.experimental.ValueContext``.
+    """Argument of a function that makes a value for a replica: ``tf.distribute.experimental.ValueContext``.
 
     Args:
         replica_id_in_sync_group: number of the replica.
@@ -99,7 +99,7 @@ class DistributedDataset(InputSource):
         source: batches of the global size.
         placement: devices and number of replicas.
         depth: number of batches to place ahead.
-        new_check: gives, for each pass, what looks at the batches, where several processes should read the same.
+        new_check: makes, for each pass, a check that several processes read the same batches; None: no check.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class DistributedDataset(InputSource):
         return self.num_batches
 
     def _values_of(self, batch: Any) -> Any:
-        """A batch, cut into replicas."""
-        return rows_of_batch(batch, count_rows(jax.tree.map(np.asarray, batch)), self._placement)
+        """Return a batch, split into replicas."""
+        return split_batch(batch, count_rows(jax.tree.map(np.asarray, batch)), self._placement)
 
     @property
     def num_batches(self) -> int | None:
@@ -150,14 +150,14 @@ class DistributedDataset(InputSource):
 class DistributedIterator(Iterator[Any]):
     """Iterator over a distributed data set: ``tf.distribute.DistributedIterator``.
 
-    A thread reads and places ahead of it. When it is dropped the thread ends, and what was read and not taken goes back to an
-    input that cannot yield it again.
+    A thread reads and places batches ahead. When the iterator is garbage collected, the thread ends, and batches that were read but
+    not taken are given back to an input that cannot yield them again.
 
     Args:
-        source: where batches come from.
-        place: makes of one a tree of :class:`PerReplica`.
+        source: yields batches.
+        place: turns a batch into a tree of :class:`PerReplica`.
         depth: number of batches to place ahead.
-        check: looks at each batch before.
+        check: is called with each batch before it is placed.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class DistributedIterator(Iterator[Any]):
         if current_replica() is not None:
             raise ScopeError(
                 "A function that strategy.run runs on each replica asked for the next batch of a distributed data set, which is one for all "
-                "replicas. Fix: take it outside, and give it as an argument: strategy.run(fn, args=(next(iterator),))."
+                "replicas. Fix: take it outside and pass it as an argument: strategy.run(fn, args=(next(iterator),))."
             )
         if isinstance(jnp.add(0, 0), jax.core.Tracer):
             raise ScopeError(
-                "A function that jax.jit compiles asked for the next batch of a distributed data set. It would be traced once, and have the batch "
-                "of that time in each call. Fix: take it outside, and give it as an argument: step(next(iterator))."
+                "A function that jax.jit compiles asked for the next batch of a distributed data set. It would be traced once, and use that "
+                "batch in each call. Fix: take it outside and pass it as an argument: step(next(iterator))."
             )
         if not self._close.alive:
             raise StopIteration
@@ -192,15 +192,15 @@ class DistributedIterator(Iterator[Any]):
             raise
 
     def get_next(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: the data set has ended.
         """
         return next(self)
 
     def get_next_as_optional(self) -> "Optional":
-        """The next batch, or the news that there is none."""
+        """Return the next batch as an optional, which is empty at the end."""
         for batch in self:
             return Optional(batch, True)
         return Optional(None, False)
@@ -218,13 +218,13 @@ class Optional:
         return self._has_value
 
     def get_value(self) -> Any:
-        """The batch.
+        """Return the batch.
 
         Raises:
             StopIteration: there is none.
         """
         if not self._has_value:
-            raise StopIteration("the data set has ended: ask has_value() first")
+            raise StopIteration("the data set has ended: call has_value() first")
         return self._value
 
 

@@ -1,4 +1,4 @@
-"""Losses of a replica, so that their sum over the replicas is the loss of the global batch."""
+"""Scaling of a replica's losses, such that their sum over the replicas is the loss of the global batch."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep._errors import InputError
-from lockstep.custom_loops.replica_context import current_replica, current_strategy, with_fractions
+from lockstep.custom_loops.replica_context import as_floating, current_replica, current_strategy
 from lockstep.custom_loops.value_checks import check_arrays
 from lockstep.execution.train_functions import is_in_step
 
@@ -15,24 +15,24 @@ __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
-    """This replica's part of the average over the global batch: ``tf.nn.compute_average_loss``.
+    """Return this replica's share of the average over the global batch: ``tf.nn.compute_average_loss``.
 
-    In what ``fit`` calls, a compiled loss or ``call`` of a layer, it is what one device gives: the losses are those of all rows, or are
-    averaged over the replicas.
+    In code that ``fit`` calls, such as a compiled loss or ``call`` of a layer, the result is that of one device: the losses are those of
+    all rows, or are averaged over the replicas.
 
     Args:
         per_example_loss: losses of this replica's rows, ``(rows, …)``.
         sample_weight: their weights: one number, one for each row, or one for each loss; an axis of length 1 at the end is
-            left out.
+            ignored.
         global_batch_size: rows of all replicas. By default the rows of this replica times the number of replicas, which is
-            right only where all have the same number.
+            right only if all replicas have the same number.
 
     Returns:
-        Their sum over ``global_batch_size``, ``()``, and 0 where there are no rows. The sum over the replicas is the average.
+        Their sum divided by ``global_batch_size``, ``()``; 0 if there are no rows. The sum over the replicas is the average.
 
     Raises:
-        InputError: ``per_example_loss`` has no rows to count, ``sample_weight`` has other rows, or ``global_batch_size`` is no number
-            of rows.
+        InputError: ``per_example_loss`` has no axis of rows, ``sample_weight`` has another shape, or ``global_batch_size`` is not a
+            positive whole number.
 
     Example:
         >>> import jax.numpy as jnp, lockstep
@@ -42,10 +42,10 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     losses = jnp.asarray(per_example_loss)
     if losses.ndim == 0:
         raise InputError(
-            "compute_average_loss: expected a loss for each row, got one number. Give the loss reduction=None."
+            "compute_average_loss: expected a loss for each row, got one number. Fix: make the loss with reduction=None."
         )
     if sample_weight is not None:
-        losses = with_fractions(losses)
+        losses = as_floating(losses)
         losses = losses * _weights_of(losses.shape, jnp.asarray(sample_weight, losses.dtype))
     if global_batch_size is not None:
         _check_rows(global_batch_size)
@@ -53,18 +53,18 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
-    """This replica's part of a loss that does not depend on rows: ``tf.nn.scale_regularization_loss``.
+    """Return this replica's share of a loss that does not depend on rows: ``tf.nn.scale_regularization_loss``.
 
-    In what ``fit`` calls it is the whole loss.
+    In code that ``fit`` calls it is the whole loss.
 
     Args:
         regularization_loss: arrays, or a list of them, such as ``model.losses``.
 
     Returns:
-        Their sum over the number of replicas, ``()``.
+        Their sum divided by the number of replicas, ``()``.
 
     Raises:
-        InputError: there is something else among them.
+        InputError: one of them is not an array.
 
     Example:
         >>> import lockstep
@@ -77,12 +77,12 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
 
 
 def _weights_of(shape: tuple[int, ...], weights: jax.Array) -> jax.Array:
-    """Weights with as many axes as the losses, or none."""
+    """Return weights with as many axes as the losses."""
     if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
     if weights.shape != shape[: weights.ndim]:
         raise InputError(
-            f"compute_average_loss: sample_weight has the shape {weights.shape}, and the losses have {shape}. Fix: give one weight for each "
+            f"compute_average_loss: sample_weight has the shape {weights.shape}, and the losses have {shape}. Fix: pass one weight for each "
             "row, or for each loss."
         )
     return weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
@@ -99,6 +99,6 @@ def _check_rows(number: Any) -> None:
 
 
 def _replicas() -> int:
-    """How many parts the loss has."""
+    """Return the number of shares of a loss."""
     strategy = current_strategy() if current_replica() or not is_in_step() else None
     return int(strategy.num_replicas_in_sync) if strategy else 1

@@ -1,10 +1,11 @@
-"""Every replica draws a batch of its own; where there are several processes, each draws for its own replicas.
+"""``distribute_datasets_from_function``: a separate batch for each replica; each process reads for its own replicas.
 
-Processes tell each other how many rows they have drawn. Where all replicas have the same number, every process puts its rows on
-its devices. Else, as at the end of an input, they exchange the rows, and each goes on as if it had drawn them all. One whose
-input has ended brings nothing until those of all have.
+The processes exchange how many rows they have read. If all replicas have the same number, each process puts its rows on its own
+devices. Otherwise, as at the end of an input, they exchange the rows, and each process continues with the rows of all. A process
+whose input has ended contributes no rows until the inputs of all processes have ended.
 """
 
+import base64
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -15,25 +16,26 @@ import numpy as np
 
 from lockstep._errors import InputError
 from lockstep.custom_loops.distributed_dataset import DistributedDataset
-from lockstep.custom_loops.per_replica import of_local_replicas, of_replicas, with_numbers
-from lockstep.custom_loops.pytree_exchange import gathered_trees
+from lockstep.custom_loops.per_replica import as_numeric_array, per_replica_of, per_replica_of_local
 from lockstep.custom_loops.value_checks import check_structures
 from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.pass_iterator import BatchGather
 from lockstep.data.sources import InputSource
 from lockstep.distributed.control.wait_logger import CancelledError
 
-__all__ = ["PerReplicaDataset"]
+__all__ = ["PerReplicaDataset", "gather_trees"]
+
+_CHUNK = 4 * 2**20  # characters in one message
 
 
 class PerReplicaDataset(DistributedDataset):
-    """As :class:`DistributedDataset`; every replica draws a batch of its own.
+    """A :class:`DistributedDataset` with a separate batch for each replica.
 
     Args:
         source: batches of the size of one replica.
         placement: devices and number of replicas.
         depth: number of batches to place ahead, for each replica.
-        new_gather: gives, for each pass, what brings together what the processes say; None: there is one.
+        new_gather: makes, for each pass, the function that gathers values of all processes; None: there is one process.
     """
 
     is_shared = False
@@ -41,21 +43,21 @@ class PerReplicaDataset(DistributedDataset):
     def __init__(
         self, source: InputSource, placement: Placement, depth: int, new_gather: Callable[[], BatchGather] | None
     ) -> None:
-        drawn = (
+        batches = (
             _PerReplicaIterator(source, placement.replicas)
             if new_gather is None
             else _ProcessGroupIterator(source, placement, new_gather)
         )
-        super().__init__(drawn, placement, depth)
-        # Batches that fit has read ahead, and what they were made of: it may give them back.
+        super().__init__(batches, placement, depth)
+        # Batches that fit has read ahead, and the replicas' batches they were made of: fit may give them back.
         self._recent: deque[tuple[Any, list[Any]]] = deque(maxlen=2 * depth + 4)
 
     def _values_of(self, batch: list[Any]) -> Any:
-        make = of_replicas if len(batch) == self._placement.replicas else of_local_replicas
+        make = per_replica_of if len(batch) == self._placement.replicas else per_replica_of_local
         return jax.tree.map(lambda *values: make(values, self._placement), *batch)
 
     def batches(self) -> Iterator[Any]:
-        """The global batches: the rows of all replicas, in their order; those of several processes are placed already."""
+        """Yield global batches, the rows of all replicas in their order; with several processes they are on the devices already."""
         for drawn in self._source.batches():
             batch = jax.tree.map(lambda *values: np.concatenate(values), *drawn)
             if not self._placement.is_local:
@@ -71,7 +73,7 @@ class PerReplicaDataset(DistributedDataset):
 
 
 class _PerReplicaIterator(InputSource):
-    """As many batches at a time as there are replicas; those for which none is left get 0 rows."""
+    """Reads one batch for each replica at a time; at the end of the input, replicas without a batch get 0 rows."""
 
     def __init__(self, source: InputSource, replicas: int) -> None:
         super().__init__(source.name)
@@ -87,9 +89,9 @@ class _PerReplicaIterator(InputSource):
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
         batches = self._source.batches()
-        while drawn := _next_of(batches, self._replicas):
+        while drawn := _read(batches, self._replicas):
             check_structures("distribute_datasets_from_function", drawn)
-            yield _filled(drawn, self._replicas, drawn[0])
+            yield _pad_with_empty(drawn, self._replicas, drawn[0])
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""
@@ -105,7 +107,7 @@ class _PerReplicaIterator(InputSource):
 
 
 class _ProcessGroupIterator(_PerReplicaIterator):
-    """As :class:`_PerReplicaIterator`, in several processes: the batches of this process's replicas, or, where they are uneven, of all."""
+    """As :class:`_PerReplicaIterator` with several processes: the batches of this process's replicas or, if uneven, of all replicas."""
 
     def __init__(self, source: InputSource, placement: Placement, new_gather: Callable[[], BatchGather]) -> None:
         super().__init__(source, len(placement.local_replicas))
@@ -114,21 +116,21 @@ class _ProcessGroupIterator(_PerReplicaIterator):
 
     @property
     def num_batches(self) -> None:
-        """Not known: the longest input of all processes decides."""
+        """Unknown: the longest input of all processes determines it."""
         return
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
         batches, gather = self._source.batches(), self._new_gather()
         try:
-            while drawn := self._drawn_by_all(_next_of(batches, self._replicas), gather):
+            while drawn := self._agree_on_batches(_read(batches, self._replicas), gather):
                 check_structures("distribute_datasets_from_function", drawn)
                 yield drawn
         finally:
             gather.close()
 
-    def _drawn_by_all(self, drawn: list[Any], gather: BatchGather) -> list[Any]:
-        """What this process has drawn, or all have; nothing where all have come to their ends, or nobody takes batches any more."""
+    def _agree_on_batches(self, drawn: list[Any], gather: BatchGather) -> list[Any]:
+        """Return the batches that this process or, if uneven, all have read; none if all inputs have ended or the pass is cancelled."""
         try:
             rows = gather([self._replicas, [count_rows(batch) for batch in drawn]])
             if not any(own for _, own in rows):
@@ -136,24 +138,28 @@ class _ProcessGroupIterator(_PerReplicaIterator):
             every = [count for _, own in rows for count in own]
             if self._divides and len(every) == self._all and len(set(every)) == 1:
                 return drawn
-            return _exchanged(drawn, [replicas for replicas, _ in rows], gather)
+            return _exchange(drawn, [replicas for replicas, _ in rows], gather)
         except CancelledError:
             self._source.give_back(drawn)
             return []
 
 
-def _exchanged(drawn: list[Any], replicas: list[int], gather: BatchGather) -> list[Any]:
-    found = gathered_trees(drawn, gather)
+def _exchange(drawn: list[Any], replicas: list[int], gather: BatchGather) -> list[Any]:
+    found = gather_trees(drawn, gather)
     example = next(batch for own in found for batch in own)
-    return [batch for own, count in zip(found, replicas, strict=True) for batch in _filled(list(own), count, example)]
+    return [
+        batch
+        for own, count in zip(found, replicas, strict=True)
+        for batch in _pad_with_empty(list(own), count, example)
+    ]
 
 
-def _next_of(batches: Iterator[Any], count: int) -> list[Any]:
-    return [jax.tree.map(_with_rows, batch) for batch in islice(batches, count)]
+def _read(batches: Iterator[Any], count: int) -> list[Any]:
+    return [jax.tree.map(_check_rows, batch) for batch in islice(batches, count)]
 
 
-def _with_rows(leaf: Any) -> Any:
-    array = with_numbers(leaf)
+def _check_rows(leaf: Any) -> Any:
+    array = as_numeric_array(leaf)
     if not array.ndim:
         raise InputError(
             "distribute_datasets_from_function: expected batches of arrays with rows, (rows, …), as a replica may get none of them; "
@@ -162,10 +168,64 @@ def _with_rows(leaf: Any) -> Any:
     return array
 
 
-def _filled(drawn: list[Any], count: int, example: Any) -> list[Any]:
+def _pad_with_empty(drawn: list[Any], count: int, example: Any) -> list[Any]:
     nothing = jax.tree.map(lambda leaf: leaf[:0], example)
     return drawn + [nothing] * (count - len(drawn))
 
 
 def _rows(batch: Any) -> int:
     return len(jax.tree.leaves(batch)[0])
+
+
+def gather_trees(tree: Any, gather: Callable[[Any], list[Any]]) -> list[Any]:
+    """Gather the trees of all processes, in their order, encoded as JSON and base64, so that no code can be run.
+
+    Args:
+        tree: of dicts, lists and tuples; its leaves are arrays of numbers.
+        gather: gathers JSON values.
+
+    Raises:
+        InputError: it holds other objects.
+
+    Example:
+        >>> import numpy as np
+        >>> gather_trees({"x": np.arange(3)}, lambda value: [value])
+        [{'x': array([0, 1, 2])}]
+    """
+    parts: list[bytes] = []
+    spec = _encode(tree, parts)
+    text = base64.b64encode(b"".join(parts)).decode()
+    headers = gather([spec, len(text)])
+    chunks = [gather(text[start : start + _CHUNK]) for start in range(0, max(length for _, length in headers), _CHUNK)]
+    return [
+        _decode(spec, memoryview(base64.b64decode("".join(chunk[worker] for chunk in chunks))))
+        for worker, (spec, _) in enumerate(headers)
+    ]
+
+
+def _encode(tree: Any, parts: list[bytes]) -> Any:
+    """Return the tree with dtype, shape and offset for each array, whose bytes are appended to ``parts``."""
+    if isinstance(tree, dict):
+        return {"dict": {str(name): _encode(value, parts) for name, value in tree.items()}}
+    if isinstance(tree, (list, tuple)):
+        return {"tuple" if isinstance(tree, tuple) else "list": [_encode(value, parts) for value in tree]}
+    array = np.asarray(tree)
+    if array.dtype.hasobject:
+        raise InputError(
+            f"distribute_datasets_from_function: a batch that is sent to other workers must hold numbers, got an array of {array.dtype}."
+        )
+    start = sum(map(len, parts))
+    parts.append(array.tobytes())
+    return {"array": [array.dtype.str, array.shape, start]}
+
+
+def _decode(spec: Any, data: memoryview) -> Any:
+    ((kind, content),) = spec.items()
+    if kind == "dict":
+        return {name: _decode(value, data) for name, value in content.items()}
+    if kind in ("list", "tuple"):
+        values = [_decode(value, data) for value in content]
+        return tuple(values) if kind == "tuple" else values
+    dtype, shape, start = content
+    count = int(np.prod(shape, dtype=int))
+    return np.frombuffer(data, np.dtype(dtype), count, start).reshape(shape)

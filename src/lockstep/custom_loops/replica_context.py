@@ -1,4 +1,4 @@
-"""Where the calling code is: in a strategy's scope, in one of its replicas, or in neither."""
+"""The context of the calling code: in a strategy's scope, in one of its replicas, or in neither; and ``ReplicaContext``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
@@ -10,43 +10,44 @@ import jax.numpy as jnp
 
 from lockstep._errors import ScopeError, member_of
 from lockstep.collectives.base import ReduceOp
-from lockstep.custom_loops.per_replica import countable, is_array, is_per_replica, sum_over_replicas, value_of
-from lockstep.custom_loops.sync_points import SyncPoint, meet
+from lockstep.custom_loops.per_replica import bools_as_integers, is_array, is_per_replica, sum_over_replicas, value_of
+from lockstep.custom_loops.sync_points import SyncPoint, sync
 from lockstep.custom_loops.value_checks import check_arrays, check_axis, check_shapes
 from lockstep.execution.train_functions import is_in_step, trace_context
 
 __all__ = [
     "ReplicaContext",
     "ReusableContext",
+    "as_floating",
+    "check_not_in_replica",
     "current_replica",
     "current_strategy",
-    "inside",
+    "in_context",
     "open_scopes",
-    "refuse_in_replica",
-    "with_fractions",
 ]
 
 Value = TypeVar("Value")
 
-# Context variables, and not a thread's or Keras's: clear_session() does not touch them, and no other thread sees them.
-# A tuple, because scopes of generators may close in another order than they were opened in.
+# Context variables: Keras's clear_session() does not touch them, and other threads do not see them.
+# A tuple, because scopes in generators may close in another order than they were opened in.
 open_scopes: ContextVar[tuple[Any, ...]] = ContextVar("lockstep_open_scopes", default=())
 # In a function that run calls: the strategy and the replica; in one that merge_call calls: the strategy and None.
-_inside: ContextVar[tuple[Any, "ReplicaContext | None"] | None] = ContextVar("lockstep_inside", default=None)
+_context: ContextVar[tuple[Any, "ReplicaContext | None"] | None] = ContextVar("lockstep_context", default=None)
 
 
 class ReplicaContext:
-    """What a function that ``strategy.run`` calls knows of its replica: ``tf.distribute.ReplicaContext``.
+    """Context of a replica in a function that ``strategy.run`` calls: ``tf.distribute.ReplicaContext``.
 
-    All replicas meet in the same order, and not inside ``lax.scan``, ``lax.cond`` or ``jax.vmap``.
+    All replicas reach the same sync points (``all_reduce``, ``all_gather``, ``merge_call``) in the same order, and none of them inside
+    ``lax.scan``, ``lax.cond`` or ``jax.vmap``.
 
     Args:
-        strategy: whose replica it is.
-        replica_id: number of the replica, ``int32 ()``; one trace stands for many replicas, so it is no Python number.
-        gathering: gives the shapes that all replicas bring where this one brings some shape.
+        strategy: of the replica.
+        replica_id: number of the replica, ``int32 ()``; one trace serves many replicas, so it is not a Python number.
+        gathered_shapes: maps the shape that this replica gives to an ``all_gather`` to the shapes of all replicas.
 
     Attributes:
-        trace: stands for the trace that it belongs to.
+        trace: identifies the trace of this replica.
 
     Example:
         >>> import lockstep
@@ -58,10 +59,10 @@ class ReplicaContext:
         3
     """
 
-    def __init__(self, strategy: Any, replica_id: Any, gathering: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, strategy: Any, replica_id: Any, gathered_shapes: Callable[[Any], list[Any]]) -> None:
         self.strategy, self.trace = strategy, object()
         self.replica_id_in_sync_group = replica_id
-        self._gathering = gathering
+        self._gathered_shapes = gathered_shapes
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -81,31 +82,31 @@ class ReplicaContext:
 
         Raises:
             InputError: it holds a text or a sparse array.
-            OptionError: ``reduce_op`` is something else.
-            ScopeError: this replica does not run now.
+            OptionError: ``reduce_op`` is unknown.
+            ScopeError: this replica is not running.
         """
-        self._refuse_elsewhere("all_reduce")
+        self._check_is_running("all_reduce")
         op = member_of(ReduceOp, "all_reduce: reduce_op", reduce_op)
         check_arrays("all_reduce", value)
         leaves, structure = jax.tree.flatten(value)
-        leaves = [with_fractions(leaf) if op is ReduceOp.MEAN else countable(leaf) for leaf in leaves]
+        leaves = [as_floating(leaf) if op is ReduceOp.MEAN else bools_as_integers(leaf) for leaf in leaves]
         return jax.tree.unflatten(structure, self._reduced(op, leaves))
 
     def _reduced(self, op: ReduceOp, leaves: list[Any], joined_along: int | None = None) -> list[Any]:
-        """Sums or means over the replicas; of a part of an array that is joined, each replica brings the whole with zeros around it."""
-        count, add = self.num_replicas_in_sync, self.strategy._add
+        """Return sums or means over the replicas; to join arrays, each replica gives its part with zeros around it."""
+        count, add = self.num_replicas_in_sync, self.strategy._sum_stack
 
         def combine(values: list[Any]) -> list[Any]:
             if joined_along is not None:
-                check_shapes("all_gather", [own.shape for value in values for own in _each(value)], joined_along)
+                check_shapes("all_gather", [own.shape for value in values for own in _values_of(value)], joined_along)
             sums = [sum_over_replicas(value, count, add) for value in values]
             return [total / count for total in sums] if op is ReduceOp.MEAN else sums
 
-        meeting = SyncPoint(f"all_reduce({op.name})", combine, is_linear=True)
-        return meet(meeting, leaves, [jax.typeof(leaf) for leaf in leaves])
+        sync_point = SyncPoint(f"all_reduce({op.name})", combine, is_linear=True)
+        return sync(sync_point, leaves, [jax.typeof(leaf) for leaf in leaves])
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """The replicas' arrays joined along ``axis``, in which alone their shapes may differ; it can be differentiated.
+        """Join the replicas' arrays along ``axis``, the only one in which their shapes may differ; it can be differentiated.
 
         Args:
             value: tree of arrays with at least one axis.
@@ -116,7 +117,7 @@ class ReplicaContext:
 
         Raises:
             InputError: there is no such axis, the replicas' arrays differ along another one, or an array is sparse.
-            ScopeError: this replica does not run now.
+            ScopeError: this replica is not running.
 
         Example:
             >>> import lockstep
@@ -127,14 +128,14 @@ class ReplicaContext:
             >>> [int(number) for number in strategy.run(numbers)]
             [0, 1, 2]
         """
-        self._refuse_elsewhere("all_gather")
+        self._check_is_running("all_gather")
         check_arrays("all_gather", value)
         return jax.tree.map(lambda leaf: self._gather_one(jnp.asarray(leaf), axis), value)
 
     def _gather_one(self, value: jax.Array, axis: int) -> jax.Array:
         check_axis("all_gather", value.shape, axis)
         axis %= value.ndim
-        lengths = [(*shape, *[0] * value.ndim)[axis] for shape in self._gathering(value.shape)]
+        lengths = [(*shape, *[0] * value.ndim)[axis] for shape in self._gathered_shapes(value.shape)]
         starts = jnp.asarray([sum(lengths[:replica]) for replica in range(len(lengths))])
         empty = jnp.zeros((*value.shape[:axis], sum(lengths), *value.shape[axis + 1 :]), value.dtype)
         # Each replica fills in its own part, and the parts add up: a sum can be differentiated as it stands.
@@ -146,16 +147,16 @@ class ReplicaContext:
         """Call ``merge_fn(strategy, *args, **kwargs)`` once for all replicas.
 
         Args:
-            merge_fn: works in the cross-replica context: there are ``strategy.reduce`` and so on. Its array arguments are
-                :class:`PerReplica`, or arrays where all replicas share them; others are what they were.
-            args: trees; arrays are of the same shapes on every replica.
-            kwargs: the same by name.
+            merge_fn: runs in the cross-replica context, in which ``strategy.reduce`` and so on work. Its array arguments are
+                :class:`PerReplica`, or arrays if all replicas share them; others are unchanged.
+            args: trees; arrays have the same shapes on every replica.
+            kwargs: keyword arguments, likewise.
 
         Returns:
-            What it returns; of a :class:`PerReplica` each replica gets its own value.
+            The result of ``merge_fn``; of a :class:`PerReplica`, each replica gets its value.
 
         Raises:
-            ScopeError: this replica does not run now.
+            ScopeError: this replica is not running.
 
         Example:
             >>> import lockstep
@@ -167,7 +168,7 @@ class ReplicaContext:
             >>> int(strategy.run(number))
             3
         """
-        self._refuse_elsewhere("merge_call")
+        self._check_is_running("merge_call")
         given, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})))
         given = [value_of(leaf) for leaf in given]
         leaves = [jnp.asarray(leaf) for leaf in given if is_array(leaf)]
@@ -178,31 +179,31 @@ class ReplicaContext:
             arrays = iter(values)
             whole = [next(arrays) if is_array(leaf) else leaf for leaf in given]
             own, named = jax.tree.unflatten(structure, whole)
-            with inside(self.strategy, None):
+            with in_context(self.strategy, None):
                 found = merge_fn(self.strategy, *own, **named)
             results, tree = jax.tree.flatten(found, is_leaf=is_per_replica)
             returned[:] = [tree]
             return [x if is_per_replica(x) else jnp.asarray(x) for x in results]
 
-        every = [self.strategy._each(jax.typeof(leaf)) for leaf in leaves]
-        shapes = [self.strategy._one(shape) for shape in jax.eval_shape(combine, every)]
+        every = [self.strategy._stacked_shape(jax.typeof(leaf)) for leaf in leaves]
+        shapes = [self.strategy._replica_shape(shape) for shape in jax.eval_shape(combine, every)]
         name = f"merge_call of {others}" if others else "merge_call"
-        found = meet(SyncPoint(name, combine), leaves, shapes)
+        found = sync(SyncPoint(name, combine), leaves, shapes)
         return jax.tree.unflatten(returned[0], found)
 
-    def _refuse_elsewhere(self, method: str) -> None:
+    def _check_is_running(self, method: str) -> None:
         if current_replica() is not self:
             raise ScopeError(
-                f"{method} of a ReplicaContext was called where its replica does not run: after strategy.run, or in a function that "
-                "merge_call calls. Fix: call lockstep.get_replica_context() in the function that strategy.run calls, and use what it gives there."
+                f"{method} of a ReplicaContext was called while its replica is not running: after strategy.run, or in a function that "
+                "merge_call calls. Fix: call lockstep.get_replica_context() in the function that strategy.run calls, and use its result there."
             )
 
 
 class ReusableContext(AbstractContextManager[Value], ContextDecorator):
-    """A context manager that may be entered again, also while it is open: ``tf.distribute``'s scopes can.
+    """A reentrant context manager, as the scopes of ``tf.distribute`` are.
 
     Args:
-        new: gives a context manager for each time.
+        new: returns a new context manager for each entry.
     """
 
     def __init__(self, new: Callable[[], AbstractContextManager[Value]]) -> None:
@@ -219,46 +220,46 @@ class ReusableContext(AbstractContextManager[Value], ContextDecorator):
 
 
 @contextmanager
-def inside(strategy: Any, replica: ReplicaContext | None) -> Iterator[None]:
-    """Work in a replica of ``strategy``, or, with None, for all of them in a merge call."""
-    token = _inside.set((strategy, replica))
+def in_context(strategy: Any, replica: ReplicaContext | None) -> Iterator[None]:
+    """Set the context to a replica of ``strategy`` or, with None, to its cross-replica context."""
+    token = _context.set((strategy, replica))
     try:
         with trace_context(replica.trace if replica else strategy.num_replicas_in_sync):
             yield
     finally:
-        _inside.reset(token)
+        _context.reset(token)
 
 
-def _each(value: Any) -> tuple[Any, ...]:
+def _values_of(value: Any) -> tuple[Any, ...]:
     return value.values if is_per_replica(value) else (value,)
 
 
 def current_strategy() -> Any:
-    """The strategy whose replica is traced or whose scope is open, or None; None in what a step of ``fit`` calls."""
-    within = _inside.get()
-    if within is not None:
-        return within[0]
-    if is_in_step():  # What fit calls is as on one device, wherever fit stands.
+    """Return the strategy whose replica is traced or whose scope is open, or None; None in a step of ``fit``."""
+    context = _context.get()
+    if context is not None:
+        return context[0]
+    if is_in_step():  # Code that fit calls works as on one device, also if fit is called in a scope.
         return None
     return open_scopes.get()[-1] if open_scopes.get() else None
 
 
 def current_replica() -> ReplicaContext | None:
-    """The replica that is traced now, or None."""
-    within = _inside.get()
-    return within[1] if within else None
+    """Return the replica that is being traced, or None."""
+    context = _context.get()
+    return context[1] if context else None
 
 
-def refuse_in_replica(what: str) -> None:
-    """Methods of a strategy work on all replicas at once."""
+def check_not_in_replica(what: str) -> None:
+    """Refuse a call of a strategy's method in a replica: these methods work on all replicas at once."""
     if current_replica() is not None:
         raise ScopeError(
-            f"strategy.{what} was called by a function that strategy.run runs on each replica. There, use "
+            f"strategy.{what} was called by a function that strategy.run runs on each replica. Fix: use "
             "lockstep.get_replica_context().all_reduce, all_gather or merge_call."
         )
 
 
-def with_fractions(value: Any) -> jax.Array:
-    """A value of which a mean can be taken: whole numbers become floating-point ones."""
+def as_floating(value: Any) -> jax.Array:
+    """Return a value as a floating-point array, so that it has a mean; floating-point dtypes stay."""
     array = jnp.asarray(value)
     return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.result_type(float))

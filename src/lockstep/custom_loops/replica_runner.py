@@ -1,9 +1,9 @@
-"""``strategy.run``: one function on every replica.
+"""``strategy.run``: run one function on every replica.
 
-The function is traced once for each kind of replica (those whose arguments have equal shapes), and the trace is cut where
-replicas meet. Between two meetings the replicas of a kind run as one batch, spread over the devices; what does not depend on
-the replica, such as an update with gradients that were added up, is computed once, and comes back as one value. What depends on no
-argument at all comes back as a value of each replica: it may be the number of rows, which differs in some batches only.
+The function is traced once for each group of replicas whose arguments have equal shapes, and the trace is split at its sync points.
+Between two sync points the replicas of a group run as one batch (``jax.vmap``), spread over the devices. A value that does not depend
+on the replica, such as an update with gradients that were added up, is computed once and returned as one value. A value that depends
+on no argument at all is returned for each replica: it may be the number of rows, which can differ between replicas.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec
 
 from lockstep._errors import ModelError
 from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
-from lockstep.custom_loops.sync_points import SyncPoint, meet_p
+from lockstep.custom_loops.sync_points import SyncPoint, sync_p
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 
 __all__ = ["Shapes", "run_on_replicas"]
 
 Replicas = tuple[int, ...]
-Shapes = list[list[Any]]  # of what each replica brings to each gathering, in order
+Shapes = list[list[Any]]  # for each all_gather, in order: the shape that each replica gives to it
 Function = Callable[[jax.Array, list[Any], Callable[[Any], list[Any]]], Any]
 
 
@@ -32,94 +32,96 @@ def run_on_replicas(function: Function, leaves: list[Any], placement: Placement)
     """Run ``function`` on every replica; called while the user's step is traced.
 
     Args:
-        function: ``(replica, leaves, gathering) -> tree of arrays``. ``gathering(shape)`` gives the shapes that all replicas
-            bring to a gathering to which this one brings ``shape``.
+        function: ``(replica, leaves, gathered_shapes) -> tree of arrays``. ``gathered_shapes(shape)`` returns the shapes that all
+            replicas give to an ``all_gather`` to which this one gives ``shape``.
         leaves: arrays that all replicas share, or :class:`PerReplica`.
         placement: devices and number of replicas.
 
     Returns:
-        The tree, with a :class:`PerReplica` wherever a result depends on the replica.
+        The tree, with a :class:`PerReplica` for each result that depends on the replica.
 
     Raises:
-        ModelError: the replicas do not meet in the same order.
+        ModelError: the replicas do not reach the same sync points in the same order.
     """
-    kinds = _kinds(leaves, placement.replicas)
+    groups = _replica_groups(leaves, placement.replicas)
     known: Shapes = []
-    lanes = [_ReplicaBatch(function, leaves, kind, placement, known) for kind in kinds]
-    while len(lanes) > 1 and (seen := _seen(lanes, placement.replicas)) != known:
-        known = seen  # What one kind gathers has the shapes of the others, which are known now.
-        lanes = [_ReplicaBatch(function, leaves, kind, placement, known) for kind in kinds]
-    names = [[meeting.name for meeting in lane.meetings] for lane in lanes]
-    for kind, own in zip(kinds, names, strict=True):
+    batches = [_ReplicaBatch(function, leaves, group, placement, known) for group in groups]
+    while len(batches) > 1 and (seen := _gathered_shapes(batches, placement.replicas)) != known:
+        known = seen  # Trace again: the results of an all_gather depend on the shapes of the other groups.
+        batches = [_ReplicaBatch(function, leaves, group, placement, known) for group in groups]
+    names = [[sync_point.name for sync_point in batch.sync_points] for batch in batches]
+    for group, own in zip(groups, names, strict=True):
         if own != names[0]:
             raise ModelError(
-                f"strategy.run: replicas do not meet in the same order: {list(kinds[0])} come to {names[0]}, {list(kind)} to "
-                f"{own}. Take out what makes it depend on the shapes of a replica's values."
+                f"strategy.run: replicas do not sync in the same order: {list(groups[0])} reach {names[0]}, {list(group)} reach "
+                f"{own}. Fix: remove what makes it depend on the shapes of a replica's values."
             )
-    for position, meeting in enumerate(lanes[0].meetings):
-        _meet(lanes, position, meeting)
-    for lane in lanes:
-        lane.advance(len(lane.meetings))
-    return jax.tree.unflatten(lanes[0].structure, _results(lanes))
+    for position, sync_point in enumerate(batches[0].sync_points):
+        _run_sync_point(batches, position, sync_point)
+    for batch in batches:
+        batch.advance(len(batch.sync_points))
+    return jax.tree.unflatten(batches[0].structure, _results(batches))
 
 
-def _kinds(leaves: list[Any], replicas: int) -> list[Replicas]:
-    """Replicas whose values have equal shapes."""
+def _replica_groups(leaves: list[Any], replicas: int) -> list[Replicas]:
+    """Return groups of replicas whose values have equal shapes."""
     groupings = [leaf.members for leaf in leaves if is_per_replica(leaf)]
-    kinds: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for replica in range(replicas):
-        kind = tuple(next(i for i, own in enumerate(groups) if replica in own) for groups in groupings)
-        kinds.setdefault(kind, []).append(replica)
-    return [tuple(kind) for kind in kinds.values()]
+        group = tuple(next(i for i, own in enumerate(members) if replica in own) for members in groupings)
+        groups.setdefault(group, []).append(replica)
+    return [tuple(group) for group in groups.values()]
 
 
-def _seen(lanes: "list[_ReplicaBatch]", replicas: int) -> Shapes:
+def _gathered_shapes(batches: "list[_ReplicaBatch]", replicas: int) -> Shapes:
     shapes: Shapes = []
-    for own in zip(*(lane.seen for lane in lanes), strict=False):
-        by_replica = {r: shape for lane, shape in zip(lanes, own, strict=True) for r in lane.replicas}
+    for own in zip(*(batch.gathered for batch in batches), strict=False):
+        by_replica = {r: shape for batch, shape in zip(batches, own, strict=True) for r in batch.replicas}
         shapes.append([by_replica[replica] for replica in range(replicas)])
     return shapes
 
 
 class _ReplicaBatch:
-    """The replicas of one kind, side by side, from meeting to meeting.
+    """The replicas of one group, run as one batch from sync point to sync point.
 
-    A value is either shared by them, or stands once for each, ``(replicas of the lane, …)``.
+    A value is either shared by them, or varying: stacked with one entry for each, ``(replicas of the group, …)``.
     """
 
     def __init__(
         self, function: Function, leaves: list[Any], replicas: Replicas, placement: Placement, known: Shapes
     ) -> None:
         self.replicas, self.placement = replicas, placement
-        # XLA fails on a shard_map with arrays of no rows ("GlobalToLocalShape"); of these there is nothing to divide.
-        self.is_divided = not any(is_per_replica(leaf) and not leaf.of(replicas).size for leaf in leaves)
-        self.seen: list[Any] = []
+        # XLA fails on a shard_map with arrays of 0 rows ("GlobalToLocalShape").
+        self.is_sharded = not any(is_per_replica(leaf) and not leaf.of(replicas).size for leaf in leaves)
+        self.gathered: list[Any] = []
 
-        def gathering(shape: Any) -> list[Any]:
-            self.seen.append(shape)
-            position = len(self.seen) - 1
+        def gathered_shapes(shape: Any) -> list[Any]:
+            self.gathered.append(shape)
+            position = len(self.gathered) - 1
             return known[position] if position < len(known) else [shape] * placement.replicas
 
         values = [leaf.of(replicas) if is_per_replica(leaf) else leaf for leaf in leaves]
         shapes = [_shape(value, is_per_replica(leaf)) for value, leaf in zip(values, leaves, strict=True)]
         number = jax.ShapeDtypeStruct((), jnp.int32)
         closed, results = jax.make_jaxpr(
-            lambda replica, *own: function(replica, list(own), gathering), return_shape=True
+            lambda replica, *own: function(replica, list(own), gathered_shapes), return_shape=True
         )(number, *shapes)
-        closed = inline_calls(closed, meet_p, _refuse)
+        closed = inline_calls(closed, sync_p, _refuse_nested)
         self.jaxpr, self.structure = closed.jaxpr, jax.tree.structure(results)
-        self.parts, marks = _cut(self.jaxpr.eqns)
-        self.marks = marks
-        self.meetings: list[SyncPoint] = [mark.params["meeting"] for mark in marks]
+        self.segments, sync_equations = _split_at_syncs(self.jaxpr.eqns)
+        self.sync_equations = sync_equations
+        self.sync_points: list[SyncPoint] = [mark.params["sync_point"] for mark in sync_equations]
         self.values: dict[Var, Any] = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
         self.values.update(zip(self.jaxpr.invars, [np.asarray(replicas, "int32"), *values], strict=True))
-        self.own = {
+        self.varying = {
             v
             for v, leaf in zip(self.jaxpr.invars, [None, *leaves], strict=True)
             if leaf is None or is_per_replica(leaf)
         }
-        # What makes shared values of two lanes the same: how they were computed, from what.
-        self.origin: dict[Var, Any] = {v: ("argument", i) for i, v in enumerate(self.jaxpr.invars) if v not in self.own}
+        # How shared values were computed, and from what: equal origins mean equal values in two batches.
+        self.origin: dict[Var, Any] = {
+            v: ("argument", i) for i, v in enumerate(self.jaxpr.invars) if v not in self.varying
+        }
         self.origin |= {
             v: ("constant", id(value)) for v, value in zip(self.jaxpr.constvars, closed.consts, strict=True)
         }
@@ -128,38 +130,38 @@ class _ReplicaBatch:
     def read(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else self.values[atom]
 
-    def is_own(self, atom: Any) -> bool:
-        """Whether a value stands once for each replica."""
-        return not isinstance(atom, Literal) and atom in self.own
+    def is_varying(self, atom: Any) -> bool:
+        """Whether a value has one entry for each replica."""
+        return not isinstance(atom, Literal) and atom in self.varying
 
     def is_constant(self, atom: Any) -> bool:
-        """Whether a value depends on no argument, and on nothing that replicas have brought together."""
+        """Whether a value depends neither on an argument nor on a sync point."""
         return isinstance(atom, Literal) or atom in self.constant
 
-    def per_replica(self, atom: Any) -> jax.Array:
-        """A value, once for each replica."""
+    def stacked(self, atom: Any) -> jax.Array:
+        """Return a value with one entry for each replica."""
         value = jnp.asarray(self.read(atom))
-        return value if self.is_own(atom) else jnp.broadcast_to(value, (len(self.replicas), *value.shape))
+        return value if self.is_varying(atom) else jnp.broadcast_to(value, (len(self.replicas), *value.shape))
 
     def advance(self, position: int) -> None:
-        """Run the equations before the meeting at ``position``."""
+        """Run the equations before the sync point at ``position``."""
         shared: list[JaxprEqn] = []
         own: list[JaxprEqn] = []
-        for equation in self.parts[position]:
-            if any(self.is_own(atom) for atom in equation.invars) or equation.effects:
+        for equation in self.segments[position]:
+            if any(self.is_varying(atom) for atom in equation.invars) or equation.effects:
                 own.append(equation)
-                self.own.update(equation.outvars)
+                self.varying.update(equation.outvars)
             else:
                 shared.append(equation)
-                source = (str(equation.primitive), str(equation.params), *map(self.source, equation.invars))
+                source = (str(equation.primitive), str(equation.params), *map(self.origin_of, equation.invars))
                 self.origin.update({var: (*source, i) for i, var in enumerate(equation.outvars)})
                 if all(map(self.is_constant, equation.invars)):
                     self.constant.update(equation.outvars)
         self._run(shared, lambda function, inputs: function(*(self.read(var) for var in inputs)))
-        self._run(own, self._side_by_side)
+        self._run(own, self._run_vmapped)
 
-    def source(self, atom: Any) -> Any:
-        """Where a shared value comes from."""
+    def origin_of(self, atom: Any) -> Any:
+        """Return how a shared value was computed."""
         return ("number", str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else self.origin[atom]
 
     def _run(self, equations: list[JaxprEqn], call: Callable[[Any, list[Var]], Any]) -> None:
@@ -171,9 +173,9 @@ class _ReplicaBatch:
         inputs = list(dict.fromkeys(var for var in used if var not in known))
         self.values.update(zip(made, call(subprogram(self.jaxpr, equations, inputs, made), inputs), strict=True))
 
-    def _side_by_side(self, function: Callable[..., Any], inputs: list[Var]) -> list[jax.Array]:
-        own = [var for var in inputs if self.is_own(var)]
-        shared = [var for var in inputs if not self.is_own(var)]
+    def _run_vmapped(self, function: Callable[..., Any], inputs: list[Var]) -> list[jax.Array]:
+        own = [var for var in inputs if self.is_varying(var)]
+        shared = [var for var in inputs if not self.is_varying(var)]
         devices, count = len(self.placement.devices), len(self.replicas)
 
         def one(own_values: list[Any], shared_values: list[Any]) -> list[Any]:
@@ -185,14 +187,14 @@ class _ReplicaBatch:
                 return [value[None] for value in one([value[0] for value in own_values], shared_values)]
             return jax.vmap(one, in_axes=(0, None))(own_values, shared_values)
 
-        # Devices run equal numbers of replicas: some run one again, and nobody reads that.
+        # Devices run equal numbers of replicas: the last replica is repeated as padding, and these results are dropped.
         places = np.minimum(np.arange(count + -count % devices), count - 1)
         values = [jnp.asarray(self.read(var)) for var in own]
         if len(places) > count:
             values = [value[places] for value in values]
         if devices == 1 or not values:
             return on_one_device(values, [self.read(var) for var in shared])
-        if not self.is_divided:
+        if not self.is_sharded:
             found = on_one_device(values, [self.read(var) for var in shared])
             return [jax.lax.with_sharding_constraint(value[:count], self.placement.replicated) for value in found]
         cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
@@ -202,51 +204,51 @@ class _ReplicaBatch:
         return [value[:count] for value in found]
 
 
-def _meet(lanes: list[_ReplicaBatch], position: int, meeting: SyncPoint) -> None:
-    for lane in lanes:
-        lane.advance(position)
-    operands = zip(*(lane.marks[position].invars for lane in lanes), strict=True)
-    found = meeting.combine([_brought(lanes, list(atoms)) for atoms in operands])
-    for lane in lanes:
-        for turn, (var, value) in enumerate(zip(lane.marks[position].outvars, found, strict=True)):
+def _run_sync_point(batches: list[_ReplicaBatch], position: int, sync_point: SyncPoint) -> None:
+    for batch in batches:
+        batch.advance(position)
+    operands = zip(*(batch.sync_equations[position].invars for batch in batches), strict=True)
+    found = sync_point.combine([_collect(batches, list(atoms)) for atoms in operands])
+    for batch in batches:
+        for turn, (var, value) in enumerate(zip(batch.sync_equations[position].outvars, found, strict=True)):
             if is_per_replica(value):
-                lane.values[var] = value.of(lane.replicas)
-                lane.own.add(var)
+                batch.values[var] = value.of(batch.replicas)
+                batch.varying.add(var)
             else:
-                lane.values[var] = value
-                lane.origin[var] = ("meeting", position, turn)
+                batch.values[var] = value
+                batch.origin[var] = ("sync_point", position, turn)
 
 
-def _brought(lanes: list[_ReplicaBatch], atoms: list[Any]) -> Any:
-    """What all lanes bring: one value if they share it."""
-    if not any(lane.is_own(atom) or lane.is_constant(atom) for lane, atom in zip(lanes, atoms, strict=True)):
-        sources = [lane.source(atom) for lane, atom in zip(lanes, atoms, strict=True)]
+def _collect(batches: list[_ReplicaBatch], atoms: list[Any]) -> Any:
+    """Return the value of all batches: a single one if they share it."""
+    if not any(batch.is_varying(atom) or batch.is_constant(atom) for batch, atom in zip(batches, atoms, strict=True)):
+        sources = [batch.origin_of(atom) for batch, atom in zip(batches, atoms, strict=True)]
         if all(source == sources[0] for source in sources):
-            return jnp.asarray(lanes[0].read(atoms[0]))
-    groups = tuple(lane.per_replica(atom) for lane, atom in zip(lanes, atoms, strict=True))
-    return PerReplica(groups, tuple(lane.replicas for lane in lanes))
+            return jnp.asarray(batches[0].read(atoms[0]))
+    groups = tuple(batch.stacked(atom) for batch, atom in zip(batches, atoms, strict=True))
+    return PerReplica(groups, tuple(batch.replicas for batch in batches))
 
 
-def _results(lanes: list[_ReplicaBatch]) -> list[Any]:
-    return [_brought(lanes, list(atoms)) for atoms in zip(*(lane.jaxpr.outvars for lane in lanes), strict=True)]
+def _results(batches: list[_ReplicaBatch]) -> list[Any]:
+    return [_collect(batches, list(atoms)) for atoms in zip(*(batch.jaxpr.outvars for batch in batches), strict=True)]
 
 
-def _cut(equations: Iterable[JaxprEqn]) -> tuple[list[list[JaxprEqn]], list[JaxprEqn]]:
+def _split_at_syncs(equations: Iterable[JaxprEqn]) -> tuple[list[list[JaxprEqn]], list[JaxprEqn]]:
     parts: list[list[JaxprEqn]] = [[]]
-    marks = []
+    sync_equations = []
     for equation in equations:
-        if equation.primitive is meet_p:
-            marks.append(equation)
+        if equation.primitive is sync_p:
+            sync_equations.append(equation)
             parts.append([])
         else:
             parts[-1].append(equation)
-    return parts, marks
+    return parts, sync_equations
 
 
-def _shape(value: Any, is_own: bool) -> jax.ShapeDtypeStruct:
-    kind = jax.typeof(value)
-    return jax.ShapeDtypeStruct(kind.shape[1:] if is_own else kind.shape, kind.dtype, weak_type=kind.weak_type)
+def _shape(value: Any, is_varying: bool) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(value)
+    return jax.ShapeDtypeStruct(aval.shape[1:] if is_varying else aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _refuse(where: str) -> Any:
-    raise ModelError(f"strategy.run: replicas cannot meet {where}: all of them must meet once, in the same place.")
+def _refuse_nested(where: str) -> Any:
+    raise ModelError(f"strategy.run: replicas cannot sync {where}: all of them must sync once, at the same point.")

@@ -1,4 +1,4 @@
-"""What a strategy offers to a training loop of one's own, with the names of ``tf.distribute.Strategy``."""
+"""Methods of a strategy for custom training loops, with the names of ``tf.distribute.Strategy``."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,36 +13,44 @@ from jax.sharding import PartitionSpec
 from lockstep._errors import ModelError, OptionError, member_of
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
-from lockstep.custom_loops.input_api import InputApi
+from lockstep.custom_loops.distributed_dataset import DistributedDataset, InputContext, ValueContext
 from lockstep.custom_loops.per_replica import (
     PerReplica,
-    countable,
+    bools_as_integers,
     is_per_replica,
     is_value,
+    per_replica_of,
     sum_over_replicas,
     value_of,
 )
-from lockstep.custom_loops.replica_context import ReplicaContext, inside, refuse_in_replica, with_fractions
+from lockstep.custom_loops.per_replica_dataset import PerReplicaDataset
+from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, check_not_in_replica, in_context
 from lockstep.custom_loops.replica_runner import run_on_replicas
 from lockstep.custom_loops.value_checks import (
     check_arrays,
     check_axis,
-    check_hash,
+    check_hashable,
+    check_host_argument,
     check_replicas,
+    check_result,
     check_shapes,
-    checked_result,
-    on_host,
-    values_unknown,
+    check_structures,
+    explain_tracer_errors,
 )
-from lockstep.data.device_placement import DEVICE_AXIS
+from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.fit_entry import InputOptions, ProcessGroup
+from lockstep.data.sources import make_tree_source
 from lockstep.distributed.resolvers import ClusterResolver
 
 __all__ = ["StrategyApi"]
 
 
-class StrategyApi(InputApi):
-    """Base of the strategies: run a function on every replica, and bring values together."""
+class StrategyApi:
+    """Base of the strategies: run a function on every replica, reduce and gather values, distribute inputs."""
 
+    _placement: Placement
+    _input_options: InputOptions
+    _process_group: ProcessGroup
     _ops: CrossDeviceOps
     _deterministic: bool = False
 
@@ -53,30 +61,31 @@ class StrategyApi(InputApi):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What said who takes part; None where one process trains alone."""
+        """The source of the cluster's addresses; None if one process trains alone."""
         return None
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call ``fn`` on every replica.
 
-        Inside ``jax.jit`` the call becomes part of the compiled step; outside it is compiled by itself, once for each ``fn``
+        Inside ``jax.jit`` the call becomes part of the compiled step; outside it is compiled separately, once for each ``fn``
         and each kind of argument, as ``jax.jit`` would. ``fn`` is traced once for all replicas whose arguments have the same
-        shapes. A model of this strategy draws other noise on each replica, and the non-trainable values that its
+        shapes. A model of this strategy draws different noise on each replica, and the non-trainable values that its
         ``stateless_call`` returns are merged over the replicas, as in ``fit``.
 
         Args:
-            fn: what to call, of ``args`` and ``kwargs``. In it, :func:`lockstep.get_replica_context` says which replica it is.
-            args: trees; each replica gets its own value of a :class:`PerReplica`, and all share what else there is. Of a Keras
-                variable they get the value.
-            kwargs: the same by name.
+            fn: function of ``args`` and ``kwargs``. In it, :func:`lockstep.get_replica_context` returns the replica's context.
+            args: trees; each replica gets its value of a :class:`PerReplica`, and all replicas share other arguments. A Keras
+                variable is replaced by its value.
+            kwargs: keyword arguments, likewise.
 
         Returns:
-            What ``fn`` returns, with a :class:`PerReplica` for each array that depends on the replica.
+            The result of ``fn``, with a :class:`PerReplica` for each array that depends on the replica.
 
         Raises:
-            ModelError: the replicas do not meet in the same order, or inside a loop; ``fn`` assigns to a Keras variable, or needs the
-                value of an array while it is traced.
-            OptionError: the strategy is deterministic, ``args`` is no tuple or list or has no hash, or ``fn`` returns no arrays.
+            ModelError: the replicas do not sync in the same order, or sync inside a loop; ``fn`` assigns to a Keras variable, or needs
+                the value of an array while it is traced.
+            OptionError: the strategy is deterministic, ``args`` is not a tuple or list, an argument has no hash, or ``fn`` returns
+                something other than arrays.
             ScopeError: it is called on a replica.
 
         Example:
@@ -86,15 +95,15 @@ class StrategyApi(InputApi):
             >>> [float(value) for value in strategy.run(lambda rows: rows.sum(), args=(batch,)).values]
             [1.0, 2.0]
         """
-        refuse_in_replica("run")
+        check_not_in_replica("run")
         if self._deterministic:
             raise OptionError(
-                "strategy.run does not keep the promise of deterministic=True: replicas run side by side. Write a train_step of "
-                "your own and use fit, or make a strategy without deterministic=True."
+                "strategy.run does not support deterministic=True, because replicas run as one batch. Fix: write a custom train_step "
+                "and use fit, or make a strategy without deterministic=True."
             )
         if not isinstance(args, (tuple, list)):
             raise OptionError(
-                f"strategy.run: args: expected a tuple or a list, got {type(args).__name__}; write args=(value,)."
+                f"strategy.run: args: expected a tuple or a list, got {type(args).__name__}. Fix: write args=(value,)."
             )
         leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})), is_leaf=is_per_replica)
         leaves = [value_of(leaf) for leaf in leaves]
@@ -104,30 +113,30 @@ class StrategyApi(InputApi):
             if is_per_replica(leaf):
                 check_replicas("run", leaf, self._placement.replicas)
         for leaf in fixed:
-            check_hash(leaf)
+            check_hashable(leaf)
         values = [leaf for leaf, value in zip(leaves, are_values, strict=True) if value]
-        with values_unknown():
-            return self._called(fn, structure, are_values, fixed, values)
+        with explain_tracer_errors():
+            return self._run_or_compile(fn, structure, are_values, fixed, values)
 
-    def _called(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
-        """As a part of a step that is traced, or compiled by itself."""
+    def _run_or_compile(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
+        """Run as part of the step that is being traced; outside of one, compile the call first."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
             return self._run(fn, structure, are_values, fixed, values)
-        shared = self._placement.put([None if is_per_replica(x) else on_host(x) for x in values])
+        shared = self._placement.put([None if is_per_replica(x) else check_host_argument(x) for x in values])
         placed = [own if is_per_replica(own) else x for own, x in zip(values, shared, strict=True)]
         return self._run_compiled(fn, structure, are_values, fixed, placed)
 
     def _run(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
-        def on_replica(replica: jax.Array, own: list[Any], gathering: Callable[[Any], list[Any]]) -> Any:
+        def on_replica(replica: jax.Array, own: list[Any], gathered_shapes: Callable[[Any], list[Any]]) -> Any:
             arrays, others = iter(own), iter(fixed)
             args, kwargs = jax.tree.unflatten(
                 structure, [next(arrays) if value else next(others) for value in are_values]
             )
-            context = ReplicaContext(self, replica, gathering)
-            with inside(self, context), self._models_in_replica(context), _AssignedVariables() as assigned:
+            context = ReplicaContext(self, replica, gathered_shapes)
+            with in_context(self, context), self._models_in_replica(context), _AssignedVariables() as assigned:
                 found = fn(*args, **kwargs)
             assigned.refuse()
-            return jax.tree.map(checked_result, found, is_leaf=is_per_replica)
+            return jax.tree.map(check_result, found, is_leaf=is_per_replica)
 
         return run_on_replicas(on_replica, values, self._placement)
 
@@ -137,15 +146,15 @@ class StrategyApi(InputApi):
         Args:
             reduce_op: a member of :class:`ReduceOp` or its name.
             value: tree of :class:`PerReplica`, or of arrays that all replicas share.
-            axis: None: over the replicas only; their shapes must be equal. 0, as a rule: over the rows too. The mean divides by
-                the true number of rows of all replicas.
+            axis: None: over the replicas only; their shapes must be equal. Usually 0: over the rows too. The mean divides by
+                the actual number of rows of all replicas.
 
         Returns:
-            The same tree of arrays; the mean of whole numbers is a floating-point one, and the sum of bools counts.
+            The same tree of arrays; the mean of whole numbers is a floating-point number, and the sum of bools counts.
 
         Raises:
-            InputError: shapes differ, a value has no such axis, is a text or sparse, or is of another number of replicas.
-            OptionError: the sum over several replicas of something that is one value is asked for.
+            InputError: shapes differ, a value has no such axis, is a text or sparse, or belongs to another number of replicas.
+            OptionError: ``"SUM"`` over several replicas of a value that all of them share.
             ScopeError: it is called on a replica.
 
         Example:
@@ -155,7 +164,7 @@ class StrategyApi(InputApi):
             >>> float(strategy.reduce("MEAN", batch, axis=0))
             2.0
         """
-        refuse_in_replica("reduce")
+        check_not_in_replica("reduce")
         op = member_of(ReduceOp, "reduce: reduce_op", reduce_op)
         check_arrays("reduce", value)
         return jax.tree.map(lambda leaf: self._reduce_one(op, leaf, axis), value, is_leaf=is_per_replica)
@@ -167,15 +176,15 @@ class StrategyApi(InputApi):
             if op is ReduceOp.MEAN:
                 return jnp.asarray(value) if axis is None else jnp.mean(jnp.asarray(value), axis=axis)
             if self._placement.replicas == 1:
-                return countable(value) if axis is None else jnp.sum(countable(value), axis=axis)
+                return bools_as_integers(value) if axis is None else jnp.sum(bools_as_integers(value), axis=axis)
             raise OptionError(
-                f"reduce(SUM): {value!r} is one value and not one of each replica, so its sum over replicas has no meaning. "
-                "Fix: multiply by strategy.num_replicas_in_sync if that is meant; where it is a number of rows, add it up in the function that "
-                "run calls, with all_reduce."
+                f"reduce(SUM): {value!r} is one value and not one for each replica, so its sum over replicas is ambiguous. "
+                "Fix: multiply by strategy.num_replicas_in_sync if that is meant; a number of rows is summed with all_reduce in the function "
+                "that run calls."
             )
         check_replicas("reduce", value, self._placement.replicas)
         count: int = self._placement.replicas
-        value = jax.tree.map(with_fractions if op is ReduceOp.MEAN else countable, value)
+        value = jax.tree.map(as_floating if op is ReduceOp.MEAN else bools_as_integers, value)
         if axis is not None:
             for array in value.groups:
                 check_axis("strategy.reduce", array.shape[1:], axis)
@@ -183,11 +192,11 @@ class StrategyApi(InputApi):
             inner = axis + 1 if axis >= 0 else axis
             groups = tuple(jnp.sum(array, axis=inner, dtype=array.dtype) for array in value.groups)
             value = PerReplica(groups, value.members)
-        total = sum_over_replicas(value, self._placement.replicas, self._add)
+        total = sum_over_replicas(value, self._placement.replicas, self._sum_stack)
         return total / count if op is ReduceOp.MEAN else total
 
     def gather(self, value: Any, axis: int) -> Any:
-        """The replicas' arrays joined along ``axis``, in the order of the replicas.
+        """Join the replicas' arrays along ``axis``, in the order of the replicas.
 
         Args:
             value: tree of :class:`PerReplica`, whose shapes may differ along ``axis`` only, or of arrays that all share.
@@ -207,7 +216,7 @@ class StrategyApi(InputApi):
             >>> strategy.gather(batch, axis=0).tolist()
             [0, 1, 2]
         """
-        refuse_in_replica("gather")
+        check_not_in_replica("gather")
         check_arrays("gather", value)
 
         def one(leaf: Any) -> jax.Array:
@@ -222,13 +231,13 @@ class StrategyApi(InputApi):
         return jax.tree.map(one, value, is_leaf=is_per_replica)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's replicas, in order; a value that all share stands alone.
+        """Return the values of this process's replicas, in order; a value that all replicas share is returned once.
 
         Args:
             value: tree of :class:`PerReplica` or of arrays.
 
         Returns:
-            One tree for each of these replicas; the value itself, once, where no replica has its own.
+            One tree for each of these replicas; a single one if all replicas share the value.
 
         Example:
             >>> import lockstep
@@ -241,20 +250,107 @@ class StrategyApi(InputApi):
         if not any(map(is_per_replica, leaves)):
             return (value,)
         own = self._placement.local_replicas
-        held = [_held(x) if is_per_replica(x) else dict.fromkeys(own, x) for x in leaves]
+        held = [_local_values(x) if is_per_replica(x) else dict.fromkeys(own, x) for x in leaves]
         columns = [[values[replica] for replica in own] for values in held]
         return tuple(jax.tree.unflatten(structure, column) for column in zip(*columns, strict=True))
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Make one value for each replica.
+
+        Args:
+            value_fn: given a :class:`ValueContext`, returns a tree of arrays.
+
+        Returns:
+            The tree, with a :class:`PerReplica` for each array.
+
+        Raises:
+            InputError: the trees differ between replicas, or hold something other than numbers.
+        """
+        check_not_in_replica("experimental_distribute_values_from_function")
+        count = self._placement.replicas
+        trees = [value_fn(ValueContext(replica, count)) for replica in range(count)]
+        check_structures("experimental_distribute_values_from_function", trees)
+        return jax.tree.map(lambda *values: per_replica_of(values, self._placement), *trees)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+        """Cut the batches of a data set into replicas, in a thread ahead of the loop.
+
+        Args:
+            dataset: batches of the *global* size: any iterable of trees of arrays ``(rows, …)``, such as a list, a generator, a
+                ``tf.data.Dataset``, a torch ``DataLoader`` or a Grain data set; a ``keras.utils.PyDataset``; or a function of the
+                number of the step that returns None at the end.
+            options: how far ahead to read, by default the strategy's ``input_options``.
+
+        Returns:
+            An iterable of trees of :class:`PerReplica`. Each replica gets ``ceil(rows / replicas)`` rows, in order; the last
+            ones may get fewer, or none. ``fit``, ``evaluate`` and ``predict`` take it, too.
+
+        Raises:
+            InputError: it is not a data set; or, during iteration, a batch has no rows or arrays of different lengths.
+            OptionError: the options have a cache, which is for ``fit``.
+
+        Example:
+            >>> import lockstep, numpy as np
+            >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+            >>> data = strategy.experimental_distribute_dataset([np.arange(3), np.arange(2)])
+            >>> [[len(rows) for rows in batch.values] for batch in data]
+            [[2, 1], [1, 1]]
+        """
+        check_not_in_replica("experimental_distribute_dataset")
+        source = make_tree_source(dataset)
+        check = self._process_group.make_batch_check(source.name, source.num_batches is not None)
+        return DistributedDataset(source, self._placement, self._prefetch(options), check)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Read a separate batch for each replica, in a thread ahead of the loop.
+
+        Args:
+            dataset_fn: given an :class:`InputContext`, returns batches of the size of *one replica*, of any kind that
+                :meth:`experimental_distribute_dataset` takes. Each process calls it and reads for its own replicas.
+            options: how far ahead to read, by default the strategy's ``input_options``.
+
+        Returns:
+            An iterable; each of its elements holds the next batch for every replica. If the input ends before all replicas have
+            a batch, the rest get batches of 0 rows. ``fit`` takes it, too: the rows of all replicas are one global batch there.
+
+        Raises:
+            InputError: the function did not return a data set.
+            OptionError: the options have a cache, which is for ``fit``.
+
+        Example:
+            >>> import lockstep, numpy as np
+            >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
+            >>> data = strategy.distribute_datasets_from_function(lambda context: [np.zeros(3), np.ones(3)])
+            >>> [[float(rows.mean()) for rows in batch.values] for batch in data]
+            [[0.0, 1.0]]
+        """
+        check_not_in_replica("distribute_datasets_from_function")
+        group = self._process_group
+        context = InputContext(group.processes, group.process, self._placement.replicas)
+        source = make_tree_source(dataset_fn(context))
+        return PerReplicaDataset(source, self._placement, self._prefetch(options), group.make_batch_gather(source.name))
+
+    def _prefetch(self, options: InputOptions | None) -> int:
+        if options is not None and not isinstance(options, InputOptions):
+            raise OptionError(f"options: expected a lockstep.InputOptions or None, got {options!r}.")
+        if options is not None and options.cache is not None:
+            raise OptionError(
+                f"InputOptions(cache={str(options.cache)!r}) is for fit. Fix: in a custom training loop, keep the batches of the first epoch."
+            )
+        return (self._input_options if options is None else options).prefetch
 
     @cached_property
     def _run_compiled(self) -> Any:
         return jax.jit(self._run, static_argnums=(0, 1, 2, 3))
 
     def _models_in_replica(self, context: ReplicaContext) -> AbstractContextManager[Any]:
-        """While it is open, the strategy's models know that they are called on a replica."""
+        """Return a context in which the strategy's models are called on a replica."""
         return nullcontext()
 
-    def _add(self, stack: jax.Array) -> jax.Array:
-        """Sum of ``(replicas, …)`` in its own dtype; between devices by the strategy's cross-device operation."""
+    def _sum_stack(self, stack: jax.Array) -> jax.Array:
+        """Sum ``(replicas, …)`` over axis 0 in its dtype; between devices by the strategy's cross-device operation."""
         devices = self._placement.devices
 
         def local(values: jax.Array) -> jax.Array:
@@ -270,14 +366,14 @@ class StrategyApi(InputApi):
             check_vma=False,
         )(stack)
 
-    def _each(self, shape: Any) -> PerReplica:
-        """What all replicas bring where each brings ``shape``."""
+    def _stacked_shape(self, shape: Any) -> PerReplica:
+        """Return the shape of a PerReplica whose values have ``shape``."""
         count = self._placement.replicas
         stack = jax.ShapeDtypeStruct((count, *shape.shape), shape.dtype)
         return PerReplica((stack,), (tuple(range(count)),))
 
-    def _one(self, result: Any) -> Any:
-        """What one replica gets of a result for all."""
+    def _replica_shape(self, result: Any) -> Any:
+        """Return the shape of one replica's value of a merge call's result."""
         if not is_per_replica(result):
             return result
         (stack,) = result.groups
@@ -285,7 +381,7 @@ class StrategyApi(InputApi):
 
 
 class _AssignedVariables(keras.StatelessScope):
-    """Notes which variables are assigned to while it is open, and keeps them as they are."""
+    """Records assignments to Keras variables instead of making them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,16 +392,16 @@ class _AssignedVariables(keras.StatelessScope):
         super().add_update(update)
 
     def refuse(self) -> None:
-        """Raise an error where there are such."""
+        """Raise an error if a variable was assigned to."""
         if self.paths:
             raise ModelError(
-                f"strategy.run: fn assigned to {', '.join(dict.fromkeys(self.paths))}. A replica is traced, and its values are gone when that "
-                "ends; the variables are as they were. Fix: give values to fn and return new ones, with model.stateless_call, "
+                f"strategy.run: fn assigned to {', '.join(dict.fromkeys(self.paths))}. A replica's function is traced, and traced values cannot be "
+                "kept in variables, which are unchanged. Fix: pass values to fn and return new ones, with model.stateless_call, "
                 "optimizer.stateless_apply and metric.stateless_update_state (docs/custom_loops.md)."
             )
 
 
-def _held(value: PerReplica) -> dict[int, jax.Array]:
-    """By replica the values that this process has; all of them while a function is traced."""
+def _local_values(value: PerReplica) -> dict[int, jax.Array]:
+    """Return the values on this process's devices, by replica; all values while a function is traced."""
     is_traced = any(isinstance(array, jax.core.Tracer) for array in value.groups)
     return dict(enumerate(value.values)) if is_traced else value.held

@@ -1,4 +1,4 @@
-"""What values of replicas may be, and the errors where they are something else."""
+"""Checks of the values of replicas, with errors for those that cannot be used."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,18 +8,25 @@ import jax
 import numpy as np
 
 from lockstep._errors import InputError, ModelError, OptionError
-from lockstep.custom_loops.per_replica import NO_NUMBERS, PerReplica, is_per_replica, is_value, value_of, with_numbers
+from lockstep.custom_loops.per_replica import (
+    NON_NUMERIC_KINDS,
+    PerReplica,
+    as_numeric_array,
+    is_per_replica,
+    is_value,
+    value_of,
+)
 
 __all__ = [
     "check_arrays",
     "check_axis",
-    "check_hash",
+    "check_hashable",
+    "check_host_argument",
     "check_replicas",
+    "check_result",
     "check_shapes",
     "check_structures",
-    "checked_result",
-    "on_host",
-    "values_unknown",
+    "explain_tracer_errors",
 ]
 
 
@@ -34,18 +41,18 @@ def check_axis(what: str, shape: Sequence[int], axis: int) -> None:
 
 
 def check_arrays(what: str, tree: Any) -> None:
-    """Refuse texts and other objects, and sparse arrays, whose indices are no numbers to add.
+    """Refuse texts and other objects, and sparse arrays, whose indices cannot be added.
 
     Raises:
-        InputError: there is one.
+        InputError: the tree holds one.
     """
     for node in jax.tree.leaves(tree, is_leaf=_is_sparse):
         if _is_sparse(node):
             raise InputError(
-                f"{what}: a sparse array, {type(node).__name__}, cannot be brought together. Fix: node.todense()."
+                f"{what}: a sparse array, {type(node).__name__}, cannot be combined over replicas. Fix: use its todense()."
             )
         value = value_of(node)
-        is_text = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NO_NUMBERS
+        is_text = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NON_NUMERIC_KINDS
         if is_text or not is_value(value):
             raise InputError(f"{what}: expected arrays and numbers, got {node!r:.60}, a {type(node).__name__}.")
 
@@ -71,16 +78,16 @@ def _is_sparse(node: Any) -> bool:
 
 
 def check_replicas(what: str, value: PerReplica, replicas: int) -> None:
-    """Refuse values of another strategy's replicas.
+    """Refuse a :class:`PerReplica` of another strategy.
 
     Raises:
-        InputError: there are more or fewer of them.
+        InputError: it has more or fewer replicas.
     """
     found = sum(map(len, value.members))
     if found != replicas:
         raise InputError(
-            f"strategy.{what}: expected a value of each of {replicas} replicas, got one of {found} replicas. Fix: use the strategy whose "
-            "data set or run it comes from."
+            f"strategy.{what}: expected a value of each of {replicas} replicas, got one of {found} replicas. Fix: use the strategy "
+            "whose data set or run made it."
         )
 
 
@@ -92,49 +99,49 @@ def check_shapes(what: str, shapes: Sequence[Sequence[int]], axis: int) -> None:
     ):
         raise InputError(
             f"{what}: replicas' values may differ along axis {axis} only, and have the shapes {', '.join(map(str, map(list, shapes)))}. "
-            "Fix: bring them to one shape, or gather along the axis in which they differ."
+            "Fix: give them one shape, or gather along the axis in which they differ."
         )
 
 
-def check_hash(leaf: Any) -> None:
-    """Refuse arguments that neither are arrays nor can be compared."""
+def check_hashable(leaf: Any) -> None:
+    """Refuse arguments that are neither arrays nor hashable."""
     try:
         hash(leaf)
     except TypeError:
         raise OptionError(
-            f"strategy.run: args: a {type(leaf).__name__} is no tree of arrays, and has no hash by which a compiled step is found "
-            "again. Fix: give its arrays, or let fn take it from the surrounding code."
+            f"strategy.run: args: a {type(leaf).__name__} is not a tree of arrays and is not hashable, so a compiled step cannot be found "
+            "for it. Fix: pass its arrays, or let fn use it as a closure."
         ) from None
 
 
-def checked_result(leaf: Any) -> Any:
-    """A leaf of what a replica returned, as an array.
+def check_result(leaf: Any) -> Any:
+    """Return a leaf of a replica's result; of a Keras variable its value.
 
     Raises:
-        OptionError: no device can hold it, or it is a value of each replica already.
+        OptionError: it is not a number or an array, or it is a :class:`PerReplica`.
     """
     value = value_of(leaf)
     if is_per_replica(value):
         raise OptionError(
-            "strategy.run: fn returned a PerReplica, which has a value of each replica already. Fix: give it to run as an argument, so that "
-            "fn gets its own."
+            "strategy.run: fn returned a PerReplica, which already has a value for each replica. Fix: pass it to run as an argument, so that "
+            "fn gets the replica's value."
         )
     if not is_value(value):
         raise OptionError(
             f"strategy.run: fn returned {value!r:.60}, a {type(value).__name__}; expected arrays, numbers and trees of them. Fix: "
-            "return what is no array from the code around run."
+            "keep other objects in the code around run."
         )
     return value
 
 
-def on_host(leaf: Any) -> Any:
-    """An argument that may be no array of JAX yet; a Python number stays one, whose dtype gives way to others."""
+def check_host_argument(leaf: Any) -> Any:
+    """Return an argument unchanged if JAX can hold its numbers; Python numbers keep their weak dtype."""
     if isinstance(leaf, (np.ndarray, np.generic, int)):
-        with_numbers(leaf)
+        as_numeric_array(leaf)
     return leaf
 
 
-_UNKNOWN = (
+_TRACER_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -143,13 +150,13 @@ _UNKNOWN = (
 
 
 @contextmanager
-def values_unknown() -> Iterator[None]:
-    """Make an error of JAX about values that a trace does not have one that says what to write."""
+def explain_tracer_errors() -> Iterator[None]:
+    """Replace JAX's errors about values that are unknown while tracing by one with instructions."""
     try:
         yield
-    except _UNKNOWN as error:
+    except _TRACER_ERRORS as error:
         raise ModelError(
             "strategy.run: fn needs the value of an array while it is traced, when only its shape is known "
-            f"({str(error).partition(chr(10))[0]}). Fix: write jnp.where or jax.lax.cond for an if, jnp for np, and give "
-            "what is known before as a text or take it from the surrounding code."
+            f"({str(error).partition(chr(10))[0]}). Fix: write jnp.where or jax.lax.cond for an if, jnp for np; pass "
+            "values that are known beforehand as static arguments such as texts, or as a closure."
         ) from error

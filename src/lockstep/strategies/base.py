@@ -1,10 +1,9 @@
-"""What every strategy has: devices, replicas, and a scope in which models become its own."""
+"""Base class of the strategies: devices, replicas, and a scope whose models belong to the strategy."""
 
 import contextlib
 import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,50 +11,45 @@ import keras
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep._errors import ModelError, ScopeError, whole_number
+from lockstep._errors import ModelError
 from lockstep._keras import trainer
 from lockstep._keras.layers import global_batch_reason, unsynchronized_normalizations
-from lockstep._keras.trainer import patched_stateless_call
 from lockstep._logging import log_info
-from lockstep.collectives import CrossDeviceOps, Ops
-from lockstep.custom_loops.model_in_replica import call_on_replica
-from lockstep.custom_loops.replica_context import ReplicaContext, ReusableContext, open_scopes
+from lockstep.collectives import CrossDeviceOps
+from lockstep.custom_loops.model_in_replica import ReplicaModels
+from lockstep.custom_loops.replica_context import ReplicaContext, ReusableContext
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import InputFactory, InputOptions, ProcessGroup
-from lockstep.devices.cpu_devices import has_started
-from lockstep.devices.determinism import describe_determinism, is_deterministic, prepare_determinism
-from lockstep.devices.memory import keep_memory
+from lockstep.data.fit_entry import InputFactory, ProcessGroup
+from lockstep.devices.determinism import describe_determinism
 from lockstep.devices.names import device_name
 from lockstep.doctor.fit_checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
-from lockstep.execution.train_functions import StepFunctions, StepHook, in_step, trace_context
+from lockstep.execution.train_functions import StepFunctions, StepHook, in_step
 from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
 from lockstep.fit.checkpointing.loop_checkpoint import Checkpoint
 from lockstep.fit.hooks import CallbackHooks, FitContext, FitHook, entered
 from lockstep.fit.monitoring.monitor_hook import MonitorHook
 from lockstep.fit.nan_guard.nan_guard import NanGuardHook
-from lockstep.strategies.device_override import as_imposed, is_out_of_use
 from lockstep.strategies.diagnostics import Diagnostics
-from lockstep.strategies.validation import options_of, refuse_with_slices, resolve_ops
+from lockstep.strategies.scope import check_no_distribution, check_scope_of, strategy_scope
+from lockstep.strategies.setup import StrategyOptions
 
 __all__ = ["Strategy"]
 
 _FUNCTIONS = "_lockstep_functions"
 
 
-def _current() -> "Strategy | None":
-    scopes = open_scopes.get()
-    return scopes[-1] if scopes else None
-
-
-def _current_claim() -> trainer.Claim | None:
-    strategy = _current()
-    return strategy._claim if strategy and not is_out_of_use() else None
-
-
 class Strategy(Diagnostics):
-    """Base class of the strategies: synchronous data parallelism over a mesh of devices."""
+    """Base class of the strategies: synchronous data parallelism over a mesh of devices.
+
+    A subclass calls :func:`~lockstep.strategies.setup.prepare_process`, then looks up its devices, which starts JAX and, with
+    several processes, connects to them; then it calls this constructor.
+
+    Args:
+        devices: that train, of all processes.
+        options: result of ``prepare_process``.
+    """
 
     # Hooks around a call of ``fit``, the outermost first. The step hooks that they add are called in the same order, after those of
     # ``_step_hooks``.
@@ -71,39 +65,15 @@ class Strategy(Diagnostics):
         NanGuardHook(),
     )
 
-    def __init__(
-        self,
-        find_devices: Callable[[], Sequence[jax.Device]],
-        cross_device_ops: Ops | None,
-        replicas: int | None,
-        deterministic: bool | None,
-        shard_optimizer: bool,
-        input_options: InputOptions | None,
-    ) -> None:
-        trainer.check_keras()
-        self._deterministic = is_deterministic() if deterministic is None else bool(deterministic)
-        self._ops = resolve_ops(cross_device_ops, self._deterministic)
-        self._shard_optimizer = bool(shard_optimizer)
-        if shard_optimizer:
-            refuse_with_slices(self._ops, self._deterministic)
-        if replicas is not None:
-            replicas = whole_number("replicas", replicas)
-        if self._deterministic:
-            prepare_determinism()
-        if not has_started():  # Later its threads would have heaps of their own.
-            keep_memory()
-        find_devices, replicas = as_imposed(type(self).__name__, find_devices, replicas)
-        found = find_devices()
-        mesh = Mesh(np.asarray(found), (DEVICE_AXIS,))
-        self._placement = Placement(mesh, replicas or len(found))
-        self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self._own_calls: dict[keras.Model, Any] = {}  # of the models, while replicas run
-        self._input_options = options_of(input_options)
-        observer = FitChecks(self._setting(), self._tell)
-        self._inputs = InputFactory(
-            self._placement, self._input_options, self._process_group, self._around_fit, observer
-        )
-        self._announce(self._summary())
+    def __init__(self, devices: Sequence[jax.Device], options: StrategyOptions) -> None:
+        self._deterministic, self._shard_optimizer = options.deterministic, options.shard_optimizer
+        self._ops, self._input_options = options.cross_device_ops, options.input_options
+        self._placement = Placement(Mesh(np.asarray(devices), (DEVICE_AXIS,)), options.replicas or len(devices))
+        self._models = ReplicaModels()
+        self._process_group = self._join_process_group()
+        checks = FitChecks(self._runtime_settings(), self._log_once)
+        self._inputs = InputFactory(self._placement, self._input_options, self._process_group, self._around_fit, checks)
+        self._log(self._summary())
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -112,7 +82,7 @@ class Strategy(Diagnostics):
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps:
-        """How the devices' gradients are added."""
+        """The operation that adds the devices' gradients."""
         return self._ops
 
     @property
@@ -123,14 +93,14 @@ class Strategy(Diagnostics):
     def scope(self) -> ReusableContext["Strategy"]:
         """Make every model that is built, loaded or compiled in this context train under the strategy.
 
-        A model remembers its strategy: ``fit``, ``evaluate`` and ``predict`` work inside and outside. The same
-        strategy may be entered again inside. Nothing is left behind when the context closes.
+        A model keeps its strategy: ``fit``, ``evaluate`` and ``predict`` work inside and outside. The same strategy's scope may be
+        entered again inside. When the context closes, all changes to Keras are undone.
 
         Returns:
             A context manager that gives the strategy; it may be entered again.
 
         Raises:
-            ScopeError: when it is entered: another strategy's scope is open, or a ``keras.distribution`` is active.
+            ScopeError: on entering: another strategy's scope is open, or a ``keras.distribution`` is active.
 
         Example:
             >>> import keras, lockstep
@@ -138,47 +108,28 @@ class Strategy(Diagnostics):
             >>> with strategy.scope():
             ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         """
-        return ReusableContext(self._scope)
-
-    @contextlib.contextmanager
-    def _scope(self) -> Iterator["Strategy"]:
-        outer = _current()
-        if outer not in (None, self):
-            raise ScopeError(
-                f"Strategies cannot be mixed: the scope of {outer} is open, and {self} was entered inside. Close the "
-                "first scope before opening the second."
-            )
-        _refuse_distribution()
-        open_scopes.set((*open_scopes.get(), self))
-        try:
-            with trainer.claim_models(_current_claim), trace_context(self.num_replicas_in_sync):
-                yield self
-        finally:
-            scopes = list(open_scopes.get())
-            if self in scopes:
-                scopes.remove(self)
-            open_scopes.set(tuple(scopes))
+        return ReusableContext(partial(strategy_scope, self))
 
     def checkpoint(self, directory: str | os.PathLike[str], save_freq: str | int = 1, keep: int = 3) -> Checkpoint:
-        """Checkpoints for a loop of one's own, written while it runs.
+        """Checkpoints of a custom training loop, written in the background.
 
         Args:
-            directory: where they are; one for each run.
-            save_freq: how many steps, or how long, from one to the next: 100, or ``"10min"``.
-            keep: how many of the newest stay.
+            directory: of the checkpoints; a separate one for each run.
+            save_freq: number of steps, or time, between two checkpoints: 100, or ``"10min"``.
+            keep: number of the newest checkpoints to keep.
 
         Returns:
-            A context manager that restores and saves; at its end all is written.
+            A context manager that restores and saves; when it closes, all checkpoints are written.
 
         Raises:
-            CheckpointError: another job writes there, or nobody can.
+            CheckpointError: another job writes there, or the directory is not writable.
             OptionError: ``save_freq`` or ``keep`` is out of its range.
 
         Example:
             >>> import jax.numpy as jnp, lockstep, tempfile
             >>> strategy = lockstep.MirroredStrategy(replicas=2)
             >>> folder = tempfile.TemporaryDirectory()
-            >>> for stop in 3, 5:  # The second loop goes on where the first has stopped.
+            >>> for stop in 3, 5:  # The second loop resumes after the first.
             ...     with strategy.checkpoint(folder.name) as checkpoint:
             ...         state, start = checkpoint.restore(jnp.zeros(2))
             ...         for step in range(start, stop):
@@ -188,12 +139,10 @@ class Strategy(Diagnostics):
             (3, [5.0, 5.0])
             >>> folder.cleanup()
         """
-        return Checkpoint(
-            directory, SaveFrequency(save_freq), keep, self._placement, self._process_group, self._announce
-        )
+        return Checkpoint(directory, SaveFrequency(save_freq), keep, self._placement, self._process_group, self._log)
 
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
-        """How the steps of a model run."""
+        """Return what runs the steps of a model."""
         return (
             DeterministicExecutor(placement)
             if self._deterministic
@@ -201,40 +150,39 @@ class Strategy(Diagnostics):
         )
 
     def _claim(self, model: keras.Model) -> None:
-        """Make a model that belongs to nobody yet this strategy's, for good."""
+        """Make a model without an owner this strategy's, for good."""
         if trainer.strategy_of(model) is not None:
-            _refuse_other_scope(model, trainer.strategy_of(model))
+            check_scope_of(model, trainer.strategy_of(model))
             return
-        told: set[str] = set()
+        logged: set[str] = set()
 
-        def tell(reason: str) -> None:
-            if reason not in told:
-                told.add(reason)
-                self._announce(f"Model {model.name!r}: {reason}.")
+        def log_once(reason: str) -> None:
+            if reason not in logged:
+                logged.add(reason)
+                self._log(f"Model {model.name!r}: {reason}.")
 
         executor = self._executor_for(self._placement, model)
-        functions = StepFunctions(model, self._placement, executor, tell, self._step_hooks)
-        vars(model)[_FUNCTIONS] = functions  # There, as they hold the model: both are freed together.
+        functions = StepFunctions(model, self._placement, executor, log_once, self._step_hooks)
+        vars(model)[_FUNCTIONS] = functions  # On the model, to which they refer: both are freed together.
 
         def make(kind: str) -> Any:
-            _refuse_other_scope(model, self)
-            _refuse_distribution()
-            _refuse_mixed_normalization(model)
+            check_scope_of(model, self)
+            check_no_distribution()
+            _check_normalization(model)
             for note in notes:
-                tell(note)
+                log_once(note)
             return functions.make(kind)
 
         trainer.attach_strategy(model, self, make, in_step)
-        notes = self._inputs.install(model, tell)
+        notes = self._inputs.install(model, log_once)
         self._models.add(model)
 
     def _functions_of(self, model: keras.Model) -> StepFunctions:
-        """What makes the steps of a model that is this strategy's."""
+        """Return the step functions of a model of this strategy."""
         return vars(model)[_FUNCTIONS]
 
-    @cached_property
-    def _process_group(self) -> ProcessGroup:  # type: ignore[override]  # made when it is first asked for
-        """What happens around each call of fit, evaluate and predict, and around distributed data sets."""
+    def _join_process_group(self) -> ProcessGroup:
+        """Return the group of processes that train together; strategies of several processes override it."""
         return ProcessGroup()
 
     @cached_property
@@ -245,23 +193,14 @@ class Strategy(Diagnostics):
     def _around_fit(self, model: keras.Model, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         setup = {"replicas": self.num_replicas_in_sync, "deterministic": self.deterministic}
         functions = self._functions_of(model)
-        context = FitContext(model, arguments, functions, self._placement, self._process_group, setup, self._announce)
+        context = FitContext(model, arguments, functions, self._placement, self._process_group, setup, self._log)
         return entered(self._fit_hooks, context)
 
-    def _announce(self, message: str) -> None:
+    def _log(self, message: str) -> None:
         log_info(message)
 
-    @contextlib.contextmanager
-    def _models_in_replica(self, context: ReplicaContext) -> Iterator[None]:
-        # A merge call may run replicas in its turn, and these are no part of those around it.
-        is_outermost = not self._own_calls
-        with contextlib.ExitStack() as stack:
-            if is_outermost:
-                stack.callback(self._own_calls.clear)
-                self._own_calls.update((model, model.stateless_call) for model in self._models)
-            for model, own in list(self._own_calls.items()):
-                stack.enter_context(patched_stateless_call(model, call_on_replica(model, own, context)))
-            yield
+    def _models_in_replica(self, context: ReplicaContext) -> contextlib.AbstractContextManager[None]:
+        return self._models.in_replica(context)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self.devices)}, replicas={self.num_replicas_in_sync})"
@@ -285,28 +224,11 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _refuse_other_scope(model: keras.Model, owner: "Strategy") -> None:
-    inside = _current()
-    if inside not in (None, owner):
-        raise ScopeError(
-            f"Model {model.name!r} was made under {owner} and is used in the scope of {inside}. Use it outside that "
-            "scope, or build or load it again inside."
-        )
-
-
-def _refuse_distribution() -> None:
-    if keras.distribution.distribution() is not None:
-        raise ScopeError(
-            "A keras.distribution is active, which would distribute the same model a second time. Remove it with "
-            "keras.distribution.set_distribution(None)."
-        )
-
-
-def _refuse_mixed_normalization(model: keras.Model) -> None:
+def _check_normalization(model: keras.Model) -> None:
     reason = global_batch_reason(model)
     alone = unsynchronized_normalizations(model)
     if reason and alone:
         raise ModelError(
             f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "
-            "replica's rows on its own. Give every BatchNormalization synchronized=True."
+            "replica's rows on its own. Fix: give every BatchNormalization synchronized=True."
         )

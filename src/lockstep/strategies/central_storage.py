@@ -16,6 +16,7 @@ from lockstep.execution.central_executor import CentralExecutor
 from lockstep.execution.executors import Executor
 from lockstep.fit.hooks import FitContext
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.setup import overridden_devices, prepare_process
 
 __all__ = ["CentralStorageStrategy"]
 
@@ -37,25 +38,25 @@ class _OptimizerBuilder:
 
 
 class CentralStorageStrategy(Strategy):
-    """Trains one model on several local devices, with all its variables on one: the optimizer's take no accelerator's memory.
+    """Trains one model on several local devices, with all variables on one device: the optimizer's need no accelerator memory.
 
-    Counterpart of ``tf.distribute.experimental.CentralStorageStrategy``. Each step sends the weights to the devices that compute,
-    which add their gradients up as under :class:`MirroredStrategy`; the sum goes to the parameter device, and the optimizer runs
-    there. The numbers are those of a ``MirroredStrategy`` with as many replicas. Worth it where the optimizer's variables do not
-    fit beside the weights: each step moves the weights there and the gradients back (``docs/central_storage.md``).
+    Counterpart of ``tf.distribute.experimental.CentralStorageStrategy``. Each step sends the weights to the compute devices, which add
+    up their gradients as under :class:`MirroredStrategy`; the sum goes to the parameter device, and the optimizer runs there. The
+    results are those of a ``MirroredStrategy`` with as many replicas. It pays off if the optimizer's variables do not fit beside the
+    weights, because each step moves the weights out and the gradients back (``docs/central_storage.md``).
 
     Args:
         compute_devices: names such as ``"gpu:0"``, or JAX devices. By default every local device of JAX's default platform.
-        parameter_device: where the variables are, ``"cpu:0"`` say; may be one of the others. By default the CPU if several
-            accelerators compute; else the first device that computes.
-        replicas: number of replicas, by default one a device that computes.
-        cross_device_ops: how the devices' gradients are added, as for :class:`MirroredStrategy`.
+        parameter_device: holds the variables, for example ``"cpu:0"``; may be a compute device. By default the CPU if several
+            accelerators compute; else the first compute device.
+        replicas: number of replicas, by default one for each compute device.
+        cross_device_ops: adds the devices' gradients, as for :class:`MirroredStrategy`.
         input_options: how batches reach the devices.
 
     Raises:
-        BackendError: Keras does not run on JAX, or is of an unknown version.
+        BackendError: Keras does not run on JAX, or its version is unknown.
         DeviceError: a device is unknown, absent or named twice, or it is too late to make the CPU devices asked for.
-        OptionError: ``replicas`` is not a positive integer, ``cross_device_ops`` is something else, or
+        OptionError: ``replicas`` is not a positive integer, ``cross_device_ops`` has another type, or
             :func:`lockstep.config.set_deterministic` was called.
 
     Example:
@@ -80,25 +81,24 @@ class CentralStorageStrategy(Strategy):
     ) -> None:
         if is_deterministic():
             raise OptionError(
-                "CentralStorageStrategy does not keep the promise of lockstep.config.set_deterministic(). Take a MirroredStrategy, or "
-                "leave set_deterministic out."
+                "CentralStorageStrategy does not support lockstep.config.set_deterministic(). Fix: use MirroredStrategy, or leave "
+                "set_deterministic out."
             )
-
-        def find() -> Sequence[jax.Device]:
-            found, self._home = resolve_with_parameter_device(compute_devices, parameter_device)
-            return found
-
-        super().__init__(find, cross_device_ops, replicas, False, False, input_options)
+        options = prepare_process(cross_device_ops, replicas, deterministic=False, input_options=input_options)
+        devices, self._parameter_device = resolve_with_parameter_device(
+            overridden_devices() or compute_devices, parameter_device
+        )
+        super().__init__(devices, options)
         # First, as a checkpoint restores the optimizer's variables.
-        self._fit_hooks = (_OptimizerBuilder(self._home), *self._fit_hooks)
+        self._fit_hooks = (_OptimizerBuilder(self._parameter_device), *self._fit_hooks)
 
     @property
     def parameter_device(self) -> str:
-        """Name of the device that the variables are on."""
-        return device_name(self._home)
+        """Name of the device that holds the variables."""
+        return device_name(self._parameter_device)
 
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
-        return CentralExecutor(placement, self._ops, self._home, model)
+        return CentralExecutor(placement, self._ops, self._parameter_device, model)
 
     def _summary(self) -> str:
         return f"{super()._summary()}; variables and updates on {self.parameter_device}"

@@ -129,13 +129,13 @@ class Diagnostics(StrategyApi):
                 f"{call}: {model.name!r} is not a compiled model of {self}. Build and compile it in scope()."
             )
 
-    def _setting(self) -> RuntimeSettings:
+    def _runtime_settings(self) -> RuntimeSettings:
         """What the checks of a program need to know."""
         placement = self._placement
         processes = len({device.process_index for device in placement.devices})
         return RuntimeSettings(placement.replicas, placement.devices, processes, self._input_options)
 
-    def _tell(self, model: keras.Model, sentence: str) -> None:
+    def _log_once(self, model: keras.Model, sentence: str) -> None:
         """Say something about a model, once."""
         self._functions_of(model).log(sentence)
 
@@ -149,4 +149,4 @@ def examined(strategy: Diagnostics, program: FitCall) -> Report:
     model, placement = program.model, strategy._placement
     executor = strategy._executor_for(placement, model)
     functions = StepFunctions(model, placement, executor, lambda _: None)
-    return examine(replace(program, setting=strategy._setting()), functions, strategy._inputs, os.environ)
+    return examine(replace(program, setting=strategy._runtime_settings()), functions, strategy._inputs, os.environ)

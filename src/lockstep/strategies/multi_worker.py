@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from lockstep.distributed.progress_reporter import ProgressReporter
 from lockstep.distributed.resolvers import ClusterResolver, resolve
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.setup import prepare_process, refuse_device_override
 
 __all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy"]
 
@@ -32,25 +33,25 @@ _ALONE = WorkerGroup(1, 0, "127.0.0.1:1", source="no cluster")
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Trains one model on the devices of several workers at once, with the numbers of one device.
+    """Trains one model on the devices of several workers at once, with the results of one device.
 
     Counterpart of ``tf.distribute.MultiWorkerMirroredStrategy``. The same script runs on every worker and makes the strategy before
-    anything of JAX. The workers meet at worker 0, the chief, check that they were started alike, and train in step. All read the
-    same data and take the rows of their own replicas. The chief alone prints, and writes what Keras writes.
+    it uses JAX. The workers connect to worker 0, the chief, check that they run the same program, and train in step. All read the
+    same data, and each trains on the rows of its replicas. Only the chief prints, and writes the files that Keras writes.
 
     Args:
-        cluster_resolver: who takes part; by default what ``TF_CONFIG`` or the scheduler says
-            (:mod:`lockstep.cluster_resolver`). Where nothing says so, this process is the only worker.
-        communication_options: how gradients travel; ``timeout_seconds`` is the limit of every wait for another worker, 60 by
+        cluster_resolver: gives the workers' addresses and this process's index; by default from ``TF_CONFIG`` or the scheduler
+            (:mod:`lockstep.cluster_resolver`). If neither is set, this process is the only worker.
+        communication_options: how gradients are sent; ``timeout_seconds`` is the limit of every wait for another worker, 60 by
             default.
-        devices: names of this worker's devices, such as ``"gpu:0"``; by default all that it sees.
+        devices: names of this worker's devices, such as ``"gpu:0"``; by default all local ones.
         replicas: number of replicas of all workers together, by default one a device.
-        deterministic: as in :class:`MirroredStrategy`; the processes do not change the bits either.
+        deterministic: as in :class:`MirroredStrategy`; the bits do not depend on the number of processes either.
         input_options: how batches reach the devices.
         check_every: number of training steps from one comparison of the variables of all workers to the next; 0: never.
 
     Raises:
-        ClusterError: a worker is missing, another one or differently started; or JAX runs already.
+        ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already.
         DeviceError: a device is unknown or absent.
         OptionError: an argument is out of its range.
 
@@ -82,41 +83,45 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._resolver = _resolver(cluster_resolver)
         self._group = self._resolver.group() if self._resolver else _ALONE
         self._job: ProcessJob | None = None
-        asked = replace(options, timeout_seconds=None)
-        ops = None if asked == CommunicationOptions() else choose_cross_device_ops(None, asked)
-        find = partial(self._find_devices, devices)
-        super().__init__(find, ops, replicas, deterministic, False, input_options)
+        communication = replace(options, timeout_seconds=None)
+        ops = None if communication == CommunicationOptions() else choose_cross_device_ops(None, communication)
+        prepared = prepare_process(ops, replicas, deterministic, input_options=input_options)
+        refuse_device_override(type(self).__name__)
+        super().__init__(self._connect_and_find_devices(devices), prepared)
         if self._job:
-            self._job.session.agree("the strategy", self._described())
-            agree_on_random_numbers(self._job.session, self._announce)
+            self._job.session.agree("the strategy", self._compared_settings())
+            agree_on_random_numbers(self._job.session, self._log)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What said who takes part; None where nothing did."""
+        """The source of the cluster's addresses; None if this process trains alone."""
         return self._resolver
 
     @property
     def session(self) -> ControlClient | None:
-        """This worker's end of the control channel; None where it trains alone."""
+        """This worker's end of the control channel; None if it trains alone."""
         return self._job.session if self._job else None
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, who alone prints and writes."""
+        """Whether this is worker 0, the only one that prints and writes."""
         return self._group.is_chief
 
-    def _find_devices(self, devices: Sequence[str | jax.Device] | None) -> Sequence[jax.Device]:
+    def _connect_and_find_devices(self, devices: Sequence[str | jax.Device] | None) -> Sequence[jax.Device]:
+        """Connect to the other workers, which starts JAX, and return the devices of all, in the order of the workers."""
         for note in self._group.notes:
-            self._announce(note)
+            self._log(note)
         if self._group.workers == 1:
             return resolve_devices(devices)
-        self._job = job_of_this_process(self._group, count_cpu_devices(devices), self._timeout, self._tell_of_waits)
+        self._job = job_of_this_process(
+            self._group, count_cpu_devices(devices), self._timeout, self._log_on_any_process
+        )
         own = resolve_devices(devices)
         every = {device.id: device for device in jax.devices(own[0].platform)}
         chosen = self._job.session.gather("the devices", [device.id for device in own])
         return [every[number] for worker in chosen for number in worker]
 
-    def _described(self) -> dict[str, Any]:
+    def _compared_settings(self) -> dict[str, Any]:
         return {
             "replicas": self.num_replicas_in_sync,
             "deterministic": self.deterministic,
@@ -124,8 +129,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             "check_every": self._check_every,
         }
 
-    @cached_property
-    def _process_group(self) -> fit_entry.ProcessGroup:  # type: ignore[override]
+    def _join_process_group(self) -> fit_entry.ProcessGroup:
         return WorkerProcessGroup(self._job.session, self._placement) if self._job else fit_entry.ProcessGroup()
 
     @cached_property
@@ -139,12 +143,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         if not self.is_chief:
             leave_files_to_the_chief(model)
 
-    def _announce(self, message: str) -> None:
+    def _log(self, message: str) -> None:
         if self.is_chief:
-            super()._announce(message)
+            super()._log(message)
 
-    def _tell_of_waits(self, message: str) -> None:
-        super()._announce(message)
+    def _log_on_any_process(self, message: str) -> None:
+        super()._log(message)
 
     def _summary(self) -> str:
         return f"worker {self._group.index} of {self._group.workers} ({self._group.source}). {super()._summary()}"

@@ -4,7 +4,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -35,6 +35,7 @@ from lockstep.parameter_server.tasks.task_client import CallEnded
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.sharding import PartitionFunction
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.setup import prepare_process, refuse_device_override
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -105,6 +106,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
     """
 
     _fit_hooks = (_NanGuardRefusal(), *Strategy._fit_hooks)
+    _process_group: ChiefFitDispatch | WorkerFitDispatch
 
     def __init__(
         self,
@@ -139,9 +141,11 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             max_staleness,
             os.environ[SECRET].encode() if os.environ.get(SECRET) else None,
             timeout_seconds,
-            self._tell_of_waits,
+            self._log_on_any_process,
         )
-        super().__init__(partial(resolve_devices, None), None, None, False, False, input_options)
+        options = prepare_process(deterministic=False, input_options=input_options)
+        refuse_device_override(type(self).__name__)
+        super().__init__(resolve_devices(None), options)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -176,17 +180,16 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
     def _coordination(self) -> SchedulerBase:
         return self._process_group.coordination
 
-    @cached_property
-    def _process_group(self) -> ChiefFitDispatch | WorkerFitDispatch:  # type: ignore[override]
-        process_group = self._met()
+    def _join_process_group(self) -> ChiefFitDispatch | WorkerFitDispatch:
+        process_group = self._connect()
         self._closing.callback(process_group.coordination.end)
         return process_group
 
-    def _met(self) -> ChiefFitDispatch | WorkerFitDispatch:
+    def _connect(self) -> ChiefFitDispatch | WorkerFitDispatch:
         self._guard = ExitGuard()
         self._guard.install()
         if self.is_chief:
-            desk = TaskDispatcher(timeout_seconds=self._member.timeout_seconds, announce=self._announce)
+            desk = TaskDispatcher(timeout_seconds=self._member.timeout_seconds, announce=self._log)
             self._guard.before_end = lambda summary, code: desk.abort(f"the chief has failed: {summary}", code)
             self._closing.callback(self._member.serve_desk(desk).stop)
             desk.open(0)
@@ -243,12 +246,12 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
     def _step_hooks(self) -> tuple[StepHook, ...]:
         return (_RemoteSteps(_refuse_to_train_here, lambda: None),)  # until ``steps_by`` adds another
 
-    def _announce(self, message: str) -> None:
+    def _log(self, message: str) -> None:
         if self.is_chief:
-            super()._announce(message)
+            super()._log(message)
 
-    def _tell_of_waits(self, message: str) -> None:
-        super()._announce(message)
+    def _log_on_any_process(self, message: str) -> None:
+        super()._log(message)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._part.name})"

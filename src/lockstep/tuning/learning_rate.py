@@ -184,7 +184,7 @@ class LearningRateScaling(keras.callbacks.Callback):
 
     def _tell_of_another(self) -> None:
         owner = trainer.strategy_of(self.model)
-        (owner._announce if owner else log_info)(
+        (owner._log if owner else log_info)(
             f"LearningRateScaling: the warm-up ends after {self.progress['steps']} steps, as something else has set the learning rate to "
             f"{self._rate:.6g}. To have both, let that leave the rate alone in the first {self._epochs} epochs."
         )

@@ -1,4 +1,4 @@
-"""Measuring trains as the script does, on the devices that are imposed; in this process, and in children."""
+"""Measuring trains as the script does, on the devices of the override; in this process, and in children."""
 
 import functools
 import io
@@ -18,8 +18,8 @@ import lockstep
 from lockstep import DeviceError, OptionError, cli
 from lockstep.collectives import resolve_cross_device_ops
 from lockstep.data.wait_meter import WaitMeter, collect_meters
-from lockstep.strategies import device_override
-from lockstep.strategies.device_override import as_imposed, devices_imposed
+from lockstep.strategies import setup
+from lockstep.strategies.setup import override_devices
 from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling import api
 from lockstep.tools.scaling.benchmark import formula_of, is_higher_better, measure
@@ -71,7 +71,7 @@ def test_measuring_trains_exactly_what_fit_trains():
     watched.set_weights(plain.get_weights())
     plain.fit(x[:512], y[:512], batch_size=64, epochs=2, shuffle=False, verbose=0)
     call = found(watched, x, y, batch_size=7, shuffle=False, validation_data=data())
-    with devices_imposed(2):
+    with override_devices(2):
         one = measure(call, ScalingSetting(2, 64), Budget(epochs=2, rows=540))
     for ours, theirs in zip(watched.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -88,7 +88,7 @@ def test_measuring_trains_exactly_what_fit_trains():
 
 
 def test_plain_keras_is_measured_too_and_what_is_held_out_is_not_trained_on():
-    with devices_imposed(0):
+    with override_devices(0):
         strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
         with strategy.scope():
             model = build()
@@ -104,7 +104,7 @@ def test_callbacks_write_nothing_but_the_learning_rate_is_set(tmp_path):
     model, rates = build(), []
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rates.append(epoch) or rate)
     keep = keras.callbacks.ModelCheckpoint(tmp_path / "kept.weights.h5", save_weights_only=True)
-    with devices_imposed(1):
+    with override_devices(1):
         one = measure(found(model, *data(), callbacks=[schedule, keep]), ScalingSetting(1, 64), Budget(epochs=2))
     assert rates == [0, 1]
     assert not list(tmp_path.iterdir())
@@ -129,7 +129,7 @@ def test_a_fit_of_the_models_own_and_validation_without_end_are_understood():
 
     original = keras.Model.fit.__get__(model)
     call = FirstFit(model, original, data(), {"validation_data": endless(), "validation_steps": 2}, "train.py:1")
-    with devices_imposed(1):
+    with override_devices(1):
         one = measure(call, ScalingSetting(1, 64), Budget())
     assert not calls
     assert (one.metric, one.is_higher_better) == ("loss", False)
@@ -145,7 +145,7 @@ def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_t
         model.compile("sgd", model.loss, steps_per_execution=4)
     plain.fit(x[:512], y[:512], batch_size=64, shuffle=False, class_weight={0: 1.0, 1: 3.0}, verbose=0)
     call = found(watched, x, y, shuffle=False, class_weight={0: 1.0, 1: 3.0}, validation_data=data())
-    with devices_imposed(1):
+    with override_devices(1):
         one = measure(call, ScalingSetting(1, 64), Budget(rows=512))
     for ours, theirs in zip(watched.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -153,29 +153,30 @@ def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_t
 
 
 def test_a_run_that_would_pass_its_limit_stops_and_says_so():
-    with devices_imposed(1):
+    with override_devices(1):
         one = measure(found(build(), *data()), ScalingSetting(1, 32), Budget(epochs=10_000, limit=1.0))
     assert any("the limit of 1 s would have been passed" in note for note in one.notes)
     assert one.blocks
 
 
-def test_devices_are_imposed_whatever_the_script_names():
-    with devices_imposed(2):
+def test_override_devices_replaces_the_devices_that_a_script_names():
+    with override_devices(2):
         strategy = lockstep.MirroredStrategy(["cpu:3"], replicas=7)
         assert (strategy.devices, strategy.num_replicas_in_sync) == (("cpu:0", "cpu:1"), 2)
         with pytest.raises(OptionError, match="MultiWorkerMirroredStrategy: only strategies of one process"):
             lockstep.MultiWorkerMirroredStrategy()
-    with devices_imposed(4000), pytest.raises(DeviceError):
+        central = lockstep.CentralStorageStrategy(["cpu:3"], replicas=7)
+        assert (central.devices, central.parameter_device) == (("cpu:0", "cpu:1"), "cpu:0")
+    with override_devices(4000), pytest.raises(DeviceError):
         lockstep.MirroredStrategy()
     assert lockstep.MirroredStrategy(["cpu:1"], replicas=3).num_replicas_in_sync == 3
-    assert as_imposed("MirroredStrategy", list, 3) == (list, 3)
 
 
-def test_more_accelerators_than_there_are_cannot_be_imposed(monkeypatch):
+def test_override_devices_refuses_more_accelerators_than_there_are(monkeypatch):
     found = len(jax.local_devices())
-    monkeypatch.setattr(device_override, "platform_of", lambda device: "gpu")  # Of CPU devices, more can be made.
+    monkeypatch.setattr(setup, "platform_of", lambda device: "gpu")  # Of CPU devices, more can be made.
     with (
-        devices_imposed(found + 1),
+        override_devices(found + 1),
         pytest.raises(DeviceError, match=f"There are {found} gpu devices here; {found + 1} were"),
     ):
         lockstep.MirroredStrategy()

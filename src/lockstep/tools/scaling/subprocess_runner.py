@@ -14,7 +14,7 @@ from pathlib import Path
 from lockstep._errors import LockstepError
 from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.launch.reaper import die_with_parent
-from lockstep.strategies.device_override import devices_imposed
+from lockstep.strategies.setup import override_devices
 from lockstep.tools.scaling.benchmark import measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json, to_json
 from lockstep.tools.scaling.workload import Workload, run_program
@@ -120,7 +120,7 @@ def measure_program(program: Workload, setting: ScalingSetting, budget: Budget) 
     found: list[SettingResult] = []
     keras.utils.set_random_seed(0)  # All settings begin alike, unless the program says otherwise.
     try:
-        with devices_imposed(setting.devices):
+        with override_devices(setting.devices):
             run_program(program, lambda first: found.append(measure(first, setting, budget)))
     except Exception as error:
         return SettingFailure(setting, reason_of(error))

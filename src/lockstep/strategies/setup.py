@@ -1,0 +1,176 @@
+"""Arguments of the strategies, the settings of the process that must precede the start of JAX, and the device override."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+
+from lockstep._errors import DeviceError, OptionError, whole_number
+from lockstep._keras import trainer
+from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
+from lockstep.data.fit_entry import InputOptions
+from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started
+from lockstep.devices.determinism import is_deterministic, prepare_determinism
+from lockstep.devices.memory import keep_memory
+from lockstep.devices.names import platform_of, resolve_devices
+
+__all__ = [
+    "StrategyOptions",
+    "find_devices",
+    "overridden_devices",
+    "override_devices",
+    "prepare_process",
+    "refuse_device_override",
+    "scopes_disabled",
+]
+
+_device_count: ContextVar[int | None] = ContextVar("lockstep_device_override", default=None)
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """Checked arguments of a strategy.
+
+    Args:
+        cross_device_ops: adds the devices' gradients.
+        replicas: number of replicas; None: one for each device.
+        deterministic: whether a step has the same bits on any number of devices.
+        shard_optimizer: whether each device keeps and updates a slice of the optimizer's variables.
+        input_options: how batches reach the devices.
+    """
+
+    cross_device_ops: CrossDeviceOps
+    replicas: int | None
+    deterministic: bool
+    shard_optimizer: bool
+    input_options: InputOptions
+
+
+def prepare_process(
+    cross_device_ops: Ops | None = None,
+    replicas: int | None = None,
+    deterministic: bool | None = None,
+    shard_optimizer: bool = False,
+    input_options: InputOptions | None = None,
+) -> StrategyOptions:
+    """Check a strategy's arguments, then change the settings of the process that JAX reads when it starts.
+
+    Call it before devices are looked up, which starts JAX: the thread pool and XLA's flags (if deterministic) and the memory
+    allocator are settled here. Nothing is changed if an argument is wrong.
+
+    Args:
+        cross_device_ops: as in :class:`MirroredStrategy`.
+        replicas: likewise.
+        deterministic: likewise; None: as :func:`lockstep.config.set_deterministic` says.
+        shard_optimizer: likewise.
+        input_options: likewise.
+
+    Raises:
+        BackendError: Keras does not run on JAX, or its version is unknown.
+        OptionError: an argument is out of its range, or two do not go together.
+    """
+    trainer.check_keras()
+    deterministic = is_deterministic() if deterministic is None else bool(deterministic)
+    ops = _resolve_ops(cross_device_ops, deterministic)
+    if shard_optimizer:
+        _check_shard_optimizer(ops, deterministic)
+    if replicas is not None:
+        replicas = whole_number("replicas", replicas)
+    if input_options is not None and not isinstance(input_options, InputOptions):
+        raise OptionError(f"input_options: expected a lockstep.InputOptions or None, got {input_options!r}.")
+    if deterministic:
+        prepare_determinism()
+    if not has_started():  # The allocator's settings do not reach threads that run already.
+        keep_memory()
+    if _device_count.get() is not None:
+        replicas = None
+    return StrategyOptions(ops, replicas, deterministic, bool(shard_optimizer), input_options or InputOptions())
+
+
+def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
+    """Return the operation that adds gradients; a deterministic strategy needs one whose order does not depend on the devices."""
+    resolved = TreeAllReduce() if deterministic and ops is None else resolve_cross_device_ops(ops)
+    if deterministic and not isinstance(resolved, TreeAllReduce):
+        raise OptionError(
+            f"cross_device_ops={type(resolved).__name__} adds gradients in an order that depends on the devices, and deterministic=True needs "
+            "an order that does not. Fix: leave cross_device_ops and communication_options out, or use lockstep.TreeAllReduce()."
+        )
+    return resolved
+
+
+def _check_shard_optimizer(ops: CrossDeviceOps, deterministic: bool) -> None:
+    if deterministic:
+        raise OptionError(
+            "shard_optimizer=True and deterministic=True: what a device updates would depend on the number of devices. "
+            "Fix: leave one of them out."
+        )
+    if type(ops) is not AutoAllReduce:
+        raise OptionError(
+            f"shard_optimizer=True adds gradients by the platform's reduce-scatter, not by {type(ops).__name__}. Fix: leave "
+            "cross_device_ops and communication_options out."
+        )
+
+
+# --- device override: the scaling report trains a script on other devices than the script names -------------------
+
+
+@contextmanager
+def override_devices(count: int) -> Iterator[None]:
+    """Give each strategy that is made in this context the first ``count`` devices of JAX's default platform, one replica each.
+
+    Args:
+        count: number of devices; 0: strategies are made on one device, and their scopes leave models to plain Keras.
+    """
+    token = _device_count.set(count)
+    try:
+        yield
+    finally:
+        _device_count.reset(token)
+
+
+def overridden_devices() -> Sequence[jax.Device] | None:
+    """Return the devices of the surrounding :func:`override_devices`; None outside of one.
+
+    Raises:
+        DeviceError: there are fewer.
+    """
+    count = _device_count.get()
+    if count is None:
+        return None
+    count = max(1, count)
+    platform = platform_of(jax.local_devices()[0])
+    if platform == "cpu":
+        ensure_cpu_devices(count)
+    found = jax.local_devices()
+    if len(found) < count:
+        raise DeviceError(
+            f"There are {len(found)} {platform} devices here; {count} were asked for. Fix: use at most {len(found)}."
+        )
+    return found[:count]
+
+
+def find_devices(devices: Sequence[str | jax.Device] | None) -> Sequence[jax.Device]:
+    """Return the local devices of these names, or those of the surrounding :func:`override_devices`; starts JAX.
+
+    Args:
+        devices: names or JAX devices; None: all of JAX's default platform.
+
+    Raises:
+        DeviceError: a device is unknown, absent or named twice, or it is too late to make the CPU devices asked for.
+    """
+    return resolve_devices(overridden_devices() or devices)
+
+
+def refuse_device_override(strategy: str) -> None:
+    """Raise an OptionError inside :func:`override_devices`: strategies of several processes cannot be measured."""
+    if _device_count.get() is not None:
+        raise OptionError(
+            f"{strategy}: only strategies of one process can be measured. Fix: use a MirroredStrategy for that."
+        )
+
+
+def scopes_disabled() -> bool:
+    """Whether scopes leave models to plain Keras, inside ``override_devices(0)``."""
+    return _device_count.get() == 0
