@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support import compile_cache
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ROOT / "tests" / "workers" / "programs"
+PROGRAMS = ROOT / "tests" / "distributed" / "jobs" / "programs"
 DEADLINE = 240  # seconds, far more than any job here takes on a busy machine
 TASKS = ("chief", "worker", "ps", "evaluator")
 
