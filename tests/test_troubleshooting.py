@@ -10,7 +10,7 @@ import pytest
 
 import lockstep
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.control.failure_detector import failure
+from lockstep.distributed.control.failure_detector import make_failure
 from lockstep.distributed.control.failures import FailureKind
 from lockstep.distributed.control.peer import Peer
 
@@ -83,7 +83,9 @@ def test_what_is_printed_stands_in_the_page(messages, call):
 
 def test_what_a_lost_worker_makes_the_others_say_stands_in_the_page(messages):
     peer = Peer(1, 2, "node1", 77)
-    said = failure(FailureKind.STUCK, peer, "is stuck: in step 7 for 60 s; worker 0 waits for it in step 8.").sentence
+    said = make_failure(
+        FailureKind.STUCK, peer, "is stuck: in step 7 for 60 s; worker 0 waits for it in step 8."
+    ).sentence
     assert any(re.fullmatch(pattern(message.text), said) for message in messages if "is stuck" in message.text)
 
 

@@ -105,7 +105,7 @@ def test_a_parameter_server_has_nothing_to_do_in_a_group():
 
 
 @pytest.mark.parametrize("others", [{"evaluator": ["e:1"]}, {"evaluator": []}, {}], ids=["listed", "empty", "left out"])
-def test_an_evaluator_is_alone(others):
+def test_an_evaluator_is_disconnected(others):
     cluster = {"chief": ["a:1"], "worker": ["b:1"], **others}
     listed = bool(others.get("evaluator"))
     resolver = member("evaluator", 0, cluster)
@@ -128,7 +128,7 @@ def test_an_evaluator_is_alone(others):
         ("worker", -1, FULL, "this process is worker -1, but the cluster has worker 0, 1"),
         ("evaluator", 1, FULL, "this process is evaluator 1, but the cluster has evaluator 0"),
         ("chief", 0, {"worker": ["a:1"]}, "this process is chief 0, but .* has no chief, only worker"),
-        ("evaluator", 0, {"ps": ["a:1"]}, "nobody trains: expected a chief or a worker"),
+        ("evaluator", 0, {"ps": ["a:1"]}, "no process trains: expected a chief or a worker"),
         ("worker", 2, {"worker": {0: "a:1", 2: "c:1"}}, "worker 1 has no address; expected those of all"),
     ],
 )

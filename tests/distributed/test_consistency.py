@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.control.admission import Admission
-from lockstep.distributed.control.consistency import digest, first_difference, split
+from lockstep.distributed.control.consistency import digest, find_disagreement, first_difference
 from lockstep.distributed.control.peer import Peer
 
 NAMES = ["worker 0", "worker 1", "worker 2", "worker 3"]
@@ -53,7 +53,7 @@ def test_a_long_value_is_cut_in_the_sentence():
     ],
 )
 def test_who_differs_from_the_most_or_from_the_chief_is_named(values, sentence):
-    found = split(values)
+    found = find_disagreement(values)
     assert (found and found.sentence("options", values, [*NAMES, "worker 4"])) == sentence
 
 
@@ -77,7 +77,7 @@ SAME = {"identity": {"jax": "0.10.2", "options": {"rows": 64}}, "generation": 2}
 
 
 def test_who_is_like_the_chief_may_join():
-    assert a_roster().judge(a_peer(1, **SAME)) is None
+    assert a_roster().validate(a_peer(1, **SAME)) is None
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_who_is_like_the_chief_may_join():
     ],
 )
 def test_a_job_that_was_started_wrongly_does_not_start(peer, sentence):
-    refusal = a_roster().judge(peer)
+    refusal = a_roster().validate(peer)
     assert sentence in refusal.sentence
     assert refusal.everyone
 
@@ -114,19 +114,19 @@ def test_nobody_who_comes_late_harms_a_job_that_is_complete():
     roster = a_roster()
     roster.peers |= {1: a_peer(1), 2: a_peer(2)}
     for late in (a_peer(1, pid=99, **SAME), a_peer(1, workers=2, **SAME), a_peer(7, **SAME)):
-        refusal = roster.judge(late)
+        refusal = roster.validate(late)
         assert refusal.sentence
         assert not refusal.everyone
 
 
 def test_another_start_of_the_job_is_told_apart():
-    older = a_roster().judge(a_peer(1, generation=1, identity={}))
+    older = a_roster().validate(a_peer(1, generation=1, identity={}))
     assert (
         "is left over from start 1 of the job, the chief (node0, process 70) is of start 2: end it." in older.sentence
     )
     assert not older.everyone
     assert not older.again
-    newer = a_roster().judge(a_peer(1, generation=3))
+    newer = a_roster().validate(a_peer(1, generation=3))
     assert "an earlier chief still runs" in newer.sentence
     assert newer.again
     assert not newer.everyone

@@ -10,7 +10,7 @@ import pytest
 from lockstep import ClusterError, OptionError
 from lockstep.distributed.control.failures import FailureKind
 from lockstep.distributed.control.join import join
-from lockstep.distributed.control.wait_logger import CancelledError, is_given_up
+from lockstep.distributed.control.wait_logger import CancelledError, is_cancelled
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 
@@ -59,13 +59,13 @@ def test_a_worker_that_asks_something_else_is_named_to_all():
         assert "worker 1" in sentence
 
 
-def test_lanes_go_on_beside_each_other():
+def test_channels_are_independent():
     with ThreadedJob(2) as job:
 
         def work(session):
             found = []
             feed = threading.Thread(
-                target=lambda: found.extend(session.gather("rows", n, lane="feed") for n in range(100))
+                target=lambda: found.extend(session.gather("rows", n, channel="feed") for n in range(100))
             )
             feed.start()
             mine = [session.gather("logs", -n) for n in range(100)]
@@ -76,12 +76,12 @@ def test_lanes_go_on_beside_each_other():
         assert job.everyone(work) == [expected] * 2
 
 
-def test_a_lane_serves_one_thread_at_a_time():
+def test_channel_serves_one_thread_at_a_time():
     with ThreadedJob(2) as job:
         waiting = threading.Thread(target=job.sessions[0].gather, args=("rows",), daemon=True)
         waiting.start()
-        wait_until(lambda: job.sessions[0]._pulse.progress[1].startswith("waiting"), "the wait of worker 0")
-        with pytest.raises(ClusterError, match="gather 'logs': another thread waits on lane 'main'"):
+        wait_until(lambda: job.sessions[0]._heartbeat.progress[1].startswith("waiting"), "the wait of worker 0")
+        with pytest.raises(ClusterError, match="gather 'logs': another thread waits on channel 'main'"):
             job.sessions[0].gather("logs")
         job.sessions[1].gather("rows")
         waiting.join(DEADLINE)
@@ -223,22 +223,22 @@ def test_the_chief_waits_for_the_others_ends():
 def test_a_chief_that_has_waited_long_leaves_and_the_others_go_on():
     with ThreadedJob(2, timeout_seconds=1.5) as job:
         job.sessions[0].leave()
-        assert job.lines[0][-1].startswith("leaves while others go on, whom nobody watches from now: worker 1 of 2 (")
-        wait_until(lambda: job.sessions[1]._is_alone, "the departure of worker 0")
+        assert job.lines[0][-1].startswith("exits before worker 1 of 2 (")
+        wait_until(lambda: job.sessions[1]._is_disconnected, "the departure of worker 0")
         assert job.failures == [[], []]
         job.sessions[1].check()
-        with pytest.raises(ClusterError, match="the chief, came to the end before"):
+        with pytest.raises(ClusterError, match="the chief, has left before"):
             job.sessions[1].gather("rows")
 
 
 @pytest.mark.parametrize("step", ["seven", None, float("inf"), []])
 def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread(step):
     with ThreadedJob(2) as job:
-        job.sessions[1]._send({"kind": "beat", "step": step})
+        job.sessions[1]._send({"kind": "heartbeat", "step": step})
         wait_until(lambda: all(job.failures), "a failure on each worker")
         (failure,) = job.failures[0]
         assert (failure.kind, failure.worker) == (FailureKind.DIED, 1)
-        assert "it sent a 'beat' that cannot be read" in failure.sentence
+        assert "it sent a 'heartbeat' that cannot be read" in failure.sentence
 
 
 def test_unknown_messages_are_for_a_later_version_and_harm_nothing():
@@ -280,13 +280,13 @@ def test_jobs_follow_each_other_on_one_port():
         assert second.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
 
 
-def test_a_wait_that_nobody_wants_any_more_is_given_up_and_others_lanes_go_on():
+def test_cancelled_wait_ends_and_other_channels_continue():
     given_up, ended = threading.Event(), []
 
     def ahead(session):
-        is_given_up.set(given_up.is_set)
+        is_cancelled.set(given_up.is_set)
         with pytest.raises(CancelledError):
-            session.gather("batch 2", lane="input 1, pass 1")
+            session.gather("batch 2", channel="input 1, pass 1")
         session.forget("input 1, pass 1")
         ended.append(session)
 
@@ -296,4 +296,4 @@ def test_a_wait_that_nobody_wants_any_more_is_given_up_and_others_lanes_go_on():
         given_up.set()
         thread.join(DEADLINE)
         assert ended == [job.sessions[0]]
-        assert job.everyone(lambda session: session.gather("rows", 1, lane="input 1, pass 2")) == [[1, 1], [1, 1]]
+        assert job.everyone(lambda session: session.gather("rows", 1, channel="input 1, pass 2")) == [[1, 1], [1, 1]]

@@ -10,10 +10,10 @@ from lockstep.distributed.control.failure_detector import (
     Limits,
     SuspendDetector,
     WorkerStatus,
-    cause,
-    failure,
-    look,
-    overdue,
+    find_cause,
+    find_failure,
+    find_overdue,
+    make_failure,
 )
 from lockstep.distributed.control.failures import FailureKind
 from lockstep.distributed.control.peer import Peer
@@ -22,117 +22,120 @@ LIMITS = Limits(timeout=60, long=1800)
 NOW = 10_000.0
 
 
-def a_beat(index, step, activity, seconds, silent=0.2, left=False):
+def a_status(index, step, activity, seconds, silent=0.2, left=False):
     peer = Peer(index, 3, f"node{index}", 70 + index)
     return WorkerStatus(peer, NOW - silent, step, activity, NOW - seconds, left)
 
 
-def seen(*beats):
-    found = look(NOW, beats, LIMITS)
+def seen(*statuses):
+    found = find_failure(NOW, statuses, LIMITS)
     return None if found is None else (found.kind, found.worker)
 
 
 @pytest.mark.parametrize(
-    "beats",
+    "statuses",
     [
-        [a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 1), a_beat(2, 7, "data", 2)],
-        [a_beat(0, 8, "step", 59), a_beat(1, 7, "data", 1700)],
-        [a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 30), a_beat(2, 6, "data", 100)],  # One of them goes on.
-        [a_beat(0, 8, "step", 61), a_beat(1, 8, "data", 59)],
-        [a_beat(0, 8, "data", 1000), a_beat(1, 7, "save", 1000)],  # Nobody waits.
-        [a_beat(0, 8, "step", 100), a_beat(1, 7, "compiling", 100), a_beat(2, 7, "step", 100)],
-        [a_beat(0, 1, "step", 1700), a_beat(1, 0, "start", 1700)],
-        [a_beat(0, 8, "step", 1700), a_beat(1, 8, "step", 1700)],  # One long step.
-        [a_beat(0, 8, "step", 9000)],  # Alone, nobody waits for anybody.
-        [a_beat(0, 8, "idle", 9000), a_beat(1, 8, "idle", 9000)],
-        [a_beat(0, 8, "data", 1), a_beat(1, 8, "left", 900, silent=900, left=True)],
+        [a_status(0, 8, "step", 1), a_status(1, 8, "step", 1), a_status(2, 7, "data", 2)],
+        [a_status(0, 8, "step", 59), a_status(1, 7, "data", 1700)],
+        [a_status(0, 8, "step", 61), a_status(1, 7, "data", 30), a_status(2, 6, "data", 100)],  # One of them goes on.
+        [a_status(0, 8, "step", 61), a_status(1, 8, "data", 59)],
+        [a_status(0, 8, "data", 1000), a_status(1, 7, "save", 1000)],  # Nobody waits.
+        [a_status(0, 8, "step", 100), a_status(1, 7, "compiling", 100), a_status(2, 7, "step", 100)],
+        [a_status(0, 1, "step", 1700), a_status(1, 0, "start", 1700)],
+        [a_status(0, 8, "step", 1700), a_status(1, 8, "step", 1700)],  # One long step.
+        [a_status(0, 8, "step", 9000)],  # Alone, nobody waits for anybody.
+        [a_status(0, 8, "idle", 9000), a_status(1, 8, "idle", 9000)],
+        [a_status(0, 8, "data", 1), a_status(1, 8, "left", 900, silent=900, left=True)],
     ],
 )
-def test_nobody_is_named_while_all_may_be_well(beats):
-    assert seen(*beats) is None
+def test_nobody_is_named_while_all_may_be_well(statuses):
+    assert seen(*statuses) is None
 
 
 @pytest.mark.parametrize(
-    ("beats", "found"),
+    ("statuses", "found"),
     [
-        ([a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 1, silent=61)], (FailureKind.SILENT, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 62)], (FailureKind.STUCK, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "data", 62)], (FailureKind.STUCK, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "callback", 62, left=True)], (FailureKind.LEFT, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 8, "step", 61), a_beat(2, 7, "step", 62)], (FailureKind.STUCK, 2)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99), a_beat(2, 7, "data", 62)], (FailureKind.STUCK, 2)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 7, WAITING + "x", 99)], (FailureKind.STUCK, 1)),
-        ([a_beat(0, 7, "callback", 99), a_beat(1, 8, "step", 61)], (FailureKind.STUCK, 0)),
-        ([a_beat(0, 8, "step", 1801), a_beat(1, 7, "compiling", 1801)], (FailureKind.STUCK, 1)),
-        ([a_beat(0, 1, "step", 1801), a_beat(1, 0, "start", 1801)], (FailureKind.STUCK, 1)),
-        ([a_beat(0, 8, "step", 1801), a_beat(1, 8, "step", 1802)], (FailureKind.STUCK, 1)),
-        ([a_beat(0, 8, "step", 61), a_beat(1, 7, "step", 70, silent=70, left=True)], (FailureKind.LEFT, 1)),
+        ([a_status(0, 8, "step", 1), a_status(1, 8, "step", 1, silent=61)], (FailureKind.SILENT, 1)),
+        ([a_status(0, 8, "step", 61), a_status(1, 7, "data", 62)], (FailureKind.STUCK, 1)),
+        ([a_status(0, 8, "step", 61), a_status(1, 8, "data", 62)], (FailureKind.STUCK, 1)),
+        ([a_status(0, 8, "step", 61), a_status(1, 8, "callback", 62, left=True)], (FailureKind.LEFT, 1)),
+        ([a_status(0, 8, "step", 61), a_status(1, 8, "step", 61), a_status(2, 7, "step", 62)], (FailureKind.STUCK, 2)),
+        (
+            [a_status(0, 8, "step", 61), a_status(1, 7, WAITING + "x", 99), a_status(2, 7, "data", 62)],
+            (FailureKind.STUCK, 2),
+        ),
+        ([a_status(0, 8, "step", 61), a_status(1, 7, WAITING + "x", 99)], (FailureKind.STUCK, 1)),
+        ([a_status(0, 7, "callback", 99), a_status(1, 8, "step", 61)], (FailureKind.STUCK, 0)),
+        ([a_status(0, 8, "step", 1801), a_status(1, 7, "compiling", 1801)], (FailureKind.STUCK, 1)),
+        ([a_status(0, 1, "step", 1801), a_status(1, 0, "start", 1801)], (FailureKind.STUCK, 1)),
+        ([a_status(0, 8, "step", 1801), a_status(1, 8, "step", 1802)], (FailureKind.STUCK, 1)),
+        ([a_status(0, 8, "step", 61), a_status(1, 7, "step", 70, silent=70, left=True)], (FailureKind.LEFT, 1)),
     ],
 )
-def test_who_keeps_the_others_waiting_is_named(beats, found):
-    assert seen(*beats) == found
-    assert seen(*reversed(beats)) == found
+def test_who_keeps_the_others_waiting_is_named(statuses, found):
+    assert seen(*statuses) == found
+    assert seen(*reversed(statuses)) == found
 
 
 def test_the_sentences_say_who_where_for_how_long_and_who_waits():
-    stuck = look(NOW, [a_beat(0, 8, "step", 61), a_beat(1, 7, "data", 62)], LIMITS)
+    stuck = find_failure(NOW, [a_status(0, 8, "step", 61), a_status(1, 7, "data", 62)], LIMITS)
     assert stuck.sentence == (
         "worker 1 of 3 (node1, process 71) is stuck: in 'data' at step 7 for 62 s; worker 0 waits for it in step 8."
     )
     assert (stuck.host, stuck.pid, stuck.exit_code) == ("node1", 71, 124)
-    silent = look(NOW, [a_beat(0, 8, "step", 1), a_beat(1, 7, "step", 62, silent=61)], LIMITS)
+    silent = find_failure(NOW, [a_status(0, 8, "step", 1), a_status(1, 7, "step", 62, silent=61)], LIMITS)
     assert silent.sentence == (
         "worker 1 of 3 (node1, process 71) does not answer: no sign of life for 61 s, last in 'step' at step 7 (stopped, or "
         "cut off from the network)."
     )
     assert silent.exit_code == 75
-    left = look(NOW, [a_beat(0, 8, "step", 61), a_beat(1, 7, "step", 62, left=True)], LIMITS)
+    left = find_failure(NOW, [a_status(0, 8, "step", 61), a_status(1, 7, "step", 62, left=True)], LIMITS)
     assert left.sentence.endswith("came to its end after step 7; worker 0 waits for it in step 8.")
     assert left.exit_code == 13
 
 
 def test_a_wait_that_comes_to_its_limit_names_the_one_that_is_behind():
-    waits = a_beat(0, 8, WAITING, 60).peer
-    missing = [a_beat(1, 8, "compiling", 62), a_beat(2, 7, "save", 62)]
-    found = overdue(NOW, missing, waits, "gather 'rows' for 60 s")
+    waits = a_status(0, 8, WAITING, 60).peer
+    missing = [a_status(1, 8, "compiling", 62), a_status(2, 7, "save", 62)]
+    found = find_overdue(NOW, missing, waits, "gather 'rows' for 60 s")
     assert found.sentence == (
         "worker 2 of 3 (node2, process 72) is stuck: in 'save' at step 7 for 62 s; worker 0 waits for it at gather 'rows' "
         "for 60 s."
     )
     silent = replace(missing[1], heard=NOW - 40)
-    assert overdue(NOW, [silent], waits, "gather 'rows' for 60 s").kind is FailureKind.SILENT
+    assert find_overdue(NOW, [silent], waits, "gather 'rows' for 60 s").kind is FailureKind.SILENT
 
 
 @pytest.mark.parametrize("kind", [FailureKind.DIED, FailureKind.FAILED])
 def test_a_silence_that_came_before_is_the_cause(kind):
-    found = failure(kind, a_beat(0, 8, "step", 1).peer, "has failed.")
-    named = cause(NOW, found, [a_beat(0, 8, "step", 1, silent=90), a_beat(1, 7, "step", 10, silent=9)])
+    found = make_failure(kind, a_status(0, 8, "step", 1).peer, "has failed.")
+    named = find_cause(NOW, found, [a_status(0, 8, "step", 1, silent=90), a_status(1, 7, "step", 10, silent=9)])
     assert (named.kind, named.worker) == (FailureKind.SILENT, 1)
     assert "no sign of life for 9 s" in named.sentence
     assert named.sentence.endswith("Then worker 0 of 3 (node0, process 70) has failed.")
-    for others in ([a_beat(1, 7, "step", 10, silent=1)], [a_beat(1, 8, "step", 10, silent=9, left=True)]):
-        assert cause(NOW, found, [a_beat(0, 8, "step", 1, silent=90), *others]) is found
+    for others in ([a_status(1, 7, "step", 10, silent=1)], [a_status(1, 8, "step", 10, silent=9, left=True)]):
+        assert find_cause(NOW, found, [a_status(0, 8, "step", 1, silent=90), *others]) is found
 
 
 @pytest.mark.parametrize("kind", [FailureKind.DIED, FailureKind.FAILED])
 def test_an_end_that_came_too_early_is_the_cause(kind):
-    found = failure(kind, a_beat(0, 8, "step", 1).peer, "has failed.")
-    named = cause(NOW, found, [a_beat(0, 8, "step", 1), a_beat(1, 7, "step", 10, left=True)])
+    found = make_failure(kind, a_status(0, 8, "step", 1).peer, "has failed.")
+    named = find_cause(NOW, found, [a_status(0, 8, "step", 1), a_status(1, 7, "step", 10, left=True)])
     assert (named.kind, named.worker) == (FailureKind.LEFT, 1)
     assert named.sentence.endswith("in step 8. Then worker 0 of 3 (node0, process 70) has failed.")
-    assert cause(NOW, found, [a_beat(0, 8, "step", 1), a_beat(1, 8, "step", 10, left=True)]) is found
+    assert find_cause(NOW, found, [a_status(0, 8, "step", 1), a_status(1, 8, "step", 10, left=True)]) is found
 
 
 def test_nobody_waits_long_for_a_worker_that_has_come_to_its_end():
-    assert seen(a_beat(0, 8, "step", 4), a_beat(1, 7, "step", 9, left=True)) == (FailureKind.LEFT, 1)
-    assert seen(a_beat(0, 8, "step", 1), a_beat(1, 7, "step", 9, left=True)) is None
-    assert seen(a_beat(0, 8, "data", 4), a_beat(1, 7, "step", 9, left=True)) is None
-    assert seen(a_beat(0, 8, "step", 4), a_beat(1, 8, "step", 9, left=True)) is None
+    assert seen(a_status(0, 8, "step", 4), a_status(1, 7, "step", 9, left=True)) == (FailureKind.LEFT, 1)
+    assert seen(a_status(0, 8, "step", 1), a_status(1, 7, "step", 9, left=True)) is None
+    assert seen(a_status(0, 8, "data", 4), a_status(1, 7, "step", 9, left=True)) is None
+    assert seen(a_status(0, 8, "step", 4), a_status(1, 8, "step", 9, left=True)) is None
 
 
 def test_a_worker_that_is_stuck_is_not_excused_by_a_silence():
-    found = failure(FailureKind.STUCK, a_beat(0, 8, "step", 1).peer, "is stuck.")
-    assert cause(NOW, found, [a_beat(1, 7, "step", 10, silent=9)]) is found
+    found = make_failure(FailureKind.STUCK, a_status(0, 8, "step", 1).peer, "is stuck.")
+    assert find_cause(NOW, found, [a_status(1, 7, "step", 10, silent=9)]) is found
 
 
 def test_a_process_that_was_stopped_itself_begins_to_count_anew():

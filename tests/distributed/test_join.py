@@ -9,12 +9,11 @@ import pytest
 
 from lockstep import ClusterError, OptionError
 from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.framed_socket import FramedSocket
-from lockstep.distributed.control.handshake_server import hello, introduction
+from lockstep.distributed.control.handshake import hello, join_request
 from lockstep.distributed.control.join import join
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.protocol import encode
+from lockstep.distributed.control.transport import FramedSocket, encode
 from tests.distributed.threaded_job import ThreadedJob, listening
 from tests.support.waiting import DEADLINE, wait_until
 
@@ -95,7 +94,7 @@ def test_a_worker_with_an_absurd_count_costs_neither_memory_nor_time():
     job = ThreadedJob(2, missing=(1,))
     host, port = job.coordinator.split(":")
     connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
-    connection.send(hello("x") + introduction(Peer(1, 10**18, "b", 7)))
+    connection.send(hello("x") + join_request(Peer(1, 10**18, "b", 7)))
     with job:
         assert "was started with 1000000000000000000 workers" in str(job.errors[0])
     connection.close()
@@ -153,8 +152,8 @@ def _waits_for_worker_2(lines):
     [
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "it sent what is no message"),
         (b"\x00" * 100, "it sent what is no message"),
-        (encode({"kind": "beat", "step": 1, "activity": "step", "seconds": 0}), "it began with 'beat'"),
-        (introduction(Peer(1, 2, "b", 7)), "it began with 'join'"),
+        (encode({"kind": "heartbeat", "step": 1, "activity": "step", "seconds": 0}), "it began with 'heartbeat'"),
+        (join_request(Peer(1, 2, "b", 7)), "it began with 'join'"),
         (hello("") + hello(""), "it sent no nonce"),
         (encode({"kind": "hello", "protocol": 0, "nonce": "x"}), "it speaks protocol 0, this process 1"),
         (hello("x") + encode({"kind": "join", "peer": {"index": 1}}), "it did not say who it is"),
@@ -204,7 +203,9 @@ def test_who_says_nothing_is_turned_away_and_delays_nobody():
         with job:
             assert job.lines[0] == []  # All have joined, and it is still heard out.
             assert job.errors == {}
-            assert silent.recv(1) == b""
+            connection = FramedSocket(silent)
+            assert connection.wait(DEADLINE)["sentence"].endswith("said nothing for 5 s")
+            assert (connection.wait(DEADLINE), connection.ended) == (None, "its connection closed")
         assert "it said nothing for 5 s" in job.lines[0][0]
 
 
@@ -216,7 +217,7 @@ def test_a_worker_that_goes_away_before_the_start_is_named_to_the_others():
         connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
         connection.send(hello("x"))
         assert connection.wait(DEADLINE)["kind"] == "challenge"
-        connection.send(introduction(Peer(2, 3, "node2", 77, identity={"jax": "1"})))
+        connection.send(join_request(Peer(2, 3, "node2", 77, identity={"jax": "1"})))
         while connection.wait(DEADLINE)["missing"]["start"]["names"] != ["worker 1 of 3"]:
             pass
         connection.close()
@@ -279,7 +280,7 @@ def test_who_only_says_that_he_knows_the_secret_stays_outside(given):
     job = ThreadedJob(2, secret=b"one", missing=(1,), start_seconds=0.5)
     host, port = job.coordinator.split(":")
     connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
-    connection.send(hello("x") + introduction(Peer(1, 2, "b", 7, identity={"jax": "1"}), given))
+    connection.send(hello("x") + join_request(Peer(1, 2, "b", 7, identity={"jax": "1"}), given))
     with job:
         assert "was turned away: it does not know the secret of this job." in str(job.errors[0])
     connection.close()
@@ -307,8 +308,8 @@ def test_a_port_in_use_is_named_and_by_whom():
 
 def test_what_answers_without_being_a_chief_is_named():
     silent, address = listening()
-    with silent, pytest.raises(ClusterError, match="no chief of a Lockstep job: it says nothing"):
-        join(WorkerGroup(workers=2, index=1, coordinator=address), {}, start_seconds=1, announce=str)
+    with silent, pytest.raises(ClusterError, match="no process of a Lockstep job: it says nothing"):
+        join(WorkerGroup(workers=2, index=1, coordinator=address), {}, start_seconds=1, log=str)
     talker, address = listening()
 
     def answer():
@@ -325,7 +326,7 @@ def test_what_answers_without_being_a_chief_is_named():
             WorkerGroup(workers=2, index=1, coordinator=address),
             {},
             start_seconds=1,
-            announce=str,
+            log=str,
             sleep=tries.append,
         )
     thread.join(DEADLINE)

@@ -18,7 +18,7 @@ def test_each_operation_has_its_answer_when_the_last_has_come():
         assert calls.missing(0) == {}
 
 
-def test_lanes_do_not_wait_for_each_other():
+def test_channels_do_not_wait_for_each_other():
     calls = PendingCollectives(2)
     calls.put(0, "main", 0, GATHER, "step", 1)
     calls.put(1, "feed", 0, GATHER, "rows", 2)
@@ -44,7 +44,7 @@ def test_who_asks_something_else_is_named_and_everybody_hears_it():
     calls.put(1, "main", 4, GATHER, "rows", 1)
     (reply,) = calls.put(0, "main", 4, BARRIER, "the epoch's end", None)
     sentence = (
-        "worker 1 is at gather 'rows' where worker 0 is at barrier \"the epoch's end\" (call 5 on lane 'main'): all workers "
+        "worker 1 is at gather 'rows' where worker 0 is at barrier \"the epoch's end\" (call 5 on channel 'main'): all workers "
         "must make the same calls in the same order."
     )
     assert reply == CollectiveReply((0, 1), "main", [], sentence)
@@ -69,7 +69,7 @@ def test_who_leaves_after_its_last_call_is_no_error():
     assert calls.put(0, "main", 0, GATHER, "rows", 0) == [CollectiveReply((0, 1), "main", [0, 1])]
 
 
-def test_who_gives_a_lane_up_waits_for_nobody_there():
+def test_abandoned_channel_has_no_waiting_workers():
     calls = PendingCollectives(2)
     calls.put(0, "input 1", 7, GATHER, "batch 8", 1)
     calls.put(0, "main", 0, GATHER, "rows", 1)

@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 from lockstep.cluster_resolver import SimpleClusterResolver, resolve
-from lockstep.distributed.cluster.process_role import ProcessRole, part_of
+from lockstep.distributed.cluster.process_role import ProcessRole, find_role
 
 from .cases import CASES, tf, tf_config, torchrun
 
@@ -27,16 +27,16 @@ def simple(job, index, cluster):
 
 @pytest.mark.parametrize(("job", "index"), NAMES)
 def test_each_process_finds_itself_and_the_others(job, index):
-    part = part_of(simple(job, index, CLUSTER))
+    part = find_role(simple(job, index, CLUSTER))
     assert part == ProcessRole(job, index, "a:1", ("b:1", "c:1"), ("d:1", "e:1"), "f:1", "arguments")
     assert part.name == NAMES[job, index]
     assert {(job, index): part.name_of(job, index) for job, index in NAMES} == NAMES
-    found = part_of(resolve(tf_config(index, CLUSTER, job)))
+    found = find_role(resolve(tf_config(index, CLUSTER, job)))
     assert (found.source, found.name) == ("TF_CONFIG", part.name)
 
 
 def test_an_evaluator_need_not_be_listed():
-    part = part_of(simple("evaluator", 0, {job: tasks for job, tasks in CLUSTER.items() if job != "evaluator"}))
+    part = find_role(simple("evaluator", 0, {job: tasks for job, tasks in CLUSTER.items() if job != "evaluator"}))
     assert (part.name, part.evaluator) == ("evaluator", None)
 
 
@@ -67,7 +67,7 @@ def test_a_server_that_is_not_in_the_cluster_is_refused():
 def test_a_cluster_without_chief_worker_or_server_says_what_it_has(job, left_out, found, others):
     cluster = {**others, **{name: tasks for name, tasks in CLUSTER.items() if name not in left_out}}
     with pytest.raises(lockstep.ClusterError) as error:
-        part_of(simple(job, 0, cluster))
+        find_role(simple(job, 0, cluster))
     assert "arguments: lockstep.ParameterServerStrategy needs a chief, a worker or more, and a ps or more" in str(
         error.value
     )
@@ -78,7 +78,7 @@ def test_a_cluster_without_chief_worker_or_server_says_what_it_has(job, left_out
 def test_all_addresses_must_be_known():
     cluster = {**CLUSTER, "ps": {0: "d:1", 2: "e:1"}}
     with pytest.raises(lockstep.ClusterError, match="arguments: ps 1 has no address; expected those of all, got Clu"):
-        part_of(simple("ps", 2, cluster))
+        find_role(simple("ps", 2, cluster))
 
 
 SCHEDULERS = [case for case in CASES if case.name not in ("TF_CONFIG", "Simple")]
@@ -88,7 +88,7 @@ SCHEDULERS = [case for case in CASES if case.name not in ("TF_CONFIG", "Simple")
 def test_a_scheduler_that_knows_no_jobs_is_refused_by_name(case):
     resolver = case.make(case.variables(1))
     with pytest.raises(lockstep.ClusterError) as error:
-        part_of(resolver)
+        find_role(resolver)
     assert str(error.value).startswith(
         f"{resolver.group().source} counts processes and knows no jobs, so that nothing "
     )
@@ -97,11 +97,11 @@ def test_a_scheduler_that_knows_no_jobs_is_refused_by_name(case):
 
 def test_without_a_cluster_it_is_said_how_to_name_one():
     with pytest.raises(lockstep.ClusterError, match="nothing says which process is chief, worker or ps") as error:
-        part_of(None)
+        find_role(None)
     assert_the_example_works(str(error.value))
 
 
 def assert_the_example_works(message):
     (config,) = re.findall(r"such as (\{.*\}); on one machine, 'lockstep run --workers 2 --servers 1 ", message)
-    assert part_of(tf({"TF_CONFIG": config})).name == "worker 0 of 2 (b:2222)"
+    assert find_role(tf({"TF_CONFIG": config})).name == "worker 0 of 2 (b:2222)"
     assert json.loads(config)["task"] == {"type": "worker", "index": 0}

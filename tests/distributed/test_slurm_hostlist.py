@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.distributed.resolvers.slurm_hostlist import expand_counts, expand_node_list
+from lockstep.distributed.resolvers.slurm import expand_counts, expand_node_list
 
 NAMES = st.text("abz09-._", min_size=1, max_size=4)
 

@@ -44,7 +44,7 @@ class ThreadedJob:
     def arguments(self, index):
         own = {
             "identity": {"jax": "1"},
-            "announce": self.lines[index].append,
+            "log": self.lines[index].append,
             "on_failure": self.failures[index].append,
             "listener": self.listener if index == 0 else None,
             "group": WorkerGroup(workers=self.workers, index=index, coordinator=self.coordinator),

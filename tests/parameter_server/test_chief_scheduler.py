@@ -15,7 +15,7 @@ from lockstep.parameter_server.tasks.completed_ids import CompletedIds
 from lockstep.parameter_server.tasks.sync_point_log import SyncPointLog
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.tasks.task_queue import TaskQueue
-from lockstep.parameter_server.variables.client_session import ClientSession
+from lockstep.parameter_server.variables.tcp_server import ClientSession
 from tests.support.processes import own_host
 
 

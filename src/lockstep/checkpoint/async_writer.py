@@ -128,7 +128,7 @@ class BackgroundWriter:
         while not self._changed.wait_for(condition, min(_POLL_SECONDS, max(0.0, seconds - notice.seconds))):
             if notice.seconds >= seconds:
                 return False
-            notice.tell(f"the checkpoint of step {self._written} to be written")
+            notice.log(f"the checkpoint of step {self._written} to be written")
         return True
 
     def _next(self) -> Job | None:

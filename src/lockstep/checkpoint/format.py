@@ -26,8 +26,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lockstep._arrays import DTYPES
 from lockstep._errors import CheckpointError, whole_number
-from lockstep.checkpoint.snapshot import DTYPES, check_name, in_file
+from lockstep.checkpoint.snapshot import check_name, in_file
 
 __all__ = [
     "ARRAYS",
@@ -106,7 +107,7 @@ class Entry:
     """One array, and the position of its bytes.
 
     Args:
-        dtype: name in :data:`lockstep.checkpoint.snapshot.DTYPES`.
+        dtype: name in :data:`lockstep._arrays.DTYPES`.
         shape: its dimensions.
         offset: of its first byte in the file of arrays.
         sha256: of its bytes there, in hexadecimal digits.

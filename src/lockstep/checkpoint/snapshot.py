@@ -9,24 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from lockstep._arrays import DTYPES, ML_DTYPES
 from lockstep._errors import OptionError
 
-__all__ = ["DTYPES", "Snapshot", "check_name", "in_file", "widened"]
-
-_PLAIN = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-)
-_BITS = (
-    *("bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3"),
-    *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("int2", "int4", "uint2", "uint4"),
-)
-
-DTYPES = {name: np.dtype(name) for name in _PLAIN} | {name: np.dtype(vars(ml_dtypes)[name]) for name in _BITS}
+__all__ = ["Snapshot", "check_name", "in_file", "widened"]
 
 _LONGEST_NAME = 65_000  # bytes; a zip file stores the length in two bytes
 
@@ -36,7 +24,7 @@ class Snapshot:
     """The state of a run at one step.
 
     Args:
-        arrays: by name, of any shape and of a dtype in :data:`DTYPES`. They are not copied: a change in
+        arrays: by name, of any shape and of a dtype in :data:`lockstep._arrays.DTYPES`. They are not copied: a change in
             place before the write changes what is written.
         metadata: values of JSON, NaN and infinity included: None, bool, int, float, str, lists of these, and dicts of these by
             str. They are copied. A value that JSON would change (a tuple, a key that is a number) is refused.
@@ -115,7 +103,7 @@ def in_file(name: str) -> np.dtype:
         (dtype('float32'), dtype('uint16'))
     """
     dtype = DTYPES[name]
-    return np.dtype(f"<u{dtype.itemsize}" if name in _BITS else f"<{dtype.str[1:]}")
+    return np.dtype(f"<u{dtype.itemsize}" if name in ML_DTYPES else f"<{dtype.str[1:]}")
 
 
 def widened(array: np.ndarray) -> np.ndarray:
@@ -126,6 +114,6 @@ def widened(array: np.ndarray) -> np.ndarray:
         (array([1., 1.], dtype=float32), array([1., 1.]))
     """
     name = array.dtype.name
-    if name not in _BITS:
+    if name not in ML_DTYPES:
         return array
     return array.astype(name.rstrip("0123456789") + "8" if "int" in name else "float32")

@@ -14,6 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from lockstep._arrays import (
+    array_bytes,
+    arrays_from_bytes,
+    decode_tree,
+    describe_arrays,
+    encode_tree,
+    parse_description,
+)
 from lockstep._errors import InputError
 from lockstep.custom_loops.distributed_dataset import DistributedDataset
 from lockstep.custom_loops.per_replica import as_numeric_array, per_replica_of, per_replica_of_local
@@ -192,40 +200,30 @@ def gather_trees(tree: Any, gather: Callable[[Any], list[Any]]) -> list[Any]:
         >>> gather_trees({"x": np.arange(3)}, lambda value: [value])
         [{'x': array([0, 1, 2])}]
     """
-    parts: list[bytes] = []
-    spec = _encode(tree, parts)
-    text = base64.b64encode(b"".join(parts)).decode()
-    headers = gather([spec, len(text)])
-    chunks = [gather(text[start : start + _CHUNK]) for start in range(0, max(length for _, length in headers), _CHUNK)]
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        encoded = encode_tree(_as_plain_containers(tree), "", arrays)
+    except TypeError as error:
+        raise InputError(
+            f"distribute_datasets_from_function: a batch that is sent to other workers must hold numbers, got {error}."
+        ) from None
+    text = base64.b64encode(b"".join(map(array_bytes, arrays.values()))).decode()
+    headers = gather([encoded, describe_arrays(arrays), len(text)])
+    chunks = [gather(text[start : start + _CHUNK]) for start in range(0, max(length for *_, length in headers), _CHUNK)]
     return [
-        _decode(spec, memoryview(base64.b64decode("".join(chunk[worker] for chunk in chunks))))
-        for worker, (spec, _) in enumerate(headers)
+        decode_tree(spec, arrays_from_bytes(parse_description(described), _join(chunks, worker)))
+        for worker, (spec, described, _) in enumerate(headers)
     ]
 
 
-def _encode(tree: Any, parts: list[bytes]) -> Any:
-    """Return the tree with dtype, shape and offset for each array, whose bytes are appended to ``parts``."""
+def _join(chunks: list[list[str]], worker: int) -> bytes:
+    return base64.b64decode("".join(chunk[worker] for chunk in chunks))
+
+
+def _as_plain_containers(tree: Any) -> Any:
+    """Return a tree of dicts, lists and tuples, also for subclasses of these such as named tuples, and of NumPy's arrays."""
     if isinstance(tree, dict):
-        return {"dict": {str(name): _encode(value, parts) for name, value in tree.items()}}
+        return {str(name): _as_plain_containers(value) for name, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return {"tuple" if isinstance(tree, tuple) else "list": [_encode(value, parts) for value in tree]}
-    array = np.asarray(tree)
-    if array.dtype.hasobject:
-        raise InputError(
-            f"distribute_datasets_from_function: a batch that is sent to other workers must hold numbers, got an array of {array.dtype}."
-        )
-    start = sum(map(len, parts))
-    parts.append(array.tobytes())
-    return {"array": [array.dtype.str, array.shape, start]}
-
-
-def _decode(spec: Any, data: memoryview) -> Any:
-    ((kind, content),) = spec.items()
-    if kind == "dict":
-        return {name: _decode(value, data) for name, value in content.items()}
-    if kind in ("list", "tuple"):
-        values = [_decode(value, data) for value in content]
-        return tuple(values) if kind == "tuple" else values
-    dtype, shape, start = content
-    count = int(np.prod(shape, dtype=int))
-    return np.frombuffer(data, np.dtype(dtype), count, start).reshape(shape)
+        return (tuple if isinstance(tree, tuple) else list)(_as_plain_containers(value) for value in tree)
+    return np.asarray(tree)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from lockstep._logging import log_info
-from lockstep.distributed.control.wait_logger import is_given_up
+from lockstep.distributed.control.wait_logger import is_cancelled
 
 __all__ = ["PATIENCE", "BatchReader", "InlineReader", "Prefetcher"]
 
@@ -154,7 +154,7 @@ class Prefetcher:
         self._thread.start()
 
     def _run(self) -> None:
-        is_given_up.set(lambda: self._closed)
+        is_cancelled.set(lambda: self._closed)
         try:
             while self._has_turn():
                 batch = self._read()

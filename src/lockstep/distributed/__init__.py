@@ -1,1 +1,1 @@
-"""The processes of one job as trainers: JAX over all of them, what they must have in common, and who prints and writes."""
+"""Distributed training: the process group of a job, JAX over its processes, and the checks that they are equal."""

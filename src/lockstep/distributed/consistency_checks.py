@@ -1,4 +1,4 @@
-"""What must be equal on all workers: what they run, their random numbers, the model, and the batches that they read."""
+"""Values that must be equal on all workers: versions and script, the state of random numbers, the model."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from lockstep._keras import trainer
 from lockstep._version import used_versions
 from lockstep.distributed.control.control_client import ControlClient
 
-__all__ = ["agree_on_random_numbers", "described_model", "identity"]
+__all__ = ["agree_on_random_state", "describe_model", "describe_process"]
 
 
-def identity() -> dict[str, Any]:
-    """What this process runs: versions and the text of its script."""
+def describe_process() -> dict[str, Any]:
+    """Return the versions that this process uses, and a hash of its script."""
     return used_versions() | {"script": _script()}
 
 
@@ -31,10 +31,10 @@ def _script() -> str | None:
     return f"{Path(path).name}, sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}"
 
 
-def agree_on_random_numbers(session: ControlClient, announce: Callable[[str], None]) -> None:
-    """See that every worker draws the same numbers, for its weights and for the order of its rows.
+def agree_on_random_state(session: ControlClient, log: Callable[[str], None]) -> None:
+    """Check that every worker draws the same random numbers, for weights and for the order of rows.
 
-    Where no seed was set, all go on with the chief's numbers.
+    If no seed was set, all workers get one from the chief.
 
     Raises:
         ClusterError: workers have set different seeds, or have drawn different numbers since.
@@ -46,14 +46,14 @@ def agree_on_random_numbers(session: ControlClient, announce: Callable[[str], No
     if different and trainer.get_random_seed() is not None:
         session.agree("the state of random numbers", own)
     if different:
-        announce("no seed was set before the strategy; all workers go on with the random numbers of worker 0")
+        log("no seed was set before the strategy; all workers use the random numbers of worker 0")
         seed = session.broadcast("a seed", random.getrandbits(32))
         random.seed(seed)
         np.random.seed(seed)
 
 
-def described_model(model: keras.Model) -> dict[str, Any]:
-    """A model, as far as it must be equal: its layers, how it was compiled, and its variables with a checksum of each."""
+def describe_model(model: keras.Model) -> dict[str, Any]:
+    """Return what must be equal of a model: its layers, how it was compiled, and the checksums of its variables."""
     variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
     return {
         "layers": {layer.name: _config(layer.get_config) for layer in model.layers},
@@ -63,7 +63,7 @@ def described_model(model: keras.Model) -> dict[str, Any]:
 
 
 def _config(get: Callable[[], Any]) -> Any:
-    """A configuration as JSON; what somebody's own layer or loss does not tell is left out."""
+    """Return a configuration as JSON; what has no JSON, such as a custom layer without ``get_config``, is left out."""
     try:
         return json.loads(json.dumps(get(), default=lambda other: type(other).__name__, skipkeys=True))
     except Exception:

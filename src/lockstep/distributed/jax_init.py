@@ -1,11 +1,14 @@
-"""JAX over the processes of a job: one service at the chief, and every process sees the devices of all.
+"""JAX over the processes of a job: checks of the network, JAX's coordination service at the chief, and the share of GPUs.
 
-``jax.distributed`` aborts a process that it is not content with, so the control channel comes first: it has found out that
-all workers are there and alike, and it notices losses before JAX does.
+``jax.distributed`` aborts a process when anything is wrong. So the control channel comes first: it has checked that all workers
+are there and equal, it checks here that they can reach each other, and it detects losses before JAX does.
 """
 
+import contextlib
+import os
 import socket
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -13,16 +16,26 @@ import jax
 from lockstep._errors import ClusterError
 from lockstep.devices.cpu_devices import has_started, reserve_threads
 from lockstep.devices.memory import NVIDIA_GPUS
-from lockstep.distributed.cluster.addresses import host_of, is_loopback
+from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
+from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.wait_logger import listed
-from lockstep.distributed.hostname_check import refuse_unreachable_names
-from lockstep.distributed.jax_coordinator import address_of_jax
-from lockstep.distributed.thread_policy import wake_without_preempting
 
-__all__ = ["share_of_gpus", "start_jax"]
+__all__ = [
+    "JAX_PORT",
+    "check_hostnames",
+    "find_jax_address",
+    "set_batch_scheduling",
+    "share_of_gpus",
+    "start_jax",
+]
 
+JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_CONNECT_SECONDS = 10.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 def start_jax(
@@ -30,28 +43,28 @@ def start_jax(
     cpu_devices: int,
     timeout_seconds: float,
     environ: Mapping[str, str],
-    announce: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
-    """Start JAX with the devices of all workers; called once a process.
+    """Start JAX with the devices of all workers; to be called once in a process.
 
     Args:
-        session: the workers, who all call it.
+        session: the control client; all workers call this.
         cpu_devices: number of logical CPU devices of this process.
-        timeout_seconds: limit of the wait for the others.
-        environ: may fix the port.
-        announce: takes a line.
+        timeout_seconds: limit of the wait for the other workers.
+        environ: may set the port.
+        log: takes a line.
 
     Raises:
-        ClusterError: JAX runs already, or cannot start; or the workers could not reach each other.
+        ClusterError: JAX has started already, or cannot start; or the workers cannot reach each other.
     """
-    _refuse_started(session)
+    _check_not_started(session)
     group = session.group
     visible = session.gather("the GPUs", [socket.gethostname(), _visible_gpus(environ)])
     gpus = share_of_gpus(visible, group.index)
     if not any(seen for _, seen in visible):
-        refuse_unreachable_names(session)
-        wake_without_preempting()
-    service = address_of_jax(session, environ, announce)
+        check_hostnames(session)
+        set_batch_scheduling()
+    service = find_jax_address(session, environ, log)
     reserve_threads(cpu_devices)
     jax.config.update("jax_enable_recoverability", True)  # Or JAX aborts a process whose peer has died.
     jax.config.update("jax_enable_preemption_service", False)  # It swallows SIGTERM.
@@ -74,8 +87,8 @@ def start_jax(
         ) from error
 
 
-def _refuse_started(session: ControlClient) -> None:
-    """Refuse to go on where JAX runs already in a worker, on its own devices alone."""
+def _check_not_started(session: ControlClient) -> None:
+    """Check that JAX has not started in any worker, where it would have only that worker's own devices."""
     started = session.gather("whether JAX has started", has_started())
     names = [str(peer) for peer, has in zip(session.peers, started, strict=True) if has]
     if names:
@@ -86,14 +99,14 @@ def _refuse_started(session: ControlClient) -> None:
 
 
 def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | None:
-    """Which of the GPUs that it sees a worker takes: its share, where the workers of a machine see the same ones.
+    """Return which of the visible GPUs a worker uses: its share if the workers of a machine see the same ones.
 
     Args:
-        visible: for each worker its machine and the GPUs that it sees, as ``"0,1"``.
+        visible: for each worker its machine and its visible GPUs, as ``"0,1"``.
         index: of the worker.
 
     Returns:
-        Positions among those it sees; None: all of them.
+        Positions among the visible ones; None: all of them.
 
     Example:
         >>> share_of_gpus([("a", "0,1"), ("a", "0,1"), ("b", "0,1")], 1)
@@ -113,3 +126,161 @@ def _visible_gpus(environ: Mapping[str, str], gpus: Path = NVIDIA_GPUS) -> str:
     if _VISIBLE in environ:
         return environ[_VISIBLE]
     return ",".join(str(number) for number, _ in enumerate(gpus.iterdir())) if gpus.is_dir() else ""
+
+
+# The address of JAX's coordination service.
+
+
+def find_jax_address(session: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]) -> str:
+    """Return ``host:port`` of JAX's service, after a check that all workers can reach it.
+
+    JAX aborts a process that cannot open or reach that port. So the chief opens it first, the other workers connect to it, and all
+    learn which of them cannot. Nothing listens there any more when this returns.
+
+    Args:
+        session: the control client; all workers call this.
+        environ: may set the port.
+        log: takes a line.
+
+    Raises:
+        ClusterError: on all workers, if the chief cannot listen there or a worker cannot reach it.
+    """
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(_open_port(session, environ, log)) if session.group.is_chief else None
+        address, error = session.broadcast("the address of JAX's service", own)
+        if error is None:
+            reasons = session.gather(
+                "the way to JAX's service", None if session.group.is_chief else _try_connect(address)
+            )
+            lost = [(peer, reason) for peer, reason in zip(session.peers, reasons, strict=True) if reason is not None]
+            error = _unreachable(address, *lost[0]) if lost else None
+    if error is not None:
+        raise ClusterError(error)
+    return str(address)
+
+
+@contextlib.contextmanager
+def _open_port(
+    session: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]
+) -> Iterator[tuple[str, str | None]]:
+    """Listen at the chief; yield the address, and why listening has failed."""
+    host = host_of(session.group.coordinator)
+    address = join_address(host, _chosen_port(environ) or _free_port(host))
+    try:
+        listener = open_listener(address, None, log)
+    except ClusterError as error:
+        yield address, f"{session.peers[0]}: JAX's service ({JAX_PORT}): {error}"
+    else:
+        with listener:
+            yield address, None
+
+
+def _chosen_port(environ: Mapping[str, str]) -> int | None:
+    own = EnvReader("Lockstep", environ, "Set it to a free port, or leave it out.")
+    return own.integer(JAX_PORT, "the port of JAX's service", least=1, most=65535) if JAX_PORT in environ else None
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server(("127.0.0.1" if is_loopback(host) else "", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def _try_connect(address: str) -> str | None:
+    """Return why an address cannot be reached from here; None if it can."""
+    try:
+        socket.create_connection(split_address("the address of JAX's service", address), _CONNECT_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _unreachable(address: str, peer: object, reason: str) -> str:
+    return (
+        f"{peer} does not reach port {split_address('JAX', address)[1]} of worker 0, where JAX's service will be, at {address}: {reason}. "
+        f"Open a port for it between the machines, and set {JAX_PORT} to it on worker 0."
+    )
+
+
+# Host names, at which the collectives of CPUs listen.
+
+
+def check_hostnames(session: ControlClient) -> None:
+    """Check that, on several machines, the host name of each leads to an address that the other machines can reach.
+
+    The collectives of CPUs (Gloo) listen at that address. On Debian it is 127.0.1.1 by default, which other machines cannot reach;
+    Gloo would fail in the first step, with a message about sockets.
+
+    Args:
+        session: the control client; all workers call this.
+
+    Raises:
+        ClusterError: on all workers; it names the first worker whose name fails, and the line to write into /etc/hosts.
+    """
+    own = [_machine(), socket.gethostname(), _hostname_address(), _outgoing_address(session)]
+    every = session.gather("the machine and its name", own)
+    if len({one[0] for one in every}) == 1:
+        return
+    for peer, (_, name, address, reachable) in zip(session.peers, every, strict=True):
+        if address is None or is_loopback(address):
+            leads = "leads to no address" if address is None else f"leads to {address}"
+            line = f"{reachable or 'its address in the network'} {name}"
+            raise ClusterError(
+                f"{peer}: the name of its machine, {name!r}, {leads} there, which the other machines cannot reach; the collectives of "
+                f"CPUs (Gloo) listen at the address of that name. Write the line {line!r} into /etc/hosts there, and remove the other "
+                "lines with that name."
+            )
+
+
+def _machine() -> str:
+    """Return what only processes with a common loopback address share; containers of one machine may not."""
+    try:
+        return f"{_BOOT_ID.read_text().strip()} {os.readlink(_NETWORK_NAMESPACE)}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _hostname_address() -> str | None:
+    """Return the first address of this machine's host name that a socket can be bound to, as Gloo selects it."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        return str(address[0])
+    return None
+
+
+def _outgoing_address(session: ControlClient) -> str | None:
+    """Return the address from which this machine connects to worker 0; nothing is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            *split_address("the coordinator", session.group.coordinator), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if is_loopback(own) else own
+
+
+# Scheduling of threads.
+
+
+def set_batch_scheduling() -> None:
+    """Set the policy ``SCHED_BATCH`` for this thread and those that it starts, so that they do not preempt running threads.
+
+    Gloo, which carries the collectives of CPUs, has a thread for its sockets. If a reply arrives while another thread still sends,
+    Gloo's thread wakes, finds the connection locked, and retries in a loop. If it has preempted the sender, that lasts until the
+    kernel's next tick, some milliseconds later.
+
+    Does nothing if the kernel is not Linux or does not allow it, or if another policy is set already.
+    """
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

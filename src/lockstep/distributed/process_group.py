@@ -1,32 +1,46 @@
-"""One call of ``fit``, ``evaluate`` or ``predict`` on all workers: they agree on it first, and the chief alone prints."""
+"""One call of ``fit``, ``evaluate`` or ``predict`` on all workers: they agree on the call and on each batch; only the chief prints."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from typing import Any
 
+import jax
 import keras
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
+from lockstep._arrays import array_bytes, arrays_from_bytes, describe_arrays, parse_description
+from lockstep._errors import ModelError
+from lockstep._keras.patches import CHIEF_ONLY_FILES, install
 from lockstep.data import fit_entry
-from lockstep.data.device_placement import Placement
-from lockstep.distributed.broadcast_arrays import shared_arrays
-from lockstep.distributed.chief_only_io import leave_printing_to_the_chief, refuse_backup
-from lockstep.distributed.consistency_checks import described_model
+from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.iterator_state import digest_of_batch
+from lockstep.distributed.consistency_checks import describe_model
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
-from lockstep.distributed.input_agreement import BatchComparison, BatchGathering, of_each_pass
+from lockstep.distributed.control.wait_logger import CancelledError
 
-__all__ = ["WorkerProcessGroup"]
+__all__ = ["WorkerProcessGroup", "disable_saving"]
 
 _PLAIN = (int, float, str, bool, type(None))
+_WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
+_FIRST, _EVERY = 3, 100  # Which batches are compared: the first three, then one in a hundred.
+_CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
+_CURE = (
+    "Every worker must read the same data in the same order and takes its own rows of them. Give shuffling a seed, or let each worker "
+    "bring its own data with distribute_datasets_from_function."
+)
 
 
 class WorkerProcessGroup(fit_entry.ProcessGroup):
-    """What the workers do together besides the steps.
+    """Coordinates the calls of all workers, besides the steps.
 
     Args:
-        session: the workers.
-        placement: their devices.
+        session: the control client.
+        placement: the devices of all workers.
     """
 
     def __init__(self, session: ControlClient, placement: Placement) -> None:
@@ -37,32 +51,32 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
     def surround_call(
         self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
     ) -> Iterator[None]:
-        """Agree on a call, and see to it that only the chief prints; the arguments may be changed.
+        """Check that all workers make the same call, and let only the chief print; changes the arguments.
 
         Raises:
-            ClusterError: another worker calls something else, with other arguments or another model.
+            ClusterError: another worker makes another call, or has other arguments or another model.
         """
-        refuse_backup(arguments)
+        _refuse_backup(arguments)
         given = {name: value for name, value in arguments.items() if isinstance(value, _PLAIN) and name != "verbose"}
         given |= {"batches of x": arguments["x"].num_batches, "batch_size": batch_size}
         self._session.agree("the call", call)
-        self._session.agree(f"{call}()", {"arguments": given, "model": described_model(model)})
+        self._session.agree(f"{call}()", {"arguments": given, "model": describe_model(model)})
         if not self._session.group.is_chief:
-            leave_printing_to_the_chief(arguments)
+            _disable_output(arguments)
         if call == "fit":
             meter = arguments["x"].meter
-            self._session.facts = lambda: {"waited": meter.waited, "read": meter.read}
+            self._session.metadata = lambda: {"waited": meter.waited, "read": meter.read}
         yield
 
-    def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], BatchComparison]:
+    def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], "_BatchComparison"]:
         """See the base class."""
-        return of_each_pass(BatchComparison, self._session, f"input {next(self._inputs)}", name, has_known_length)
+        return self._for_each_pass(_BatchComparison, f"input {next(self._inputs)}", name, has_known_length)
 
     def broadcast_from_chief(self, found: Any) -> Any:
         """See the base class: a checkpoint, which the chief has read, or None."""
-        step, arrays, facts = found or (None, {}, None)
-        step, facts = self._session.broadcast("the checkpoint", [step, facts])
-        return None if step is None else (step, shared_arrays(self._session, self._placement, arrays), facts)
+        step, arrays, metadata = found or (None, {}, None)
+        step, metadata = self._session.broadcast("the checkpoint", [step, metadata])
+        return None if step is None else (step, _broadcast_arrays(self._session, self._placement, arrays), metadata)
 
     def all_gather(self, topic: str, value: Any) -> list[Any]:
         """See the base class."""
@@ -70,8 +84,157 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """See the base class."""
-        return self._session.beats()
+        return self._session.heartbeats()
 
-    def make_batch_gather(self, name: str) -> Callable[[], BatchGathering]:
+    def make_batch_gather(self, name: str) -> Callable[[], "_BatchGather"]:
         """See the base class."""
-        return of_each_pass(BatchGathering, self._session, f"own input {next(self._inputs)}", name)
+        return self._for_each_pass(_BatchGather, f"own input {next(self._inputs)}", name)
+
+    def _for_each_pass(self, kind: Callable[..., Any], channel: str, *options: Any) -> Callable[[], Any]:
+        """Return a function that makes a ``kind`` for each pass over an input, with a channel of its own."""
+        numbers = count(1)
+        return lambda: kind(self._session, f"{channel}, pass {next(numbers)}", *options)
+
+
+# Batches.
+
+
+class _BatchComparison:
+    """Compares the batches of one pass, which all workers should read equally.
+
+    The digests of some batches are compared. Whether there is a batch is compared each time, unless the workers have agreed on the
+    length: else one worker would begin a step without the others.
+
+    A thread that reads ahead may wait here for a batch that is no longer wanted: that wait is cancelled.
+
+    Args:
+        session: the control client.
+        channel: of the pass.
+        name: of the input.
+        has_known_length: whether the workers have agreed on its length.
+    """
+
+    def __init__(self, session: ControlClient, channel: str, name: str, has_known_length: bool) -> None:
+        self._session, self._channel, self._name, self._has_known_length = session, channel, name, has_known_length
+
+    def __call__(self, number: int, batch: Any) -> None:
+        """Compare a batch; None: the end of the pass.
+
+        Raises:
+            ClusterError: a worker has read another batch, or its pass has another length.
+        """
+        is_compared = number < _FIRST or number % _EVERY == 0
+        if self._has_known_length and not is_compared and batch is not None:
+            return
+        found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
+        try:
+            self._session.agree(f"batch {number + 1} of {self._name}", found, cure=_CURE, channel=self._channel)
+        except CancelledError:
+            return  # No step takes the batch: it goes back to the input.
+
+    def close(self) -> None:
+        """End the pass."""
+        self._session.forget(self._channel)
+
+
+class _BatchGather:
+    """Gathers values of all workers for the batches of one pass; to be called by one thread at a time.
+
+    Args:
+        session: the control client.
+        channel: of the pass.
+        name: of the input.
+    """
+
+    def __init__(self, session: ControlClient, channel: str, name: str) -> None:
+        self._session, self._channel, self._name = session, channel, name
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Return the values of all workers, which are JSON.
+
+        Raises:
+            CancelledError: batches are no longer wanted.
+        """
+        return self._session.gather(f"the batches of {self._name}", value, channel=self._channel)
+
+    def close(self) -> None:
+        """End the pass."""
+        self._session.forget(self._channel)
+
+
+# Prints and files.
+
+
+def disable_saving(model: keras.Model) -> None:
+    """Have ``save``, ``save_weights`` and ``export`` of a model do nothing, and so ModelCheckpoint, on a worker that is not the chief."""
+    install(CHIEF_ONLY_FILES, [(model, name, _do_nothing) for name in CHIEF_ONLY_FILES.attributes])
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Replace a method that only the chief runs."""
+
+
+def _disable_output(arguments: dict[str, Any]) -> None:
+    """Have a call of ``fit``, ``evaluate`` or ``predict`` print nothing, and drop Keras's callbacks that only write."""
+    arguments["verbose"] = 0
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, (list, tuple)):
+        arguments["callbacks"] = [callback for callback in callbacks if not isinstance(callback, _WRITING)]
+
+
+def _refuse_backup(arguments: dict[str, Any]) -> None:
+    """Refuse Keras's own BackupAndRestore, whose files every worker would write and delete.
+
+    Raises:
+        ModelError: it is among the callbacks.
+    """
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, (list, tuple)) and any(isinstance(x, keras.callbacks.BackupAndRestore) for x in callbacks):
+        raise ModelError(
+            "keras.callbacks.BackupAndRestore writes and deletes its files on every worker at once, and restores the beginning of an "
+            "epoch only. Take lockstep.callbacks.BackupAndRestore."
+        )
+
+
+# Arrays that only the chief has read.
+
+
+def _broadcast_arrays(
+    client: ControlClient, placement: Placement, arrays: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the chief's arrays, as a sum over devices to which only the chief contributes; all workers call this.
+
+    Args:
+        client: of the control channel.
+        placement: the devices of all workers.
+        arrays: by name, of dtypes of numbers.
+    """
+    specs = parse_description(client.broadcast("the arrays", describe_arrays(arrays)))
+    numbers = np.zeros(-(-sum(spec.nbytes for spec in specs) // 4), np.int32)
+    if client.group.is_chief:
+        own = b"".join(map(array_bytes, arrays.values()))
+        numbers.view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)
+    chunks = [_sum(placement, numbers[start : start + _CHUNK]) for start in range(0, len(numbers), _CHUNK)]
+    data = np.concatenate(chunks or [numbers]).view(np.uint8)
+    return {name: array.copy() for name, array in arrays_from_bytes(specs, data).items()}
+
+
+def _sum(placement: Placement, own: np.ndarray) -> np.ndarray:
+    """Return the sum over the workers; one device of each worker contributes its array."""
+    zeros = np.zeros_like(own)
+    parts = [
+        jax.device_put((own if place == placement.local_places[0] else zeros)[None], placement.devices[place])
+        for place in placement.local_places
+    ]
+    whole = (len(placement.devices), *own.shape)
+    stack = jax.make_array_from_single_device_arrays(whole, placement.row_sharding, parts)
+    return np.asarray(_summed(placement.mesh)(stack).addressable_shards[0].data)
+
+
+@cache
+def _summed(mesh: Mesh) -> Any:
+    whole, cut = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
+    add = jax.shard_map(
+        lambda x: lax.psum(x[0], DEVICE_AXIS), mesh=mesh, in_specs=cut, out_specs=whole, check_vma=False
+    )
+    return jax.jit(add)

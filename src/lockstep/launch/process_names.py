@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.distributed.cluster.cluster_spec import ALONE
+from lockstep.distributed.cluster.cluster_spec import SINGLE_JOBS
 from lockstep.distributed.control.wait_logger import listed
 
 __all__ = ["ProcessName", "ProcessNames", "format_counts", "format_names"]
@@ -31,7 +31,7 @@ class ProcessName:
     @property
     def name(self) -> str:
         """Name in messages."""
-        return self.job if self.job in ALONE else f"{self.job} {self.index}"
+        return self.job if self.job in SINGLE_JOBS else f"{self.job} {self.index}"
 
     @property
     def file_name(self) -> str:

@@ -14,11 +14,10 @@ from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
 from lockstep.data import fit_entry
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.names import count_cpu_devices, resolve_devices
-from lockstep.distributed.chief_only_io import leave_files_to_the_chief
 from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.consistency_checks import agree_on_random_numbers
+from lockstep.distributed.consistency_checks import agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.process_group import WorkerProcessGroup
+from lockstep.distributed.process_group import WorkerProcessGroup, disable_saving
 from lockstep.distributed.process_job import ProcessJob, job_of_this_process
 from lockstep.distributed.progress_reporter import ProgressReporter
 from lockstep.distributed.resolvers import ClusterResolver, resolve
@@ -90,7 +89,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(self._connect_and_find_devices(devices), prepared)
         if self._job:
             self._job.session.agree("the strategy", self._compared_settings())
-            agree_on_random_numbers(self._job.session, self._log)
+            agree_on_random_state(self._job.session, self._log)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -141,7 +140,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)
         if not self.is_chief:
-            leave_files_to_the_chief(model)
+            disable_saving(model)
 
     def _log(self, message: str) -> None:
         if self.is_chief:

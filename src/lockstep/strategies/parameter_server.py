@@ -15,11 +15,11 @@ from lockstep.data.fit_entry import InputOptions
 from lockstep.data.iterator_state import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
-from lockstep.distributed.chief_only_io import leave_files_to_the_chief
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.process_role import ProcessRole, part_of
-from lockstep.distributed.consistency_checks import identity
+from lockstep.distributed.cluster.process_role import ProcessRole, find_role
+from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.termination import ExitGuard
+from lockstep.distributed.process_group import disable_saving
 from lockstep.distributed.process_job import GENERATION, SECRET
 from lockstep.distributed.resolvers import ClusterResolver, resolve
 from lockstep.execution.nonfinite_gate import GatedStep
@@ -133,10 +133,10 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
                 "give other numbers in each run. Leave the setting out; with max_staleness=0 neither workers nor their order decide a bit."
             )
         self._resolver = cluster_resolver or resolve(os.environ)
-        self._part = part_of(self._resolver)
+        self._part = find_role(self._resolver)
         self._member = ProcessContext(
             self._part,
-            identity() | {"generation": _generation()},
+            describe_process() | {"generation": _generation()},
             variable_partitioner,
             max_staleness,
             os.environ[SECRET].encode() if os.environ.get(SECRET) else None,
@@ -240,7 +240,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         if model in self._models and model not in self._order:
             self._order[model] = None
         if not self.is_chief:
-            leave_files_to_the_chief(model)
+            disable_saving(model)
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:
@@ -281,7 +281,7 @@ def _refuse_to_train_here(state: Any, batch: Any) -> Any:
 
 def _generation() -> int:
     own = EnvReader("Lockstep", os.environ, "lockstep run sets it.")
-    return own.whole(GENERATION, "the number of restarts", least=0) if GENERATION in os.environ else 0
+    return own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in os.environ else 0
 
 
 def _take_over_random_numbers(part: ProcessRole, told: dict[str, Any]) -> None:

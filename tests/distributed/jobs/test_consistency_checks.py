@@ -7,7 +7,7 @@ import pytest
 import lockstep
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.jax_coordinator import address_of_jax
+from lockstep.distributed.jax_init import find_jax_address
 
 pytestmark = pytest.mark.xdist_group(__name__)
 
@@ -66,7 +66,7 @@ def test_a_port_that_is_in_use(job):
         f"worker 1 of 2 ({run.cluster['worker'][1]}): worker 0 of 2, the chief at {run.coordinator}, was not met"
         in other.said
     )
-    assert "what answers there is no chief of a Lockstep job" in other.said
+    assert "what answers there is no process of a Lockstep job" in other.said
 
 
 def test_a_port_of_jax_that_is_in_use(job):
@@ -99,7 +99,7 @@ def test_a_port_of_jax_that_a_worker_does_not_reach():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(lockstep.ClusterError) as raised:
-        address_of_jax(Unreached(address), {}, print)
+        find_jax_address(Unreached(address), {}, print)
     assert str(raised.value).startswith("worker 1 of 2 (node1, process 71) does not reach port ")
     assert f"at {address}: Connection refused. Open a port for it" in str(raised.value)
 

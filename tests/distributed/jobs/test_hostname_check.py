@@ -7,7 +7,7 @@ import pytest
 from lockstep import ClusterError
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.hostname_check import refuse_unreachable_names
+from lockstep.distributed.jax_init import check_hostnames
 
 
 class Said:
@@ -37,7 +37,7 @@ FINE = ["elsewhere", "node1", "192.0.2.2", "192.0.2.2"]
 )
 def test_the_first_machine_that_others_cannot_reach_is_named_with_the_cure(address, reachable, says, line):
     with pytest.raises(ClusterError) as raised:
-        refuse_unreachable_names(Said([FINE, FINE, ["third", "node2", address, reachable]]))
+        check_hostnames(Said([FINE, FINE, ["third", "node2", address, reachable]]))
     sentence = str(raised.value)
     assert sentence.startswith(f"worker 2 of 3 (node2, process 72): the name of its machine, 'node2', {says}, which ")
     assert f"Write the line {line!r} into /etc/hosts there" in sentence
@@ -45,7 +45,7 @@ def test_the_first_machine_that_others_cannot_reach_is_named_with_the_cure(addre
 
 def test_on_one_machine_the_name_may_lead_anywhere():
     session = Said([None, None, None])
-    refuse_unreachable_names(session)
+    check_hostnames(session)
     machine, name, _, _ = session.own
     assert machine
     assert name == socket.gethostname()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lockstep.distributed.thread_policy import wake_without_preempting
+from lockstep.distributed.jax_init import set_batch_scheduling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has these policies.")
 
@@ -16,7 +16,7 @@ def policies_after(policy):
 
     def change():
         os.sched_setscheduler(0, policy, os.sched_param(0))
-        wake_without_preempting()
+        set_batch_scheduling()
         with ThreadPoolExecutor() as later:
             return os.sched_getscheduler(0), later.submit(os.sched_getscheduler, 0).result()
 

@@ -14,10 +14,9 @@ from lockstep.distributed.cluster import exit_codes
 from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient, work
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.array_transport import ProtocolError
-from lockstep.parameter_server.variables.client_session import ClientSession
 from lockstep.parameter_server.variables.rpc_client import connect
 from lockstep.parameter_server.variables.sharding import VariableSpec
-from lockstep.parameter_server.variables.tcp_server import ArrayServer
+from lockstep.parameter_server.variables.tcp_server import ArrayServer, ClientSession
 from tests.parameter_server.variables.threaded_servers import DEADLINE, Servers, peer
 from tests.support.waiting import wait_until
 

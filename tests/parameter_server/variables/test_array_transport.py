@@ -156,17 +156,17 @@ def test_half_a_message_and_then_the_end_is_a_loss():
 
 def test_silence_has_a_limit():
     here, there = pair()
-    there.wait_at_most(0.05)
+    there.set_timeout(0.05)
     with pytest.raises(ConnectionLostError, match="said nothing in time"):
         there.receive(anything)
     here.close()
     there.close()
 
 
-def test_drops_do_not_lengthen_a_hurry():
+def test_single_bytes_do_not_extend_a_deadline():
     times = iter([0.0, 1.0, 4.99])
     here, there = pair(clock=lambda: next(times))
-    here.hurry(5.0)
+    here.set_deadline(5.0)
     there.send_frame(b"\0\0")
     with pytest.raises(ConnectionLostError, match="said nothing in time"):
         here.receive(anything)
@@ -176,7 +176,7 @@ def test_drops_do_not_lengthen_a_hurry():
 
 def test_who_does_not_read_is_given_up():
     here, there = pair()
-    here.wait_at_most(0.05)
+    here.set_timeout(0.05)
     with pytest.raises(ConnectionLostError, match="took nothing in time"):
         here.send({"kind": "push"}, {"large": np.zeros(2**24)})
     here.close()
@@ -201,9 +201,9 @@ def test_the_end_of_the_other_side_is_seen_without_waiting():
     here, there = pair()
     assert not there.is_closed()
     here.close()
-    there.wait_at_most(DEADLINE)
+    there.set_timeout(DEADLINE)
     with pytest.raises(ConnectionLostError):
-        there.expect()
+        there.wait_for_message()
     assert there.is_closed()
     there.close()
     assert there.is_closed()

@@ -287,7 +287,7 @@ def test_a_stranger_is_turned_away_and_harms_nobody(sent):
             while stranger.recv(4096):
                 pass
         assert_equal(client.pull(), values_of())
-        wait_until(lambda: servers.servers[0].turned_away, "the refusal")
+        wait_until(lambda: servers.servers[0].rejections.reasons, "the refusal")
 
 
 def test_a_server_that_starts_late_is_waited_for():
@@ -300,7 +300,7 @@ def test_a_server_that_starts_late_is_waited_for():
         late.listen()
         with late.accept()[0] as connected:
             connected.sendall(framed({"kind": "sing"}))
-            with pytest.raises(ClusterError, match="is no server of variables for this worker: it said 'sing'"):
+            with pytest.raises(ClusterError, match=r"is no server of variables for this worker: .*it said 'sing'"):
                 waiting()
 
 
@@ -365,7 +365,7 @@ def test_a_wrong_message_closes_that_connection_and_harms_nothing_else(message, 
         with pytest.raises(ClusterError, match="has refused"):
             wrong.pull()
         assert_equal(client.pull(), values_of())
-        assert reason in servers.servers[0].turned_away[0]
+        assert reason in next(iter(servers.servers[0].rejections.reasons))
         servers.client(1).pull()
 
 

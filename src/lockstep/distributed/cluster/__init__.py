@@ -1,1 +1,1 @@
-"""The cluster as its scheduler describes it: tasks, addresses, ports and roles."""
+"""Description of a cluster: tasks, addresses, ports and roles of its processes."""

@@ -1,4 +1,4 @@
-"""Network addresses as users write them: ``host:port``, with an IPv6 host in brackets."""
+"""Network addresses ``host:port``, with an IPv6 host in brackets."""
 
 import re
 
@@ -13,14 +13,14 @@ _LARGEST_PORT = 65535
 
 
 def split_address(where: str, address: object) -> tuple[str, int]:
-    """Host, without brackets, and port of an address.
+    """Return the host, without brackets, and the port of an address.
 
     Args:
-        where: what the address was given as, for the error.
+        where: the argument or variable that has the address, for the error.
         address: ``"host:port"`` or ``"[IPv6]:port"``.
 
     Raises:
-        ClusterError: it is no such text, or the port is not 1 to 65535.
+        ClusterError: it is no address, or the port is not 1 to 65535.
     """
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None or not 0 < int(match["port"]) <= _LARGEST_PORT:
@@ -32,15 +32,15 @@ def split_address(where: str, address: object) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """``host:port``; an IPv6 host is put in brackets."""
+    """Return ``host:port``, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_of(address: str) -> str:
-    """The host of an address that is known to be one."""
+    """Return the host of a valid address."""
     return split_address("address", address)[0]
 
 
 def is_loopback(host: str) -> bool:
-    """True where a host is this machine for everybody who asks: another machine cannot reach it."""
+    """Return whether a host is a loopback name or address, which another machine cannot reach."""
     return host.lower() in ("localhost", "::1") or host.lower().endswith(".localhost") or host.startswith("127.")

@@ -6,22 +6,22 @@ from typing import Any
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.addresses import split_address
 
-__all__ = ["ALONE", "JOBS", "ClusterSpec", "Jobs"]
+__all__ = ["JOBS", "SINGLE_JOBS", "ClusterSpec", "Jobs"]
 
 Jobs = Mapping[str, Sequence[str] | Mapping[int, str]]
 JOBS = ("chief", "worker", "ps", "evaluator")
-ALONE = ("chief", "evaluator")  # There is one of each at most.
+SINGLE_JOBS = ("chief", "evaluator")  # They have at most one task.
 
 
 class ClusterSpec:
-    """Which task of which job is reached where.
+    """The addresses of the tasks of each job.
 
     Args:
         cluster: for each job, of ``chief``, ``worker``, ``ps`` and ``evaluator``, the addresses ``host:port`` of its tasks: a
-            list, or a mapping from index to address where not all are known. Or another ``ClusterSpec``.
+            list, or a mapping from index to address if not all are known. Or another ``ClusterSpec``.
 
     Raises:
-        ClusterError: there are no tasks, a job is unknown, an address is none or is given twice, an index is none, or
+        ClusterError: there are no tasks, a job is unknown, an address is invalid or given twice, an index is invalid, or
             there are two chiefs or evaluators.
 
     Example:
@@ -40,10 +40,10 @@ class ClusterSpec:
         jobs = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
         if not isinstance(jobs, Mapping):
             raise ClusterError(f"cluster: expected a dict of jobs such as {{'worker': ['a:2222']}}, got {jobs!r}.")
-        self._tasks = {job: _tasks(job, tasks) for job, tasks in jobs.items()}
+        self._tasks = {job: _parse_tasks(job, tasks) for job, tasks in jobs.items()}
         if not any(self._tasks.values()):
             raise ClusterError(f"cluster: expected at least one task, got {dict(jobs)!r}.")
-        _refuse_twins(self._tasks)
+        _check_distinct(self._tasks)
 
     @property
     def jobs(self) -> list[str]:
@@ -51,16 +51,16 @@ class ClusterSpec:
         return list(self._tasks)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """The addresses of all tasks.
+        """Return the addresses of all tasks.
 
         Returns:
-            For each job the list of its addresses, or a dict from index to address where some are not known.
+            For each job the list of its addresses, or a dict from index to address if some are not known.
         """
         dense = {job: list(tasks) == list(range(len(tasks))) for job, tasks in self._tasks.items()}
         return {job: list(tasks.values()) if dense[job] else dict(tasks) for job, tasks in self._tasks.items()}
 
     def num_tasks(self, job_name: str) -> int:
-        """The number of tasks of a job whose address is known.
+        """Return the number of tasks of a job whose address is known.
 
         Args:
             job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
@@ -74,13 +74,13 @@ class ClusterSpec:
         return len(self._of(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The indices of the tasks of a job whose address is known, rising.
+        """Return the indices of the tasks of a job whose address is known, ascending.
 
         Args:
             job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
 
         Returns:
-            Whole numbers, from 0 where all are known.
+            Whole numbers, from 0 if all are known.
 
         Raises:
             ClusterError: there is no such job.
@@ -88,7 +88,7 @@ class ClusterSpec:
         return list(self._of(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """The address of one task.
+        """Return the address of one task.
 
         Args:
             job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
@@ -106,7 +106,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a job by index, None where one is not known.
+        """Return the addresses of a job by index, None for one that is not known.
 
         Args:
             job_name: ``chief``, ``worker``, ``ps`` or ``evaluator``.
@@ -128,37 +128,37 @@ class ClusterSpec:
     def __eq__(self, other: object) -> bool:
         return self.as_dict() == (other.as_dict() if isinstance(other, ClusterSpec) else other)
 
-    __hash__ = None  # type: ignore[assignment]  # It equals dicts, which have no hash.
+    __hash__ = None  # type: ignore[assignment]  # It can equal a dict, which has no hash.
 
     def __repr__(self) -> str:
         return f"ClusterSpec({self.as_dict()!r})"
 
 
-def _tasks(job: str, tasks: Any) -> dict[int, str]:
-    """Index to address, indices rising."""
+def _parse_tasks(job: str, tasks: Any) -> dict[int, str]:
+    """Return a dict from index to address, with ascending indices."""
     if job not in JOBS:
         raise ClusterError(f"cluster: unknown job {job!r}; expected one of {', '.join(JOBS)}.")
     if isinstance(tasks, Mapping):
-        found = dict(sorted((_index(job, index), address) for index, address in tasks.items()))
+        found = dict(sorted((_parse_index(job, index), address) for index, address in tasks.items()))
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str):
         found = dict(enumerate(tasks))
     else:
         raise ClusterError(f"cluster: {job}: expected a list of addresses such as ['a:2222'], got {tasks!r}.")
     for index, address in found.items():
         split_address(f"cluster: {job} {index}", address)
-    if job in ALONE and len(found) > 1:
+    if job in SINGLE_JOBS and len(found) > 1:
         raise ClusterError(f"cluster: expected one {job} at most, got {len(found)}: {', '.join(found.values())}.")
     return found
 
 
-def _index(job: str, index: Any) -> int:
-    """JSON has texts for keys."""
+def _parse_index(job: str, index: Any) -> int:
+    """Return an index, which may be a text, as keys of JSON are."""
     if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
         raise ClusterError(f"cluster: {job}: expected whole numbers as indices, got {index!r}.")
     return int(index)
 
 
-def _refuse_twins(jobs: Mapping[str, Mapping[int, str]]) -> None:
+def _check_distinct(jobs: Mapping[str, Mapping[int, str]]) -> None:
     seen: dict[str, str] = {}
     for job, tasks in jobs.items():
         for index, address in tasks.items():

@@ -1,4 +1,4 @@
-"""The environment as one resolver reads it: every error names the variable, its value and what was expected."""
+"""Reader of environment variables whose errors name the variable, its value and what was expected."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class EnvReader:
     """The variables of one scheduler.
 
     Args:
-        source: the scheduler, as messages name it.
+        source: the scheduler, for messages.
         environ: names and values; nothing else is read, and nothing is written.
-        cure: a sentence for the user who lacks one of them.
+        cure: a sentence that says how to set a missing variable.
     """
 
     source: str
@@ -23,14 +23,14 @@ class EnvReader:
     cure: str
 
     def text(self, name: str, meaning: str) -> str:
-        """A variable that must be there and not be blank.
+        """Return a variable that must be set and not blank.
 
         Args:
             name: of the variable.
             meaning: a phrase for the error: ``"the number of processes"``.
 
         Raises:
-            ClusterError: it is not there, or blank.
+            ClusterError: it is not set, or blank.
         """
         value = self.environ.get(name)
         if value is None or not value.strip():
@@ -38,11 +38,11 @@ class EnvReader:
             raise ClusterError(f"{self.source}: {name}, {meaning}, {state}. {self.cure}")
         return value.strip()
 
-    def whole(self, name: str, meaning: str, least: int = 0, most: int | None = None) -> int:
-        """A variable that must be a whole number from ``least`` to ``most``.
+    def integer(self, name: str, meaning: str, least: int = 0, most: int | None = None) -> int:
+        """Return a variable that must be a whole number from ``least`` to ``most``.
 
         Raises:
-            ClusterError: it is not there, or something else.
+            ClusterError: it is not set, or not such a number.
         """
         value = self.text(name, meaning)
         number = int(value) if value.isdecimal() and value.isascii() else None
@@ -54,16 +54,16 @@ class EnvReader:
         return number
 
     def index_and_count(self, index: str, count: str, what: str = "processes") -> tuple[int, int]:
-        """The number of this process and that of all: 0 <= index < count.
+        """Return the index of this process and the number of all: 0 <= index < count.
 
         Args:
-            index: name of the variable with the first.
-            count: name of the variable with the second.
-            what: is counted.
+            index: name of the variable with the index.
+            count: name of the variable with the number.
+            what: the things that are counted.
 
         Raises:
-            ClusterError: one is not there or no number, or they do not fit together.
+            ClusterError: one is not set or no number, or the index is too large.
         """
-        all_ = self.whole(count, f"the number of {what}", least=1)
-        own = self.whole(index, f"the number of this one of {all_} {what} ({count})", most=all_ - 1)
+        all_ = self.integer(count, f"the number of {what}", least=1)
+        own = self.integer(index, f"the number of this one of {all_} {what} ({count})", most=all_ - 1)
         return own, all_

@@ -1,17 +1,17 @@
-"""Who is who where variables are kept on servers: one process coordinates, some compute, some keep.
+"""Roles of the processes of a cluster with parameter servers: chief, workers, servers, evaluator.
 
-A group that trains in step (``group.py``) is another view of the same cluster.
+A group that trains in step (``worker_group.py``) is another view of the same cluster.
 """
 
 import json
 from dataclasses import dataclass
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.cluster_spec import ALONE, ClusterSpec
+from lockstep.distributed.cluster.cluster_spec import SINGLE_JOBS, ClusterSpec
 from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.resolvers.base import ClusterResolver
 
-__all__ = ["ProcessRole", "part_of"]
+__all__ = ["ProcessRole", "find_role"]
 
 _STRATEGY = "lockstep.ParameterServerStrategy"
 _EXAMPLE = {
@@ -26,21 +26,21 @@ _CURE = (
 
 @dataclass(frozen=True)
 class ProcessRole:
-    """What one process is in a cluster whose variables are on servers, and where the others are.
+    """Role of one process in a cluster with parameter servers, and the addresses of all.
 
     Args:
         job: ``"chief"``, ``"worker"``, ``"ps"`` or ``"evaluator"``.
         index: its number in the job, from 0.
-        chief: ``host:port`` of the process that coordinates.
-        workers: ``host:port`` of all that compute, by index.
-        servers: ``host:port`` of all that keep variables, by index.
-        evaluator: ``host:port`` of the evaluator; None where the cluster names none.
-        source: what said so, for messages: ``TF_CONFIG``.
+        chief: ``host:port`` of the chief.
+        workers: ``host:port`` of the workers, by index.
+        servers: ``host:port`` of the parameter servers, by index.
+        evaluator: ``host:port`` of the evaluator; None if the cluster has none.
+        source: of the description, for messages: ``TF_CONFIG``.
 
     Example:
         >>> from lockstep.distributed.cluster.process_role import ProcessRole
-        >>> part = ProcessRole("ps", 1, "a:1", ("b:1",), ("c:1", "d:1"))
-        >>> part.name, part.name_of("chief", 0)
+        >>> role = ProcessRole("ps", 1, "a:1", ("b:1",), ("c:1", "d:1"))
+        >>> role.name, role.name_of("chief", 0)
         ('ps 1 of 2 (d:1)', 'chief (a:1)')
     """
 
@@ -54,13 +54,13 @@ class ProcessRole:
 
     @property
     def name(self) -> str:
-        """This process as messages name it."""
+        """The name of this process in messages."""
         return self.name_of(self.job, self.index)
 
     def name_of(self, job: str, index: int) -> str:
-        """A process as messages name it, with its address where that is known."""
+        """Return the name of a process in messages, with its address if that is known."""
         addresses = self._addresses_of(job)
-        number = "" if job in ALONE else f" {index} of {len(addresses)}"
+        number = "" if job in SINGLE_JOBS else f" {index} of {len(addresses)}"
         return f"{job}{number}" + (f" ({addresses[index]})" if addresses else "")
 
     def _addresses_of(self, job: str) -> tuple[str, ...]:
@@ -68,21 +68,21 @@ class ProcessRole:
         return {"chief": (self.chief,), "worker": self.workers, "ps": self.servers, "evaluator": evaluators}[job]
 
 
-def part_of(resolver: ClusterResolver | None) -> ProcessRole:
-    """What this process is where variables are kept on servers.
+def find_role(resolver: ClusterResolver | None) -> ProcessRole:
+    """Return the role of this process in a cluster with parameter servers.
 
     Args:
-        resolver: says who takes part; None: nothing does.
+        resolver: describes the cluster; None: no description was found.
 
     Raises:
         ClusterError: the cluster lacks a chief, a worker or a ps, or an address of one, or its source knows no jobs.
 
     Example:
-        >>> from lockstep.distributed.cluster.process_role import part_of
+        >>> from lockstep.distributed.cluster.process_role import find_role
         >>> from lockstep.cluster_resolver import SimpleClusterResolver
         >>> cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
-        >>> part = part_of(SimpleClusterResolver(cluster, task_type="worker", task_id=1, environ={}))
-        >>> part.name, part.chief, part.servers
+        >>> role = find_role(SimpleClusterResolver(cluster, task_type="worker", task_id=1, environ={}))
+        >>> role.name, role.chief, role.servers
         ('worker 1 of 2 (c:1)', 'a:1', ('d:1',))
     """
     if resolver is None:
@@ -93,7 +93,7 @@ def part_of(resolver: ClusterResolver | None) -> ProcessRole:
             f"{membership.source} counts processes and knows no jobs, so that nothing says which of them is chief, worker or ps, as "
             f"{_STRATEGY} needs it. {_CURE}"
         )
-    _check_that_all_are_there(membership)
+    _check_complete(membership)
     addresses = {job: _addresses(membership, job) for job in membership.spec.jobs}
     return ProcessRole(
         job=membership.task_type,
@@ -106,21 +106,21 @@ def part_of(resolver: ClusterResolver | None) -> ProcessRole:
     )
 
 
-def _check_that_all_are_there(membership: Membership) -> None:
+def _check_complete(membership: Membership) -> None:
     spec = membership.spec
-    if not all(_number(spec, job) for job in ("chief", "worker", "ps")):
-        found = ", ".join(f"{_number(spec, job) or 'no'} {job}" for job in ("chief", "worker", "ps"))
+    if not all(_count(spec, job) for job in ("chief", "worker", "ps")):
+        found = ", ".join(f"{_count(spec, job) or 'no'} {job}" for job in ("chief", "worker", "ps"))
         raise ClusterError(
             f"{membership.source}: {_STRATEGY} needs a chief, a worker or more, and a ps or more; the cluster has {found}. {_CURE}"
         )
 
 
-def _number(spec: ClusterSpec, job: str) -> int:
+def _count(spec: ClusterSpec, job: str) -> int:
     return spec.num_tasks(job) if job in spec.jobs else 0
 
 
 def _addresses(membership: Membership, job: str) -> tuple[str, ...]:
-    """By index, without a gap, as nobody knows how many are missing after the last."""
+    """Return the addresses of a job by index; ClusterError if one of them is not known."""
     tasks = membership.spec.job_tasks(job)
     known = tuple(address for address in tasks if address is not None)
     if len(known) < len(tasks):

@@ -1,4 +1,4 @@
-"""What every resolver yields and all that follows reads: the processes that train in step."""
+"""The processes that train in step, as every resolver describes them."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ class WorkerGroup:
         workers: their number, at least 1. A chief is worker 0.
         index: this process's number, from 0.
         coordinator: ``host:port`` of worker 0.
-        addresses: of all workers in order, as far as the scheduler tells; else None. The first is the coordinator.
+        addresses: of all workers in order, the coordinator first; None if the scheduler does not provide them.
         local_index: this process's number among those of its machine, from 0.
-        local_workers: number of these processes on this machine, who share its devices.
-        source: what said so, for messages: ``TF_CONFIG``, ``Slurm``.
-        notes: sentences for the user about what was seen and not used.
+        local_workers: number of these processes on this machine, which share its devices.
+        source: of the description, for messages: ``TF_CONFIG``, ``Slurm``.
+        notes: sentences for the user about settings that were found and not used.
 
     Raises:
-        ClusterError: the numbers do not fit together; nothing was asked of the network.
+        ClusterError: the numbers contradict each other; the network is not used.
 
     Example:
         >>> from lockstep.distributed.cluster.worker_group import WorkerGroup
@@ -49,16 +49,16 @@ class WorkerGroup:
 
     @property
     def is_chief(self) -> bool:
-        """True for worker 0, who alone prints and writes."""
+        """True for worker 0, the only one that prints and writes."""
         return self.index == 0
 
     @property
     def name(self) -> str:
-        """This process as messages name it."""
+        """The name of this process in messages."""
         return self.name_of(self.index)
 
     def name_of(self, index: int) -> str:
-        """A worker as messages name it, with its address where that is known.
+        """Return the name of a worker in messages, with its address if that is known.
 
         Args:
             index: its number, from 0.
@@ -102,7 +102,7 @@ class WorkerGroup:
 
 
 def check_reachable(group: WorkerGroup) -> None:
-    """Refuse a group that is known to be on several machines and whose worker 0 only its own machine can reach.
+    """Check that the workers on other machines can reach worker 0, for a group that is on several machines.
 
     Raises:
         ClusterError: the coordinator is ``localhost`` or the like.

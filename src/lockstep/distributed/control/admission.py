@@ -1,4 +1,4 @@
-"""Who has joined a job, and why somebody may not: the chief's decisions, without a socket."""
+"""Admission of workers to a job: the chief's decisions, without a socket."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ class JoinRejection:
 
     Args:
         sentence: for the user.
-        everyone: whether the job cannot start at all, so that all workers are told.
-        again: whether to ask again later is right.
-        exit_code: what a process ends with that was refused; None: as after any error of the program.
+        everyone: whether the job cannot start at all, so that all workers are rejected.
+        again: whether the worker should try again later.
+        exit_code: of the rejected process; None: as after any error of the program.
     """
 
     sentence: str
@@ -30,8 +30,11 @@ class Admission:
     """The workers that have joined.
 
     Args:
-        group: as the chief was told.
-        chief: the chief itself, whose identity all others must have.
+        group: the workers that the chief expects.
+        chief: the chief itself, whose identity all workers must have.
+
+    Attributes:
+        peers: the workers that have joined, by index.
     """
 
     def __init__(self, group: WorkerGroup, chief: Peer) -> None:
@@ -41,13 +44,13 @@ class Admission:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all workers are here."""
+        """Whether all workers have joined."""
         return len(self.peers) == self._group.workers
 
-    def judge(self, peer: Peer) -> JoinRejection | None:
-        """Why ``peer`` may not join; None where it may."""
+    def validate(self, peer: Peer) -> JoinRejection | None:
+        """Return why ``peer`` may not join; None if it may."""
         if peer.generation != self._chief.generation:
-            return self._of_another_generation(peer)
+            return self._reject_generation(peer)
         if peer.workers != self._group.workers:
             return JoinRejection(
                 f"{peer} was started with {_workers(peer.workers)}, the chief ({self._chief.process}) with "
@@ -59,17 +62,13 @@ class Admission:
                 f"{peer} has no place: the indices of {_workers(peer.workers)} are 0 to {peer.workers - 1}.",
                 everyone=not self.is_complete,
             )
-        return self._of_a_duplicate(peer) or self._of_another_identity(peer)
+        return self._check_duplicate(peer) or self._check_identity(peer)
 
     def missing(self) -> list[str]:
-        """Names of the workers that have not joined, with their addresses as far as these are known."""
-        return [self.name(index) for index in range(self._group.workers) if index not in self.peers]
+        """Return the names of the workers that have not joined, with their addresses if known."""
+        return [self._group.name_of(index) for index in range(self._group.workers) if index not in self.peers]
 
-    def name(self, index: int) -> str:
-        """A worker as the scheduler named it, whether it is here or not."""
-        return self._group.name_of(index)
-
-    def _of_another_generation(self, peer: Peer) -> JoinRejection:
+    def _reject_generation(self, peer: Peer) -> JoinRejection:
         ours = self._chief.generation
         if peer.generation > ours:
             return JoinRejection(
@@ -82,7 +81,7 @@ class Admission:
             f"{ours}: end it."
         )
 
-    def _of_a_duplicate(self, peer: Peer) -> JoinRejection | None:
+    def _check_duplicate(self, peer: Peer) -> JoinRejection | None:
         first = self.peers.get(peer.index)
         if first is None:
             return None
@@ -92,7 +91,7 @@ class Admission:
             everyone=not self.is_complete,
         )
 
-    def _of_another_identity(self, peer: Peer) -> JoinRejection | None:
+    def _check_identity(self, peer: Peer) -> JoinRejection | None:
         found = first_difference(peer.identity, self._chief.identity)
         if found is None:
             return None

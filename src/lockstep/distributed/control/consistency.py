@@ -1,4 +1,4 @@
-"""Where values that should be equal on all workers differ, as sentences; arithmetic only."""
+"""Find and describe differences between values that should be equal on all workers."""
 
 import hashlib
 import json
@@ -9,16 +9,16 @@ from typing import Any
 
 from lockstep.distributed.control.wait_logger import listed
 
-__all__ = ["Disagreement", "digest", "first_difference", "split"]
+__all__ = ["Disagreement", "digest", "find_disagreement", "first_difference"]
 
 _ABSENT = "nothing"
 _LONGEST = 200  # Characters of a value in a sentence.
 
 
 def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, str, str] | None:
-    """Where two values of JSON differ first, and what stands there on both sides; None where they are equal.
+    """Return the path at which two values of JSON first differ, and what both have there; None if they are equal.
 
-    NaN equals NaN, and 1 differs from 1.0 and from true: the text of both decides.
+    Their JSON texts are compared: NaN equals NaN, and 1 differs from 1.0 and from true.
 
     Example:
         >>> first_difference({"jax": "0.10.2", "options": {"rows": 64}}, {"jax": "0.10.2", "options": {"rows": 32}})
@@ -38,12 +38,12 @@ def first_difference(left: Any, right: Any, path: str = "") -> tuple[str, str, s
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Who differs from whom.
+    """The workers whose value differs.
 
     Args:
-        different: workers, at least one.
-        usual: one that has what the most have; where no value has a majority, the chief.
-        is_majority: whether it has one.
+        different: those workers, at least one.
+        usual: a worker with the value of the majority; if there is none, the chief.
+        is_majority: whether there is a majority.
     """
 
     different: tuple[int, ...]
@@ -52,15 +52,15 @@ class Disagreement:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Two workers that differ."""
+        """Two workers whose values differ."""
         return self.different[0], self.usual
 
     def sentence(self, topic: str, values: Sequence[Any], names: Sequence[str]) -> str:
-        """What the workers of :attr:`pair` have, for the user.
+        """Describe the difference between the workers of :attr:`pair` for the user.
 
         Args:
             topic: what the values are of.
-            values: by worker; only those of the pair are looked at.
+            values: by worker; only those of the pair are used.
             names: by worker.
         """
         odd, usual = self.pair
@@ -73,15 +73,15 @@ class Disagreement:
         return f"The workers do not agree on {topic!r}: {who}{place}: {here}, {others} {there}."
 
 
-def split(values: Sequence[Any]) -> Disagreement | None:
-    """Who differs; None where all workers have equal values.
+def find_disagreement(values: Sequence[Any]) -> Disagreement | None:
+    """Return which workers differ; None if all have equal values.
 
     Args:
         values: of all workers, in order.
 
     Example:
-        >>> from lockstep.distributed.control.consistency import split
-        >>> split([1, 2, 1, 1])
+        >>> from lockstep.distributed.control.consistency import find_disagreement
+        >>> find_disagreement([1, 2, 1, 1])
         Disagreement(different=(1,), usual=0, is_majority=True)
     """
     texts = [_text(value) for value in values]
@@ -94,7 +94,7 @@ def split(values: Sequence[Any]) -> Disagreement | None:
 
 
 def digest(value: Any) -> str:
-    """A short text that stands for a value of JSON."""
+    """Return a hash of a value of JSON."""
     return hashlib.blake2b(_text(value).encode(), digest_size=16).hexdigest()
 
 

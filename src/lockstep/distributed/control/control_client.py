@@ -1,4 +1,4 @@
-"""What a worker holds of the control channel: it agrees with the others, says how far it is, and learns who is lost."""
+"""A worker's end of the control channel: collective calls with the other workers, heartbeats, and notice of failures."""
 
 import atexit
 import os
@@ -6,59 +6,58 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.channels import Channel, Channels
-from lockstep.distributed.control.consistency import digest, split
+from lockstep.distributed.control.consistency import digest, find_disagreement
 from lockstep.distributed.control.coordinator import LEAVE, Coordinator
 from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.failure_detector import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     QUIET,
+    START,
     WAITING,
     Limits,
     SuspendDetector,
     WorkerStatus,
-    failure,
+    make_failure,
 )
 from lockstep.distributed.control.failures import Failure, FailureKind, summary_of
-from lockstep.distributed.control.framed_socket import FramedSocket
-from lockstep.distributed.control.heartbeat import HeartbeatState
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.pending_collectives import BARRIER, BROADCAST, GATHER
-from lockstep.distributed.control.protocol import encode, plain
-from lockstep.distributed.control.wait_logger import CancelledError, WaitLogger, listed
+from lockstep.distributed.control.transport import FramedSocket, as_json, encode
+from lockstep.distributed.control.wait_logger import CancelledError, WaitLogger, is_cancelled, listed
 
 __all__ = ["ControlClient"]
 
 MAIN = "main"
 _POLL_SECONDS = 0.2
-_GOODBYE_SECONDS = 2.0  # For the chief to note an end or a failure.
-_LONGEST_SUMMARY = 4000  # characters
+_GOODBYE_SECONDS = 2.0  # For the chief to confirm an end or a failure.
+_MAX_SUMMARY = 4000  # characters
 
 
 class ControlClient:
     """One worker's end of the control channel; :func:`lockstep.distributed.control.join.join` makes it.
 
-    All methods may be called from any thread. Calls that meet the other workers are counted by lane: on each lane all workers
-    make the same calls in the same order, and a lane serves one thread at a time.
+    All methods may be called from any thread. Collective calls are counted by channel: on each channel all workers make the same
+    calls in the same order, and only one thread at a time may use a channel.
 
     Attributes:
-        group: who takes part.
+        group: the workers.
         peers: all workers, in order.
-        failure: why the job cannot go on; None as long as it can.
-        departed: workers that came to their end in order.
-        facts: gives numbers that the chief may know of this worker, for each heartbeat.
+        failure: why the job cannot continue; None while it can.
+        departed: workers that have left in order.
+        metadata: returns the numbers that each heartbeat reports about this worker.
 
     Example:
         >>> from lockstep.distributed.cluster.worker_group import WorkerGroup
         >>> from lockstep.distributed.control.join import join
-        >>> with join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"jax": "0.10.2"}) as session:
-        ...     session.report(1, "step")
-        ...     session.gather("rows", 7)
+        >>> with join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"jax": "0.10.2"}) as client:
+        ...     client.report(1, "step")
+        ...     client.gather("rows", 7)
         [7]
     """
 
@@ -70,25 +69,25 @@ class ControlClient:
         server: Coordinator | None,
         limits: Limits,
         on_failure: Callable[[Failure], None],
-        announce: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.group, self.peers = group, peers
         self.failure: Failure | None = None
         self.departed: set[int] = set()
-        self.facts: Callable[[], dict[str, float]] = dict
+        self.metadata: Callable[[], dict[str, float]] = dict
         self._connection, self._server, self._limits = connection, server, limits
-        self._on_failure, self._announce, self._clock = on_failure, announce, clock
+        self._on_failure, self._log, self._clock = on_failure, log, clock
         self._process = os.getpid()
-        self._pulse = HeartbeatState(peers[0], clock)
+        self._heartbeat = _HeartbeatState(peers[0], clock)
         self._missing: dict[str, dict[str, Any]] = {}
-        self._lanes = Channels()
-        self._ending = threading.Lock()
-        self._noted = threading.Event()
-        self._failing = self._left = self._is_alone = False
+        self._channels = _Channels()
+        self._leave_lock = threading.Lock()
+        self._confirmed = threading.Event()
+        self._is_failing = self._has_left = self._is_disconnected = False
         self._loop = EventLoop("lockstep-cluster", clock)
         self._loop.add(connection, self._received, self._closed)
-        self._loop.later(0.0, self._beat)
+        self._loop.later(0.0, self._send_heartbeat)
         self._loop.start()
         atexit.register(self.leave)
 
@@ -101,105 +100,106 @@ class ControlClient:
         self.leave()
 
     def report(self, step: int, activity: str) -> None:
-        """Say how far this worker is; costs less than a microsecond, so call it in each step.
+        """Set the progress that heartbeats report; takes less than a microsecond, so it may be called in each step.
 
         Args:
-            step: a number that never falls and counts the same on all workers, over the life of the session.
-            activity: ``"step"`` in the step itself, where the others are needed to go on. ``"start"`` and ``"compiling"`` may take long. Any other
+            step: a number that never falls and counts the same on all workers, over the life of the client.
+            activity: ``"step"`` in the step itself, which needs all workers. ``"start"`` and ``"compiling"`` may take long. Any other
                 word names work of this worker alone: ``"data"``, ``"callback"``, ``"save"``, ``"idle"``.
         """
-        self._pulse.report(step, activity)
+        self._heartbeat.report(step, activity)
 
-    def beats(self) -> list[WorkerStatus]:
-        """What the chief, where this is one, has last heard of all workers."""
-        return self._server.beats() if self._server else []
+    def heartbeats(self) -> list[WorkerStatus]:
+        """Return the last heartbeats of all workers, if this is the chief; else nothing."""
+        return self._server.heartbeats() if self._server else []
 
     def gather(
-        self, topic: str, value: Any = None, *, lane: str = MAIN, timeout_seconds: float | None = None
+        self, topic: str, value: Any = None, *, channel: str = MAIN, timeout_seconds: float | None = None
     ) -> list[Any]:
-        """The values of all workers, in their order.
+        """Return the values of all workers, in their order.
 
         Args:
-            topic: what is asked; another worker that asks something else at this point is an error that names both.
-            value: of JSON, and given as it comes back from there: a tuple as a list.
-            lane: which sequence of calls this belongs to.
-            timeout_seconds: limit of the wait, after which the job has failed; None: the session's. Where a missing worker starts
-                or compiles, the limit for what may take long holds.
+            topic: what is gathered; a worker with another topic at this point causes an error that names both.
+            value: of JSON; it is returned as JSON has it: a tuple as a list.
+            channel: the sequence of calls that this one belongs to.
+            timeout_seconds: limit of the wait, after which the job has failed; None: the client's. If a missing worker starts
+                or compiles, ``long_seconds`` is the limit.
 
         Raises:
-            ClusterError: somebody is missing, has left, or asks something else; or the job has failed.
-            CancelledError: nobody wants the answer any more (:data:`~lockstep.distributed.control.wait_logger.is_given_up`): forget the lane.
+            ClusterError: a worker is missing, has left, or has another topic; or the job has failed.
+            CancelledError: the result is no longer wanted (:data:`~lockstep.distributed.control.wait_logger.is_cancelled`): forget
+                the channel.
             OptionError: the value is not of JSON, or too large.
         """
-        return self._meet(GATHER, topic, value, lane, timeout_seconds)
+        return self._collective(GATHER, topic, value, channel, timeout_seconds)
 
     def agree(
-        self, topic: str, value: Any, *, cure: str = "", lane: str = MAIN, timeout_seconds: float | None = None
+        self, topic: str, value: Any, *, cure: str = "", channel: str = MAIN, timeout_seconds: float | None = None
     ) -> None:
-        """See that all workers have an equal value; the same ClusterError on all says who differs in what.
+        """Check that all workers have an equal value; else the same ClusterError on all names who differs and in what.
 
-        Args and errors are those of :meth:`gather`; ``cure`` is a sentence that follows.
+        Arguments and errors are those of :meth:`gather`; ``cure`` is a sentence that follows.
         """
-        mine = plain(value)
-        found = split(self.gather(topic, digest(mine), lane=lane, timeout_seconds=timeout_seconds))
-        if found is not None:  # Values can be long: only two of them travel, and only now.
-            shown = mine if self.group.index in found.pair else None
-            values = self.gather(topic, shown, lane=lane, timeout_seconds=timeout_seconds)
+        own = as_json(value)
+        found = find_disagreement(self.gather(topic, digest(own), channel=channel, timeout_seconds=timeout_seconds))
+        if found is not None:  # Values can be long: only two of them are sent, and only now.
+            shown = own if self.group.index in found.pair else None
+            values = self.gather(topic, shown, channel=channel, timeout_seconds=timeout_seconds)
             sentence = found.sentence(topic, values, [str(peer) for peer in self.peers])
             raise ClusterError(f"{sentence} {cure}".strip())
 
     def broadcast(
-        self, topic: str, value: Any = None, *, lane: str = MAIN, timeout_seconds: float | None = None
+        self, topic: str, value: Any = None, *, channel: str = MAIN, timeout_seconds: float | None = None
     ) -> Any:
-        """The chief's value; what the others give is not looked at. Args and errors are those of :meth:`gather`."""
+        """Return the chief's value; those of the other workers are ignored. Arguments and errors are those of :meth:`gather`."""
         given = value if self.group.is_chief else None
-        return self._meet(BROADCAST, topic, given, lane, timeout_seconds)[0]
+        return self._collective(BROADCAST, topic, given, channel, timeout_seconds)[0]
 
-    def barrier(self, topic: str, *, lane: str = MAIN, timeout_seconds: float | None = None) -> None:
-        """Wait until all workers are here. Args and errors are those of :meth:`gather`."""
-        self._meet(BARRIER, topic, None, lane, timeout_seconds)
+    def barrier(self, topic: str, *, channel: str = MAIN, timeout_seconds: float | None = None) -> None:
+        """Wait until all workers have called this. Arguments and errors are those of :meth:`gather`."""
+        self._collective(BARRIER, topic, None, channel, timeout_seconds)
 
-    def forget(self, lane: str) -> None:
-        """Make no more calls on a lane."""
-        self._lanes.forget(lane)
+    def forget(self, channel: str) -> None:
+        """Make no more calls on a channel."""
+        self._channels.forget(channel)
 
     def check(self) -> None:
         """Raise ClusterError if the job has failed; cheap."""
         if self.failure is not None:
             raise ClusterError(self.failure.sentence, self.failure.exit_code)
-        if self._left or not self._is_mine():
+        if self._has_left or not self._is_own_process():
             raise ClusterError(
                 "This session is closed: the worker has left the job, or this is a process that it has forked."
             )
 
     def fail(self, summary: str) -> None:
-        """Tell the others that this worker's program has failed; they end with that sentence.
+        """Report that this worker's program has failed; the other workers end with that sentence.
 
-        It returns when the chief has noted it, after two seconds at the latest. Then :attr:`failure` is the cause that all were
-        told, which may be another: the death of a worker that has made this one fail.
+        Returns when the chief has confirmed it, after two seconds at the latest. Then :attr:`failure` is the cause that all were
+        told, which may be another one: the death of a worker that has made this one fail.
 
         Args:
             summary: ``"ValueError: …"``.
         """
-        if self.failure is None and not self._left and self._is_mine():
-            self._failing = True
-            self._send_last({"kind": "fail", "summary": summary[:_LONGEST_SUMMARY]})
-            self._noted.wait(_GOODBYE_SECONDS)
-            if self.failure is None and self._pulse.silence > QUIET:
-                self.failure = self._pulse.silent_chief()
+        if self.failure is None and not self._has_left and self._is_own_process():
+            self._is_failing = True
+            self._send_last({"kind": "fail", "summary": summary[:_MAX_SUMMARY]})
+            self._confirmed.wait(_GOODBYE_SECONDS)
+            if self.failure is None and self._heartbeat.silence > QUIET:
+                self.failure = self._heartbeat.silent_chief()
 
     def leave(self, wait_seconds: float | None = None) -> None:
-        """End in order, and close the session; where the program ends, this is done by itself.
+        """Leave the job in order and close the client; also called at the end of the program.
 
         Args:
-            wait_seconds: for how long the chief stays for the others, who hear of each other through it; None: as long as any wait.
+            wait_seconds: how long the chief stays for the other workers, whose messages it forwards; None: ``timeout_seconds``.
         """
-        if not self._is_mine():
+        if not self._is_own_process():
             return
-        with self._ending:
-            if self._left:
+        with self._leave_lock:
+            if self._has_left:
                 return
-            self._left = True
+            self._has_left = True
         atexit.unregister(self.leave)
         if self.failure is None:
             self._say_goodbye(self._limits.timeout if wait_seconds is None else wait_seconds)
@@ -207,124 +207,244 @@ class ControlClient:
         if self._server is not None:
             self._server.stop()
 
-    # Calls, in the thread that makes them.
+    # Collective calls, in the thread that makes them.
 
-    def _meet(self, operation: str, topic: str, value: Any, lane: str, timeout_seconds: float | None) -> list[Any]:
+    def _collective(
+        self, operation: str, topic: str, value: Any, channel: str, timeout_seconds: float | None
+    ) -> list[Any]:
         what = f"{operation} {topic!r}"
-        with self._lanes.only_here(lane, what) as call, self._waiting(lane, what):
-            asked = {"lane": lane, "number": call.calls, "operation": operation, "topic": topic, "value": value}
-            frame = encode({"kind": "call", **asked})
+        with self._channels.acquire(channel, what) as call, self._report_waiting(channel, what):
+            request = {"channel": channel, "number": call.calls, "operation": operation, "topic": topic, "value": value}
+            frame = encode({"kind": "call", **request})
             call.begin()
-            self.check()  # Not before: whatever ends the session from here on ends this wait.
-            if self._is_alone:
-                raise ClusterError(self._alone())
+            self.check()  # Not before: if the client ends from here on, that ends this wait.
+            if self._is_disconnected:
+                raise ClusterError(self._chief_has_left())
             self._loop.call(lambda: self._connection.send(frame))
             try:
-                self._await(call, what, self._limits.timeout if timeout_seconds is None else timeout_seconds)
+                self._wait_for(call, what, self._limits.timeout if timeout_seconds is None else timeout_seconds)
             except CancelledError:
-                self._send({"kind": "abandon", "lane": lane})
+                self._send({"kind": "abandon", "channel": channel})
                 raise
             return call.values
 
     @contextmanager
-    def _waiting(self, lane: str, what: str) -> Iterator[None]:
-        """Others see that this worker waits, and where."""
-        step, activity = self._pulse.progress
-        if lane == MAIN:
+    def _report_waiting(self, channel: str, what: str) -> Iterator[None]:
+        """Have heartbeats report that this worker waits, and for what."""
+        step, activity = self._heartbeat.progress
+        if channel == MAIN:
             self.report(step, f"{WAITING}{what}")
         try:
             yield
         finally:
-            if lane == MAIN:
+            if channel == MAIN:
                 self.report(step, activity)
 
-    def _await(self, call: Channel, what: str, seconds: float) -> None:
-        notice, awake = WaitLogger(self._announce, self._clock), SuspendDetector(self._clock)
+    def _wait_for(self, call: "_Channel", what: str, seconds: float) -> None:
+        wait, suspends = WaitLogger(self._log, self._clock), SuspendDetector(self._clock)
         while not call.wait(_POLL_SECONDS):
             names = listed(missing["names"]) if (missing := self._missing.get(call.name)) else str(self.peers[0])
             limit = max(seconds, self._limits.long) if missing and missing["long"] else seconds
-            if not awake.tick() - awake.since <= limit:  # Also where the limit is not a number.
-                self._send({"kind": "overdue", "lane": call.name, "what": what, "seconds": limit})
+            if not suspends.tick() - suspends.since <= limit:  # Also if the limit is not a number.
+                self._send({"kind": "overdue", "channel": call.name, "what": what, "seconds": limit})
                 if call.wait(_GOODBYE_SECONDS) and self.failure and self.failure.kind is not FailureKind.STUCK:
-                    break  # The chief knows more: that one of them gives no sign of life, say.
+                    break  # The chief knows more, for instance that one of them is silent.
                 late = f"{names}: did not come to {what} within {limit:g} s. See what they print, or raise timeout_seconds."
                 raise ClusterError(late, exit_codes.NO_PROGRESS)
-            notice.tell(f"{names}, at {what}")
+            wait.log(f"{names}, at {what}")
         self.check()
         if call.error is not None:
             raise ClusterError(call.error)
 
     def _say_goodbye(self, wait_seconds: float) -> None:
         self._send_last({"kind": "leave"})
-        notice = WaitLogger(self._announce, self._clock)
+        wait = WaitLogger(self._log, self._clock)
         seconds = wait_seconds if self.group.is_chief else _GOODBYE_SECONDS
-        while not self._noted.wait(_POLL_SECONDS):
+        while not self._confirmed.wait(_POLL_SECONDS):
             others = listed(missing["names"]) if (missing := self._missing.get(LEAVE)) else ""
-            if notice.seconds > seconds:
+            if wait.seconds > seconds:
                 if others:
-                    self._announce(f"leaves while others go on, whom nobody watches from now: {others}")
+                    self._log(f"exits before {others}; they are no longer monitored")
                 return
             if others:
-                notice.tell(f"the end of {others}")
+                wait.log(f"the end of {others}")
 
     def _send_last(self, message: dict[str, Any]) -> None:
-        self._send(self._pulse.message)
+        self._send(self._heartbeat.message)
         self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
         frame = encode(message)
         self._loop.call(lambda: self._connection.send(frame))
 
-    def _alone(self) -> str:
-        return f"{self.peers[0]}, the chief, came to the end before, and nobody passes calls on."
+    def _chief_has_left(self) -> str:
+        return f"{self.peers[0]}, the chief, has left before, and no calls can be forwarded."
 
-    def _is_mine(self) -> bool:
-        return os.getpid() == self._process  # Not so in a child that was forked: it must not speak for its parent.
+    def _is_own_process(self) -> bool:
+        return os.getpid() == self._process  # False in a forked child, which must not send anything for its parent.
 
-    # What happens in the session's thread.
+    # Events, in the client's own thread.
 
     def _received(self, connection: FramedSocket, message: dict[str, Any]) -> None:
-        self._pulse.heard()
+        self._heartbeat.note_chief()
         try:
-            self._read(message)
+            self._handle(message)
         except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             connection.ended = f"it sent a {message['kind']!r} that cannot be read ({error!r})"
 
-    def _read(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "beat":
+    def _handle(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "heartbeat":
             self._missing = message["missing"]
         elif message["kind"] == "result":
-            self._lanes.answer(message["lane"], message["values"], message["error"])
+            self._channels.finish(message["channel"], message["values"], message["error"])
         elif message["kind"] == "departed":
             self.departed.add(message["worker"])
         elif message["kind"] == "noted":
-            self._noted.set()
+            self._confirmed.set()
         elif message["kind"] == "failure":
-            self._lose(Failure.from_message(message["failure"]))
+            self._set_failure(Failure.from_message(message["failure"]))
 
     def _closed(self, connection: FramedSocket) -> None:
-        if 0 not in self.departed and not self._left:
-            self._lose(
-                failure(
-                    FailureKind.DIED, self.peers[0], f"died: {connection.ended} without a goodbye. It was the chief."
-                )
-            )
-        self._is_alone = True
-        self._lanes.finish(self._alone())
-        self._noted.set()
+        if 0 not in self.departed and not self._has_left:
+            what = f"died: {connection.ended} without a goodbye. It was the chief."
+            self._set_failure(make_failure(FailureKind.DIED, self.peers[0], what))
+        self._is_disconnected = True
+        self._channels.finish_all(self._chief_has_left())
+        self._confirmed.set()
 
-    def _beat(self) -> None:
-        self._pulse.tick()
-        self._connection.send(encode(self._pulse.message | {"facts": self.facts()}))
-        if self._pulse.silence > self._limits.timeout and not self._is_alone:
-            self._lose(self._pulse.silent_chief())
-        self._loop.later(BEAT_SECONDS, self._beat)
+    def _send_heartbeat(self) -> None:
+        self._heartbeat.tick()
+        self._connection.send(encode(self._heartbeat.message | {"metadata": self.metadata()}))
+        if self._heartbeat.silence > self._limits.timeout and not self._is_disconnected:
+            self._set_failure(self._heartbeat.silent_chief())
+        self._loop.later(HEARTBEAT_SECONDS, self._send_heartbeat)
 
-    def _lose(self, found: Failure) -> None:
+    def _set_failure(self, found: Failure) -> None:
         if self.failure is not None:
             return
         self.failure = found
-        self._lanes.finish(found.sentence)
-        self._noted.set()
-        if not (self._failing and found.worker == self.group.index):
+        self._channels.finish_all(found.sentence)
+        self._confirmed.set()
+        if not (self._is_failing and found.worker == self.group.index):
             self._on_failure(found)
+
+
+@dataclass
+class _Channel:
+    """One sequence of collective calls, and the result of the call that waits on it.
+
+    Attributes:
+        name: of the sequence.
+        done: is set when the call has its result, or will get none.
+        calls: number of calls that were made.
+        values: the result.
+        error: why there is none.
+        in_use: is held by the thread whose call waits.
+    """
+
+    name: str
+    done: threading.Event = field(default_factory=threading.Event)
+    calls: int = 0
+    values: list[Any] = field(default_factory=list)
+    error: str | None = None
+    in_use: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> None:
+        """Count one more call."""
+        self.calls, self.error = self.calls + 1, None
+        self.done.clear()
+
+    def finish(self, values: list[Any], error: str | None) -> None:
+        """Set the result of the waiting call."""
+        self.values, self.error = values, error
+        self.done.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether the result is here after ``seconds``; CancelledError if it is no longer wanted."""
+        if self.done.wait(seconds):
+            return True
+        if is_cancelled.get()():
+            raise CancelledError(self.name)
+        return False
+
+
+class _Channels:
+    """All channels of a client; each is made when it is first named."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, _Channel] = {}
+
+    def forget(self, name: str) -> None:
+        """Drop a channel that will not be named again."""
+        self._channels.pop(name, None)
+
+    def finish(self, name: str, values: list[Any], error: str | None) -> None:
+        """Set the result of the call that waits on a channel, if one does."""
+        if name in self._channels:
+            self._channels[name].finish(values, error)
+
+    def finish_all(self, error: str | None) -> None:
+        """End all waiting calls with an error."""
+        for channel in tuple(self._channels.values()):
+            channel.finish([], error)
+
+    @contextmanager
+    def acquire(self, name: str, what: str) -> Iterator[_Channel]:
+        """Hold a channel for one call; ``what`` names the call in the error if another thread holds it."""
+        channel = self._channels.setdefault(name, _Channel(name))
+        if not channel.in_use.acquire(blocking=False):
+            raise ClusterError(
+                f"{what}: another thread waits on channel {name!r}; give this thread a channel of its own."
+            )
+        try:
+            yield channel
+        finally:
+            channel.in_use.release()
+
+
+class _HeartbeatState:
+    """Progress of this worker for its heartbeats, and the silence of the chief.
+
+    Args:
+        chief: receives the heartbeats.
+        clock: gives seconds, and is not set back.
+    """
+
+    def __init__(self, chief: Peer, clock: Callable[[], float]) -> None:
+        self._chief, self._clock = chief, clock
+        self._suspends, self._heard = SuspendDetector(clock), clock()
+        self.report(0, START)
+
+    def report(self, step: int, activity: str) -> None:
+        """Set step and activity."""
+        self._now = (step, activity, self._clock())
+
+    @property
+    def progress(self) -> tuple[int, str]:
+        """Step and activity."""
+        return self._now[:2]
+
+    def note_chief(self) -> None:
+        """Note that the chief has sent something."""
+        self._heard = self._clock()
+
+    def tick(self) -> None:
+        """Note that this process runs, before each heartbeat."""
+        self._suspends.tick()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The heartbeat for the chief."""
+        step, activity, since = self._now
+        age = max(0.0, self._clock() - max(since, self._suspends.since))
+        return {"kind": "heartbeat", "step": int(step), "activity": activity, "seconds": age}
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the chief's last message, while this process was not suspended."""
+        return self._clock() - max(self._heard, self._suspends.since)
+
+    def silent_chief(self) -> Failure:
+        """Return the failure that the chief is silent."""
+        what = f"does not answer: no sign of life for {self.silence:.0f} s (stopped, or cut off from the network)."
+        return make_failure(FailureKind.SILENT, self._chief, f"{what} It was the chief.")

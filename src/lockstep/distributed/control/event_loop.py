@@ -1,4 +1,4 @@
-"""One thread that serves connections: all that it owns is touched by it alone, so nothing needs a lock."""
+"""Event loop: one thread that serves connections, timers and calls of other threads. Only that thread touches its state."""
 
 import contextlib
 import heapq
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.distributed.control.framed_socket import FramedSocket
+from lockstep.distributed.control.transport import FramedSocket
 
 __all__ = ["EventLoop"]
 
@@ -23,7 +23,7 @@ Work = Callable[[], None]
 
 
 class EventLoop:
-    """A daemon thread that waits for connections, for work of other threads, and for the time of later work.
+    """A daemon thread that serves connections, runs calls of other threads, and runs timers.
 
     Args:
         name: of the thread.
@@ -39,69 +39,67 @@ class EventLoop:
         self._later: list[tuple[float, int, Work]] = []
         self._order = itertools.count()
         self._stopped = False
-        self._bell, self._clapper = socket.socketpair()
-        self._bell.setblocking(False)
-        self._clapper.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._ring)
+        self._wakeup_r, self._wakeup_w = socket.socketpair()
+        self._wakeup_r.setblocking(False)
+        self._wakeup_w.setblocking(False)
+        self._selector.register(self._wakeup_r, selectors.EVENT_READ, self._drain_wakeup)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
-        _forget_in_children(self)
+        """Start the thread."""
+        _close_in_children(self)
         self._thread.start()
 
     def call(self, work: Work) -> None:
-        """Have ``work`` done in the thread, soon; from any thread."""
+        """Run ``work`` in the loop's thread soon; may be called from any thread."""
         self._work.append(work)
-        with contextlib.suppress(OSError):  # Full: it rings already. Closed: nobody is there to hear it.
-            self._clapper.send(b"\0")
+        with contextlib.suppress(OSError):  # Full: the loop wakes up anyway. Closed: it has ended.
+            self._wakeup_w.send(b"\0")
 
     def later(self, seconds: float, work: Work) -> None:
-        """Have ``work`` done after some time; from the thread itself, or before it starts."""
+        """Run ``work`` after ``seconds``; to be called from the loop's thread, or before it starts."""
         heapq.heappush(self._later, (self._clock() + seconds, next(self._order), work))
 
     def add(self, connection: FramedSocket, received: Received, closed: Closed) -> None:
-        """Serve a connection: ``received`` gets each message, and ``closed`` is told once of an end that is not ours.
+        """Serve a connection: ``received`` gets each message, and ``closed`` is called once if the other end closes it.
 
-        One that is served already changes hands.
+        For a connection that is served already, this replaces both functions.
         """
         if connection not in self._handlers:
             self._selector.register(connection, selectors.EVENT_READ, lambda events: self._serve(connection, events))
         self._handlers[connection] = (received, closed)
 
-    def listen(self, listener: socket.socket, accepted: Callable[[FramedSocket], None], limit: int) -> None:
-        """Take in who connects; their messages may be of ``limit`` bytes."""
+    def listen(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
+        """Call ``accepted`` with each new connection to a listening socket."""
         listener.setblocking(False)
         self._listeners.append(listener)
 
         def accept(events: int) -> None:
-            with contextlib.suppress(
-                OSError
-            ):  # Gone again, or no descriptors are left: others are served all the same.
-                accepted(FramedSocket(listener.accept()[0], limit))
+            with contextlib.suppress(OSError):  # Closed again, or no descriptors are left: keep serving the others.
+                accepted(listener.accept()[0])
 
         self._selector.register(listener, selectors.EVENT_READ, accept)
 
     def remove(self, connection: FramedSocket) -> None:
-        """Close a connection."""
+        """Send what can be sent and close a connection."""
         if self._handlers.pop(connection, None):
             connection.flush()
             self._selector.unregister(connection)
             connection.close()
 
     def stop(self, wait: bool = True) -> None:
-        """Send what can be sent, close everything and end; from any thread."""
+        """Send what can be sent, close everything and end the thread; may be called from any thread."""
         if self._thread.ident is None:
             self._close()
         self.call(self._stop)
         if wait and threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join(1.0)
 
-    def forget(self) -> None:
-        """Close all descriptors, and nothing else: what a fork has copied into a child process."""
+    def close_descriptors(self) -> None:
+        """Close all descriptors and do nothing else: for the copies that a fork makes in a child process."""
         for connection in self._handlers:
             connection.close()
-        for held in (*self._listeners, self._bell, self._clapper):
+        for held in (*self._listeners, self._wakeup_r, self._wakeup_w):
             held.close()
         self._selector.close()
         self._handlers.clear()
@@ -110,7 +108,7 @@ class EventLoop:
         try:
             while not self._stopped:
                 self._turn()
-        finally:  # Also after an error of ours: then the connections' ends tell everybody.
+        finally:  # Also after an error of ours: the other ends see their connections close.
             self._close()
 
     def _turn(self) -> None:
@@ -127,19 +125,19 @@ class EventLoop:
 
     def _serve(self, connection: FramedSocket, events: int) -> None:
         if connection not in self._handlers:
-            return  # Removed by what came before in the same turn.
+            return  # Removed by an earlier event of the same turn.
         connection.flush()
         for message in connection.receive() if events & selectors.EVENT_READ else ():
-            if connection in self._handlers:  # A message may make it change hands, or be the last.
+            if connection in self._handlers:  # A message may replace the functions or remove the connection.
                 self._handlers[connection][0](connection, message)
         if connection.ended is not None and connection in self._handlers:
             closed = self._handlers[connection][1]
             self.remove(connection)
             closed(connection)
 
-    def _ring(self, events: int) -> None:
+    def _drain_wakeup(self, events: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._bell.recv(4096):
+            while self._wakeup_r.recv(4096):
                 pass
 
     def _stop(self) -> None:
@@ -148,16 +146,16 @@ class EventLoop:
     def _close(self) -> None:
         for connection in tuple(self._handlers):
             self.remove(connection)
-        self.forget()
+        self.close_descriptors()
 
 
-def _forget_in_children(loop: EventLoop) -> None:
-    """A forked child's copies of our sockets would keep them open, and so hide this process's death: it closes them."""
+def _close_in_children(loop: EventLoop) -> None:
+    """Have forked children close their copies of the sockets, which would hide the death of this process from the other ends."""
     reference = weakref.ref(loop)
 
-    def forget() -> None:
+    def close() -> None:
         held = reference()
         if held is not None:
-            held.forget()
+            held.close_descriptors()
 
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(after_in_child=close)

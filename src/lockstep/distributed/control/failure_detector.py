@@ -1,8 +1,8 @@
-"""Who is missing or stuck: arithmetic on what was last heard of the workers.
+"""Failure detector: finds silent, stuck and departed workers from their last heartbeats, without a socket or a clock.
 
-A worker that is not heard of for ``timeout`` is silent. One that does not go on for ``timeout``, in an activity of
-``MAY_TAKE_LONG`` for ``long``, is stuck where another waits for ``timeout`` in a step to which it has not come; one that has come to
-its end never will, so that nobody waits for it for long. Where all stay in one step, which may be a long one, that takes ``long`` too.
+A worker without a heartbeat for ``timeout`` is silent. A worker is stuck if its step and activity have not changed for ``timeout``
+(``long`` in an activity of ``MAY_TAKE_LONG``) while another has waited for ``timeout`` in a step that it has not reached. If a worker
+that has left never reached that step, waiting is given up early. If no worker leaves its step for ``long``, they are stuck, too.
 """
 
 import time
@@ -15,7 +15,7 @@ from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.wait_logger import listed
 
 __all__ = [
-    "BEAT_SECONDS",
+    "HEARTBEAT_SECONDS",
     "MAY_TAKE_LONG",
     "QUIET",
     "START",
@@ -24,33 +24,33 @@ __all__ = [
     "Limits",
     "SuspendDetector",
     "WorkerStatus",
-    "cause",
-    "failure",
-    "look",
-    "overdue",
+    "find_cause",
+    "find_failure",
+    "find_overdue",
+    "make_failure",
 ]
 
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 START = "start"
 STEP = "step"
-WAITING = "waiting for others at "  # and the topic: in a call of the session.
+WAITING = "waiting for others at "  # And the topic: in a collective call of the control client.
 MAY_TAKE_LONG = (START, "compiling")
 
-QUIET = 6 * BEAT_SECONDS  # Heartbeats are not that late.
-_PAUSE = 4 * BEAT_SECONDS
+QUIET = 6 * HEARTBEAT_SECONDS  # A heartbeat is not that late by chance.
+_PAUSE = 4 * HEARTBEAT_SECONDS
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long what may take, in seconds.
+    """Limits of waits, in seconds.
 
     Args:
-        timeout: a wait, and the silence of a worker.
-        long: an activity of ``MAY_TAKE_LONG``, and a step of all workers.
-        start: the wait for all workers at the start; None: ``timeout``.
+        timeout: of a wait, and of the silence of a worker.
+        long: of an activity of ``MAY_TAKE_LONG``, and of a step of all workers.
+        start: of the wait for all workers at the start; None: ``timeout``.
 
     Raises:
-        OptionError: a limit that some heartbeats that are late would break, or that is below the other.
+        OptionError: a limit is so low that late heartbeats would exceed it, or ``long`` is below ``timeout``.
     """
 
     timeout: float
@@ -63,11 +63,11 @@ class Limits:
         return self.timeout if self.start is None else self.start
 
     def __post_init__(self) -> None:
-        least = 3 * BEAT_SECONDS
+        least = 3 * HEARTBEAT_SECONDS
         if not least <= self.timeout <= self.long:
             raise OptionError(
                 f"timeout_seconds, long_seconds: expected {least:g} or more, and the second no less than the first, as "
-                f"heartbeats come each {BEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}."
+                f"heartbeats come each {HEARTBEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}."
             )
         if not self.until_all_are_here >= 0:
             raise OptionError(f"start_seconds: expected 0 or more, got {self.until_all_are_here:g}.")
@@ -75,16 +75,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What is known of one worker.
+    """The last heartbeat of one worker.
 
     Args:
-        peer: who it is.
-        heard: when it was last heard of; times are the observer's, in seconds.
-        step: the last that it has come to.
+        peer: the worker.
+        heard: time of the last message; times are the observer's, in seconds.
+        step: the last step that it has begun.
         activity: what its main thread does there.
-        since: when it began to.
-        left: whether it has come to its end in order.
-        facts: numbers that it says of itself, for those who watch.
+        since: when it began that.
+        left: whether it has left the job in order.
+        metadata: numbers that it reports about itself, for monitors.
     """
 
     peer: Peer
@@ -93,143 +93,154 @@ class WorkerStatus:
     activity: str = START
     since: float = 0.0
     left: bool = False
-    facts: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def doing(self) -> str:
-        """What it does, for messages."""
+        """Activity and step, for messages."""
         return f"in {self.activity!r} at step {self.step}"
 
 
-def look(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
-    """Why the job cannot go on; None where all is well.
+def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
+    """Return why the job cannot continue; None if no worker has failed.
 
     Example:
         >>> here, there = Peer(0, 2, "a", 70), Peer(1, 2, "b", 71)
-        >>> look(65.0, [WorkerStatus(here, 65, 8, "step", 4), WorkerStatus(there, 64.8, 7, "data", 3)], Limits(60, 1800)).sentence
+        >>> find_failure(65.0, [WorkerStatus(here, 65, 8, "step", 4), WorkerStatus(there, 64.8, 7, "data", 3)], Limits(60, 1800)).sentence
         "worker 1 of 2 (b, process 71) is stuck: in 'data' at step 7 for 62 s; worker 0 waits for it in step 8."
     """
     return (
-        _silent(now, beats, limits)
-        or _left_too_early(now, beats)
-        or _stuck(now, beats, limits)
-        or _standstill(now, beats, limits)
+        _find_silent(now, statuses, limits)
+        or _left_too_early(now, statuses)
+        or _stuck(now, statuses, limits)
+        or _standstill(now, statuses, limits)
     )
 
 
-def overdue(now: float, missing: Sequence[WorkerStatus], waits: Peer, what: str) -> Failure:
-    """Why a wait has come to its limit.
+def find_overdue(now: float, missing: Sequence[WorkerStatus], waits: Peer, what: str) -> Failure:
+    """Return the failure that has made a worker's wait exceed its limit.
 
     Args:
         now: the time.
-        missing: those that ``waits`` waits for.
-        waits: who waits.
-        what: for what it waits, and since when.
+        missing: the workers that ``waits`` waits for.
+        waits: the waiting worker.
+        what: what it waits for, and since when.
     """
-    beat = min(missing, key=lambda beat: (beat.activity in MAY_TAKE_LONG, beat.step, beat.since))
-    if now - beat.heard > QUIET:
-        return _silence(now, beat)
-    done = f"{beat.doing} for {now - beat.since:.0f} s; worker {waits.index} waits for it at {what}."
-    return failure(FailureKind.STUCK, beat.peer, f"is stuck: {done}")
+    status = min(missing, key=lambda status: (status.activity in MAY_TAKE_LONG, status.step, status.since))
+    if now - status.heard > QUIET:
+        return _silence(now, status)
+    done = f"{status.doing} for {now - status.since:.0f} s; worker {waits.index} waits for it at {what}."
+    return make_failure(FailureKind.STUCK, status.peer, f"is stuck: {done}")
 
 
-def cause(now: float, found: Failure, beats: Sequence[WorkerStatus]) -> Failure:
-    """What ``found`` comes of: a death or an exception may be what another worker's silence, or early end, has led to.
+def find_cause(now: float, found: Failure, statuses: Sequence[WorkerStatus]) -> Failure:
+    """Return the cause of a failure: a death or an exception may result from the silence, or the early end, of another worker.
 
     Args:
         now: the time.
-        found: what was seen first.
-        beats: of all workers.
+        found: the failure that was noticed first.
+        statuses: of all workers.
     """
     if found.kind not in (FailureKind.DIED, FailureKind.FAILED):
         return found
-    quiet = [beat for beat in beats if not beat.left and beat.peer.index != found.worker and now - beat.heard > QUIET]
-    own = [beat for beat in beats if beat.peer.index == found.worker]
-    first = _silence(now, min(quiet, key=lambda beat: beat.heard)) if quiet else _left_before(own, beats)
+    quiet = [
+        status
+        for status in statuses
+        if not status.left and status.peer.index != found.worker and now - status.heard > QUIET
+    ]
+    own = [status for status in statuses if status.peer.index == found.worker]
+    first = _silence(now, min(quiet, key=lambda status: status.heard)) if quiet else _left_before(own, statuses)
     return found if first is None else replace(first, sentence=f"{first.sentence} Then {found.sentence}")
 
 
-def _silent(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
-    found = [beat for beat in beats if not beat.left and now - beat.heard > limits.timeout]
+def _find_silent(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
+    found = [status for status in statuses if not status.left and now - status.heard > limits.timeout]
     if not found:
         return None
-    return _silence(now, min(found, key=lambda beat: beat.heard))
+    return _silence(now, min(found, key=lambda status: status.heard))
 
 
-def _silence(now: float, beat: WorkerStatus) -> Failure:
-    return failure(
+def _silence(now: float, status: WorkerStatus) -> Failure:
+    return make_failure(
         FailureKind.SILENT,
-        beat.peer,
-        f"does not answer: no sign of life for {now - beat.heard:.0f} s, last {beat.doing} "
+        status.peer,
+        f"does not answer: no sign of life for {now - status.heard:.0f} s, last {status.doing} "
         f"(stopped, or cut off from the network).",
     )
 
 
-def _left_too_early(now: float, beats: Sequence[WorkerStatus]) -> Failure | None:
-    return _left_before([beat for beat in beats if _has_waited(now, beat, QUIET)], beats)
+def _left_too_early(now: float, statuses: Sequence[WorkerStatus]) -> Failure | None:
+    return _left_before([status for status in statuses if _has_waited(now, status, QUIET)], statuses)
 
 
-def _left_before(going_on: Sequence[WorkerStatus], beats: Sequence[WorkerStatus]) -> Failure | None:
-    """The end of a worker before a step to which one of those that go on has come."""
-    first = max(going_on, key=lambda beat: beat.step, default=None)
-    early = [beat for beat in beats if first is not None and beat.left and beat.step < first.step]
+def _left_before(going_on: Sequence[WorkerStatus], statuses: Sequence[WorkerStatus]) -> Failure | None:
+    """Return the failure of a worker that left before a step which one of ``going_on`` has reached."""
+    first = max(going_on, key=lambda status: status.step, default=None)
+    early = [status for status in statuses if first is not None and status.left and status.step < first.step]
     if first is None or not early:
         return None
-    beat = min(early, key=lambda beat: beat.step)
-    what = f"came to its end after step {beat.step}; worker {first.peer.index} waits for it in step {first.step}."
-    return failure(FailureKind.LEFT, beat.peer, what)
+    status = min(early, key=lambda status: status.step)
+    what = f"came to its end after step {status.step}; worker {first.peer.index} waits for it in step {first.step}."
+    return make_failure(FailureKind.LEFT, status.peer, what)
 
 
-def _stuck(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
-    waiting = [beat for beat in beats if _has_waited(now, beat, limits.timeout)]
+def _stuck(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
+    waiting = [status for status in statuses if _has_waited(now, status, limits.timeout)]
     if not waiting:
         return None
-    first = max(waiting, key=lambda beat: beat.step)
-    behind = [beat for beat in beats if _is_behind(beat, first.step)]
-    if not behind or any(_goes_on(now, beat, limits) for beat in behind):
-        return None  # One that compiles, say, may be what all the others wait for.
-    beat = min(behind, key=lambda beat: (beat.activity.startswith(WAITING), beat.step, beat.since))
+    first = max(waiting, key=lambda status: status.step)
+    behind = [status for status in statuses if _is_behind(status, first.step)]
+    if not behind or any(_makes_progress(now, status, limits) for status in behind):
+        return None  # One that compiles, for instance, may be what all others wait for.
+    status = min(behind, key=lambda status: (status.activity.startswith(WAITING), status.step, status.since))
     waits = f"worker {first.peer.index} waits for it in step {first.step}."
-    if beat.left:
-        return failure(FailureKind.LEFT, beat.peer, f"came to its end after step {beat.step}; {waits}")
-    return failure(FailureKind.STUCK, beat.peer, f"is stuck: {beat.doing} for {now - beat.since:.0f} s; {waits}")
+    if status.left:
+        return make_failure(FailureKind.LEFT, status.peer, f"came to its end after step {status.step}; {waits}")
+    return make_failure(
+        FailureKind.STUCK, status.peer, f"is stuck: {status.doing} for {now - status.since:.0f} s; {waits}"
+    )
 
 
-def _standstill(now: float, beats: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
-    staying = [beat for beat in beats if not beat.left]
-    if len(staying) < 2 or not any(_has_waited(now, beat, limits.long) for beat in staying):
+def _standstill(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
+    staying = [status for status in statuses if not status.left]
+    if len(staying) < 2 or not any(_has_waited(now, status, limits.long) for status in staying):
         return None
-    if any(now - beat.since <= limits.long for beat in staying):
+    if any(now - status.since <= limits.long for status in staying):
         return None
-    beat = min(staying, key=lambda beat: (beat.step, beat.since))
+    status = min(staying, key=lambda status: (status.step, status.since))
     places = listed(f"worker {other.peer.index} {other.doing}" for other in staying)
-    return failure(FailureKind.STUCK, beat.peer, f"is stuck for {now - beat.since:.0f} s, as are all others: {places}.")
+    return make_failure(
+        FailureKind.STUCK, status.peer, f"is stuck for {now - status.since:.0f} s, as are all others: {places}."
+    )
 
 
-def failure(kind: FailureKind, peer: Peer, what: str) -> Failure:
-    """A failure of ``peer``; ``what`` ends the sentence that begins with its name."""
+def make_failure(kind: FailureKind, peer: Peer, what: str) -> Failure:
+    """Return a failure of ``peer``; ``what`` completes the sentence that begins with its name."""
     return Failure(kind, peer.index, peer.host, peer.pid, f"{peer} {what}")
 
 
-def _is_behind(beat: WorkerStatus, step: int) -> bool:
-    """Whether it has not come to ``step``: there it may still read the data."""
-    return beat.step < step or (beat.step == step and beat.activity != STEP)
+def _is_behind(status: WorkerStatus, step: int) -> bool:
+    """Whether a worker has not reached ``step``: it may still read the data for it."""
+    return status.step < step or (status.step == step and status.activity != STEP)
 
 
-def _has_waited(now: float, beat: WorkerStatus, seconds: float) -> bool:
-    return not beat.left and beat.activity == STEP and now - beat.since > seconds
+def _has_waited(now: float, status: WorkerStatus, seconds: float) -> bool:
+    return not status.left and status.activity == STEP and now - status.since > seconds
 
 
-def _goes_on(now: float, beat: WorkerStatus, limits: Limits) -> bool:
-    limit = limits.long if beat.activity in MAY_TAKE_LONG else limits.timeout
-    return not beat.left and now - beat.since <= limit
+def _makes_progress(now: float, status: WorkerStatus, limits: Limits) -> bool:
+    limit = limits.long if status.activity in MAY_TAKE_LONG else limits.timeout
+    return not status.left and now - status.since <= limit
 
 
 class SuspendDetector:
-    """Since when this process runs without a pause: one that was stopped itself has heard nobody, and means nothing.
+    """Detects that this process was suspended: silences that fall into such a pause are not failures of other workers.
 
     Args:
         clock: gives seconds, and is not set back.
+
+    Attributes:
+        since: when the last pause ended.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -237,7 +248,7 @@ class SuspendDetector:
         self._last = self.since = clock()
 
     def tick(self) -> float:
-        """Say that this process runs, each ``BEAT_SECONDS``; gives the time."""
+        """Note that this process runs, to be called each ``HEARTBEAT_SECONDS``; returns the time."""
         now = self._clock()
         if now - self._last > _PAUSE:
             self.since = now

@@ -1,4 +1,4 @@
-"""Why a job cannot go on, as every worker is told."""
+"""Failures of a job, as the chief reports them to every worker."""
 
 import enum
 from dataclasses import asdict, dataclass
@@ -10,12 +10,12 @@ __all__ = ["Failure", "FailureKind", "summary_of"]
 
 
 class FailureKind(enum.StrEnum):
-    """What became of the worker that a failure names."""
+    """The ways in which a worker fails."""
 
     DIED = "died"  # Its connection closed without a goodbye.
     SILENT = "silent"  # No sign of life: stopped, or cut off.
     STUCK = "stuck"  # Its heartbeats come, its program goes no further, and others wait for it.
-    LEFT = "left"  # It came to its end in order, and others wait for it.
+    LEFT = "left"  # It left in order, and others wait for it.
     FAILED = "failed"  # It said that its program raised an exception.
 
 
@@ -26,7 +26,7 @@ _CODES = {
     FailureKind.LEFT: exit_codes.USER_ERROR,
     FailureKind.FAILED: exit_codes.USER_ERROR,
 }
-_AGAIN = "Start the job again: with lockstep.callbacks.BackupAndRestore it goes on from its last checkpoint."
+_AGAIN = "Start the job again: with lockstep.callbacks.BackupAndRestore it resumes from its last checkpoint."
 _CURES = {
     FailureKind.DIED: f"What it printed last says why; one that was killed for lack of memory says nothing. {_AGAIN}",
     FailureKind.SILENT: f"See whether that process, its machine and the network are well. {_AGAIN}",
@@ -38,10 +38,10 @@ _CURES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job cannot go on.
+    """Why a job cannot continue.
 
     Args:
-        kind: what became of the worker.
+        kind: how the worker has failed.
         worker: its number.
         host: its machine.
         pid: its process there.
@@ -60,26 +60,26 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """What every process of the job ends with."""
+        """The exit code of every process of the job."""
         return _CODES[self.kind]
 
     @property
     def cure(self) -> str:
-        """What to do, in a sentence; empty where the failure is an error of the program."""
+        """What to do, in a sentence; empty if the failure is an error of the program."""
         return _CURES[self.kind]
 
     def as_message(self) -> dict[str, Any]:
-        """This, as it travels."""
+        """Return this as JSON."""
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "Failure":
-        """What :meth:`as_message` gave."""
+        """Return the failure that :meth:`as_message` was called on."""
         return cls(**{**message, "kind": FailureKind(message["kind"])})
 
 
 def summary_of(error: BaseException) -> str:
-    """An exception as the last line of its traceback has it.
+    """Return an exception as in the last line of its traceback.
 
     Example:
         >>> summary_of(ValueError("no labels"))

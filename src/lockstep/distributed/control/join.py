@@ -1,4 +1,4 @@
-"""How a worker meets the others before anything else starts: it connects, says who it is, and waits until all are here."""
+"""Join a job: connect to the chief, run the handshake, and wait until all workers have joined."""
 
 import os
 import socket
@@ -15,13 +15,18 @@ from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.coordinator import LINGER_SECONDS, Coordinator
 from lockstep.distributed.control.failure_detector import START, Limits
 from lockstep.distributed.control.failures import Failure
-from lockstep.distributed.control.framed_socket import FramedSocket
-from lockstep.distributed.control.handshake_client import RetryableConnectError, connect, introduce
-from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, HandshakeError, introduction
+from lockstep.distributed.control.handshake import (
+    HANDSHAKE_SECONDS,
+    HandshakeError,
+    RetryableConnectError,
+    connect,
+    introduce,
+    join_request,
+)
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.protocol import plain
 from lockstep.distributed.control.termination import ExitGuard
+from lockstep.distributed.control.transport import FramedSocket, as_json
 from lockstep.distributed.control.wait_logger import WaitLogger, listed
 
 __all__ = ["join"]
@@ -29,7 +34,7 @@ __all__ = ["join"]
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 
-Met = tuple[FramedSocket, tuple[Peer, ...]]  # The way to the chief, and all workers.
+Joined = tuple[FramedSocket, tuple[Peer, ...]]  # The connection to the chief, and all workers.
 
 
 def join(
@@ -45,32 +50,32 @@ def join(
     bind_host: str | None = None,
     listener: socket.socket | None = None,
     on_failure: Callable[[Failure], None] | None = None,
-    announce: Callable[[str], None] = log_info,
+    log: Callable[[str], None] = log_info,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ControlClient:
-    """Meet the other workers of the job at the chief's address, and check that all were started alike.
+    """Join the other workers of the job at the chief's address, and check that all were started with the same identity.
 
     Args:
-        group: who takes part. The chief, worker 0, listens at ``group.coordinator``; all others connect to it.
+        group: the workers. The chief, worker 0, listens at ``group.coordinator``; all others connect to it.
         identity: what must be equal on all workers, values of JSON: versions, the script's digest, options.
-        information: what the others may know of this worker, in :attr:`ControlClient.peers`.
-        generation: how many times this job was started again. Leftovers of an earlier start are turned away.
-        secret: the workers prove to each other that they know it. None: whoever reaches the port may join. Nothing is encrypted.
-        timeout_seconds: limit of every wait but the two that follow.
+        information: what the other workers see of this one, in :attr:`ControlClient.peers`.
+        generation: how many times this job was restarted. Processes of an earlier start are refused.
+        secret: the workers prove to each other that they know it. None: any process that reaches the port may join. Nothing is encrypted.
+        timeout_seconds: limit of every wait except the two that follow.
         start_seconds: limit of the wait for all workers here; None: ``timeout_seconds``.
-        long_seconds: limit for what may take long: a worker in the activity ``"start"`` or ``"compiling"``.
-        bind_host: address of this machine that the chief listens on; None: chosen by the coordinator's host.
-        listener: a socket that listens already, for the chief; then nothing is bound.
-        on_failure: is called once, in the session's thread, when the job cannot go on; None: the process says why and ends
+        long_seconds: limit for a worker in the activity ``"start"`` or ``"compiling"``.
+        bind_host: address of this machine that the chief listens on; None: chosen from the coordinator's host.
+        listener: a listening socket for the chief, which is used instead of a new one.
+        on_failure: is called once, in the client's thread, when the job cannot continue; None: the process logs why and ends
             (:class:`lockstep.distributed.control.termination.ExitGuard`).
-        announce: takes the lines about waits.
+        log: takes lines about waits.
         clock: gives seconds, and is not set back.
         sleep: waits between two tries to connect.
 
     Raises:
-        ClusterError: who is missing, or which worker differs in what; the same sentence on every worker.
-        OptionError: what a worker says of itself is not of JSON, or too large; or a limit is out of its range.
+        ClusterError: a worker is missing, or differs in its identity; the same sentence on every worker.
+        OptionError: identity or information is not JSON, or too large; or a limit is out of its range.
     """
     me = Peer(
         index=group.index,
@@ -78,31 +83,29 @@ def join(
         host=socket.gethostname(),
         pid=os.getpid(),
         generation=generation,
-        identity=plain(identity),
-        information=plain(information or {}),
+        identity=as_json(identity),
+        information=as_json(information or {}),
         address=group.coordinator if group.is_chief else "",
     )
-    introduction(me)
+    join_request(me)  # Raises OptionError before any network use.
     limits = Limits(timeout_seconds, long_seconds, start_seconds)
-    wait = _Join(group, me, secret, limits, WaitLogger(announce, clock), clock, sleep)
+    wait = _Join(group, me, secret, limits, WaitLogger(log, clock), clock, sleep)
     server = None
     if group.is_chief:
         if listener is None and group.workers > 1:
-            listener = open_listener(group.coordinator, bind_host, announce)
-        server = Coordinator(group, me, listener, secret, limits, announce, clock)
+            listener = open_listener(group.coordinator, bind_host, log)
+        server = Coordinator(group, me, listener, secret, limits, log, clock)
         connection, peers = wait.as_chief(server)
     else:
         connection, peers = wait.as_worker()
-    if wait.notice.was_told:
-        announce(f"all {group.workers} workers are here after {wait.notice.seconds:.0f} s")
-    return ControlClient(
-        group, peers, connection, server, limits, on_failure or ExitGuard().on_failure, announce, clock
-    )
+    if wait.notice.has_logged:
+        log(f"all {group.workers} workers are here after {wait.notice.seconds:.0f} s")
+    return ControlClient(group, peers, connection, server, limits, on_failure or ExitGuard().on_failure, log, clock)
 
 
 @dataclass(frozen=True)
 class _Join:
-    """The wait of one worker until all are here: its arguments are those of :func:`join`."""
+    """One worker's wait until all have joined; its arguments are those of :func:`join`."""
 
     group: WorkerGroup
     me: Peer
@@ -112,24 +115,24 @@ class _Join:
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 
-    def as_chief(self, server: Coordinator) -> Met:
-        """Wait for the others; where the job cannot start, stay until they have heard why."""
+    def as_chief(self, server: Coordinator) -> Joined:
+        """Wait for all workers; if the job cannot start, stay until they have been told why."""
         try:
             try:
                 return self._until_all_are_here(server.connection)
             except ClusterError:
-                server.all_told.wait(LINGER_SECONDS)
+                server.rejection_sent.wait(LINGER_SECONDS)
                 raise
         except BaseException:
             server.stop()
             server.connection.close()
             raise
 
-    def as_worker(self) -> Met:
-        """Look for the chief until it lets this worker in."""
+    def as_worker(self) -> Joined:
+        """Try to join until the chief admits this worker."""
         while True:
             try:
-                return self._try()
+                return self._try_once()
             except RetryableConnectError as error:
                 reason = str(error)
             if self.notice.seconds > self.limits.until_all_are_here:
@@ -138,14 +141,14 @@ class _Join:
                     f"can it be reached from here?",
                     exit_codes.PEER_LOST,
                 )
-            self.notice.tell(f"{self._chief} ({reason})")
+            self.notice.log(f"{self._chief} ({reason})")
             self.sleep(_RETRY_SECONDS)
 
     @property
     def _chief(self) -> str:
         return f"worker 0 of {self.group.workers}, the chief at {self.group.coordinator}"
 
-    def _try(self) -> Met:
+    def _try_once(self) -> Joined:
         connection = connect(self.group.coordinator, self._at_most(_CONNECT_SECONDS))
         try:
             introduce(connection, self.me, self.secret, self._at_most(HANDSHAKE_SECONDS))
@@ -158,11 +161,11 @@ class _Join:
             raise
 
     def _at_most(self, seconds: float) -> float:
-        """A limit that also ends this wait in time, and gives the last try a chance."""
+        """Return a limit that also ends this wait in time, but leaves the last try a moment."""
         return min(seconds, max(_RETRY_SECONDS, self.limits.until_all_are_here - self.notice.seconds))
 
-    def _until_all_are_here(self, connection: FramedSocket) -> Met:
-        """All workers, as soon as the chief says that they are here; it also says when the wait is over."""
+    def _until_all_are_here(self, connection: FramedSocket) -> Joined:
+        """Return all workers as soon as the chief reports that they have joined; it also ends a wait that takes too long."""
         heard = self.clock()
         while True:
             message = connection.wait(_RETRY_SECONDS)
@@ -170,17 +173,17 @@ class _Join:
                 heard = self.clock()
                 if message["kind"] == "welcome":
                     return connection, tuple(self._peer(known) for known in message["peers"])
-                self._listen(message)
+                self._handle(message)
             elif connection.ended is not None or self.clock() - heard > self.limits.timeout:
                 what = connection.ended or f"it said nothing for {self.limits.timeout:g} s"
                 raise ClusterError(f"{self._chief}, went away before all had joined: {what}.", exit_codes.PEER_LOST)
 
-    def _listen(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "beat" and START in message["missing"]:
-            self.notice.tell(listed(message["missing"][START]["names"]))
-        elif message["kind"] == "refuse" and message["again"]:
+    def _handle(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "heartbeat" and START in message["missing"]:
+            self.notice.log(listed(message["missing"][START]["names"]))
+        elif message["kind"] == "refused" and message["again"]:
             raise RetryableConnectError(message["sentence"])
-        elif message["kind"] == "refuse":
+        elif message["kind"] == "refused":
             raise ClusterError(message["sentence"], message["exit_code"])
 
     def _peer(self, known: dict[str, Any]) -> Peer:

@@ -1,4 +1,4 @@
-"""Where the chief listens, and who is there already if it cannot."""
+"""Listening socket of the chief and of parameter servers; names the process that uses the port already."""
 
 import contextlib
 import errno
@@ -9,32 +9,31 @@ from collections.abc import Callable
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.addresses import is_loopback, split_address
-from lockstep.distributed.control.framed_socket import FramedSocket
-from lockstep.distributed.control.handshake_server import hello
-from lockstep.distributed.control.protocol import new_nonce
+from lockstep.distributed.control.handshake import hello, new_nonce
+from lockstep.distributed.control.transport import FramedSocket
 
 __all__ = ["open_listener"]
 
-_ASK_SECONDS = 1.0
-_EVERYWHERE = ""
+_PROBE_SECONDS = 1.0
+_ALL_ADDRESSES = ""
 
 
 def open_listener(
-    coordinator: str, bind_host: str | None, announce: Callable[[str], None], who: str = "the chief"
+    coordinator: str, bind_host: str | None, log: Callable[[str], None], who: str = "the chief"
 ) -> socket.socket:
-    """A socket that listens for other processes.
+    """Return a socket that listens for the other processes of the job.
 
-    It listens on the coordinator's host where that is a loopback or another address of this machine. A name may mean
-    something else here than elsewhere (127.0.1.1, often), and an address may be translated on the way: then it listens on all.
+    It listens on the coordinator's host if that is a loopback address or another address of this machine. If it is a name, which
+    may have another address on this machine (often 127.0.1.1), or an address of a NAT, it listens on all addresses.
 
     Args:
-        coordinator: ``host:port`` that the others connect to.
-        bind_host: where to listen instead.
-        announce: takes a line.
-        who: listens, for messages.
+        coordinator: ``host:port`` that the other processes connect to.
+        bind_host: address to listen on instead.
+        log: takes a line.
+        who: the process that listens, for messages.
 
     Raises:
-        ClusterError: the port is in use, or the host is none of this machine.
+        ClusterError: the port is in use, or the host is not an address of this machine.
     """
     named, port = split_address("the coordinator", coordinator)
     host = bind_host if bind_host is not None else _host_to_bind(named)
@@ -42,12 +41,12 @@ def open_listener(
         return _listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ClusterError(_in_use(named if host == _EVERYWHERE else host, port, who)) from None
-        if bind_host is None and host != _EVERYWHERE and error.errno == errno.EADDRNOTAVAIL:
-            announce(f"{host} is no address of this machine: {who} listens on port {port} of all its addresses")
-            return open_listener(coordinator, _EVERYWHERE, announce, who)
+            raise ClusterError(_port_in_use(named if host == _ALL_ADDRESSES else host, port, who)) from None
+        if bind_host is None and host != _ALL_ADDRESSES and error.errno == errno.EADDRNOTAVAIL:
+            log(f"{host} is no address of this machine: {who} listens on port {port} of all its addresses")
+            return open_listener(coordinator, _ALL_ADDRESSES, log, who)
         place = f"port {port} of {host or 'this machine'}"
-        raise ClusterError(f"{_capital(who)} cannot listen on {place}: {error}.") from None
+        raise ClusterError(f"{_capitalize(who)} cannot listen on {place}: {error}.") from None
 
 
 def _host_to_bind(host: str) -> str:
@@ -56,11 +55,11 @@ def _host_to_bind(host: str) -> str:
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host.partition("%")[0])
         return host
-    return _EVERYWHERE
+    return _ALL_ADDRESSES
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    if host == _EVERYWHERE:
+    if host == _ALL_ADDRESSES:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
         return socket.create_server(("0.0.0.0", port), backlog=128)
@@ -68,26 +67,26 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address[:2], family=family, backlog=128)
 
 
-def _in_use(host: str, port: int, who: str) -> str:
-    there = _who_is_there(host, port)
-    other = f"another Lockstep job ({there})" if there else "something that is no Lockstep job"
+def _port_in_use(host: str, port: int, who: str) -> str:
+    process = _find_process(host, port)
+    other = f"another Lockstep job ({process})" if process else "something that is no Lockstep job"
     return (
-        f"{_capital(who)} cannot listen on port {port} of {host}: {other} uses it. End that, or give all workers of this job another "
+        f"{_capitalize(who)} cannot listen on port {port} of {host}: {other} uses it. End that, or give all workers of this job another "
         f"port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT."
     )
 
 
-def _capital(who: str) -> str:
+def _capitalize(who: str) -> str:
     return who[0].upper() + who[1:]
 
 
-def _who_is_there(host: str, port: int) -> str | None:
-    """Which process of Lockstep listens there, by its own words; None where it is something else."""
+def _find_process(host: str, port: int) -> str | None:
+    """Return which process of Lockstep listens at an address, from its challenge; None if it is another program."""
     with contextlib.suppress(OSError):
-        connection = FramedSocket(socket.create_connection((host, port), timeout=_ASK_SECONDS))
+        connection = FramedSocket(socket.create_connection((host, port), timeout=_PROBE_SECONDS))
         with contextlib.closing(connection):
             connection.send(hello(new_nonce()))
-            deadline = time.monotonic() + _ASK_SECONDS
+            deadline = time.monotonic() + _PROBE_SECONDS
             while connection.ended is None and time.monotonic() < deadline:
                 message = connection.wait(deadline - time.monotonic())
                 if message is not None:

@@ -1,4 +1,4 @@
-"""A worker as the others know it: what it says of itself when it joins."""
+"""Description of a worker that it sends when it joins."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ class Peer:
 
     Args:
         index: its number, 0 is the chief.
-        workers: number of workers that it was told.
+        workers: number of workers that it was started with.
         host: name of its machine.
         pid: its process there.
-        generation: how many times its job was started again.
+        generation: how many times its job was restarted.
         identity: what must be equal on all workers.
-        information: what the others may know: anything of JSON.
-        address: where its connection comes from, as the chief sees it.
+        information: for the other workers: any JSON.
+        address: of its end of the connection, as the chief sees it.
 
     Example:
         >>> str(Peer(index=1, workers=3, host="node1", pid=77))
@@ -41,10 +41,10 @@ class Peer:
 
     @property
     def job(self) -> str:
-        """``worker``, or what it says that it is where there are other jobs, too: ``chief``, ``ps`` or ``evaluator``."""
+        """``worker``; in a cluster of several jobs also ``chief``, ``ps`` or ``evaluator``."""
         return str(self.information.get("job", "worker"))
 
     @property
     def process(self) -> str:
-        """Where it runs, for messages."""
+        """Machine and process number, for messages."""
         return f"{self.host}, process {self.pid}"

@@ -1,4 +1,4 @@
-"""Calls in which all workers meet, as the chief keeps them: who has come, who is missing, who asks something else."""
+"""Collective calls that are under way, as the chief tracks them: which workers have called, which are missing, which disagree."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,45 +13,45 @@ GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"
 
 @dataclass(frozen=True)
 class CollectiveReply:
-    """What some workers are answered.
+    """The result of a collective call for some workers.
 
     Args:
         to: the workers.
-        lane: of the call.
-        values: what they have asked for; empty after an error.
+        channel: of the call.
+        values: the result; empty after an error.
         error: why there is none.
     """
 
     to: tuple[int, ...]
-    lane: str
+    channel: str
     values: list[Any] = field(default_factory=list)
     error: str | None = None
 
 
 @dataclass
 class _PendingCollective:
-    """The n-th call on a lane, whose workers are still coming."""
+    """The n-th call on a channel, which not all workers have made yet."""
 
-    lane: str
+    channel: str
     first: int
-    asks: tuple[str, str]
+    call: tuple[str, str]  # Operation and topic.
     values: dict[int, Any] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)  # Those that have come and were not answered yet.
+    waiting: set[int] = field(default_factory=set)  # Workers that have called and have no result yet.
     error: str | None = None
 
 
 class PendingCollectives:
-    """All calls that are under way.
+    """All collective calls that are under way.
 
     Args:
-        workers: number of workers that must come.
+        workers: number of workers that make each call.
 
     Example:
         >>> calls = PendingCollectives(2)
         >>> calls.put(0, "main", 0, "gather", "rows", 7)
         []
         >>> calls.put(1, "main", 0, "gather", "rows", 9)
-        [CollectiveReply(to=(0, 1), lane='main', values=[7, 9], error=None)]
+        [CollectiveReply(to=(0, 1), channel='main', values=[7, 9], error=None)]
     """
 
     def __init__(self, workers: int) -> None:
@@ -59,62 +59,64 @@ class PendingCollectives:
         self._calls: dict[tuple[str, int], _PendingCollective] = {}
         self._left: dict[int, str] = {}
 
-    def put(self, worker: int, lane: str, number: int, operation: str, topic: str, value: Any) -> list[CollectiveReply]:
-        """A worker has come to its call ``number`` on a lane; gives what can be answered now."""
-        call = self._calls.setdefault((lane, number), _PendingCollective(lane, worker, (operation, topic)))
-        call.values[worker] = value
-        call.waiting.add(worker)
-        if (operation, topic) != call.asks and call.error is None:
-            call.error = (
-                f"worker {call.first} is at {_named(*call.asks)} where worker {worker} is at {_named(operation, topic)} "
-                f"(call {number + 1} on lane {lane!r}): all workers must make the same calls in the same order."
+    def put(
+        self, worker: int, channel: str, number: int, operation: str, topic: str, value: Any
+    ) -> list[CollectiveReply]:
+        """Add a worker's call ``number`` on a channel; returns the results that are complete."""
+        pending = self._calls.setdefault((channel, number), _PendingCollective(channel, worker, (operation, topic)))
+        pending.values[worker] = value
+        pending.waiting.add(worker)
+        if (operation, topic) != pending.call and pending.error is None:
+            pending.error = (
+                f"worker {pending.first} is at {_named(*pending.call)} where worker {worker} is at {_named(operation, topic)} "
+                f"(call {number + 1} on channel {channel!r}): all workers must make the same calls in the same order."
             )
-        if len(call.values) == self._workers:
-            del self._calls[lane, number]
-        return self._answered([call])
+        if len(pending.values) == self._workers:
+            del self._calls[channel, number]
+        return self._complete([pending])
 
     def leave(self, worker: int, name: str) -> list[CollectiveReply]:
-        """A worker will make no more calls; gives what is answered to those that wait for it."""
+        """Note that a worker will make no more calls; returns the errors for those that wait for it."""
         self._left[worker] = name
-        return self._answered(self._calls.values())
+        return self._complete(self._calls.values())
 
-    def abandon(self, worker: int, lane: str) -> None:
-        """A worker waits no longer on a lane, and will make no more calls there."""
-        for key, call in list(self._calls.items()):
-            if call.lane == lane:
-                call.waiting.discard(worker)
-                if not call.waiting:
+    def abandon(self, worker: int, channel: str) -> None:
+        """Note that a worker waits no longer on a channel, and will make no more calls there."""
+        for key, pending in list(self._calls.items()):
+            if pending.channel == channel:
+                pending.waiting.discard(worker)
+                if not pending.waiting:
                     del self._calls[key]
 
     def missing(self, worker: int) -> dict[str, list[int]]:
-        """For each lane on which ``worker`` waits, the workers that have not come."""
+        """Return the workers that have not called, for each channel on which ``worker`` waits."""
         return {
-            call.lane: [other for other in range(self._workers) if other not in call.values]
-            for call in self._calls.values()
-            if worker in call.waiting
+            pending.channel: [other for other in range(self._workers) if other not in pending.values]
+            for pending in self._calls.values()
+            if worker in pending.waiting
         }
 
-    def _answered(self, calls: Iterable[_PendingCollective]) -> list[CollectiveReply]:
+    def _complete(self, calls: Iterable[_PendingCollective]) -> list[CollectiveReply]:
         replies = []
-        for call in calls:
-            gone = [name for worker, name in self._left.items() if worker not in call.values]
-            if gone and call.error is None:
-                call.error = (
-                    f"{listed(gone)} came to the end before {_named(*call.asks)}, where others wait: all workers must make the same "
+        for pending in calls:
+            gone = [name for worker, name in self._left.items() if worker not in pending.values]
+            if gone and pending.error is None:
+                pending.error = (
+                    f"{listed(gone)} came to the end before {_named(*pending.call)}, where others wait: all workers must make the same "
                     "calls, such as fit and evaluate, in the same order."
                 )
-            if call.error is not None or len(call.values) == self._workers:
-                values = [] if call.error else _result(call)
-                replies.append(CollectiveReply(tuple(sorted(call.waiting)), call.lane, values, call.error))
-                call.waiting.clear()
+            if pending.error is not None or len(pending.values) == self._workers:
+                values = [] if pending.error else _result(pending)
+                replies.append(CollectiveReply(tuple(sorted(pending.waiting)), pending.channel, values, pending.error))
+                pending.waiting.clear()
         return [reply for reply in replies if reply.to]
 
 
-def _result(call: _PendingCollective) -> list[Any]:
-    operation, _ = call.asks
+def _result(pending: _PendingCollective) -> list[Any]:
+    operation, _ = pending.call
     if operation == BARRIER:
         return []
-    return [call.values[worker] for worker in sorted(call.values)][: 1 if operation == BROADCAST else None]
+    return [pending.values[worker] for worker in sorted(pending.values)][: 1 if operation == BROADCAST else None]
 
 
 def _named(operation: str, topic: str) -> str:

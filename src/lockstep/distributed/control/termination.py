@@ -1,50 +1,54 @@
-"""How the process of a worker ends when its job cannot go on.
+"""End of a worker's process when its job cannot continue, when an exception is not caught, or when JAX aborts it.
 
-Its main thread may hang in C++ for ever, and JAX holds a process that ends for minutes, waiting for the others. So the
-process says why, gives Python code a moment to unwind, and ends without asking anybody.
+The main thread may hang in C++ for ever, and JAX holds a process that ends for minutes, waiting for the other workers. So the
+process logs the reason, gives Python code a moment to unwind, and ends by ``os._exit``.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failures import Failure, FailureKind, summary_of
 
-__all__ = ["GRACE_SECONDS", "ExitGuard"]
+__all__ = ["GRACE_SECONDS", "ExitGuard", "install_sigabrt_handler"]
 
 GRACE_SECONDS = 1.5
-_WRITE_SECONDS = 1.0  # A pipe that nobody reads, or a lock of the main thread, must not hold the process.
+_WRITE_SECONDS = 1.0  # A full pipe, or a lock that the main thread holds, must not keep the process alive.
+_ABORT_SECONDS = 5.0  # For the control client to find the cause of an abort and to end the process.
+_POLL_SECONDS = 0.05
 _STANDARD_ERROR = 2
 
 
 class ExitGuard:
-    """Ends the process when its job cannot go on, and when nobody has caught an exception; then it tells the other workers.
+    """Ends the process when its job cannot continue, or after an uncaught exception, which it reports to the other workers.
 
-    A failure of the job (:meth:`on_failure`): calls of the session have raised ClusterError by then, so Python code can unwind and
-    end the process itself. Only where it is still alive after the grace is it ended. Where a worker is stuck, each writes the stacks of
-    all its threads. What has become of whom is the last line: where an exception follows, it is said again below the traceback.
+    After a failure of the job (:meth:`on_failure`), collective calls have raised ClusterError, so Python code can unwind and
+    end the process itself. If it is still alive after the grace, it is ended. If a worker is stuck, each worker writes the stacks
+    of all its threads. The failure is the last line: if a traceback follows, the line is repeated below it.
 
-    An exception (:meth:`hook`, between :meth:`install` and :meth:`restore`): the exit code is that of the cause: of a
-    ClusterError, of the job's failure where that came first, else of an error of the user's program. ``SystemExit`` is left alone.
+    After an exception (:meth:`hook`, between :meth:`install` and :meth:`restore`), the exit code is that of the cause: of a
+    ClusterError, of the job's failure if that came first, else of an error of the user's program. ``SystemExit`` is not handled.
 
     Args:
-        session: who is told; may be set later.
+        session: the control client, to report exceptions; may be set later.
         grace_seconds: time for the program to end by itself.
         end: ends the process.
         sleep: waits.
 
     Attributes:
-        before_end: is given the summary of an exception that nobody has caught, and the exit code, to tell others who are not in the
-            session.
+        before_end: gets the summary of an uncaught exception and the exit code, to report them to processes outside of the
+            control channel.
 
     Example:
         >>> import sys
@@ -71,71 +75,71 @@ class ExitGuard:
         self._process = os.getpid()
         self._before: Callable[..., Any] = sys.__excepthook__
         self._is_installed = False
-        self._speaking = threading.Lock()
-        self._has_said = False
+        self._write_lock = threading.Lock()
+        self._has_written = False
         self._raised = ""
         self.before_end: Callable[[str, int], Any] = lambda summary, code: None
 
     def install(self) -> None:
-        """Take the place of ``sys.excepthook``."""
+        """Set ``sys.excepthook``."""
         if not self._is_installed:
             self._before, sys.excepthook, self._is_installed = sys.excepthook, self.hook, True
 
     def restore(self) -> None:
-        """Give the place back; where somebody else has taken it since, do nothing from now on but call who was there before."""
+        """Restore ``sys.excepthook``; if it was replaced since, :meth:`hook` only calls the previous one from now on."""
         if self._is_installed and sys.excepthook == self.hook:
             sys.excepthook = self._before
         self._is_installed = False
 
     def on_failure(self, failure: Failure) -> None:
-        """Say why the job cannot go on, and end this process with the code that belongs to it."""
+        """Write why the job cannot continue, and end this process with the exit code of that failure."""
         if not self._raised:
-            _within_limit(lambda: self._say_once(failure))
+            _run_with_limit(lambda: self._write_once(failure))
         self._sleep(self._grace_seconds)
-        _within_limit(lambda: self._say_once(failure))
+        _run_with_limit(lambda: self._write_once(failure))
         self._end(failure.exit_code)
 
     def hook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """Print the traceback as before, tell the others, and end."""
+        """Print the traceback, report the exception to the other workers, and end the process."""
         is_at_a_prompt = "ps1" in vars(sys)
         if not self._is_installed or is_at_a_prompt or os.getpid() != self._process:
-            self._before(kind, error, traceback)  # A prompt goes on, and a forked child ends as it would without us.
+            self._before(kind, error, traceback)  # A prompt continues, and a forked child ends as without Lockstep.
             return
         self._raised = summary_of(error)
         self._before(kind, error, traceback)
         failure = None if self.session is None else _cause(self.session, self._raised)
         code = _code(error, failure)
-        _within_limit(lambda: self.before_end(self._raised, code))
-        _within_limit(_flush if failure is None else lambda: self._say_last(failure))
+        _run_with_limit(lambda: self.before_end(self._raised, code))
+        _run_with_limit(_flush if failure is None else lambda: self._write_again(failure))
         self._end(code)
 
-    def _say_once(self, failure: Failure) -> None:
-        with self._speaking:
-            if not self._has_said:
-                self._say(failure)
+    def _write_once(self, failure: Failure) -> None:
+        with self._write_lock:
+            if not self._has_written:
+                self._write(failure)
         _flush()
 
-    def _say_last(self, failure: Failure) -> None:
-        """An error that all workers raise alike stands in the traceback above."""
+    def _write_again(self, failure: Failure) -> None:
+        """Repeat the failure below a traceback, unless the traceback shows the same error."""
         if not (failure.kind is FailureKind.FAILED and failure.sentence.endswith(self._raised)):
-            with self._speaking:
-                self._say(failure)
+            with self._write_lock:
+                self._write(failure)
 
-    def _say(self, failure: Failure) -> None:
-        if failure.kind is FailureKind.STUCK and not self._has_said:
+    def _write(self, failure: Failure) -> None:
+        if failure.kind is FailureKind.STUCK and not self._has_written:
             faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
-        self._has_said = True
+        self._has_written = True
         _flush()
         stream = sys.stderr
-        if stream is not None:  # As under pythonw, and in daemons.
+        if stream is not None:  # None under pythonw and in daemons.
             stop = "" if failure.sentence.endswith((".", "!", "?")) else "."
-            said = f"{failure.sentence}{stop} This process ends with code {failure.exit_code}. {failure.cure}"
-            stream.write(f"lockstep: {said.rstrip()}\n")
+            line = f"{failure.sentence}{stop} This process ends with code {failure.exit_code}. {failure.cure}"
+            stream.write(f"lockstep: {line.rstrip()}\n")
             stream.flush()
 
 
 def _cause(session: ControlClient, summary: str) -> Failure | None:
-    """Tell the others; gives what has become of one of them first, if that is the cause."""
+    """Report an exception; returns the failure of another worker if that is its cause."""
     session.fail(summary)
     failure = session.failure
     is_own = failure is not None and failure.kind is FailureKind.FAILED and failure.worker == session.group.index
@@ -157,11 +161,56 @@ def _flush() -> None:
                 stream.flush()
 
 
-def _within_limit(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work, name="lockstep-last-words", daemon=True)
+def _run_with_limit(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work, name="lockstep-exit", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # The interpreter ends, and starts no more threads.
+    except RuntimeError:  # The interpreter is shutting down and starts no more threads.
         work()
     else:
         thread.join(_WRITE_SECONDS)
+
+
+class FailureSource(Protocol):
+    """The part of a control client that :func:`install_sigabrt_handler` reads."""
+
+    failure: Failure | None
+
+
+def install_sigabrt_handler(session: FailureSource) -> Callable[[int], Any]:
+    """Have ``abort()`` in any thread wait for the control client to end this process.
+
+    When the chief dies, JAX's client in every other worker aborts its process within milliseconds, with a stack of C++ frames and
+    no word of the lost worker. The control client is about to report that, and needs a moment.
+
+    A handler of Python's ``signal`` module would run in the main thread, which hangs. This one runs in the thread that aborts.
+    Calling Python there is as safe as the place that aborts: this is not for crashes such as SIGSEGV.
+
+    Args:
+        session: has the failure of the job, or soon will.
+
+    Returns:
+        The handler, which is kept as long as the process lives.
+    """
+
+    def handler(number: int) -> None:
+        deadline = time.monotonic() + _ABORT_SECONDS
+        while time.monotonic() < deadline:
+            if session.failure is not None:  # Written again, as JAX has printed much since.
+                os.write(_STANDARD_ERROR, f"lockstep: {session.failure.sentence}\n".encode())
+                time.sleep(_ABORT_SECONDS)  # The control client ends the process after its own grace.
+            time.sleep(_POLL_SECONDS)
+        os.write(_STANDARD_ERROR, _UNKNOWN)
+        os._exit(exit_codes.PEER_LOST)
+
+    called_by_c = _HANDLER(handler)
+    _handlers.append(called_by_c)
+    signal_function = ctypes.CDLL(None).signal
+    signal_function.argtypes, signal_function.restype = [ctypes.c_int, _HANDLER], ctypes.c_void_p
+    signal_function(signal.SIGABRT, called_by_c)
+    return handler
+
+
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_UNKNOWN = b"lockstep: JAX has aborted this process, above it says why; no worker was seen to be lost.\n"
+_handlers: list[Any] = []  # Keeps them alive: C has only their addresses.

@@ -1,63 +1,63 @@
-"""How a wait is told while it lasts: after two seconds, and again whenever it has become twice as long."""
+"""Log lines about a wait while it lasts: after two seconds, and again each time it has become twice as long."""
 
 import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
-__all__ = ["CancelledError", "WaitLogger", "is_given_up", "listed"]
+__all__ = ["CancelledError", "WaitLogger", "is_cancelled", "listed"]
 
 _FIRST = 2.0  # seconds
 
 
-# Whether anybody still wants what this thread waits for; a thread that works ahead of another one says so.
-is_given_up: ContextVar[Callable[[], bool]] = ContextVar("is_given_up", default=lambda: False)
+# Whether the result of the wait in this thread is no longer wanted; set by threads that work ahead of another one.
+is_cancelled: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
 
 
 class CancelledError(Exception):
-    """Nobody wants what was waited for any more."""
+    """The result of a wait is no longer wanted."""
 
 
 class WaitLogger:
-    """One wait.
+    """Logs one wait.
 
     Args:
-        announce: takes the line.
+        log: takes lines.
         clock: gives seconds, and is not set back.
 
     Example:
         >>> times = iter([0.0, 1.0, 2.5, 3.0, 14.0])
-        >>> notice = WaitLogger(print, clock=lambda: next(times))
+        >>> wait = WaitLogger(print, clock=lambda: next(times))
         >>> for _ in range(4):
-        ...     notice.tell("worker 2 of 3 at b:12421")
+        ...     wait.log("worker 2 of 3 at b:12421")
         waiting for worker 2 of 3 at b:12421, 2 s
         waiting for worker 2 of 3 at b:12421, 14 s
     """
 
-    def __init__(self, announce: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._announce, self._clock = announce, clock
+    def __init__(self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._clock = log, clock
         self._begun = clock()
         self._next = _FIRST
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """How long the wait has lasted."""
         return self._clock() - self._begun
 
     @property
-    def was_told(self) -> bool:
-        """Whether anybody knows of it."""
+    def has_logged(self) -> bool:
+        """Whether a line was logged."""
         return self._next > _FIRST
 
-    def tell(self, whom: str) -> None:
-        """Say for whom this waits, if it is time to."""
+    def log(self, whom: str) -> None:
+        """Log a line that names whom this waits for, if it is time to."""
         seconds = self.seconds
         if seconds >= self._next:
             self._next = 2 * seconds
-            self._announce(f"waiting for {whom}, {int(seconds)} s")
+            self._log(f"waiting for {whom}, {int(seconds)} s")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as a sentence lists them.
+    """Join names as in a sentence.
 
     Example:
         >>> listed(["worker 1", "worker 2", "worker 3"])

@@ -1,4 +1,4 @@
-"""Which schedulers and launchers are known, and in which order they are looked for."""
+"""Cluster resolvers, and the order in which :func:`resolve` looks for schedulers and launchers."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -31,32 +31,32 @@ __all__ = [
     "resolve",
 ]
 
-# Variables are inherited, so that a process sees those of everything above it. The one that knows it best stands first:
-# from what was set for this one process on purpose, over what started it, to what only gave it its machines.
+# Variables are inherited, so a process sees those of all its parents. The most specific source is first: variables that were set
+# for this process, then those of the launcher that started it, then those of the scheduler that only provided its machines.
 RESOLVERS: tuple[type[EnvironmentResolver], ...] = (
-    TFConfigClusterResolver,  # The user's own words, maybe in this very script; lockstep run sets it, too.
+    TFConfigClusterResolver,  # Written by the user, maybe in this very script; lockstep run sets it, too.
     TorchrunClusterResolver,  # Set for each process by its parent, which srun, mpirun or a pod may have started.
     JaxClusterResolver,  # Set for each process by hand or in a manifest, also in an Indexed Job.
     OpenMpiClusterResolver,  # mpirun starts its daemons with srun, and its processes inherit the daemons' SLURM_*.
     RayClusterResolver,  # Ray's workers inherit what `ray start` was started with, srun or a pod.
     SlurmClusterResolver,
-    KubernetesClusterResolver,  # Last, as pods may run any of those above.
+    KubernetesClusterResolver,  # Last, as pods may run any of the others.
 )
 
 
 def resolve(
     environ: Mapping[str, str] = os.environ, resolvers: Sequence[type[EnvironmentResolver]] = RESOLVERS
 ) -> ClusterResolver | None:
-    """Find out who trains together, from the first scheduler or launcher whose variables are set.
+    """Return the resolver of the first scheduler or launcher whose variables are set.
 
-    Where others are set as well and say something else, a note of the group says what was not used.
+    If variables of another one are set, too, and contradict it, a note of the group says what was not used.
 
     Args:
         environ: names and values.
         resolvers: in the order in which they are tried.
 
     Returns:
-        The resolver; None where no variables are set, that is for a process that trains alone.
+        The resolver; None if no variables are set, that is for a process that trains alone.
 
     Raises:
         ClusterError: the variables of the first one are incomplete or contradict each other.
@@ -74,17 +74,17 @@ def resolve(
         return None
     first = present[0](environ=environ)
     group = first.membership.group
-    if group is None:  # It trains in step with nobody, whatever the others say.
+    if group is None:  # A parameter server has no group to compare.
         return first
-    known = {**environ, COORDINATOR: group.coordinator}  # Those that are not used need not look for worker 0.
-    return first.noting(*(note for other in present[1:] for note in _not_used(other, known, group)))
+    known = {**environ, COORDINATOR: group.coordinator}  # The other resolvers need not look for worker 0.
+    return first.noting(*(note for other in present[1:] for note in _contradiction(other, known, group)))
 
 
-def _not_used(other: type[EnvironmentResolver], environ: Mapping[str, str], group: WorkerGroup) -> list[str]:
-    """A sentence if ``other`` says something else than the group that counts."""
+def _contradiction(other: type[EnvironmentResolver], environ: Mapping[str, str], group: WorkerGroup) -> list[str]:
+    """Return a sentence if ``other`` contradicts the group that is used."""
     try:
         ignored = other(environ=environ).group()
-    except ClusterError:  # It need not be complete to be ignored.
+    except ClusterError:  # Its variables are incomplete, and not used.
         return []
     if ignored.workers == 1 or (ignored.workers, ignored.index) == (group.workers, group.index):
         return []

@@ -1,4 +1,4 @@
-"""What every resolver answers, and what those that read the environment have in common."""
+"""Base classes of cluster resolvers: the interface, and resolvers that read environment variables."""
 
 import os
 from abc import ABC, abstractmethod
@@ -16,10 +16,10 @@ __all__ = ["ClusterResolver", "EnvironmentResolver"]
 
 
 class ClusterResolver:
-    """Says which processes train together and which of them this one is.
+    """Describes the processes that train together, and which of them this one is.
 
-    Counterpart of ``tf.distribute.cluster_resolver.ClusterResolver``. What a resolver says was read when it was made; no
-    network was asked.
+    Counterpart of ``tf.distribute.cluster_resolver.ClusterResolver``. A resolver reads its source when it is made, and does not
+    use the network.
 
     Example:
         >>> from lockstep.cluster_resolver import SimpleClusterResolver
@@ -45,10 +45,10 @@ class ClusterResolver:
         self._environment, self._rpc_layer = environment, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the cluster whose addresses are known.
+        """Return the tasks of the cluster whose addresses are known.
 
         Returns:
-            All of them, or that of worker 0 only, where the scheduler tells no others.
+            All of them, or only that of worker 0 if the scheduler does not provide the others.
         """
         return self._membership.spec
 
@@ -64,16 +64,16 @@ class ClusterResolver:
 
     @property
     def environment(self) -> str:
-        """What somebody has written down of the surroundings, such as ``"cloud"``; read by nobody."""
+        """The environment that the source names, such as ``"cloud"``; Lockstep does not use it."""
         return self._environment
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that :meth:`master` writes before an address; Lockstep's processes speak their own."""
+        """The protocol that :meth:`master` writes before an address; Lockstep's processes use their own."""
         return self._rpc_layer
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task.
+        """Return the address of a task.
 
         Args:
             task_type: its job, by default this process's.
@@ -81,8 +81,8 @@ class ClusterResolver:
             rpc_layer: a protocol to write before it, by default :attr:`rpc_layer`.
 
         Returns:
-            ``host:port`` or ``protocol://host:port``. Without a task, what was given as ``master``, and an empty text
-            where the cluster has one task.
+            ``host:port`` or ``protocol://host:port``. Without a task, the argument ``master``, and an empty text
+            if the cluster has one task.
 
         Raises:
             ClusterError: the cluster has no such task.
@@ -90,26 +90,26 @@ class ClusterResolver:
         spec, layer = self.cluster_spec(), rpc_layer or self._rpc_layer
         if task_type is None and task_id is None:
             if self._master is not None:
-                return _address(self._master, layer)
+                return _with_protocol(self._master, layer)
             if sum(map(spec.num_tasks, spec.jobs)) < 2:
                 return ""
         job, index = task_type or self.task_type, self.task_id if task_id is None else task_id
-        return _address(spec.task_address(job, index), layer)
+        return _with_protocol(spec.task_address(job, index), layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> dict[str, int]:
-        """The accelerators of a process by their kind, such as ``{"GPU": 4}``; CPUs are none.
+        """Return the accelerators of a process by their kind, such as ``{"GPU": 4}``, without CPUs.
 
-        Counting starts JAX, which processes that train together may do only after their strategy is made.
+        This starts JAX, which processes that train together may do only after their strategy is made.
 
         Args:
-            task_type: not used: a process counts its own, and takes those that were given to be equal everywhere.
+            task_type: not used: a process counts its own, and given numbers hold for every process.
             task_id: likewise.
             config_proto: of TensorFlow 1; not used.
 
         Returns:
-            What was given as ``num_accelerators``, or what JAX finds here.
+            The argument ``num_accelerators``, or what JAX finds here.
 
         Example:
             >>> from lockstep.cluster_resolver import SimpleClusterResolver
@@ -118,30 +118,30 @@ class ClusterResolver:
         """
         if self._accelerators is not None:
             return dict(self._accelerators)
-        import jax  # Launchers read resolvers, too, and have no use for it.
+        import jax  # Imported here, as launchers use resolvers without JAX.
 
         return dict(Counter(device.platform.upper() for device in jax.local_devices() if device.platform != "cpu"))
 
     def group(self) -> WorkerGroup:
-        """The processes that train in step with this one.
+        """Return the processes that train in step with this one.
 
         Returns:
-            Their number, that of this one, and where worker 0 is.
+            Their number, the index of this one, and the address of worker 0.
 
         Raises:
-            ClusterError: this process is a ``ps``, which trains in step with nobody.
+            ClusterError: this process is a ``ps``, which does not train.
         """
         return self._membership.training_group()
 
     @property
     def membership(self) -> Membership:
-        """What this process is, for the strategies."""
+        """The task and group of this process, for the strategies."""
         return self._membership
 
     def noting(self, *notes: str) -> Self:
-        """This resolver with further sentences in the notes of its group."""
+        """Return this resolver with further sentences in the notes of its group."""
         noted = copy(self)
-        noted._membership = self._membership.noting(*notes)
+        noted._membership = self._membership.with_notes(*notes)
         return noted
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class ClusterResolver:
 
 
 class EnvironmentResolver(ClusterResolver, ABC):
-    """A resolver that reads variables which a scheduler or launcher has set.
+    """A resolver that reads variables of a scheduler or launcher.
 
     Args:
         environ: names and values. Nothing else is read, and nothing is written.
@@ -162,9 +162,9 @@ class EnvironmentResolver(ClusterResolver, ABC):
         ClusterError: a variable is missing, has a value that it cannot have, or contradicts another.
     """
 
-    source: ClassVar[str]  # The scheduler, as messages name it.
-    variables: ClassVar[tuple[str, ...]]  # The names of those that are read.
-    cure: ClassVar[str]  # A sentence for the user who lacks one.
+    source: ClassVar[str]  # The scheduler, for messages.
+    variables: ClassVar[tuple[str, ...]]  # Names of the variables that are read.
+    cure: ClassVar[str]  # A sentence that says how to set a missing one.
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         super().__init__(self._read(EnvReader(self.source, environ, self.cure)))
@@ -172,12 +172,12 @@ class EnvironmentResolver(ClusterResolver, ABC):
     @classmethod
     @abstractmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
-        """True where the variables say that this scheduler started the process, rightly or wrongly."""
+        """True if variables of this scheduler are set, even if they are wrong or incomplete."""
 
     @abstractmethod
     def _read(self, variables: EnvReader) -> Membership:
-        """What this process is, according to the variables."""
+        """Return the membership of this process from the variables."""
 
 
-def _address(address: str, rpc_layer: str | None) -> str:
+def _with_protocol(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer and address else address

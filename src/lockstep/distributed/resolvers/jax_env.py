@@ -1,11 +1,11 @@
-"""The variables that Kubeflow Trainer sets for JAX, and that anybody may set."""
+"""Cluster resolver for JAX's variables, which Kubeflow Trainer or the user sets."""
 
 from collections.abc import Mapping
 
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of
-from lockstep.distributed.cluster.ports import DEFAULT_PORT, coordinator_at
+from lockstep.distributed.cluster.membership import Membership, membership_of_group
+from lockstep.distributed.cluster.ports import DEFAULT_PORT, resolve_coordinator
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
@@ -15,7 +15,7 @@ _ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
 
 class JaxClusterResolver(EnvironmentResolver):
-    """Processes for which somebody has set JAX's names: by hand, in a manifest, or Kubeflow Trainer.
+    """Processes for which JAX's variables are set: by hand, in a manifest, or by Kubeflow Trainer.
 
     Reads ``JAX_COORDINATOR_ADDRESS`` (``host:port``), ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID``.
 
@@ -38,7 +38,7 @@ class JaxClusterResolver(EnvironmentResolver):
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
-        """True where the number of processes or that of this one is set; JAX reads the address in other cases, too."""
+        """True if the number of processes or that of this one is set; JAX reads the address in other cases, too."""
         return "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ
 
     def _read(self, variables: EnvReader) -> Membership:
@@ -49,4 +49,6 @@ class JaxClusterResolver(EnvironmentResolver):
                 return "127.0.0.1", DEFAULT_PORT
             return split_address(f"{self.source}: {_ADDRESS}", variables.text(_ADDRESS, "the address of worker 0"))
 
-        return membership_of(WorkerGroup(workers, index, coordinator_at(variables.environ, find), source=self.source))
+        return membership_of_group(
+            WorkerGroup(workers, index, resolve_coordinator(variables.environ, find), source=self.source)
+        )

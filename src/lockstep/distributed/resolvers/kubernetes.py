@@ -1,12 +1,12 @@
-"""The pods of an Indexed Job, or of one replicated job of a JobSet."""
+"""Cluster resolver for Kubernetes: the pods of an Indexed Job, or of one replicated job of a JobSet."""
 
 from collections.abc import Mapping
 from itertools import product
 
 from lockstep.distributed.cluster.addresses import join_address
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of
-from lockstep.distributed.cluster.ports import DEFAULT_PORT, coordinator_at
+from lockstep.distributed.cluster.membership import Membership, membership_of_group
+from lockstep.distributed.cluster.ports import DEFAULT_PORT, resolve_coordinator
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
@@ -19,7 +19,7 @@ class KubernetesClusterResolver(EnvironmentResolver):
     Kubernetes sets ``JOB_COMPLETION_INDEX``; the manifest must set the rest (``docs/clusters.md`` has it in full).
     ``JOB_COMPLETIONS`` is the number in ``completions``. For a Job, ``JOB_NAME`` is its name and ``SERVICE_NAME`` its headless
     service, the ``subdomain`` of the pods. For a JobSet, ``JOBSET_NAME``, ``REPLICATED_JOB_NAME``, ``REPLICATED_JOB_REPLICAS``
-    and ``JOB_INDEX`` are labels of the pod, and ``SERVICE_NAME`` is needed where its ``network`` names a subdomain.
+    and ``JOB_INDEX`` are labels of the pod, and ``SERVICE_NAME`` is needed if its ``network`` names a subdomain.
 
     Counterpart of ``tf.distribute.cluster_resolver.KubernetesClusterResolver``, which asks the API server instead.
 
@@ -58,14 +58,14 @@ class KubernetesClusterResolver(EnvironmentResolver):
         others = [
             join_address(f"{name}-{number}.{service}", DEFAULT_PORT) for name, number in product(names, range(pods))
         ]
-        coordinator = coordinator_at(variables.environ, lambda: (f"{names[0]}-0.{service}", DEFAULT_PORT))
+        coordinator = resolve_coordinator(variables.environ, lambda: (f"{names[0]}-0.{service}", DEFAULT_PORT))
         index = job * pods + pod
         addresses = (coordinator, *others[1:])
-        return membership_of(WorkerGroup(pods * jobs, index, coordinator, addresses, source=self.source))
+        return membership_of_group(WorkerGroup(pods * jobs, index, coordinator, addresses, source=self.source))
 
 
 def _job_names(variables: EnvReader, jobs: int) -> list[str]:
-    """Of all jobs whose pods train; their pods are called after them."""
+    """Return the names of all jobs whose pods train; names of pods begin with them."""
     if "JOBSET_NAME" not in variables.environ:
         return [variables.text("JOB_NAME", "the name of the Job")]
     jobset = variables.text("JOBSET_NAME", "the name of the JobSet")
@@ -74,6 +74,6 @@ def _job_names(variables: EnvReader, jobs: int) -> list[str]:
 
 
 def _service(variables: EnvReader) -> str:
-    """The headless service that gives pods their names; a JobSet makes one of its own name."""
+    """Return the headless service that names the pods; a JobSet makes one with its own name."""
     given = "SERVICE_NAME" in variables.environ or "JOBSET_NAME" not in variables.environ
     return variables.text("SERVICE_NAME", "the headless service") if given else variables.environ["JOBSET_NAME"]

@@ -1,21 +1,21 @@
-"""The variables that Open MPI's ``mpirun`` sets for each process."""
+"""Cluster resolver for Open MPI: the variables that ``mpirun`` sets for each process."""
 
 import re
 from collections.abc import Mapping
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of
-from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, coordinator_at, port_of_job
+from lockstep.distributed.cluster.membership import Membership, membership_of_group
+from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, port_of_job, resolve_coordinator
 from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 __all__ = ["OpenMpiClusterResolver"]
 
-# Up to Open MPI 4, where mpirun listens: 447676416.0;tcp://10.0.0.1,10.1.0.1:49085;tcp6://[fd00::1]:39533
+# Up to Open MPI 4, the address at which mpirun listens: 447676416.0;tcp://10.0.0.1,10.1.0.1:49085;tcp6://[fd00::1]:39533
 _LAUNCHER = "OMPI_MCA_orte_hnp_uri"
-_DAEMON = "OMPI_MCA_orte_local_daemon_uri"  # the same for the daemon of this machine, which is mpirun where that runs
-_NAMESPACE = "PMIX_NAMESPACE"  # since Open MPI 5: prterun-HOST-29270@1
+_DAEMON = "OMPI_MCA_orte_local_daemon_uri"  # The same for the daemon of this machine, which is mpirun itself on mpirun's machine.
+_NAMESPACE = "PMIX_NAMESPACE"  # Since Open MPI 5: prterun-HOST-29270@1.
 _HOST = "PMIX_HOSTNAME"
 _URI = re.compile(r"tcp://([^,:;]+)|tcp6://\[([^\],]+)")
 _NAME = re.compile(r"prte(?:run)?-(.+)-\d+@\d+")
@@ -24,8 +24,8 @@ _NAME = re.compile(r"prte(?:run)?-(.+)-\d+@\d+")
 class OpenMpiClusterResolver(EnvironmentResolver):
     """Processes that Open MPI's ``mpirun`` started.
 
-    Reads ``OMPI_COMM_WORLD_RANK``, ``…_SIZE``, ``…_LOCAL_RANK``, ``…_LOCAL_SIZE``. Open MPI does not tell where worker 0
-    is, but where ``mpirun`` runs, and worker 0 is usually there, too; where it is not, worker 0 says so, and
+    Reads ``OMPI_COMM_WORLD_RANK``, ``…_SIZE``, ``…_LOCAL_RANK``, ``…_LOCAL_SIZE``. Open MPI does not provide the machine of
+    worker 0, but that of ``mpirun``, which is usually the same; if it is not, worker 0 raises an error, and
     ``LOCKSTEP_COORDINATOR`` has to name it. Its port is computed from the name of the job (``lockstep.distributed.cluster.ports``).
 
     Args:
@@ -51,7 +51,7 @@ class OpenMpiClusterResolver(EnvironmentResolver):
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
-        """True where ``mpirun`` numbered the process."""
+        """True if ``mpirun`` numbered the process."""
         return "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ
 
     def _read(self, variables: EnvReader) -> Membership:
@@ -59,20 +59,22 @@ class OpenMpiClusterResolver(EnvironmentResolver):
         local, here = variables.index_and_count(
             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "processes here"
         )
-        coordinator = coordinator_at(variables.environ, lambda: _found(variables, index, here == workers))
+        coordinator = resolve_coordinator(
+            variables.environ, lambda: _find_coordinator(variables, index, here == workers)
+        )
         group = WorkerGroup(workers, index, coordinator, None, local, here, self.source)
         if here < workers:
             check_reachable(group)
-        return membership_of(group)
+        return membership_of_group(group)
 
 
-def _found(variables: EnvReader, index: int, is_one_machine: bool) -> tuple[str, int]:
-    """Host and port of worker 0, who is where mpirun is."""
+def _find_coordinator(variables: EnvReader, index: int, is_one_machine: bool) -> tuple[str, int]:
+    """Return host and port of worker 0, on the machine of mpirun."""
     environ = variables.environ
     port = port_of_job(environ[_NAMESPACE]) if _NAMESPACE in environ else DEFAULT_PORT
     if is_one_machine:
         return "127.0.0.1", port
-    host = _host_of_launcher(environ)
+    host = _launcher_host(environ)
     if host is None:
         raise ClusterError(
             f"{variables.source}: the workers are on several machines, and neither {_LAUNCHER} nor {_NAMESPACE} says which. "
@@ -87,7 +89,7 @@ def _found(variables: EnvReader, index: int, is_one_machine: bool) -> tuple[str,
     return host, port
 
 
-def _host_of_launcher(environ: Mapping[str, str]) -> str | None:
+def _launcher_host(environ: Mapping[str, str]) -> str | None:
     uri = _URI.search(environ.get(_LAUNCHER, ""))
     name = _NAME.fullmatch(environ.get(_NAMESPACE, ""))
     if uri is not None:
@@ -96,7 +98,7 @@ def _host_of_launcher(environ: Mapping[str, str]) -> str | None:
 
 
 def _is_at_launcher(environ: Mapping[str, str], host: str) -> bool:
-    """As far as the variables tell."""
+    """Return whether this process is on mpirun's machine, as far as the variables say."""
     if _LAUNCHER in environ:
         return environ.get(_DAEMON, environ[_LAUNCHER]) == environ[_LAUNCHER]
     return environ.get(_HOST, host).split(".")[0] == host.split(".")[0]

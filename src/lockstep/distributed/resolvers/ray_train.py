@@ -1,4 +1,4 @@
-"""The workers of Ray Train, which tells by functions what others tell by variables."""
+"""Cluster resolver for Ray Train, which has functions instead of variables."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of
-from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, coordinator_at, port_of_job
+from lockstep.distributed.cluster.membership import Membership, membership_of_group
+from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, port_of_job, resolve_coordinator
 from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
@@ -19,27 +19,27 @@ _JOB = "RAY_JOB_ID"
 
 
 class RayContext(Protocol):
-    """What is asked of ``ray.train.get_context()``."""
+    """The part of ``ray.train.get_context()`` that is used."""
 
     def get_world_rank(self) -> int:
-        """The number of this worker."""
+        """Return the number of this worker."""
 
     def get_world_size(self) -> int:
-        """The number of all."""
+        """Return the number of all workers."""
 
     def get_local_rank(self) -> int:
-        """The number of this worker on its node."""
+        """Return the number of this worker on its node."""
 
     def get_local_world_size(self) -> int:
-        """The number of workers on this node."""
+        """Return the number of workers on this node."""
 
 
 class RayTrain:
-    """Asks Ray; loads nothing of it where the program has not.
+    """Calls Ray if the program has imported it.
 
     Args:
-        modules: those that are loaded.
-        load: loads one more of Ray's.
+        modules: the imported modules.
+        load: imports one more of Ray's.
     """
 
     def __init__(self, modules: Mapping[str, Any] = sys.modules, load: Callable[[str], Any] = import_module) -> None:
@@ -47,7 +47,7 @@ class RayTrain:
         self._load = load
 
     def context(self) -> RayContext | None:
-        """The context of this worker; None outside of a training function."""
+        """Return the context of this worker; None outside of a training function."""
         train = self._modules.get("ray.train")
         try:
             context = train.get_context() if train is not None else None
@@ -56,10 +56,10 @@ class RayTrain:
         return context if context is not None and context.get_world_size() else None
 
     def host_of_chief(self) -> str:
-        """The address of worker 0's node, which it tells the others: all of them must ask.
+        """Return the address of worker 0's node, which it broadcasts: all workers must call this.
 
         Raises:
-            ClusterError: this version of Ray cannot tell.
+            ClusterError: this version of Ray has no broadcast.
         """
         try:
             own = self._modules["ray"].util.get_node_ip_address()
@@ -75,15 +75,15 @@ class RayClusterResolver(EnvironmentResolver):
     """The workers of a Ray Train ``DataParallelTrainer``.
 
     Numbers come from ``ray.train.get_context()``, as Ray has no variables for them. The address of worker 0 comes from
-    ``ray.train.collective``, where each worker waits for the others; Ray tells every minute whom it waits for, and
+    ``ray.train.collective``, where each worker waits for the others; Ray logs every minute which ones it waits for, and
     ``RAY_TRAIN_COLLECTIVE_TIMEOUT_S`` limits the wait. The port is computed from ``RAY_JOB_ID`` (``lockstep.distributed.cluster.ports``).
 
     Args:
         environ: has ``RAY_JOB_ID``.
-        ray: answers for Ray.
+        ray: calls Ray.
 
     Raises:
-        ClusterError: this is no worker of Ray Train, or Ray cannot tell where worker 0 is.
+        ClusterError: this is no worker of Ray Train, or Ray does not provide the address of worker 0.
 
     Example:
         >>> from lockstep.cluster_resolver import RayClusterResolver
@@ -113,8 +113,8 @@ class RayClusterResolver(EnvironmentResolver):
         def find() -> tuple[str, int]:
             return ("127.0.0.1", DEFAULT_PORT) if workers == 1 else (self._ray.host_of_chief(), port_of_job(job))
 
-        index, coordinator = context.get_world_rank(), coordinator_at(variables.environ, find)
+        index, coordinator = context.get_world_rank(), resolve_coordinator(variables.environ, find)
         group = WorkerGroup(workers, index, coordinator, None, context.get_local_rank(), here, self.source)
         if here < workers:
             check_reachable(group)
-        return membership_of(group)
+        return membership_of_group(group)

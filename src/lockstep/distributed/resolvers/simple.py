@@ -1,24 +1,24 @@
-"""A cluster that the user writes down in the program."""
+"""Cluster resolver for a cluster that the program describes."""
 
 import os
 from collections.abc import Mapping
 
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec, Jobs
-from lockstep.distributed.cluster.membership import membership_in
+from lockstep.distributed.cluster.membership import find_membership
 from lockstep.distributed.resolvers.base import ClusterResolver
 
 __all__ = ["SimpleClusterResolver"]
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster that is given, not found.
+    """A cluster that is given as an argument.
 
     Counterpart of ``tf.distribute.cluster_resolver.SimpleClusterResolver``.
 
     Args:
         cluster_spec: the addresses of all tasks, as a ``ClusterSpec`` or a dict.
         master: what :meth:`master` returns without a task.
-        task_type: the job of this process; may be left out where a single process trains.
+        task_type: the job of this process; may be left out if a single process trains.
         task_id: its index in the job; likewise.
         environment: a text of the user's.
         num_accelerators: accelerators of each process by their kind, such as ``{"GPU": 4}``; by default those that JAX finds.
@@ -26,7 +26,7 @@ class SimpleClusterResolver(ClusterResolver):
         environ: may have ``LOCKSTEP_COORDINATOR`` or ``LOCKSTEP_PORT``.
 
     Raises:
-        ClusterError: the cluster or the task cannot be.
+        ClusterError: the cluster or the task is invalid.
 
     Example:
         >>> from lockstep.cluster_resolver import SimpleClusterResolver
@@ -46,7 +46,7 @@ class SimpleClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        membership = membership_in("arguments", ClusterSpec(cluster_spec), task_type, task_id, environ)
+        membership = find_membership("arguments", ClusterSpec(cluster_spec), task_type, task_id, environ)
         super().__init__(
             membership,
             master=master,

@@ -1,4 +1,4 @@
-"""``TF_CONFIG``, as TensorFlow's tutorials write it and ``lockstep run`` sets it."""
+"""Cluster resolver for ``TF_CONFIG``, as in TensorFlow's tutorials; ``lockstep run`` sets it, too."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_in
+from lockstep.distributed.cluster.membership import Membership, find_membership
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 __all__ = ["TFConfigClusterResolver"]
@@ -70,21 +70,21 @@ class TFConfigClusterResolver(EnvironmentResolver):
         return not (isinstance(config, dict) and (not config or config.get("cluster") == {}))
 
     def _read(self, variables: EnvReader) -> Membership:
-        config = _parsed(variables.text("TF_CONFIG", "the cluster and this process's task"))
+        config = _parse(variables.text("TF_CONFIG", "the cluster and this process's task"))
         if "cluster" not in config:
             raise ClusterError(f"TF_CONFIG: 'cluster' is missing; it has {list(config)}. {self.cure}")
         try:
             spec = ClusterSpec(config["cluster"])
         except ClusterError as error:
             raise ClusterError(f"TF_CONFIG: {error}") from None
-        task = _object(config.get("task", {}), "task")
+        task = _check_object(config.get("task", {}), "task")
         job, index = self._given
-        job = _text(task) if job is None and "type" in task else job
-        index = _whole(task["index"]) if index is None and "index" in task else index
-        return membership_in("TF_CONFIG", spec, job, index, variables.environ)
+        job = _task_type(task) if job is None and "type" in task else job
+        index = _task_index(task["index"]) if index is None and "index" in task else index
+        return find_membership("TF_CONFIG", spec, job, index, variables.environ)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
@@ -93,23 +93,23 @@ def _parsed(text: str) -> dict[str, Any]:
             f"TF_CONFIG is no JSON: {error.msg} at character {error.pos}, near {around!r}. JSON wants double quotes and no "
             "comma after the last item; json.dumps of a dict writes it rightly."
         ) from None
-    return _object(config, "TF_CONFIG")
+    return _check_object(config, "TF_CONFIG")
 
 
-def _object(value: Any, name: str) -> dict[str, Any]:
+def _check_object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ClusterError(f"TF_CONFIG: {name}: expected a JSON object {{…}}, got {json.dumps(value)}.")
     return value
 
 
-def _text(task: dict[str, Any]) -> str:
+def _task_type(task: dict[str, Any]) -> str:
     if not isinstance(task["type"], str):
         raise ClusterError(f'TF_CONFIG: task type: expected a text such as "worker", got {json.dumps(task["type"])}.')
     return task["type"]
 
 
-def _whole(index: Any) -> int:
-    """TensorFlow takes ``"0"`` as well as ``0``."""
+def _task_index(index: Any) -> int:
+    """Return a task index, which may be a text, as in TensorFlow."""
     if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
         raise ClusterError(f"TF_CONFIG: task index: expected a whole number from 0, got {json.dumps(index)}.")
     return int(index)

@@ -1,27 +1,27 @@
-"""The variables that torchrun sets for each process, and those with which Kubeflow configures torchrun."""
+"""Cluster resolver for torchrun's variables, and for those with which Kubeflow configures torchrun."""
 
 from collections.abc import Mapping
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of
-from lockstep.distributed.cluster.ports import DEFAULT_PORT, coordinator_at, port_of_job
+from lockstep.distributed.cluster.membership import Membership, membership_of_group
+from lockstep.distributed.cluster.ports import DEFAULT_PORT, port_of_job, resolve_coordinator
 from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 __all__ = ["TorchrunClusterResolver"]
 
-_OF_PROCESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+_PROCESS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 class TorchrunClusterResolver(EnvironmentResolver):
     """Processes that torchrun, a Kubeflow ``PyTorchJob`` or Ray's ``TorchTrainer`` started.
 
-    Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, and ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` where they
-    are. Where they are not, but Kubeflow has set ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR``,
-    ``PET_MASTER_PORT`` for a torchrun that nobody has started, this process is the only one of its machine.
+    Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, and ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` if they
+    are set. If they are not, but Kubeflow has set ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR``,
+    ``PET_MASTER_PORT`` for a torchrun that was not started, this process is the only one of its machine.
 
-    The store of PyTorch listens on ``MASTER_PORT``, in torchrun itself or in worker 0. So the port is another one, which is
+    The store of PyTorch listens on ``MASTER_PORT``, in torchrun itself or in worker 0. So Lockstep uses another port, which is
     computed from it (``lockstep.distributed.cluster.ports``).
 
     Args:
@@ -39,26 +39,26 @@ class TorchrunClusterResolver(EnvironmentResolver):
 
     source = "torchrun"
     variables = (
-        *(*_OF_PROCESS, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *(*_PROCESS_VARIABLES, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         *("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE"),
     )
     cure = "Start the script with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process."
 
     @classmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
-        """True where two of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` are set, as one alone may mean anything."""
-        return "PET_NNODES" in environ or sum(name in environ for name in _OF_PROCESS) >= 2
+        """True if two of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` are set, as one alone may mean anything."""
+        return "PET_NNODES" in environ or sum(name in environ for name in _PROCESS_VARIABLES) >= 2
 
     def _read(self, variables: EnvReader) -> Membership:
         is_configured_only = "PET_NNODES" in variables.environ and "WORLD_SIZE" not in variables.environ
-        return membership_of(_of_machine(variables) if is_configured_only else _of_process(variables))
+        return membership_of_group(_group_of_machine(variables) if is_configured_only else _group_of_process(variables))
 
 
-def _of_process(variables: EnvReader) -> WorkerGroup:
+def _group_of_process(variables: EnvReader) -> WorkerGroup:
     index, workers = variables.index_and_count("RANK", "WORLD_SIZE")
     is_known = "LOCAL_WORLD_SIZE" in variables.environ
     local = variables.index_and_count("LOCAL_RANK", "LOCAL_WORLD_SIZE", "processes here") if is_known else (0, 1)
-    coordinator = _coordinator(variables, "MASTER_ADDR", "MASTER_PORT", workers)
+    coordinator = _find_coordinator(variables, "MASTER_ADDR", "MASTER_PORT", workers)
     group = WorkerGroup(
         workers, index, coordinator, local_index=local[0], local_workers=local[1], source=variables.source
     )
@@ -67,8 +67,8 @@ def _of_process(variables: EnvReader) -> WorkerGroup:
     return group
 
 
-def _of_machine(variables: EnvReader) -> WorkerGroup:
-    """Nobody has started torchrun, so that its machine has one process."""
+def _group_of_machine(variables: EnvReader) -> WorkerGroup:
+    """Return the group if torchrun was not started, so that each machine has one process."""
     nodes = variables.text("PET_NNODES", "the number of machines")
     if ":" in nodes:
         raise ClusterError(
@@ -82,21 +82,21 @@ def _of_machine(variables: EnvReader) -> WorkerGroup:
         "uses all devices of its machine. Start the script with torchrun, or lockstep run, for one process a device."
     )
     notes = (note,) if per_machine.isdecimal() and int(per_machine) > 1 else ()
-    coordinator = _coordinator(variables, "PET_MASTER_ADDR", "PET_MASTER_PORT", workers)
+    coordinator = _find_coordinator(variables, "PET_MASTER_ADDR", "PET_MASTER_PORT", workers)
     group = WorkerGroup(workers, index, coordinator, source=variables.source, notes=notes)
     if workers > 1:
         check_reachable(group)
     return group
 
 
-def _coordinator(variables: EnvReader, address: str, port: str, workers: int) -> str:
-    """Where worker 0 is reached; a process that trains alone needs no address."""
+def _find_coordinator(variables: EnvReader, address: str, port: str, workers: int) -> str:
+    """Return the address of worker 0; a process that trains alone needs none."""
 
     def find() -> tuple[str, int]:
         if workers == 1 and address not in variables.environ:
             return "127.0.0.1", DEFAULT_PORT
-        taken = variables.whole(port, "the port of PyTorch's store", least=1, most=65535)
+        taken = variables.integer(port, "the port of PyTorch's store", least=1, most=65535)
         own = port_of_job(taken)
         return variables.text(address, "the host of worker 0"), own + (own == taken)
 
-    return coordinator_at(variables.environ, find)
+    return resolve_coordinator(variables.environ, find)

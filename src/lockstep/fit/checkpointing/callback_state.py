@@ -12,7 +12,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.checkpoint.snapshot import DTYPES
+from lockstep._arrays import DTYPES
 
 __all__ = ["packed_attributes", "unpacked_attributes"]
 

@@ -126,7 +126,7 @@ class StatusWriter:
     def _workers(self) -> list[dict[str, Any]]:
         now, statuses = time.monotonic(), self._process_group.worker_statuses()
         rows = [_row(status, now) for status in statuses] or [self._single_process()]
-        seconds = {status.peer.index: status.facts for status in statuses} or {
+        seconds = {status.peer.index: status.metadata for status in statuses} or {
             0: {"waited": self._meter.waited, "read": self._meter.read}
         }
         if self._samples and _has_fallen(self._samples[-1][1], seconds):

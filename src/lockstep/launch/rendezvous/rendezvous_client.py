@@ -11,12 +11,17 @@ from typing import Any
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
-from lockstep.distributed.control.framed_socket import FramedSocket
-from lockstep.distributed.control.handshake_client import RetryableConnectError, connect, introduce
-from lockstep.distributed.control.handshake_server import HANDSHAKE_SECONDS, HandshakeError
+from lockstep.distributed.control.handshake import (
+    HANDSHAKE_SECONDS,
+    HandshakeError,
+    RetryableConnectError,
+    connect,
+    introduce,
+    wait_until_admitted,
+)
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.protocol import encode
+from lockstep.distributed.control.transport import FramedSocket, encode
 from lockstep.distributed.control.wait_logger import WaitLogger
 from lockstep.launch.failure_report import USAGE
 from lockstep.launch.launch_config import LaunchConfig
@@ -147,7 +152,7 @@ class RendezvousClient:
             numbers, _ = self.signals.wait(min(limit, 1.0), [self.fileno()])
             self._exit = _exit_on_signal(numbers, self._last_code)
             if self._waiting_for:
-                progress.tell(self._waiting_for)
+                progress.log(self._waiting_for)
 
     def _exit_on_timeout(self) -> NodeExit:
         if _seconds_left(self.stop_at) <= 0:
@@ -248,7 +253,7 @@ class _Join:
                 return self.try_once()
             except RetryableConnectError as error:
                 reason = str(error)
-            progress.tell(f"the rendezvous at node 0, {self.spec.coordinator} ({reason})")
+            progress.log(f"the rendezvous at node 0, {self.spec.coordinator} ({reason})")
             numbers, _ = self.signals.wait(_RETRY_SECONDS)
             stopped = _exit_on_signal(numbers)
             if stopped is not None:
@@ -266,7 +271,7 @@ class _Join:
         connection = connect(self.spec.coordinator, _CONNECT_SECONDS)
         try:
             introduce(connection, self.me, self.secret, HANDSHAKE_SECONDS)
-            _await_admission(connection)
+            wait_until_admitted(connection, HANDSHAKE_SECONDS)
         except HandshakeError as error:
             connection.close()
             return NodeExit(USAGE, f"{self._description} rejected this node {error}")
@@ -281,20 +286,6 @@ class _Join:
     @property
     def _description(self) -> str:
         return f"node 0 (rendezvous at {self.spec.coordinator})"
-
-
-def _await_admission(connection: FramedSocket) -> None:
-    """Wait for the server's reply; raise HandshakeError if it is a rejection."""
-    until = time.monotonic() + HANDSHAKE_SECONDS
-    while connection.ended is None and time.monotonic() < until:
-        message = connection.wait(until - time.monotonic())
-        if message is not None and message["kind"] == "welcome":
-            return
-        if message is not None and message["kind"] == "refuse":
-            if message["again"]:
-                raise RetryableConnectError(message["sentence"])
-            raise HandshakeError(message["sentence"])
-    raise RetryableConnectError(connection.ended or "it sends nothing")
 
 
 def _seconds_left(stop_at: float | None) -> float:

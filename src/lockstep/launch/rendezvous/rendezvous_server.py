@@ -11,10 +11,9 @@ from lockstep._errors import LockstepError
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.control.admission import JoinRejection
 from lockstep.distributed.control.event_loop import EventLoop
-from lockstep.distributed.control.framed_socket import CLOSED, FramedSocket
-from lockstep.distributed.control.handshake_server import HandshakeServer
+from lockstep.distributed.control.handshake import HandshakeServer, refusal
 from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.protocol import FIRST_BYTES, MAX_BYTES, encode
+from lockstep.distributed.control.transport import CLOSED, MAX_BYTES, FramedSocket, encode
 from lockstep.launch.rendezvous.node_messages import GenerationOutcome, JobSpec, NodeInfo
 from lockstep.launch.rendezvous.rendezvous_state import Outbound, RendezvousState
 
@@ -60,7 +59,7 @@ class RendezvousServer:
         self.connection = FramedSocket(client_end)
         own_host = split_address("the coordinator", spec.coordinator)[0]
         self._add(FramedSocket(server_end), NodeInfo.of(me, own_host, is_server=True))
-        self._loop.listen(listener, HandshakeServer(self._loop, me, secret, self._on_join, log).knock, FIRST_BYTES)
+        self._loop.listen(listener, HandshakeServer(self._loop, me, secret, self._on_join, log).accept)
         self._loop.later(0.0, self._tick)
         self._loop.start()
 
@@ -85,15 +84,14 @@ class RendezvousServer:
             connection.send(encode({"kind": "welcome"}))
             self._add(connection, node)
         elif rejection is not None:
-            message = {"kind": "refuse", "sentence": rejection.sentence, "again": rejection.again}
-            connection.send(encode(message))
+            connection.send(encode(refusal(rejection.sentence, again=rejection.again)))
             self._loop.remove(connection)
 
     def _add(self, connection: FramedSocket, node: NodeInfo) -> None:
         key, self._next_key = self._next_key, self._next_key + 1
         self._connections[key] = connection
-        connection.allow(MAX_BYTES)
-        connection.give_up_after(_DEAD_SECONDS)
+        connection.set_limit(MAX_BYTES)
+        connection.limit_unacknowledged(_DEAD_SECONDS)
         self._loop.add(connection, lambda _, message: self._on_message(key, message), lambda _: self._on_close(key))
         self._send(self._state.add(key, node))
 

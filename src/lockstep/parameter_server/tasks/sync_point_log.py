@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from lockstep.parameter_server.variables.array_transport import Message
-from lockstep.parameter_server.variables.client_session import Answer
 from lockstep.parameter_server.variables.messages import whole
+from lockstep.parameter_server.variables.tcp_server import Response
 
 __all__ = ["SyncPointLog"]
 
@@ -58,7 +58,7 @@ class SyncPointLog:
             self._bytes -= _bytes_of(self._kept.popleft()[1])
             self._first += 1
 
-    def answer_to(self, message: Message) -> Answer | None:
+    def answer_to(self, message: Message) -> Response | None:
         """What was told at the ``"point"`` of a message; None where there is none, or not yet."""
         if "point" not in message:
             return None

@@ -14,7 +14,7 @@ from lockstep.distributed.control.failures import summary_of
 from lockstep.parameter_server.tasks.task_dispatcher import Result
 from lockstep.parameter_server.variables.array_transport import Message, ProtocolError, payload_bytes
 from lockstep.parameter_server.variables.messages import no_arrays
-from lockstep.parameter_server.variables.rpc_client import Answer, RpcClient
+from lockstep.parameter_server.variables.rpc_client import Response, RpcClient
 from lockstep.parameter_server.variables.sharding import VariableSpec
 
 __all__ = ["CallEnded", "StopCondition", "SyncPointReached", "Task", "TaskClient", "work"]
@@ -119,7 +119,7 @@ class TaskClient:
         except CallEnded as over:
             return over
 
-    def take(self, call: int, after: "Future[Answer] | None" = None, until: StopCondition | None = None) -> Task:
+    def take(self, call: int, after: "Future[Response] | None" = None, until: StopCondition | None = None) -> Task:
         """Wait for a piece of work; other errors as for :meth:`enter`.
 
         Args:
@@ -133,11 +133,11 @@ class TaskClient:
         message, arrays = self._wait(self._take(call, until), "task", after)
         return Task(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
 
-    def asked_for_piece(self, call: int, until: StopCondition | None = None) -> "Future[Answer]":
+    def asked_for_piece(self, call: int, until: StopCondition | None = None) -> "Future[Response]":
         """Ask for a piece of work without waiting, for :meth:`take`."""
         return self._ask(self._take(call, until))
 
-    def finish(self, call: int, piece: Task, result: Result) -> "Future[Answer]":
+    def finish(self, call: int, piece: Task, result: Result) -> "Future[Response]":
         """Bring a result; does not wait."""
         about = {"kind": "finish", "call": call, "task": piece.number, "result": result[0]}
         return self._courier.ask(about, result[1], no_arrays)
@@ -163,10 +163,10 @@ class TaskClient:
     def _take(self, call: int, until: StopCondition | None) -> Message:
         return {"kind": "take", "call": call} | ({} if until is None else vars(until))
 
-    def _ask(self, message: Message) -> "Future[Answer]":
+    def _ask(self, message: Message) -> "Future[Response]":
         return self._courier.ask(message | {"seconds": self._courier.timeout_seconds}, {}, _some_bytes)
 
-    def _wait(self, message: Message, kind: str, after: "Future[Answer] | None" = None) -> Answer:
+    def _wait(self, message: Message, kind: str, after: "Future[Response] | None" = None) -> Response:
         """As long as the chief is there: what it does may take as long as it likes."""
         found = (after or self._ask(message)).result()
         while found[0]["kind"] != kind:
@@ -220,7 +220,7 @@ _SOON_SECONDS = 0.05
 
 
 def _next(
-    desk: TaskClient, call: int, asked: "Future[Answer]", idle: Callable[[], object], until: StopCondition | None
+    desk: TaskClient, call: int, asked: "Future[Response]", idle: Callable[[], object], until: StopCondition | None
 ) -> Task:
     try:
         asked.result(_SOON_SECONDS)

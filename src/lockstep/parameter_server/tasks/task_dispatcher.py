@@ -17,14 +17,14 @@ from lockstep.distributed.control.wait_logger import WaitLogger, listed
 from lockstep.parameter_server.tasks.sync_point_log import SyncPointLog
 from lockstep.parameter_server.tasks.task_queue import TaskQueue
 from lockstep.parameter_server.variables.array_transport import Arrays, Message, ProtocolError, payload_bytes
-from lockstep.parameter_server.variables.client_session import Answer, ClientSession, seconds_of
 from lockstep.parameter_server.variables.messages import whole
 from lockstep.parameter_server.variables.sharding import VariableSpec
+from lockstep.parameter_server.variables.tcp_server import ClientSession, Response, seconds_of
 
 __all__ = ["Result", "TaskDispatcher"]
 
 _HEAR_SECONDS = 3.0
-_NOTED: Answer = {"kind": "noted", "counts": True}, {}
+_NOTED: Response = {"kind": "noted", "counts": True}, {}
 _LOOK_SECONDS = 0.25  # How often a waiting worker is looked after: it may have gone.
 
 WhenDone = Callable[["Future[Result]"], object]
@@ -203,7 +203,7 @@ class TaskDispatcher:
     def _raise_if_stuck(self, notice: WaitLogger) -> None:
         limit = self._long if self.workers else self._timeout
         if not self.workers:
-            notice.tell("a worker")
+            notice.log("a worker")
         if self._clock() - self._moved < limit:
             return
         held = [f"{listed(map(str, who))} has piece {number}" for number, who in sorted(self._queue.held().items())]
@@ -223,7 +223,7 @@ class TaskDispatcher:
         if payload_bytes(given) > limit or (given and not limit):
             raise ProtocolError(f"{payload_bytes(given):,} bytes follow a {message['kind']!r}: at most {limit:,} may")
 
-    def answer(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
+    def answer(self, visit: ClientSession, message: Message, arrays: Arrays) -> Response:
         """Do what somebody asks; ProtocolError where that cannot be asked."""
         return self._kinds[message["kind"]](visit, message, arrays)
 
@@ -242,7 +242,7 @@ class TaskDispatcher:
             pieces = f"piece{'s' if lost[1:] else ''} {listed(map(str, lost))}"
             self._announce(f"{visit} has gone: others do {pieces} of the work again")
 
-    def _answered(self, visit: ClientSession, message: Message, ready: Callable[[], Answer | None]) -> Answer:
+    def _answered(self, visit: ClientSession, message: Message, ready: Callable[[], Response | None]) -> Response:
         """What is ready, or what has become of the call, or nothing within the time that was asked for."""
         call, deadline = whole(message, "call"), self._clock() + seconds_of(message)
         with self._changed:
@@ -259,8 +259,8 @@ class TaskDispatcher:
                     return {"kind": "nothing"}, {}
                 self._changed.wait(min(left, _LOOK_SECONDS))
 
-    def _enter(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
-        def enter() -> Answer:
+    def _enter(self, visit: ClientSession, message: Message, arrays: Arrays) -> Response:
+        def enter() -> Response:
             if visit not in self._present:
                 self._moved = self._clock()
             self._present.add(visit)
@@ -269,10 +269,10 @@ class TaskDispatcher:
 
         return self._answered(visit, message, enter)
 
-    def _take(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
+    def _take(self, visit: ClientSession, message: Message, arrays: Arrays) -> Response:
         known = whole(message, "known") if "known" in message else None
 
-        def take() -> Answer | None:
+        def take() -> Response | None:
             number = self._queue.take(visit, self._clock(), known)
             if number is None:
                 return None
@@ -283,14 +283,14 @@ class TaskDispatcher:
 
         return self._answered(visit, message, take)
 
-    def _ask(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
-        def ask() -> Answer | None:
+    def _ask(self, visit: ClientSession, message: Message, arrays: Arrays) -> Response:
+        def ask() -> Response | None:
             found = self._facts.get(str(message.get("key")))
             return None if found is None else ({"kind": "fact", "what": found[0]}, found[1])
 
         return self._answered(visit, message, ask)
 
-    def _finish(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
+    def _finish(self, visit: ClientSession, message: Message, arrays: Arrays) -> Response:
         number, found = whole(message, "task"), message.get("result")
         if not isinstance(found, dict):
             raise ProtocolError("a 'finish' has no result")
@@ -304,14 +304,14 @@ class TaskDispatcher:
             self._changed.notify_all()
         return {"kind": "noted", "counts": counts}, {}
 
-    def _fail(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
+    def _fail(self, visit: ClientSession, message: Message, arrays: Arrays) -> Response:
         with self._changed:
             where = f" in piece {whole(message, 'task')} of the work" if "task" in message else ""
             code = exit_codes.NO_PROGRESS if message.get("is_stuck") is True else exit_codes.USER_ERROR
             self._break(f"{visit} failed{where}: {message.get('summary')}", code)
         return _NOTED
 
-    def _leave_call(self, visit: ClientSession, message: Message, arrays: Arrays) -> Answer:
+    def _leave_call(self, visit: ClientSession, message: Message, arrays: Arrays) -> Response:
         with self._changed:
             self._present.discard(visit)
             self._changed.notify_all()

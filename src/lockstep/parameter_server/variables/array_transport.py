@@ -1,14 +1,12 @@
-"""How arrays travel: a frame as on the control channel (``distributed/control/protocol.py``), whose JSON says which arrays follow, then their bytes.
+"""Blocking connection for messages with arrays: frames of the control channel, each followed by the bytes of its arrays.
 
-The receiver sees what follows before it takes memory for it, and may refuse. Bytes are those of the numbers in little-endian order,
-rows first. Nothing that is received is ever executed; a secret is proved before (``door.py``), what follows is neither signed nor encrypted.
+The JSON of a frame describes the arrays (``lockstep._arrays``), so a receiver can refuse them before it takes memory. A connection
+begins with the same handshake as the control channel; after it, this takes the socket over.
 """
 
 import itertools
-import math
 import selectors
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,15 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.checkpoint.snapshot import DTYPES
-from lockstep.distributed.cluster.addresses import join_address
-from lockstep.distributed.control.protocol import FrameDecoder, ProtocolError, encode
-from lockstep.parameter_server.variables.sharding import VariableSpec
+from lockstep._arrays import DTYPES, ArraySpec, array_bytes, describe_arrays, parse_description
+from lockstep.distributed.control.transport import (
+    CLOSED,
+    HEADER_BYTES,
+    ProtocolError,
+    body_length,
+    configure,
+    decode,
+    encode,
+    limit_unacknowledged,
+)
 
 __all__ = [
     "MAX_HEAD_BYTES",
     "ArrayConnection",
     "Arrays",
+    "CheckRequest",
     "ConnectionLostError",
     "Message",
     "ProtocolError",
@@ -33,22 +39,20 @@ __all__ = [
 ]
 
 MAX_HEAD_BYTES = 4 * 2**20  # Some 30,000 arrays.
-_MAX_AXES = 32
 _MAX_BUFFERS = 512  # Of one system call; Linux takes 1024.
-_SCRAP_BYTES = 2**16
-_LENGTH = struct.Struct(">I")
+_DISCARD_BYTES = 2**16
 
 Message = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
-Judge = Callable[[Message, tuple[VariableSpec, ...]], None]
+CheckRequest = Callable[[Message, tuple[ArraySpec, ...]], None]
 
 
 class ConnectionLostError(Exception):
-    """Nothing more comes: the other end has closed the connection, is silent, or cannot be reached."""
+    """Nothing more can come: the other end has closed the connection, is silent, or cannot be reached."""
 
 
 class ArrayConnection:
-    """One end of a connection over which arrays travel; used by one thread at a time, which waits.
+    """One end of a connection for messages with arrays; used by one thread at a time, which blocks.
 
     Args:
         connected: the socket, which belongs to this object from now on.
@@ -64,102 +68,86 @@ class ArrayConnection:
     def __init__(
         self, connected: socket.socket, silence_seconds: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket, self._clock = connected, clock
-        self.address = "an unknown address"
-        with suppress(OSError):
-            self.address = join_address(*connected.getpeername()[:2])
+        self.address = configure(connected)
         self.sent = self.received = 0
-        self.wait_at_most(silence_seconds)
+        self.set_timeout(silence_seconds)
 
-    def wait_at_most(self, silence_seconds: float | None) -> None:
-        """Another limit of the wait for the next byte, in both directions; None: none, but for the system's own."""
+    def set_timeout(self, silence_seconds: float | None) -> None:
+        """Set the limit of the wait for the next byte, in both directions; None: only the system's own."""
         self._deadline: float | None = None
         self._socket.settimeout(silence_seconds)
 
-    def hurry(self, seconds: float) -> None:
-        """Everything from now on, together, may take so long, until :meth:`wait_at_most` is called."""
+    def set_deadline(self, seconds: float) -> None:
+        """Limit everything from now on, together, to ``seconds``, until :meth:`set_timeout` is called."""
         self._deadline = self._clock() + seconds
 
-    def give_up_after(self, seconds: float) -> None:
-        """Have the system end it when the other end's machine does not confirm what was sent for so long (Linux)."""
-        option = vars(socket).get("TCP_USER_TIMEOUT")
-        if option is not None:
-            with suppress(OSError):  # Cut already.
-                self._socket.setsockopt(socket.IPPROTO_TCP, option, round(1000 * seconds))
+    def limit_unacknowledged(self, seconds: float) -> None:
+        """See :func:`lockstep.distributed.control.transport.limit_unacknowledged`."""
+        limit_unacknowledged(self._socket, seconds)
 
     def send(self, message: Message, arrays: Arrays | None = None) -> None:
-        """Send a message and arrays; ConnectionLostError where they cannot be sent."""
-        described: list[list[Any]] = []
-        buffers: list[memoryview] = []
-        for name, array in (arrays or {}).items():
-            described.append([name, array.dtype.name, list(array.shape), array.nbytes])
-            buffers.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        self._send([memoryview(encode(message | {"arrays": described}, MAX_HEAD_BYTES)), *buffers])
+        """Send a message and arrays; ConnectionLostError if they cannot be sent."""
+        arrays = arrays or {}
+        frame = encode(message | {"arrays": describe_arrays(arrays)}, MAX_HEAD_BYTES)
+        self._send([memoryview(frame), *map(array_bytes, arrays.values())])
 
     def send_frame(self, frame: bytes) -> None:
-        """Send a message of the control channel that is encoded already."""
+        """Send an encoded message without arrays."""
         self._send([memoryview(frame)])
 
-    def receive(self, judge: Judge, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, dict[str, np.ndarray]]:
-        """The next message and its arrays.
+    def receive(self, check: CheckRequest, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, dict[str, np.ndarray]]:
+        """Return the next message and its arrays.
 
         Args:
-            judge: gets the message and what arrays follow, and raises where they are not wanted; no memory is taken before.
+            check: gets the message and the description of its arrays, and raises if they are not wanted; no memory is taken before.
             head_bytes: limit of the message without arrays.
 
         Raises:
-            ConnectionLostError: nothing more comes.
-            ProtocolError: what comes is no message.
+            ConnectionLostError: nothing more can come.
+            ProtocolError: the received bytes are no message.
         """
         message, specs = self.receive_head(head_bytes)
-        judge(message, specs)
+        check(message, specs)
         return message, {spec.name: self._array(spec) for spec in specs}
 
-    def receive_head(self, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, tuple[VariableSpec, ...]]:
-        """The next message, and what arrays follow; they must be received or the link be closed."""
-        frames = FrameDecoder(head_bytes)
-        length = self._bytes(_LENGTH.size)
-        for _ in frames.feed(length):
-            pass  # A length alone is no message, but may be refused.
-        message = next(frames.feed(self._bytes(*_LENGTH.unpack(length))))
-        return message, _specs(message.pop("arrays", []))
+    def receive_head(self, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, tuple[ArraySpec, ...]]:
+        """Return the next message and the description of its arrays, which must be received unless the connection is closed."""
+        message = decode(self._bytes(body_length(self._bytes(HEADER_BYTES), head_bytes)))
+        try:
+            return message, parse_description(message.pop("arrays", []))
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
 
     def refuse(self, message: Message, seconds: float = 1.0) -> None:
-        """Send a last message to one who may be sending still, and close: what comes is thrown away, or it could not hear us."""
+        """Send a last message and close; what the other end still sends is discarded, or it could not receive the message."""
         with suppress(ConnectionLostError, OSError):
-            self.hurry(seconds)
+            self.set_deadline(seconds)
             self.send(message)
             self._socket.shutdown(socket.SHUT_WR)
-            scrap = memoryview(bytearray(_SCRAP_BYTES))
+            discarded = memoryview(bytearray(_DISCARD_BYTES))
             while True:
-                self._some(scrap)
+                self._receive_some(discarded)
         self.close()
 
-    def expect(self) -> None:
-        """Wait for the first byte of the next message; ConnectionLostError as for others."""
-        self._some(memoryview(bytearray(1)), socket.MSG_PEEK)
+    def wait_for_message(self) -> None:
+        """Wait for the first byte of the next message; ConnectionLostError if none can come."""
+        self._receive_some(memoryview(bytearray(1)), socket.MSG_PEEK)
 
     def is_closed(self) -> bool:
-        """Whether the other end has closed the connection and has said nothing before; does not wait."""
+        """Return, without blocking, whether the other end has closed the connection and sent nothing before."""
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._socket, selectors.EVENT_READ)
                 return bool(selector.select(0)) and not self._socket.recv(1, socket.MSG_PEEK)
-        except (OSError, ValueError):  # A closed socket has no number.
+        except (OSError, ValueError):  # A closed socket has no descriptor.
             return True
 
-    def cut(self) -> None:
-        """End it, from any thread: the one that uses it gets ConnectionLostError, and closes it."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         self._socket.close()
 
-    def _array(self, spec: VariableSpec) -> np.ndarray:
+    def _array(self, spec: ArraySpec) -> np.ndarray:
         array = np.empty(spec.shape, DTYPES[spec.dtype])
         self._fill(array.reshape(-1).view(np.uint8).data)
         return array
@@ -172,62 +160,42 @@ class ArrayConnection:
     def _fill(self, buffer: memoryview) -> None:
         done = 0
         while done < len(buffer):
-            done += self._some(buffer[done:])
+            done += self._receive_some(buffer[done:])
         self.received += done
 
-    def _some(self, buffer: memoryview, flags: int = 0) -> int:
+    def _receive_some(self, buffer: memoryview, flags: int = 0) -> int:
         try:
-            self._mind_the_deadline()
+            self._apply_deadline()
             count = self._socket.recv_into(buffer, 0, flags)
         except TimeoutError:
             raise ConnectionLostError("it said nothing in time") from None
         except OSError as error:
-            raise ConnectionLostError(f"its connection closed ({error.strerror or error})") from None
+            raise ConnectionLostError(f"{CLOSED} ({error.strerror or error})") from None
         if not count:
-            raise ConnectionLostError("its connection closed")
+            raise ConnectionLostError(CLOSED)
         return count
 
-    def _mind_the_deadline(self) -> None:
+    def _apply_deadline(self) -> None:
         if self._deadline is not None:
             self._socket.settimeout(max(1e-3, self._deadline - self._clock()))
 
     def _send(self, buffers: list[memoryview]) -> None:
-        waiting = deque(buffer for buffer in buffers if len(buffer))
-        while waiting:
+        unsent = deque(buffer for buffer in buffers if len(buffer))
+        while unsent:
             try:
-                self._mind_the_deadline()
-                count = self._socket.sendmsg(itertools.islice(waiting, _MAX_BUFFERS))
+                self._apply_deadline()
+                count = self._socket.sendmsg(itertools.islice(unsent, _MAX_BUFFERS))
             except TimeoutError:
                 raise ConnectionLostError("it took nothing in time") from None
             except OSError as error:
-                raise ConnectionLostError(f"its connection closed ({error.strerror or error})") from None
+                raise ConnectionLostError(f"{CLOSED} ({error.strerror or error})") from None
             self.sent += count
-            while waiting and count >= len(waiting[0]):
-                count -= len(waiting.popleft())
+            while unsent and count >= len(unsent[0]):
+                count -= len(unsent.popleft())
             if count:
-                waiting[0] = waiting[0][count:]
+                unsent[0] = unsent[0][count:]
 
 
-def payload_bytes(specs: tuple[VariableSpec, ...]) -> int:
-    """Bytes of the arrays together."""
-    return sum(math.prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in specs)
-
-
-def _specs(described: Any) -> tuple[VariableSpec, ...]:
-    """What arrays follow a message, as it says itself; ProtocolError where that cannot be."""
-    if not isinstance(described, list):
-        raise ProtocolError("it does not say which arrays follow")
-    specs = tuple(_spec(item) for item in described)
-    if len({spec.name for spec in specs}) < len(specs):
-        raise ProtocolError("two arrays have one name")
-    return specs
-
-
-def _spec(described: Any) -> VariableSpec:
-    match described:
-        case [str(name), str(dtype), list(shape), int(length)] if dtype in DTYPES and len(shape) <= _MAX_AXES:
-            if all(type(size) is int and size >= 0 for size in shape):
-                spec = VariableSpec(name, tuple(shape), dtype)
-                if payload_bytes((spec,)) == length:
-                    return spec
-    raise ProtocolError(f"{str(described)[:80]} describes no array")
+def payload_bytes(specs: tuple[ArraySpec, ...]) -> int:
+    """Return the bytes of all arrays together."""
+    return sum(spec.nbytes for spec in specs)

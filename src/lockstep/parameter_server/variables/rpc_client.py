@@ -1,7 +1,6 @@
-"""A worker's way to one server: a thread that asks one thing after the other, while the worker computes."""
+"""RPC client of one server: a thread that sends one request after the other while the worker computes."""
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,45 +9,49 @@ from typing import Any
 
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.cluster.addresses import split_address
-from lockstep.distributed.control.handshake_server import HandshakeError
+from lockstep.distributed.control.handshake import (
+    HandshakeError,
+    RetryableConnectError,
+    introduce,
+    wait_until_admitted,
+)
+from lockstep.distributed.control.handshake import connect as connect_to
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.wait_logger import WaitLogger, listed
 from lockstep.parameter_server.variables.array_transport import (
     ArrayConnection,
+    CheckRequest,
     ConnectionLostError,
     Message,
     ProtocolError,
 )
-from lockstep.parameter_server.variables.handshake import enter
-from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["Answer", "RpcClient", "connect"]
+__all__ = ["Response", "RpcClient", "connect"]
 
 _RETRY_SECONDS = 0.1
-_MARGIN_SECONDS = 5.0  # For an answer that was due at the end of the wait to arrive.
+_MARGIN_SECONDS = 5.0  # For a response that was due at the end of the wait to arrive.
 
-Answer = tuple[Message, dict[str, np.ndarray]]
-Judge = Callable[[Message, tuple[VariableSpec, ...]], None]
-Request = tuple[Message, Mapping[str, np.ndarray], Judge, "Future[Answer]"]
+Response = tuple[Message, dict[str, np.ndarray]]
+Request = tuple[Message, Mapping[str, np.ndarray], CheckRequest, "Future[Response]"]
 
 
 class RpcClient:
-    """Asks one server. After the first failure of the connection, every question fails with the same error.
+    """Sends requests to one server. After the first failure of the connection, every request fails with the same error.
 
     Args:
-        name: of the server, with its address, as errors name it.
-        link: to the server, which knows this worker already.
+        name: of the server, with its address, for errors.
+        link: to the server, after the handshake.
         timeout_seconds: limit of each wait.
     """
 
     def __init__(self, name: str, link: ArrayConnection, timeout_seconds: float) -> None:
         self.name, self.timeout_seconds = name, timeout_seconds
         self._link = link
-        self._link.wait_at_most(timeout_seconds + _MARGIN_SECONDS)
-        self._link.give_up_after(timeout_seconds)
+        self._link.set_timeout(timeout_seconds + _MARGIN_SECONDS)
+        self._link.limit_unacknowledged(timeout_seconds)
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._error: ClusterError | None = None
         self._thread = threading.Thread(target=self._run, name=f"lockstep-{name}", daemon=True)
@@ -59,39 +62,39 @@ class RpcClient:
         """Bytes that were sent and received."""
         return self._link.sent, self._link.received
 
-    def ask(self, message: Message, arrays: Mapping[str, np.ndarray], judge: Judge) -> "Future[Answer]":
-        """Ask something, after all that was asked before; arrays must not change until the answer is here.
+    def ask(self, message: Message, arrays: Mapping[str, np.ndarray], check: CheckRequest) -> "Future[Response]":
+        """Send a request after all earlier ones; arrays must not change until the response is here.
 
         Args:
-            message: the question.
-            arrays: that go with it.
-            judge: raises ProtocolError where an answer is not what was asked for.
+            message: the request.
+            arrays: of the request.
+            check: raises ProtocolError if a response is not what was requested.
         """
         if not self._thread.is_alive():
             raise ClusterError(f"{self.name}: this worker has closed its connection there.")
-        answer: Future[Answer] = Future()
-        self._requests.put((message, arrays, judge, answer))
-        return answer
+        response: Future[Response] = Future()
+        self._requests.put((message, arrays, check, response))
+        return response
 
     def close(self) -> None:
-        """Ask what waits to be asked, and end."""
+        """Send the requests that are queued, and end."""
         self._requests.put(None)
         self._thread.join(self.timeout_seconds + _MARGIN_SECONDS)
         self._link.close()
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            message, arrays, judge, answer = request
+            message, arrays, check, response = request
             try:
-                answer.set_result(self._exchange(message, arrays, judge))
-            except Exception as error:  # Whatever it is, whoever waits for the answer must hear of it.
-                answer.set_exception(error)
+                response.set_result(self._exchange(message, arrays, check))
+            except Exception as error:  # Any error belongs to the thread that waits for the response.
+                response.set_exception(error)
 
-    def _exchange(self, message: Message, arrays: Mapping[str, np.ndarray], judge: Judge) -> Answer:
+    def _exchange(self, message: Message, arrays: Mapping[str, np.ndarray], check: CheckRequest) -> Response:
         if self._error is not None:
             raise self._error
         try:
-            reply, values = self._ask(message, arrays, judge)
+            reply, values = self._send(message, arrays, check)
         except ConnectionLostError as error:
             raise self._broken(
                 f"was lost while this process waited for its answer to {message['kind']!r}: {error}"
@@ -104,14 +107,14 @@ class RpcClient:
             raise ClusterError(self._late(reply, message), exit_codes.NO_PROGRESS)
         return reply, values
 
-    def _ask(self, message: Message, arrays: Mapping[str, np.ndarray], judge: Judge) -> Answer:
+    def _send(self, message: Message, arrays: Mapping[str, np.ndarray], check: CheckRequest) -> Response:
         lost = None
         try:
             self._link.send(message, arrays)
         except ConnectionLostError as error:
             lost = error
-        try:  # What could not be sent may have been refused, and that can be heard.
-            return self._link.receive(lambda reply, given: _judged(reply, given, judge))
+        try:  # The server may have refused the request before all of it was sent, and its response can be read.
+            return self._link.receive(lambda reply, given: _check_reply(reply, given, check))
         except ConnectionLostError:
             if lost is not None:
                 raise lost from None
@@ -131,9 +134,9 @@ class RpcClient:
         return self._error
 
 
-def _judged(reply: Message, given: tuple[VariableSpec, ...], judge: Judge) -> None:
+def _check_reply(reply: Message, given: tuple[ArraySpec, ...], check: CheckRequest) -> None:
     if reply["kind"] not in ("refused", "late"):
-        judge(reply, given)
+        check(reply, given)
     elif given:
         raise ProtocolError(f"arrays follow a {reply['kind']!r}")
 
@@ -148,30 +151,30 @@ def connect(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RpcClient:
-    """Reach a server, which may still be about to start.
+    """Connect to a server, which may not have started yet.
 
     Args:
         name: of the server, such as ``"ps 0"``.
         address: its ``host:port``.
         me: this worker.
         secret: of the job.
-        timeout_seconds: limit of the wait, and of each later one.
+        timeout_seconds: limit of this wait, and of each later one.
         announce: takes a line while this waits.
         clock: gives seconds, and is not set back.
         sleep: waits.
 
     Raises:
-        ClusterError: nobody answers in time, or it is no server of this job.
+        ClusterError: no server answers in time, or it is none of this job.
     """
-    notice, reason = WaitLogger(announce, clock), "nobody listens there"
-    while (left := timeout_seconds - notice.seconds) > 0:
+    wait, reason = WaitLogger(announce, clock), "no process listens there"
+    while (left := timeout_seconds - wait.seconds) > 0:
         try:
-            return RpcClient(f"{name} at {address}", _entered(name, address, me, secret, left), timeout_seconds)
+            return RpcClient(f"{name} at {address}", _connect_once(name, address, me, secret, left), timeout_seconds)
         except (HandshakeError, ProtocolError) as error:
             raise ClusterError(f"{name} at {address} is no server of variables for this worker: {error}.") from None
-        except (ConnectionLostError, OSError) as error:
+        except RetryableConnectError as error:
             reason = str(error)
-        notice.tell(f"{name} at {address}")
+        wait.log(f"{name} at {address}")
         sleep(_RETRY_SECONDS)
     raise ClusterError(
         f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}. Is it started, and can it be reached from here?",
@@ -179,16 +182,12 @@ def connect(
     )
 
 
-def _entered(name: str, address: str, me: Peer, secret: bytes | None, seconds: float) -> ArrayConnection:
-    connected = socket.create_connection(split_address(name, address), seconds)
-    link = ArrayConnection(connected, seconds)
+def _connect_once(name: str, address: str, me: Peer, secret: bytes | None, seconds: float) -> ArrayConnection:
+    connection = connect_to(address, seconds, name)
     try:
-        if connected.getsockname() == connected.getpeername():
-            raise ConnectionLostError(
-                "nobody listens there"
-            )  # A free port can be given to the very socket that tries to reach it.
-        enter(link, me, secret, seconds)
-    except (HandshakeError, ProtocolError, ConnectionLostError, OSError):
-        link.close()
+        introduce(connection, me, secret, seconds)
+        wait_until_admitted(connection, seconds)
+        return ArrayConnection(connection.detach(), seconds)
+    except BaseException:
+        connection.close()
         raise
-    return link

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 
 __all__ = ["Shard", "ShardingPlan", "VariableSpec", "cut", "plan", "whole_name"]
@@ -16,19 +17,7 @@ __all__ = ["Shard", "ShardingPlan", "VariableSpec", "cut", "plan", "whole_name"]
 PartitionFunction = Callable[[Sequence[int], str], Sequence[int]]
 
 
-@dataclass(frozen=True)
-class VariableSpec:
-    """A variable, or what of it one server holds, without its value.
-
-    Args:
-        name: of its own among all variables.
-        shape: sizes along its axes.
-        dtype: by name, such as ``"float32"``.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+VariableSpec = ArraySpec  # A variable, or what one server holds of it, without its value.
 
 
 @dataclass(frozen=True)

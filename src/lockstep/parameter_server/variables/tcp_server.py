@@ -1,156 +1,190 @@
-"""The shell with sockets: it listens where it is told to, and serves each worker in a thread of its own."""
+"""TCP server of a parameter server or of the chief's task dispatcher: one thread for each client."""
 
 import contextlib
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep._logging import log_info
-from lockstep.distributed.control.handshake_server import HandshakeError
+from lockstep.distributed.control.handshake import HandshakeError, RejectionLog, accept, refusal
 from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.control.transport import HANDSHAKE_BYTES, FramedSocket, encode
 from lockstep.parameter_server.variables.array_transport import (
     ArrayConnection,
     ConnectionLostError,
     Message,
     ProtocolError,
 )
-from lockstep.parameter_server.variables.client_session import Answer, ClientSession
-from lockstep.parameter_server.variables.handshake import let_in
-from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["ArrayServer", "RequestHandler"]
+__all__ = ["ArrayServer", "ClientSession", "RequestHandler", "Response", "seconds_of"]
 
-_MOST_AT_THE_DOOR = 32  # Who has not said yet who they are; more are closed at once.
-_AGAIN_SECONDS = 0.05
-_LONGEST_REASON = 300  # Strangers may send any text.
-_TOLD = 3  # A scanner of ports must not fill the log.
-_MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send an answer.
+_MAX_HANDSHAKES = 32  # At the same time; further connections are closed at once.
+_RETRY_SECONDS = 0.05
+_MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send a response.
+_MAX_WAIT_SECONDS = 3600.0
+
+Response = tuple[Message, Mapping[str, np.ndarray]]
+
+
+class ClientSession:
+    """One connection of a client; a client that connects again has another session.
+
+    Args:
+        peer: the client.
+        is_gone: returns whether the client has closed the connection while it waits for a response.
+    """
+
+    def __init__(self, peer: Peer, is_gone: Callable[[], bool] = lambda: False) -> None:
+        self.peer, self.is_gone = peer, is_gone
+
+    def __str__(self) -> str:
+        return str(self.peer)
+
+
+def seconds_of(message: Message) -> float:
+    """Return how long a request may wait; ProtocolError if that is no number of seconds."""
+    seconds = message.get("seconds")
+    if isinstance(seconds, (int, float)) and 0 <= seconds <= _MAX_WAIT_SECONDS:
+        return float(seconds)
+    raise ProtocolError(f"seconds: expected a number from 0 to {_MAX_WAIT_SECONDS:g}, got {str(seconds)[:40]!r}")
 
 
 class RequestHandler(Protocol):
-    """What is served: :class:`lockstep.parameter_server.variables.variable_service.VariableService` and :class:`lockstep.parameter_server.tasks.task_dispatcher.TaskDispatcher`."""
+    """The service behind a server: :class:`lockstep.parameter_server.variables.variable_service.VariableService` or :class:`lockstep.parameter_server.tasks.task_dispatcher.TaskDispatcher`."""
 
-    def judge(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
-        """Refuse a message by ProtocolError, before its arrays are received."""
+    def judge(self, message: Message, given: tuple[ArraySpec, ...]) -> None:
+        """Refuse a request by ProtocolError, before its arrays are received."""
 
-    def answer(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
-        """Do what is asked, and wait for it where needed; ProtocolError where it cannot be asked."""
+    def answer(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+        """Return the response to a request, after any wait that it needs; ProtocolError if the request is not allowed."""
 
-    def leave(self, visit: ClientSession) -> None:
-        """Who came has gone."""
+    def leave(self, session: ClientSession) -> None:
+        """Note that a client has gone."""
 
 
 class ArrayServer:
-    """Serves until it is stopped.
+    """Serves requests until it is stopped.
 
     Args:
-        me: this process; who comes must have the same identity.
-        answers: answers what is asked.
-        listener: a socket that listens; it belongs to this object from now on.
-        secret: what others must know; None: nothing.
+        me: this process; clients must have the same identity.
+        handler: handles the requests.
+        listener: a listening socket, which belongs to this object from now on.
+        secret: that clients must know; None: none.
         announce: takes lines.
 
     Attributes:
-        turned_away: why connections were closed, as far as it was told.
+        rejections: why connections were closed.
     """
 
     def __init__(
         self,
         me: Peer,
-        answers: RequestHandler,
+        handler: RequestHandler,
         listener: socket.socket,
         *,
         secret: bytes | None = None,
         announce: Callable[[str], None] = log_info,
     ) -> None:
-        self._me, self._answers, self._listener = me, answers, listener
-        self._secret, self._announce = secret, announce
-        self._links: set[ArrayConnection] = set()
+        self._me, self._handler, self._listener, self._secret = me, handler, listener, secret
+        self.rejections = RejectionLog(announce)
+        self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(_MOST_AT_THE_DOOR)
+        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         self._stopped = threading.Event()
-        self.turned_away: list[str] = []
         self._thread = threading.Thread(target=self._accept, name=f"lockstep-accept-{me.index}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start to accept connections."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Close everything; updates that have begun come to their end."""
+        """Close all connections; updates that have begun are completed."""
         self._stopped.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        _shut_down(self._listener)
         self._listener.close()
         with self._lock:
-            links = tuple(self._links)
-        for link in links:
-            link.cut()
+            sockets = tuple(self._sockets)
+        for connected in sockets:
+            _shut_down(connected)
 
     def _accept(self) -> None:
         while not self._stopped.is_set():
             try:
                 connected, _ = self._listener.accept()
-            except OSError:  # Closed; or no descriptors are left, and others are served all the same.
-                self._stopped.wait(_AGAIN_SECONDS)
+            except OSError:  # Closed; or no descriptors are left: keep serving the other clients.
+                self._stopped.wait(_RETRY_SECONDS)
                 continue
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._receive, args=(connected,), daemon=True).start()
+            if self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._run, args=(connected,), daemon=True).start()
             else:
                 connected.close()
 
-    def _receive(self, connected: socket.socket) -> None:
-        """One connection, from its first byte to its last."""
-        link = ArrayConnection(connected, _MESSAGE_SECONDS)
+    def _run(self, connected: socket.socket) -> None:
+        """Serve one connection, from its first byte to its last."""
         with self._lock:
-            self._links.add(link)
-        if self._stopped.is_set():  # It came in the same moment.
-            link.cut()
+            self._sockets.add(connected)
+        if self._stopped.is_set():  # It came at the same moment.
+            _shut_down(connected)
         try:
-            visit = self._meet(link)
-            if visit is not None:
-                self._serve(link, visit)
+            peer = self._admit(FramedSocket(connected, HANDSHAKE_BYTES))
+            if peer is not None:
+                link = ArrayConnection(connected, _MESSAGE_SECONDS)
+                self._serve(link, ClientSession(peer, is_gone=link.is_closed))
         finally:
             with self._lock:
-                self._links.discard(link)
-            link.close()
+                self._sockets.discard(connected)
+            connected.close()
 
-    def _meet(self, link: ArrayConnection) -> ClientSession | None:
+    def _admit(self, connection: FramedSocket) -> Peer | None:
+        """Run the handshake; None if the client is refused."""
         try:
-            return ClientSession(let_in(link, self._me, self._secret), is_gone=link.is_closed)
-        except (ConnectionLostError, ProtocolError, HandshakeError) as error:
-            self._turn_away(link, "it", error)
+            peer = accept(connection, self._me, self._secret)
+            _check_identity(peer.identity, self._me.identity)
+            connection.send(encode({"kind": "welcome"}))
+            connection.detach()
+        except (HandshakeError, ProtocolError) as error:
+            connection.send(encode(refusal(str(error))))
+            self._note_rejection(connection.address, str(error))
             return None
         finally:
-            self._places.release()
+            self._handshakes.release()
+        return peer
 
-    def _serve(self, link: ArrayConnection, visit: ClientSession) -> None:
-        link.give_up_after(_MESSAGE_SECONDS)
+    def _serve(self, link: ArrayConnection, session: ClientSession) -> None:
+        link.limit_unacknowledged(_MESSAGE_SECONDS)
         try:
             while True:
-                link.wait_at_most(None)  # A worker may compute for as long as it likes.
-                link.expect()
-                link.wait_at_most(_MESSAGE_SECONDS)
-                link.send(*self._answers.answer(visit, *link.receive(self._answers.judge)))
+                link.set_timeout(None)  # A worker may compute for as long as it likes.
+                link.wait_for_message()
+                link.set_timeout(_MESSAGE_SECONDS)
+                link.send(*self._handler.answer(session, *link.receive(self._handler.judge)))
         except ConnectionLostError:
-            pass  # It has ended, or died: whoever started it knows.
+            pass  # The client has ended, or died: its launcher knows.
         except ProtocolError as error:
-            self._turn_away(link, str(visit), error)
+            self._note_rejection(link.address, f"{session}: {error}")
+            link.refuse(refusal(str(error)[:_MAX_SENTENCE]))
         finally:
-            self._answers.leave(visit)
+            self._handler.leave(session)
 
-    def _turn_away(self, link: ArrayConnection, who: str, error: Exception) -> None:
-        if self._stopped.is_set():
-            return
-        reason = str(error)[:_LONGEST_REASON]
-        sentence = f"a connection from {link.address} was closed: {who}: {reason}"
-        with self._lock:
-            is_told = len(self.turned_away) < _TOLD
-            if is_told:
-                self.turned_away.append(sentence)
-        if is_told:
-            self._announce(sentence)
-        link.refuse({"kind": "refused", "sentence": reason})
+    def _note_rejection(self, address: str, reason: str) -> None:
+        if not self._stopped.is_set():
+            self.rejections.add(address, reason)
+
+
+_MAX_SENTENCE = 300  # Characters: clients may send any text.
+
+
+def _check_identity(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            raise HandshakeError(f"its {name} is {theirs.get(name)!r}, that of the server {ours.get(name)!r}")
+
+
+def _shut_down(connected: socket.socket) -> None:
+    """End a connection from any thread: the thread that uses it gets an error, and closes it."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep._errors import ClusterError
 from lockstep._logging import log_info
 from lockstep.distributed.control.peer import Peer
-from lockstep.parameter_server.variables.array_transport import Message
+from lockstep.parameter_server.variables.array_transport import CheckRequest, Message
 from lockstep.parameter_server.variables.messages import (
     INDICES,
     VALUE,
@@ -20,7 +20,7 @@ from lockstep.parameter_server.variables.messages import (
     only_values,
     value_of,
 )
-from lockstep.parameter_server.variables.rpc_client import Answer, Judge, RpcClient, connect
+from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, connect
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
 from lockstep.parameter_server.variables.sparse_gradients import Gradient, share
 
@@ -51,7 +51,7 @@ class PendingPush:
         answers: of all servers.
     """
 
-    def __init__(self, answers: "Sequence[Future[Answer]]") -> None:
+    def __init__(self, answers: "Sequence[Future[Response]]") -> None:
         self._answers = answers
 
     @property
@@ -214,8 +214,8 @@ class VariableClient:
         return PendingPush(self._ask([{"kind": kind}] * count, [{}] * count, [no_arrays] * count)).wait()
 
     def _ask(
-        self, messages: Iterable[Message], arrays: Iterable[Mapping[str, np.ndarray]], judges: Iterable[Judge]
-    ) -> "list[Future[Answer]]":
+        self, messages: Iterable[Message], arrays: Iterable[Mapping[str, np.ndarray]], judges: Iterable[CheckRequest]
+    ) -> "list[Future[Response]]":
         asked = zip(self._couriers, messages, arrays, judges, strict=True)
         return [courier.ask(message, each, judge) for courier, message, each, judge in asked]
 

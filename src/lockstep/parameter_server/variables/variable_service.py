@@ -11,11 +11,11 @@ import numpy as np
 from lockstep._errors import OptionError
 from lockstep.parameter_server.tasks.completed_ids import CompletedIds
 from lockstep.parameter_server.variables.array_transport import Message, ProtocolError
-from lockstep.parameter_server.variables.client_session import Answer, ClientSession, seconds_of
 from lockstep.parameter_server.variables.messages import ROWS, VALUE, as_gradients, asked_rows, judge, whole
 from lockstep.parameter_server.variables.sharding import VariableSpec
 from lockstep.parameter_server.variables.staleness_bound import StalenessBound
 from lockstep.parameter_server.variables.sync_aggregator import SyncAggregator
+from lockstep.parameter_server.variables.tcp_server import ClientSession, Response, seconds_of
 from lockstep.parameter_server.variables.variable_store import Push, VariableStore
 
 __all__ = ["VariableService"]
@@ -43,7 +43,7 @@ class VariableService:
         self._rounds, self._done = SyncAggregator(), CompletedIds()
         self._changed = threading.Condition()
         self.staleness: Counter[int] = Counter()
-        self._answers: dict[str, Callable[[ClientSession, Message, Mapping[str, np.ndarray]], Answer]] = {
+        self._answers: dict[str, Callable[[ClientSession, Message, Mapping[str, np.ndarray]], Response]] = {
             "fill": self._fill,
             "push": self._push,
             "pull": self._pull,
@@ -58,7 +58,7 @@ class VariableService:
             raise ProtocolError(f"there is no {message['kind']!r}")
         judge(message, given, self._store.specs, self._store.optimizer_specs if message["kind"] == "fill" else ())
 
-    def answer(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def answer(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         """Do what a worker asks; ProtocolError where that cannot be asked."""
         return self._answers[message["kind"]](visit, message, arrays)
 
@@ -68,7 +68,7 @@ class VariableService:
             self._clocks.leave(visit)
             self._changed.notify_all()
 
-    def _fill(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _fill(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         if visit.peer.job != "chief":
             raise ProtocolError("only the chief may set the values")
         with self._changed:
@@ -78,7 +78,7 @@ class VariableService:
             self._changed.notify_all()
         return {"kind": "filled", "version": self._store.snapshot.version}, {}
 
-    def _push(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _push(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         if not self._store.is_filled:
             raise ProtocolError("a gradient came before there were values")
         push, pulled = Push(as_gradients(arrays, self._store.specs), _weight(message)), whole(message, "pulled")
@@ -107,7 +107,7 @@ class VariableService:
             return [push] if self._done.add(number) else None
         return [push]
 
-    def _pull(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _pull(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         asked = asked_rows(arrays, self._store.specs)
         at_least = whole(message, "at_least")
         deadline = self._clock() + seconds_of(message)
@@ -128,17 +128,17 @@ class VariableService:
             return [f"the other parts of update {self._store.snapshot.version + 1}"]
         return self._clocks.holds_up(visit) if visit else []
 
-    def _rest(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _rest(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         with self._changed:
             self._clocks.rest(visit)
             self._changed.notify_all()
         return {"kind": "rested"}, {}
 
-    def _state(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _state(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         version, state = self._store.state()
         return {"kind": "state", "version": version}, {VALUE + name: array for name, array in state.items()}
 
-    def _statistics(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Answer:
+    def _statistics(self, visit: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         with self._changed:
             histogram = [[staleness, count] for staleness, count in sorted(self.staleness.items())]
         return {"kind": "statistics", "updates": self._store.snapshot.version, "staleness": histogram}, {}
