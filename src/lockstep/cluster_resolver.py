@@ -1,4 +1,4 @@
-"""Who trains together, as schedulers and launchers say it: ``lockstep.cluster_resolver``.
+"""Cluster resolvers: the processes of a job, from the variables of schedulers and launchers.
 
 The counterpart of ``tf.distribute.cluster_resolver``, with ``tf.train.ClusterSpec``.
 """

@@ -1,4 +1,4 @@
-"""Names that older tutorials use, as ``tf.distribute.experimental`` had them."""
+"""Older names, as in ``tf.distribute.experimental``."""
 
 from lockstep import partitioners
 from lockstep.collectives import CommunicationImplementation, CommunicationOptions
@@ -29,11 +29,11 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
 
     Args:
         communication: ``AUTO``, ``RING`` or ``NCCL``: a member of :class:`CollectiveCommunication` or its name.
-        cluster_resolver: who takes part; by default what ``TF_CONFIG`` or the scheduler says.
+        cluster_resolver: gives the workers' addresses; by default from ``TF_CONFIG`` or the scheduler.
 
     Raises:
-        ClusterError: a worker is missing, another one or differently started; or JAX runs already.
-        OptionError: an argument is something else.
+        ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already.
+        OptionError: an argument has another type or value.
 
     Example:
         >>> import lockstep

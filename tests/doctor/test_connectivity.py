@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.cluster_resolver import SimpleClusterResolver
 from lockstep.doctor import connectivity
-from lockstep.doctor.connectivity import ClusterPeer, about_network, peers_of
+from lockstep.doctor.connectivity import ClusterPeer, check_network, peers_of
 from tests.support.waiting import DEADLINE
 
 
@@ -25,7 +25,7 @@ def free():
 
 
 def names_and_texts(*peers, **options):
-    return [(finding.name, finding.what) for finding in about_network(peers, **options)]
+    return [(finding.name, finding.what) for finding in check_network(peers, **options)]
 
 
 def test_a_worker_that_listens_is_reached(listener):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.doctor.checks import ABOUT_BATCHES, ABOUT_THE_CALL
-from lockstep.doctor.fit_call import spread
+from lockstep.doctor.fit_call import sample_rows
+from lockstep.doctor.fit_checks import BATCH_CHECKS, CALL_CHECKS
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, SPARSE, X, Y, dense, net
 
@@ -148,9 +148,7 @@ def fitted_twice(first, second, rate=None, **options):
     ],
 )
 def test_a_batch_that_changes_without_the_rate_is_told(batches, options, names, told, monkeypatch):
-    monkeypatch.setattr(
-        "lockstep.doctor.learning_rate_check._is_known", lambda kind: True
-    )  # Stop is a class of our own.
+    monkeypatch.setattr("lockstep.doctor.data_checks._is_known", lambda kind: True)  # Stop is a class of our own.
     fitted_twice(*batches, **options)
     assert told() == names
 
@@ -168,11 +166,11 @@ def test_what_cannot_be_looked_at_is_told_and_training_goes_on(strategy, caplog,
         raise ZeroDivisionError("in a check")
 
     caplog.set_level(logging.INFO, "lockstep")
-    monkeypatch.setattr("lockstep.doctor.fit_checks.ABOUT_BATCHES", (broken,))
+    monkeypatch.setattr("lockstep.doctor.fit_checks.BATCH_CHECKS", (broken,))
     with strategy.scope():
         model = net(dense(), loss=FROM_LOGITS)
     assert model.fit(X, Y, verbose=0).history["loss"]
-    assert "what is given to fit could not be looked at (ZeroDivisionError: in a check)" in caplog.text
+    assert "the checks of this fit failed (ZeroDivisionError: in a check)" in caplog.text
 
 
 class WithoutConfig(keras.optimizers.SGD):
@@ -216,16 +214,18 @@ def test_a_run_that_goes_on_with_another_batch_is_told(batch, is_told, caplog, t
 
 def test_a_large_array_is_sampled_evenly_and_that_is_said():
     large = np.broadcast_to(np.float32(0), (10**7, 100))  # 4 GB, were it there.
-    found, said = spread(large, 10**6)
+    found, said = sample_rows(large, 10**6)
     assert found.size <= 10**6
     assert said == "10,000 of 10,000,000 rows, evenly spread"
 
 
 def test_what_is_looked_at_at_fit_is_bounded(strategy, monkeypatch):
     looked = []
-    monkeypatch.setattr("lockstep.doctor.labels_check.spread", lambda array, n: looked.append(n) or spread(array, n))
+    monkeypatch.setattr(
+        "lockstep.doctor.loss_checks.sample_rows", lambda array, n: looked.append(n) or sample_rows(array, n)
+    )
     fit(strategy, PROGRAMS["labels-out-of-range"][1][0])
-    assert 1 <= len(looked) <= len(ABOUT_BATCHES + ABOUT_THE_CALL)
+    assert 1 <= len(looked) <= len(BATCH_CHECKS + CALL_CHECKS)
     assert set(looked) == {1_000_000}
 
 

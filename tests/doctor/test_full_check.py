@@ -14,11 +14,15 @@ from keras import layers
 import lockstep
 from lockstep.data.iterator_state import capture_random_state
 from lockstep.devices.memory import HostMemory
+from lockstep.doctor.environment_checks import (
+    BadVersion,
+    check_allocator,
+    check_cores,
+    check_memory,
+    check_thread_pool_size,
+)
 from lockstep.doctor.fit_call import FitCall, RuntimeSettings
-from lockstep.doctor.memory_check import about_memory
-from lockstep.doctor.pipeline_order import about_order
-from lockstep.doctor.probe import ProbedBatches, StepTimings, about_input
-from lockstep.doctor.runtime_env import BadVersion, about_allocator, about_devices_and_cores, about_thread_pool
+from lockstep.doctor.pipeline_checks import ProbedBatches, StepTimings, check_input_speed, check_tf_data_order
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, X, Y, dense, net
 
@@ -126,11 +130,11 @@ def test_an_input_that_is_slower_than_the_steps_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("reads", "runs", "is_ahead", "told"),
+    ("reads", "runs", "is_prefetched", "told"),
     [(0.1, 0.01, True, "90 %"), (0.01, 0.1, True, None), (0.1, 0.01, False, None), (0.0011, 0.0001, True, None)],
 )
-def test_an_input_is_slow_where_it_takes_longer_than_the_step(reads, runs, is_ahead, told):
-    found = about_input(ProbedBatches([], reads, is_ahead, "input", None), StepTimings(runs, None), "fit")
+def test_an_input_is_slow_where_it_takes_longer_than_the_step(reads, runs, is_prefetched, told):
+    found = check_input_speed(ProbedBatches([], reads, is_prefetched, "input", None), StepTimings(runs, None), "fit")
     assert names_of(found) == ["input-bound"] * bool(told)
     assert not told or found[0].what == f"{told} of the time is spent waiting for data"
 
@@ -201,7 +205,7 @@ def test_a_model_of_another_strategy_or_that_is_not_compiled_is_refused():
 
 def program(cache=None, devices=1, has_strategy=True):
     setting = RuntimeSettings(2, tuple(jax.devices()[:devices]), 1, lockstep.InputOptions(cache=cache), has_strategy)
-    return FitCall(net(dense(), loss=FROM_LOGITS), Batches(), setting=setting)
+    return FitCall(net(dense(), loss=FROM_LOGITS), Batches(), settings=setting)
 
 
 def names_of(findings):
@@ -223,7 +227,7 @@ def names_of(findings):
 )
 def test_more_memory_than_there_is_is_told(cache, of_a_step, batches, free, names):
     host = HostMemory(10**12, None, free)
-    assert names_of(about_memory(program(cache), of_a_step, batches, host)) == names
+    assert names_of(check_memory(program(cache), of_a_step, batches, host)) == names
 
 
 class Accelerator:
@@ -236,8 +240,8 @@ class Accelerator:
 @pytest.mark.parametrize(("of_a_step", "names"), [(1600, ["device-memory"]), (1400, [])])
 def test_more_memory_than_an_accelerator_has_is_told(of_a_step, names):
     setting = RuntimeSettings(2, (Accelerator(), Accelerator()))
-    found = about_memory(
-        FitCall(net(dense(), loss=FROM_LOGITS), X, Y, setting=setting), of_a_step, None, HostMemory(1, None, 1)
+    found = check_memory(
+        FitCall(net(dense(), loss=FROM_LOGITS), X, Y, settings=setting), of_a_step, None, HostMemory(1, None, 1)
     )
     assert names_of(found) == names
 
@@ -281,18 +285,18 @@ DatasetV2.__module__ = "tensorflow.python.data.ops.dataset_ops"
     ],
 )
 def test_an_order_that_defeats_a_cache_is_told(steps, told):
-    assert names_of(about_order(FitCall(None, DatasetV2(*steps)))) == told
+    assert names_of(check_tf_data_order(FitCall(None, DatasetV2(*steps)))) == told
 
 
 def test_an_allocator_that_gives_memory_back_is_told():
-    assert names_of(about_allocator(program(), {"LOCKSTEP_KEEP_MEMORY": "0"})) == ["memory-given-back"]
+    assert names_of(check_allocator(program(), {"LOCKSTEP_KEEP_MEMORY": "0"})) == ["memory-given-back"]
     for chosen in ({}, {"LOCKSTEP_KEEP_MEMORY": "0", "LD_PRELOAD": "libjemalloc.so"}):
-        assert names_of(about_allocator(program(), chosen)) == []
+        assert names_of(check_allocator(program(), chosen)) == []
 
 
 @pytest.mark.parametrize(("devices", "cores", "told"), [(2, 2, True), (2, 8, False), (1, 1, False)])
 def test_cpu_devices_without_cores_of_their_own_are_told(devices, cores, told):
-    found = names_of(about_devices_and_cores(program(devices=devices), {}, cores))
+    found = names_of(check_cores(program(devices=devices), {}, cores))
     assert found == ["cpu-devices-without-cores"] * told
 
 
@@ -300,16 +304,16 @@ def test_a_system_that_does_not_say_which_cores_are_usable_has_all(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    (found,) = about_devices_and_cores(program(devices=2), {})
+    (found,) = check_cores(program(devices=2), {})
     assert found.what == "2 CPU devices on 2 cores"
 
 
 def test_plain_keras_on_cpu_devices_that_would_dead_lock_is_told():
     plain = program(has_strategy=False)
-    assert names_of(about_thread_pool(plain, {"PJRT_NPROC": "4"})) == []
+    assert names_of(check_thread_pool_size(plain, {"PJRT_NPROC": "4"})) == []
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
     try:
-        assert names_of(about_thread_pool(plain, {"PJRT_NPROC": "4"})) == ["cpu-thread-pool"]
-        assert names_of(about_thread_pool(plain, {"PJRT_NPROC": "64"})) == []
+        assert names_of(check_thread_pool_size(plain, {"PJRT_NPROC": "4"})) == ["cpu-thread-pool"]
+        assert names_of(check_thread_pool_size(plain, {"PJRT_NPROC": "64"})) == []
     finally:
         keras.distribution.set_distribution(None)

@@ -1,1 +1,1 @@
-"""Looks for what makes a training wrong or slow without an error: findings, each with its reason and its cure."""
+"""Checks that find what makes training wrong or slow without an error; each finding has a reason and a remedy."""

@@ -1,4 +1,4 @@
-"""Whether the processes of a cluster can find each other: names, ports and machines, all asked at once and within a few seconds."""
+"""Checks of the network between the processes of a cluster: names, ports and connections, tried in parallel within seconds."""
 
 import errno
 import queue
@@ -14,10 +14,10 @@ from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.control.listener import open_listener
 from lockstep.doctor.finding import Finding
 
-__all__ = ["ClusterPeer", "about_network", "peers_of"]
+__all__ = ["ClusterPeer", "check_network", "peers_of"]
 
-LIMIT = 4.0  # seconds for all of them together
-_NOT_YET = "nothing listens there yet"
+LIMIT = 4.0  # seconds for all connections
+_NOT_LISTENING = "nothing listens there yet"
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ClusterPeer:
     Args:
         name: for messages.
         address: ``host:port``.
-        is_own: whether it is this one.
-        listens: whether others connect to it at that port.
+        is_own: whether it is this process.
+        listens: whether other processes connect to it at that port.
     """
 
     name: str
@@ -38,9 +38,9 @@ class ClusterPeer:
 
 
 def peers_of(membership: Membership) -> list[ClusterPeer]:
-    """All processes whose address is known.
+    """Return all processes whose address is known.
 
-    Workers that train in step meet at worker 0 alone; where there are servers of variables, every process but the workers is called.
+    Workers that train in step connect to worker 0 only; with parameter servers, all processes except the workers accept connections.
     """
     spec, group = membership.spec, membership.group
     has_servers = "ps" in spec.jobs and spec.num_tasks("ps") > 0
@@ -58,12 +58,12 @@ def peers_of(membership: Membership) -> list[ClusterPeer]:
     return found
 
 
-def about_network(peers: Sequence[ClusterPeer], limit: float = LIMIT) -> Iterator[Finding]:
-    """About addresses that lead nowhere, or not to where they should.
+def check_network(peers: Sequence[ClusterPeer], limit: float = LIMIT) -> Iterator[Finding]:
+    """Find addresses that cannot be reached, or that are wrong.
 
     Args:
-        peers: of the cluster.
-        limit: seconds for all.
+        peers: processes of the cluster.
+        limit: seconds for all connections.
     """
     others = [peer for peer in peers if not peer.is_own]
     remote = [peer for peer in peers if not is_loopback(host_of(peer.address))]
@@ -72,8 +72,8 @@ def about_network(peers: Sequence[ClusterPeer], limit: float = LIMIT) -> Iterato
             yield _loopback(peer, remote[0])
         if peer.is_own and peer.listens:
             yield from _own_port(peer)
-    for peer, answer in zip(others, _answers(others, limit), strict=True):
-        yield from _reached(peer, answer, limit)
+    for peer, failure in zip(others, _connect_all(others, limit), strict=True):
+        yield from _unreachable(peer, failure, limit)
 
 
 def _loopback(peer: ClusterPeer, other: ClusterPeer) -> Finding:
@@ -81,8 +81,8 @@ def _loopback(peer: ClusterPeer, other: ClusterPeer) -> Finding:
         "loopback-in-cluster",
         f"{peer.name} is at {peer.address}, and {other.name} at {other.address}, on another machine",
         "the cluster",
-        "on every machine a loopback address is that machine itself",
-        f"Give {peer.name} the name or address that its machine has in the network",
+        "on every machine a loopback address means that machine itself",
+        f"Use the name or address that the machine of {peer.name} has in the network",
     )
 
 
@@ -95,49 +95,52 @@ def _own_port(peer: ClusterPeer) -> Iterator[Finding]:
             f"{peer.name}, which is this process, cannot listen at {peer.address}",
             "the cluster",
             str(error).rstrip("."),
-            "End what uses the port, or give all processes of the job another one",
+            "Stop the process that uses the port, or use another port in all processes of the job",
         )
 
 
-def _reached(peer: ClusterPeer, answer: str | None, limit: float) -> Iterator[Finding]:
-    """What an answer means: None is a connection, a refusal comes from a machine that is there."""
-    if answer is None or (answer == _NOT_YET and not peer.listens):
+def _unreachable(peer: ClusterPeer, failure: str | None, limit: float) -> Iterator[Finding]:
+    """Explain a failed connection; a refusal shows that the machine is reachable, and is normal for processes that do not listen."""
+    if failure is None or (failure == _NOT_LISTENING and not peer.listens):
         return
-    if answer == _NOT_YET:
-        what = f"{peer.name} at {peer.address} refused: {_NOT_YET}"
-        why = "that is as it should be where it has not been started; else something on the way refuses in its place"
-        cure = "Start it and look again; if it runs, see that it listens at this address, and what a firewall does with the port"
-    elif answer.startswith("name"):
-        what = f"{peer.name}: the name {host_of(peer.address)!r} leads to no address"
-        why, cure = answer, "Write it into DNS or /etc/hosts of this machine, or give the cluster addresses"
+    if failure == _NOT_LISTENING:
+        what = f"{peer.name} at {peer.address} refused: {_NOT_LISTENING}"
+        why = (
+            "that is normal if it has not been started; otherwise something between the machines refuses the connection"
+        )
+        cure = "Start it and run the check again; if it runs, check that it listens at this address and that no firewall blocks the port"
+    elif failure.startswith("name"):
+        what = f"{peer.name}: the name {host_of(peer.address)!r} has no address"
+        why, cure = failure, "Add it to DNS or to /etc/hosts of this machine, or use addresses in the cluster"
     else:
-        what = f"{peer.name} at {peer.address}: {answer}"
-        why = "its machine is off or elsewhere, or a firewall drops what goes there"
-        cure = "See that the address is right, and open the ports of the job between the machines"
+        what = f"{peer.name} at {peer.address}: {failure}"
+        why = "its machine is off or has another address, or a firewall drops the packets"
+        cure = "Check the address, and open the ports of the job between the machines"
     yield Finding("worker-not-reached", what, f"from this machine, within {limit:g} s", why, cure)
 
 
-def _answers(peers: Sequence[ClusterPeer], limit: float) -> list[str | None]:
-    """For each the outcome of a connection."""
+def _connect_all(peers: Sequence[ClusterPeer], limit: float) -> list[str | None]:
+    """Try to connect to all peers; return for each why it failed, or None."""
     deadline = time.monotonic() + limit
     found: queue.Queue[tuple[int, str | None]] = queue.Queue()
 
-    def ask(number: int, address: str) -> None:
-        found.put((number, _answer(address, max(0.1, deadline - time.monotonic()))))
+    def connect(number: int, address: str) -> None:
+        found.put((number, _connect(address, max(0.1, deadline - time.monotonic()))))
 
-    for number, peer in enumerate(peers):  # Daemons, because looking up a name has no limit.
-        threading.Thread(target=ask, args=(number, peer.address), daemon=True).start()
-    answers: list[str | None] = [f"no answer within {limit:g} s"] * len(peers)
+    for number, peer in enumerate(peers):  # Daemon threads, because a name lookup has no timeout.
+        threading.Thread(target=connect, args=(number, peer.address), daemon=True).start()
+    failures: list[str | None] = [f"no answer within {limit:g} s"] * len(peers)
     for _ in peers:
         try:
-            number, answer = found.get(timeout=max(0.05, deadline + 0.2 - time.monotonic()))
+            number, failure = found.get(timeout=max(0.05, deadline + 0.2 - time.monotonic()))
         except queue.Empty:
             break
-        answers[number] = answer
-    return answers
+        failures[number] = failure
+    return failures
 
 
-def _answer(address: str, limit: float) -> str | None:
+def _connect(address: str, limit: float) -> str | None:
+    """Try to connect; return why it failed, or None."""
     try:
         socket.create_connection(split_address("the cluster", address), timeout=limit).close()
     except socket.gaierror as error:
@@ -145,5 +148,5 @@ def _answer(address: str, limit: float) -> str | None:
     except TimeoutError:
         return f"no answer within {limit:.0f} s"
     except OSError as error:
-        return _NOT_YET if error.errno == errno.ECONNREFUSED else str(error.strerror)
+        return _NOT_LISTENING if error.errno == errno.ECONNREFUSED else str(error.strerror)
     return None

@@ -1,4 +1,4 @@
-"""What a check says, and all that the checks say."""
+"""``Finding``, the result of a check, and ``Report``, the results of all checks."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,19 +9,19 @@ __all__ = ["Finding", "Report"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or slower than it need be.
+    """A mistake in a program, or something that makes it slow.
 
     Args:
         name: short and stable, for example ``softmax-from-logits``.
-        what: was found.
-        where: layer, variable, argument or file; "" where it is the whole.
-        why: it matters.
-        cure: what to do.
+        what: the observation.
+        where: layer, variable, argument or file; "" for the whole program.
+        why: why it matters.
+        cure: the remedy.
 
     Example:
         >>> from lockstep.doctor.finding import Finding
-        >>> print(Finding("small-batch", "a batch of 2 rows on 3 replicas", "fit", "one is idle", "Take 3 or more").line)
-        small-batch: a batch of 2 rows on 3 replicas (fit): one is idle. Take 3 or more
+        >>> print(Finding("small-batch", "a batch of 2 rows on 3 replicas", "fit", "one is idle", "Use 3 or more").line)
+        small-batch: a batch of 2 rows on 3 replicas (fit): one is idle. Use 3 or more
     """
 
     name: str
@@ -32,7 +32,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """All of it in one line, without a full stop."""
+        """The finding in one line, without a full stop."""
         where = f" ({self.where})" if self.where else ""
         return f"{self.name}: {self.what}{where}: {self.why}. {self.cure}"
 
@@ -44,12 +44,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What was looked at, and what was found.
+    """The findings of all checks.
 
     Args:
         findings: in the order of the checks.
-        looked_at: one line each.
-        left_out: what could not be looked at, and why.
+        looked_at: what was checked, one line each.
+        left_out: what could not be checked, and why.
 
     Example:
         >>> from lockstep.doctor.finding import Report
@@ -64,7 +64,7 @@ class Report:
     left_out: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as values of JSON.
+        """Return the report as JSON values.
 
         Returns:
             ``findings``, ``looked_at`` and ``left_out``.

@@ -1,10 +1,10 @@
-"""Whether calls of ``fit`` are looked at: a setting of the process, and a variable of its environment."""
+"""The switch of the checks at ``fit``: a setting of the process, and an environment variable."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["VARIABLE", "is_on", "set_doctor"]
+__all__ = ["VARIABLE", "doctor_enabled", "set_doctor"]
 
 VARIABLE = "LOCKSTEP_DOCTOR"  # "0" switches it off
 
@@ -18,12 +18,12 @@ _setting = _DoctorSetting()  # of the process; only set_doctor changes it
 
 
 def set_doctor(enabled: bool = True) -> None:
-    """Have each ``fit`` of a strategy's model look at loss, labels and batch first, and say in a line what is wrong; it does so by default.
+    """Switch the checks at ``fit`` on or off. By default each ``fit`` of a strategy's model checks loss, labels and batch, and logs findings.
 
-    ``LOCKSTEP_DOCTOR=0`` in the environment switches it off as well. ``docs/doctor.md`` lists what may be found.
+    ``LOCKSTEP_DOCTOR=0`` in the environment switches them off as well. ``docs/doctor.md`` lists all findings.
 
     Args:
-        enabled: False: nothing is looked at.
+        enabled: False: no checks.
 
     Example:
         >>> import lockstep
@@ -33,6 +33,6 @@ def set_doctor(enabled: bool = True) -> None:
     _setting.enabled = bool(enabled)
 
 
-def is_on(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether they are looked at."""
+def doctor_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether calls of ``fit`` are checked."""
     return _setting.enabled and environ.get(VARIABLE) != "0"

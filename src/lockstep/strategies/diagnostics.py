@@ -1,30 +1,34 @@
-"""What a strategy offers to look at a program before it trains: the same bits, and what may be wrong with it."""
+"""Checks that a strategy runs before training: ``self_check`` of determinism, and ``doctor`` for mistakes in a program."""
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import keras
+import numpy as np
+from keras import initializers, layers
 
-from lockstep._errors import ModelError
+from lockstep._errors import DeterminismError, ModelError
 from lockstep._keras import trainer
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import InputFactory
+from lockstep.devices.names import device_name
 from lockstep.doctor.finding import Report
-from lockstep.doctor.fit_call import FitCall, RuntimeSettings, caller
+from lockstep.doctor.fit_call import FitCall, RuntimeSettings, calling_location
 from lockstep.doctor.full_check import examine
 from lockstep.execution.executors import Executor
 from lockstep.execution.train_functions import StepFunctions
-from lockstep.strategies.determinism_check import compare_steps, reference_batch, reference_model
 
-__all__ = ["Diagnostics", "examined"]
+__all__ = ["Diagnostics", "examine_fit"]
 
 
 class Diagnostics(StrategyApi):
-    """Base of the strategies: checks of a machine and of a program."""
+    """Base of the strategies: checks of the machine and of a program."""
 
     _inputs: InputFactory
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -36,22 +40,22 @@ class Diagnostics(StrategyApi):
     ) -> str:
         """Run one training step twice from the same state and compare every bit.
 
-        Under ``deterministic=True`` the first device alone repeats it too, with the same number of replicas. The model, its
-        optimizer and the random state stay as they are. Worth a minute on a new machine: there are reports of compiled
-        programs whose result differs from call to call (https://github.com/jax-ml/jax/issues/39741).
+        With ``deterministic=True`` the step is also repeated on the first device alone, with the same number of replicas. The model, its
+        optimizer and the random state are unchanged. Run it on a new machine: there are reports of compiled programs whose result
+        differs from call to call (https://github.com/jax-ml/jax/issues/39741).
 
         Args:
             model: a compiled model of this strategy. By default a small one with a convolution, BatchNormalization
-                and Dropout, for which no data are needed.
+                and Dropout, which needs no data.
             x: one batch of inputs, a tree of arrays ``(rows, …)``.
             y: its targets.
             sample_weight: its weights.
 
         Returns:
-            SHA-256 of the logs and of the state after the step, in hex: it may be compared between machines.
+            SHA-256 of the logs and of the state after the step, in hex; it can be compared between machines.
 
         Raises:
-            DeterminismError: a variable or a log differs; it is named.
+            DeterminismError: a variable or a log differs; the message names it.
             ModelError: the model belongs to another strategy or is not compiled.
 
         Example:
@@ -61,13 +65,13 @@ class Diagnostics(StrategyApi):
         """
         if model is None:
             with self.scope():
-                model = reference_model()
-            x, y = reference_batch(4 * self.num_replicas_in_sync)
-        self._refuse_foreign(model, "self_check")
+                model = _reference_model()
+            x, y = _reference_batch(4 * self.num_replicas_in_sync)
+        self._check_owner(model, "self_check")
         placements = [self._placement, self._placement]
         if self._deterministic and len(self._placement.devices) > 1:
             placements.append(self._placement.on_first_device())
-        return compare_steps(model, (x, y, sample_weight), [(p, self._executor_for(p, model)) for p in placements])
+        return _compare_steps(model, (x, y, sample_weight), [(p, self._executor_for(p, model)) for p in placements])
 
     def doctor(
         self,
@@ -81,10 +85,10 @@ class Diagnostics(StrategyApi):
         class_weight: dict[int, float] | None = None,
         steps_per_epoch: int | None = None,
     ) -> Report:
-        """Look for what would make ``model.fit`` with these arguments wrong or slow without an error.
+        """Find what would make ``model.fit`` with these arguments wrong or slow without an error.
 
-        Loss, labels, order, batch, precision, memory and versions are looked at, and six training steps are measured, on a copy of the
-        state: model, optimizer, metrics and random numbers stay as they are, and rows that were read come again. ``docs/doctor.md``
+        It checks loss, labels, order, batch, precision, memory and versions, and measures six training steps on a copy of the state:
+        model, optimizer, metrics and random state are unchanged, and rows that were read are read again by ``fit``. ``docs/doctor.md``
         lists all findings.
 
         Args:
@@ -92,13 +96,13 @@ class Diagnostics(StrategyApi):
             x: inputs, of any kind that ``fit`` takes.
             y: their targets.
             sample_weight: their weights.
-            batch_size: rows of a global batch, where x is arrays.
+            batch_size: rows of a global batch, if x is arrays.
             shuffle: as in ``fit``.
             class_weight: as in ``fit``.
             steps_per_epoch: as in ``fit``.
 
         Returns:
-            The findings, and what was looked at; it is true where there are findings, and ``str`` of it is to be read.
+            The findings, and what was checked; true if there are findings; ``str`` makes a readable text.
 
         Raises:
             ModelError: the model belongs to another strategy or is not compiled.
@@ -113,7 +117,7 @@ class Diagnostics(StrategyApi):
             >>> [finding.name for finding in report.findings]
             ['softmax-from-logits']
         """
-        self._refuse_foreign(model, "doctor")
+        self._check_owner(model, "doctor")
         options = {
             "batch_size": batch_size,
             "shuffle": shuffle,
@@ -121,32 +125,108 @@ class Diagnostics(StrategyApi):
             "steps_per_epoch": steps_per_epoch,
         }
         data = (x, y, sample_weight)
-        return examined(self, FitCall(model, *data, options, fit_at=caller()))
+        return examine_fit(self, FitCall(model, *data, options, fit_at=calling_location()))
 
-    def _refuse_foreign(self, model: keras.Model, call: str) -> None:
+    def _check_owner(self, model: keras.Model, call: str) -> None:
         if trainer.strategy_of(model) is not self or not model.compiled:
             raise ModelError(
-                f"{call}: {model.name!r} is not a compiled model of {self}. Build and compile it in scope()."
+                f"{call}: {model.name!r} is not a compiled model of {self}. Fix: build and compile it in scope()."
             )
 
     def _runtime_settings(self) -> RuntimeSettings:
-        """What the checks of a program need to know."""
+        """Return the settings that the doctor's checks need."""
         placement = self._placement
         processes = len({device.process_index for device in placement.devices})
         return RuntimeSettings(placement.replicas, placement.devices, processes, self._input_options)
 
     def _log_once(self, model: keras.Model, sentence: str) -> None:
-        """Say something about a model, once."""
+        """Log a sentence about a model, once."""
         self._functions_of(model).log(sentence)
 
 
-def examined(strategy: Diagnostics, program: FitCall) -> Report:
-    """As :meth:`Diagnostics.doctor`, of a call of ``fit`` that somebody has written down.
+def examine_fit(strategy: Diagnostics, call: FitCall) -> Report:
+    """Run :meth:`Diagnostics.doctor` for a recorded call of ``fit``.
 
     Raises:
         ModelError: the model is not compiled.
     """
-    model, placement = program.model, strategy._placement
+    model, placement = call.model, strategy._placement
     executor = strategy._executor_for(placement, model)
     functions = StepFunctions(model, placement, executor, lambda _: None)
-    return examine(replace(program, setting=strategy._runtime_settings()), functions, strategy._inputs, os.environ)
+    return examine(replace(call, settings=strategy._runtime_settings()), functions, strategy._inputs, os.environ)
+
+
+Values = dict[str, np.ndarray]
+
+
+def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Placement, Executor]]) -> str:
+    """Run one training step with each of the placements and executors, from the model's current state.
+
+    Returns:
+        SHA-256 of all results.
+
+    Raises:
+        DeterminismError: two results differ.
+    """
+    state = trainer.training_state(model, batch)
+    outcomes = []
+    for placement, executor in variants:
+        step = StepFunctions(model, placement, executor, lambda _: None).make("train")
+        logs, new = step(jax.tree.map(jax.numpy.copy, state), iter([batch]))
+        outcomes.append(_named(model, logs, new))
+    for (placement, _), outcome in zip(variants[1:], outcomes[1:], strict=True):
+        _compare(outcomes[0], outcome, [device_name(device) for device in placement.devices])
+    digest = hashlib.sha256()
+    for value in outcomes[0].values():
+        digest.update(value.tobytes())
+    return digest.hexdigest()
+
+
+def _named(model: keras.Model, logs: dict[str, Any], state: Sequence[Sequence[Any]]) -> Values:
+    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    found = {f"log {name!r}": np.asarray(value) for name, value in keras.tree.flatten_with_path(logs)}
+    for variables, values in zip(kinds, state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            found[f"variable {variable.path!r} ({len(found)})"] = np.asarray(value)
+    return found
+
+
+def _compare(expected: Values, found: Values, devices: list[str]) -> None:
+    for name, value in expected.items():
+        different = np.frombuffer(value.tobytes(), "uint8") != np.frombuffer(found[name].tobytes(), "uint8")
+        if different.any():
+            raise DeterminismError(
+                f"self_check: a step repeated from the same state on {', '.join(devices)} gave a different {name}: "
+                f"{different.sum()} of {different.size} bytes differ. The compiled program depends on more than its inputs. Fix: try "
+                "another version of jaxlib or, on CPU, lockstep.config.set_deterministic(cpu_threads=1) on one device."
+            )
+
+
+def _reference_model() -> keras.Model:
+    """Return a small net with operations whose bits tend to differ: convolution, statistics, randomness, reductions.
+
+    Its seeds and names are fixed, so that making it does not change the process's random state and name counters.
+    """
+
+    def start(seed: int) -> initializers.Initializer:
+        return initializers.GlorotUniform(seed=seed)
+
+    model = keras.Sequential(
+        [
+            layers.Input((8, 8, 3), name="self_check_input"),
+            layers.Conv2D(8, 3, kernel_initializer=start(0), name="self_check_convolution"),
+            layers.BatchNormalization(name="self_check_normalization"),
+            layers.Flatten(name="self_check_flatten"),
+            layers.Dropout(0.2, seed=1, name="self_check_dropout"),
+            layers.Dense(10, kernel_initializer=start(2), name="self_check_dense"),
+        ],
+        name="self_check",
+    )
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def _reference_batch(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return images ``(rows, 8, 8, 3)`` and classes ``(rows,)`` for :func:`_reference_model`."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 8, 8, 3)).astype("float32"), rng.integers(0, 10, rows)

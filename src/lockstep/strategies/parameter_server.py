@@ -149,7 +149,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What said who takes part."""
+        """The source of the cluster's addresses."""
         return self._resolver
 
     @property

@@ -12,7 +12,7 @@ import keras
 
 from lockstep._errors import OptionError
 from lockstep._keras.fit_interception import intercept_fit
-from lockstep.doctor.fit_call import caller
+from lockstep.doctor.fit_call import calling_location
 
 __all__ = ["FirstFit", "run_until_fit"]
 
@@ -59,7 +59,7 @@ def run_until_fit(path: str, arguments: Sequence[str], look: Callable[[FirstFit]
     def take(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not ended:
             try:
-                look(FirstFit(model, fit, args, kwargs, caller()))
+                look(FirstFit(model, fit, args, kwargs, calling_location()))
                 ended.append(None)
             except Exception as error:  # Out of the script's reach, as it may catch those.
                 ended.append(error)

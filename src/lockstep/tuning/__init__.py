@@ -1,1 +1,1 @@
-"""Which batch, and which learning rate with it: measured and changed from outside of a training step."""
+"""The batch size finder, and learning rate scaling for larger batches."""

@@ -1,4 +1,4 @@
-"""Which global batch: sizes are tried on the model's own training step, by all workers alike."""
+"""``batch_size_finder``: measures memory and time of the model's training step for global batch sizes, on all workers."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ from lockstep._keras import trainer
 from lockstep.data.device_placement import count_rows
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.sources import AdapterSource, make_source
+from lockstep.devices.memory import host_memory
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import KerasProbes, StepProbe, StepProbes, StrategyProbes
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
-from lockstep.tuning.batch_sizes import BatchMeasurement, BatchSizes
-from lockstep.tuning.free_memory import free_memory
-from lockstep.tuning.size_search import find_largest, powers_of_two
+from lockstep.tuning.batch_sizes import BatchMeasurement, BatchSizes, find_largest, powers_of_two
 
 __all__ = ["batch_size_finder"]
 
-_PATIENCE, _FASTER = 2, 1.01  # sizes in a row that are not faster by this end the timing
+_PATIENCE, _FASTER = 2, 1.01  # timing ends after 2 sizes in a row that are not 1 % faster
+_SHARE = 0.9  # of the free memory; the rest is for allocations that the compiler does not count
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
@@ -36,12 +36,13 @@ def batch_size_finder(
     steps: int = 5,
     memory_limit: int | None = None,
 ) -> BatchSizes:
-    """Measure which global batch fits into memory, and which trains the most rows a second.
+    """Measure which global batch sizes fit into memory, and which trains the most rows a second.
 
-    The model's own training step is compiled for each size, and what the compiler says that it needs is compared with what there is before
-    it is run, so that nothing is killed for lack of memory. Each size that fits is then run some times, until larger ones are no faster. All of
-    this is done on copies: the model, its optimizer and metrics, and all random states stay as they are. What is not built yet is built; ``fit`` then
-    looks at one batch less beforehand, and so shuffles the rows of such a model in another order. Several workers call it together with the same arguments: a size fits where it fits on all, and the slowest counts.
+    The model's training step is compiled for each size. Before it runs, the memory that the compiler reports is compared with the memory
+    that is free, so that the process is not killed. Each size that fits is timed for some steps, until larger ones are no faster. Steps run
+    on copies: the model, its optimizer and metrics, and all random states are unchanged. A model that is not built is built; ``fit`` then
+    reads one batch less in advance, and so shuffles the rows of such a model in another order. Several workers call it together with the
+    same arguments: a size fits if it fits on all of them, and the time is that of the slowest.
 
     Args:
         model: compiled; of a strategy, or plain Keras.
@@ -51,19 +52,19 @@ def batch_size_finder(
         batch_sizes: rows of the global batches to try. By default powers of two, from 8 or the number of replicas up to all rows; and then,
             between the last that fits and the first that does not, steps of 1/32, in multiples of the
             replicas, to find the largest.
-        steps: how many training steps a size is timed for, after a first that does not count.
-        memory_limit: bytes that a step may take: on each accelerator, or for all CPU devices of a process together. By default nine tenths of
-            what is free, on a CPU also within the limit of the control group (container).
+        steps: number of training steps that are timed for a size, after a first one that is not counted.
+        memory_limit: bytes that a step may use: on each accelerator, or for all CPU devices of a process together. By default nine tenths of
+            the free memory, on a CPU also within the limit of the control group (container).
 
     Returns:
         The measurements with ``largest``, ``fastest`` and ``recommended``; ``print`` shows a table.
 
     Raises:
-        ClusterError: another worker gave other arguments.
-        InputError: x is no tree of arrays.
-        ModelError: the model is not compiled, or runs uncompiled.
+        ClusterError: the workers' arguments differ.
+        InputError: x is not a tree of arrays.
+        ModelError: the model is not compiled, or runs eagerly.
         OptionError: an argument is out of its range, or not even the smallest size fits.
-        ScopeError: servers keep the variables, or a ``keras.distribution`` is active.
+        ScopeError: parameter servers keep the variables, or a ``keras.distribution`` is active.
 
     Example:
         >>> import keras, lockstep, numpy as np
@@ -75,38 +76,38 @@ def batch_size_finder(
         ([8, 16, 32, 64], 64)
     """
     owner = trainer.strategy_of(model)
-    _refuse(model, owner)
+    _check_model(model, owner)
     data = (x, y, sample_weight)
     _source(data, 1)
     rows, steps = count_rows(data), whole_number("batch_size_finder: steps", steps)
-    trials = _trials(model, owner)
-    sizes = powers_of_two(rows, trials.replicas) if batch_sizes is None else _asked(batch_sizes, rows)
+    probes = _make_probes(model, owner)
+    sizes = powers_of_two(rows, probes.replicas) if batch_sizes is None else _check_sizes(batch_sizes, rows)
     process_group = owner._process_group if owner else ProcessGroup()
     on_pause = owner._functions_of(model).pause if owner else lambda: None
-    _agree(process_group, [sizes, steps, rows, batch_sizes is None])
+    _check_same_arguments(process_group, [sizes, steps, rows, batch_sizes is None])
     hosts = process_group.all_gather("batch_size_finder: the machines", socket.gethostname())
     if memory_limit is None:
-        available = free_memory(trials.devices, hosts.count(socket.gethostname()))
+        available = _free_memory(probes.devices, hosts.count(socket.gethostname()))
     else:
         available = whole_number("batch_size_finder: memory_limit", memory_limit)
     search = _Search(
-        trials, lambda size: _batch(data, size), steps, available, process_group, on_pause, stops=batch_sizes is None
+        probes, lambda size: _batch(data, size), steps, available, process_group, on_pause, stops=batch_sizes is None
     )
-    largest = find_largest(sizes, search.fits, trials.replicas if batch_sizes is None else None)
+    largest = find_largest(sizes, search.fits, probes.replicas if batch_sizes is None else None)
     found = tuple(sorted(search.found, key=lambda measured: measured.rows))
     if largest is None:
         raise OptionError(
-            f"batch_size_finder: not even a batch of {sizes[0]:,} rows fits: {found[0].note}. Give smaller batch_sizes, free memory, or take "
+            f"batch_size_finder: not even a batch of {sizes[0]:,} rows fits: {found[0].note}. Fix: use smaller batch_sizes, free memory, or use "
             "gradient accumulation or a smaller model."
         )
-    return BatchSizes(found, largest, _least(process_group, available), trials.is_estimate, largest == rows)
+    return BatchSizes(found, largest, _least(process_group, available), probes.is_estimate, largest == rows)
 
 
 class _Search:
-    """Tries sizes, and remembers what was found.
+    """Measures sizes, and collects the measurements.
 
     Args:
-        trials: of the model.
+        probes: of the model.
         batch: gives a batch of so many rows.
         steps: how many are timed.
         available: bytes, or None.
@@ -117,7 +118,7 @@ class _Search:
 
     def __init__(
         self,
-        trials: StepProbes,
+        probes: StepProbes,
         batch: Callable[[int], Any],
         steps: int,
         available: int | None,
@@ -126,46 +127,46 @@ class _Search:
         *,
         stops: bool,
     ) -> None:
-        self._trials, self._batch, self._steps, self._available = trials, batch, steps, available
-        self._process_group, self._pauses, self._stops = process_group, on_pause, stops
+        self._probes, self._batch, self._steps, self._available = probes, batch, steps, available
+        self._process_group, self._on_pause, self._stops = process_group, on_pause, stops
         self._best, self._slower = 0.0, 0
         self.found: list[BatchMeasurement] = []
 
     def fits(self, rows: int) -> bool:
-        """Try a size."""
-        self._pauses()
-        trial, memory, why = self._compiled(rows)
-        memories, reasons = zip(*self._all(f"memory of {rows} rows", [memory, why]), strict=True)
+        """Measure a size; return whether it fits."""
+        self._on_pause()
+        probe, memory, why = self._compile(rows)
+        memories, reasons = zip(*self._all_gather(f"memory of {rows} rows", [memory, why]), strict=True)
         memory = None if None in memories else max(memories)
         why = next(filter(None, reasons), "")
         seconds, note = None, why
         if not why and self._slower >= _PATIENCE:
             note = "not run: larger batches are no faster"
-        elif trial and not why:
-            seconds, why = self._timed(trial, rows)
+        elif probe and not why:
+            seconds, why = self._time(probe, rows)
             note = why
         self.found.append(BatchMeasurement(rows, not why, memory, seconds, note))
         return not why
 
-    def _compiled(self, rows: int) -> tuple[StepProbe | None, int | None, str]:
-        """What is ready to run, its memory, and why it does not fit, if so."""
+    def _compile(self, rows: int) -> tuple[StepProbe | None, int | None, str]:
+        """Return the compiled step, its memory, and why it does not fit, if so."""
         try:
-            trial = self._trials.compile(self._batch(rows))
+            probe = self._probes.compile(self._batch(rows))
         except jax.errors.JaxRuntimeError as error:
             return None, None, _reason(error)
-        devices = self._trials.devices
-        memory = trial.memory * (len(devices) if devices[0].platform == "cpu" else 1)
+        devices = self._probes.devices
+        memory = probe.memory * (len(devices) if devices[0].platform == "cpu" else 1)
         if self._available is None or memory <= self._available:
-            return trial, memory, ""
-        return trial, memory, f"it takes {memory:,} bytes, and there are {self._available:,}"
+            return probe, memory, ""
+        return probe, memory, f"it needs {memory:,} bytes, and {self._available:,} are available"
 
-    def _timed(self, trial: StepProbe, rows: int) -> tuple[float | None, str]:
-        """Seconds of a step on the slowest process, or why there are none."""
+    def _time(self, probe: StepProbe, rows: int) -> tuple[float | None, str]:
+        """Return the seconds of a step on the slowest process, or why there are none."""
         try:
-            own: tuple[float | None, str] = trial.seconds(self._steps), ""
+            own: tuple[float | None, str] = probe.seconds(self._steps), ""
         except jax.errors.JaxRuntimeError as error:
             own = None, _reason(error)
-        found, reasons = zip(*self._all(f"seconds of {rows} rows", list(own)), strict=True)
+        found, reasons = zip(*self._all_gather(f"seconds of {rows} rows", list(own)), strict=True)
         if any(reasons):
             return None, next(filter(None, reasons))
         seconds = max(found)
@@ -174,26 +175,26 @@ class _Search:
         self._slower = 0 if is_faster or not self._stops else self._slower + 1
         return seconds, ""
 
-    def _all(self, what: str, value: Any) -> list[Any]:
+    def _all_gather(self, what: str, value: Any) -> list[Any]:
         return self._process_group.all_gather(f"batch_size_finder: {what}", value)
 
 
 def _reason(error: jax.errors.JaxRuntimeError) -> str:
-    """Why a size does not fit; what is no lack of memory is raised again."""
+    """Return why a size does not fit; errors other than a lack of memory are raised again."""
     if _NO_MEMORY not in str(error):
         raise error
     return f"the device has no memory for it: {str(error).splitlines()[0]}"
 
 
 def _least(process_group: ProcessGroup, available: int | None) -> int | None:
-    """What the process with least memory has; None where nobody says."""
+    """Return the memory of the process with the least; None if unknown."""
     return min(
         (own for own in process_group.all_gather("batch_size_finder: memory", available) if own is not None),
         default=None,
     )
 
 
-def _trials(model: keras.Model, strategy: Strategy | None) -> StepProbes:
+def _make_probes(model: keras.Model, strategy: Strategy | None) -> StepProbes:
     if strategy is None:
         return KerasProbes(model)
     placement = strategy._placement
@@ -203,15 +204,15 @@ def _trials(model: keras.Model, strategy: Strategy | None) -> StepProbes:
 
 
 def _batch(data: tuple[Any, ...], rows: int) -> Any:
-    """The first rows, as ``fit`` would read them."""
+    """Return the first rows, as ``fit`` would read them."""
     return next(_source(data, rows).batches())
 
 
 def _source(data: tuple[Any, ...], rows: int) -> AdapterSource:
-    """What ``fit`` would read.
+    """Return the input as ``fit`` would read it.
 
     Raises:
-        InputError: they are no arrays.
+        InputError: it is not arrays.
     """
     source = make_source(*data, batch_size=rows, steps_per_epoch=None, pending=lambda generator: generator)
     if not isinstance(source, AdapterSource) or not source.is_arrays:
@@ -221,37 +222,55 @@ def _source(data: tuple[Any, ...], rows: int) -> AdapterSource:
     return source
 
 
-def _asked(batch_sizes: Sequence[int], rows: int) -> list[int]:
+def _check_sizes(batch_sizes: Sequence[int], rows: int) -> list[int]:
     sizes = sorted({whole_number("batch_size_finder: batch_sizes", size) for size in batch_sizes})
     if not sizes or sizes[-1] > rows:
         raise OptionError(
-            f"batch_size_finder: batch_sizes: expected one size or more of at most {rows:,} rows, which x has, got {list(batch_sizes)!r}."
+            f"batch_size_finder: batch_sizes: expected at least one size of at most {rows:,} rows, the rows of x, got {list(batch_sizes)!r}."
         )
     return sizes
 
 
-def _agree(process_group: ProcessGroup, value: list[Any]) -> None:
+def _check_same_arguments(process_group: ProcessGroup, value: list[Any]) -> None:
     found = process_group.all_gather("batch_size_finder", value)
     for index, other in enumerate(found):
         if other != found[0]:
             raise ClusterError(
                 f"batch_size_finder: worker {index} was called with other arguments than the chief: sizes, steps, rows and whether to refine are {other}, the "
-                f"chief's {found[0]}. Call it on all workers with the same."
+                f"chief's {found[0]}. Fix: call it on all workers with the same arguments."
             )
 
 
-def _refuse(model: keras.Model, owner: Any) -> None:
+def _check_model(model: keras.Model, owner: Any) -> None:
     if isinstance(owner, ParameterServerStrategy):
         raise ScopeError(
             "batch_size_finder: under ParameterServerStrategy each worker has batches of its own and servers make the updates, so there is no step "
-            "to measure. Find the batch of one worker with the model in plain Keras or under MirroredStrategy."
+            "to measure. Fix: find the batch size of one worker with the model in plain Keras or under MirroredStrategy."
         )
     if owner is None and keras.distribution.distribution() is not None:
         raise ScopeError(
-            "batch_size_finder: a keras.distribution is active, whose steps it does not know. Train under a strategy, or without."
+            "batch_size_finder: a keras.distribution is active, whose steps it cannot measure. Fix: train under a strategy, or without the distribution."
         )
     if not model.compiled or model.run_eagerly or not model.jit_compile:
         raise ModelError(
-            f"batch_size_finder: {model.name!r} {'runs uncompiled' if model.compiled else 'is not compiled'}, so no compiler knows its memory. Call "
+            f"batch_size_finder: {model.name!r} {'runs uncompiled' if model.compiled else 'is not compiled'}, so its memory is unknown. Fix: call "
             "compile() without run_eagerly and jit_compile=False first."
         )
+
+
+def _free_memory(devices: Sequence[jax.Device], processes_here: int = 1) -> int | None:
+    """Return the bytes that a step may use: on each accelerator, or on this machine for all CPU devices of this process.
+
+    Args:
+        devices: of this process, of one platform.
+        processes_here: number of processes of the job that share this machine's memory.
+
+    Returns:
+        Nine tenths of the free memory; None if unknown.
+    """
+    if devices[0].platform == "cpu":
+        free = host_memory().free
+        return None if free is None else int(_SHARE * free / processes_here)
+    known = [memory for device in devices if (memory := device.memory_stats())]
+    left = [memory["bytes_limit"] - memory["bytes_in_use"] for memory in known if "bytes_limit" in memory]
+    return int(_SHARE * min(left)) if left else None

@@ -1,23 +1,25 @@
-"""What :func:`lockstep.batch_size_finder` has found."""
+"""Results of :func:`lockstep.batch_size_finder`, and the search for the largest batch size: plain arithmetic."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["BatchMeasurement", "BatchSizes"]
+__all__ = ["BatchMeasurement", "BatchSizes", "find_largest", "powers_of_two"]
 
-CLOSE = 0.05  # a share of the most rows a second
+_SMALLEST, _PARTS = 8, 32
+CLOSE = 0.05  # of the highest rate: such a difference in rows a second is ignored
 
 
 @dataclass(frozen=True)
 class BatchMeasurement:
-    """One batch that was tried.
+    """The measurement of one batch size.
 
     Args:
         rows: of the global batch.
         fits: whether its step fits into memory.
-        memory_bytes: what a step takes: on each accelerator, or for all CPU devices of a process together; None where not even the compiler
-            could say, for lack of memory.
-        seconds: median time of a step; None where it was not run.
+        memory_bytes: memory of a step: on each accelerator, or for all CPU devices of a process together; None if compiling ran out of
+            memory.
+        seconds: median time of a step; None if it was not run.
         note: why it does not fit, or was not run.
     """
 
@@ -29,20 +31,20 @@ class BatchMeasurement:
 
     @property
     def rows_per_second(self) -> float | None:
-        """Rows that the devices train on in a second, without the input and Keras's loop."""
+        """Rows trained on in a second, without the input and Keras's loop."""
         return self.rows / self.seconds if self.seconds else None
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Global batch sizes that were tried, and what follows. ``print`` shows them as a table.
+    """Measured global batch sizes, with a recommendation. ``print`` shows them as a table.
 
     Args:
-        measurements: by rising rows.
-        largest: the largest that was found to fit.
-        available_bytes: memory that a step may take, of the worker with least; None where no device says.
-        is_estimate: whether memory is that of the default executor's program, as the strategy runs several, which have no common figure.
-        is_all: whether ``largest`` is all the rows there are.
+        measurements: in the order of their rows.
+        largest: the largest size that fits.
+        available_bytes: memory that a step may use, on the worker with the least; None if unknown.
+        is_estimate: whether memory is that of the default executor's program, because the strategy runs several programs.
+        is_all: whether ``largest`` is the number of rows of ``x``.
     """
 
     measurements: tuple[BatchMeasurement, ...]
@@ -53,12 +55,12 @@ class BatchSizes:
 
     @cached_property
     def fastest(self) -> int:
-        """The batch with the most rows a second."""
+        """The batch size with the most rows a second."""
         return max(self._timed, key=lambda found: found[1])[0]
 
     @cached_property
     def recommended(self) -> int:
-        """The smallest batch with at least 95 % of the rows a second of the fastest."""
+        """The smallest batch size with at least 95 % of the rows a second of the fastest."""
         most = max(rate for _, rate in self._timed)
         return min(rows for rows, rate in self._timed if rate >= (1 - CLOSE) * most)
 
@@ -72,15 +74,15 @@ class BatchSizes:
         return "\n".join([*(line.rstrip() for line in lines), *self._sentences()])
 
     def _sentences(self) -> list[str]:
-        about = "Memory is an estimate: that of the default executor's program. " if self.is_estimate else ""
+        estimate = "Memory is an estimate: that of the default executor's program. " if self.is_estimate else ""
         room = (
-            "no device says how much memory there is"
+            "the memory of the devices is unknown"
             if self.available_bytes is None
             else f"{_size(self.available_bytes)} may be used"
         )
-        reach = ", all the rows that there are" if self.is_all else ""
+        reach = ", all rows of x" if self.is_all else ""
         return [
-            f"{about}Largest that fits: {self.largest:,}{reach} ({room}). Fastest: {self.fastest:,}.",
+            f"{estimate}Largest that fits: {self.largest:,}{reach} ({room}). Fastest: {self.fastest:,}.",
             f"Recommended: {self.recommended:,}, the smallest with at least {1 - CLOSE:.0%} of the fastest's rows a second: larger ones make fewer "
             "updates of the same rows and gain little time. The learning rate: see lockstep.callbacks.LearningRateScaling.",
         ]
@@ -97,3 +99,44 @@ def _size(number: float) -> str:
     units = ("B", "kB", "MB", "GB", "TB")
     thousands = min(len(units) - 1, (len(f"{float(f'{number:.3g}'):.0f}") - 1) // 3)
     return f"{number / 1000**thousands:.3g} {units[thousands]}"
+
+
+def powers_of_two(rows: int, least: int) -> list[int]:
+    """Return powers of two of at least ``least`` below ``rows``, and ``rows`` as the last."""
+    first = max(_SMALLEST, 1 << (least - 1).bit_length())
+    return [*(1 << power for power in range(first.bit_length() - 1, rows.bit_length()) if 1 << power < rows), rows]
+
+
+def find_largest(sizes: Sequence[int], fits: Callable[[int], bool], refine: int | None) -> int | None:
+    """Return the largest size that fits, assuming that all smaller sizes fit, too.
+
+    Args:
+        sizes: to try, in rising order; the search ends with the first that does not fit.
+        fits: is called once for each size that is tried.
+        refine: try multiples of this number between the last size that fits and the first that does not, in steps of about 1/32 of the
+            last: a batch that the replicas do not divide evenly needs more memory than a larger one that they do. None: do not.
+
+    Returns:
+        None if not even the first size fits.
+    """
+    largest = None
+    for size in sizes:
+        if fits(size):
+            largest = size
+        elif largest is None:
+            return None
+        else:
+            return _between(largest, size, fits, refine) if refine else largest
+    return largest
+
+
+def _between(low: int, high: int, fits: Callable[[int], bool], multiple: int) -> int:
+    first, step = low - low % multiple, max(1, low // _PARTS // multiple) * multiple
+    fitting, failing = 0, -(-(high - first) // step)  # in steps above ``first``
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
+        if fits(first + middle * step):
+            fitting = middle
+        else:
+            failing = middle
+    return first + fitting * step if fitting else low

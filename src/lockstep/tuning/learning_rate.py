@@ -1,12 +1,14 @@
-"""The callback that scales the learning rate with the batch.
+"""The callback that scales the learning rate with the batch size.
 
-It sets the rate as Keras's own callbacks do, before a step. Within an epoch that has Keras write the state of training into the
-model's variables and take it out again, so it happens only while the rate changes. What it needs to go on after a crash is numbers in
-one attribute, ``progress``, which ``BackupAndRestore`` keeps with the variables.
+It sets the rate as Keras's callbacks do, before a step. During an epoch, Keras then writes the training state into the model's
+variables and reads it back, so the rate is set only while it changes. The state for a resumed run is the attribute ``progress``,
+which ``BackupAndRestore`` saves with the variables.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,42 +19,69 @@ from lockstep._logging import log_info
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.hooks import FitContext
 from lockstep.strategies.parameter_server import ParameterServerStrategy
-from lockstep.tuning.lr_warmup import RULES, WarmUp
 
 __all__ = ["LearningRateScaling"]
 
+RULES: dict[str, Callable[[float], float]] = {
+    "linear": float,
+    "sqrt": math.sqrt,
+}  # functions of the ratio of the batch sizes
+
 _SCHEDULE = (
-    "LearningRateScaling needs an optimizer with one learning rate that is a number; a LearningRateSchedule is compiled into the step, and counts "
-    "steps, of which a larger batch has fewer, so it has to be written anew in any case: multiply its rates by the ratio of the batches (or "
-    "its root), divide its steps by that ratio, and let it warm up itself (CosineDecay has warmup_target and warmup_steps). Of a "
-    "MultiOptimizer scale the rates where its optimizers are made."
+    "LearningRateScaling needs an optimizer with one learning rate that is a number; a LearningRateSchedule is compiled into the step and counts "
+    "steps, of which a larger batch has fewer. Fix: change the schedule: multiply its rates by the ratio of the batch sizes (or its root), divide "
+    "its steps by that ratio, and let it warm up (CosineDecay has warmup_target and warmup_steps). For a MultiOptimizer, scale the rates of "
+    "its optimizers when they are made."
 )
 
 
-class LearningRateScaling(keras.callbacks.Callback):
-    """Multiplies the learning rate by how many times larger the global batch is than the one that the rate was found for.
+@dataclass(frozen=True)
+class WarmUp:
+    """A linear change from one rate to another over a number of steps.
 
-    Training begins with the rate that the optimizer has, and comes to the scaled one in a straight line over the steps of the first
-    epochs. Where the rate becomes smaller, it is so from the first step on. Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), for
+    Args:
+        base: rate of the first step.
+        scaled: rate after the last step.
+        steps: number of steps in between; 0: ``scaled`` from the first step on.
+    """
+
+    base: float
+    scaled: float
+    steps: int
+
+    def rate(self, step: int) -> float:
+        """Return the rate of a step, counted from 0."""
+        return self.scaled if self.is_over(step) else self.base + (self.scaled - self.base) * step / self.steps
+
+    def is_over(self, step: int) -> bool:
+        """Whether the rate is constant from this step on."""
+        return step >= self.steps
+
+
+class LearningRateScaling(keras.callbacks.Callback):
+    """Scales the learning rate by the ratio of the global batch size to the one that the rate was tuned for.
+
+    Training begins with the optimizer's rate, which rises linearly to the scaled rate over the steps of the first epochs. If the
+    scaled rate is smaller, it is set at the first step. Source: Goyal et al., "Accurate, Large Minibatch SGD" (2017), for
     ``"linear"`` and the warm-up; Krizhevsky, "One weird trick" (2014), and Hoffer et al., "Train longer, generalize better" (2017), for ``"sqrt"``.
 
     Under a strategy the global batch is that of ``fit``, times the optimizer's ``gradient_accumulation_steps``. After the warm-up the
-    callback sets nothing, so that ``ReduceLROnPlateau`` and ``LearningRateScheduler`` go on from the scaled rate; one that sets another rate between
-    two epochs of the warm-up ends it, and a line says so. A further ``fit`` goes on where the first has ended, and does not scale
-    again. ``docs/batch_size.md`` says what to expect.
+    callback sets nothing, so that ``ReduceLROnPlateau`` and ``LearningRateScheduler`` start from the scaled rate; if another callback sets
+    the rate between two epochs of the warm-up, the warm-up ends and a line is logged. A further ``fit`` continues from the first one, and
+    does not scale again. See ``docs/batch_size.md``.
 
     Args:
-        base_batch: rows of the batch that the optimizer's rate is right for.
-        rule: ``"linear"``: times the ratio of the batches, for SGD; ``"sqrt"``: times its root, for Adam and its like.
+        base_batch: rows of the batch that the optimizer's rate was tuned for.
+        rule: ``"linear"``: multiply by the ratio of the batch sizes, for SGD; ``"sqrt"``: by its root, for Adam and similar optimizers.
         warmup_epochs: length of the warm-up; 0: none.
-        global_batch: rows of the global batch; needed in plain Keras, where a callback cannot see it.
+        global_batch: rows of the global batch; required in plain Keras, which does not tell callbacks.
 
     Attributes:
-        factor: what the rate is multiplied by in the end; None before the first step.
+        factor: ratio of the scaled to the optimizer's rate; None before the first step.
 
     Raises:
-        OptionError: an argument is out of its range; from ``fit``: the rate is a schedule, or nobody knows how long an epoch is.
-        ScopeError: from ``fit``: the global batch cannot be seen, or servers keep the variables.
+        OptionError: an argument is out of its range; from ``fit``: the rate is a schedule, or the length of an epoch is unknown.
+        ScopeError: from ``fit``: the global batch is unknown, or parameter servers keep the variables.
 
     Example:
         >>> import keras, lockstep, numpy as np
@@ -78,14 +107,14 @@ class LearningRateScaling(keras.callbacks.Callback):
             None if global_batch is None else whole_number("LearningRateScaling: global_batch", global_batch)
         )
         self._optimizer: Any = None
-        self._is_first = False  # whether the next step is the first that this call of fit, or this epoch, hears of
+        self._is_first = False  # whether the next step is the first of this call of fit or of this epoch
         self._warm_up: WarmUp | None = None  # None until this call's first step
         self.progress: dict[str, Any] = {}
         self.data: KerasInput | None = None  # during a call of fit of a strategy's model
 
     @contextmanager
     def around_fit(self, context: FitContext) -> Iterator[None]:
-        """See :class:`lockstep.fit.hooks.FitHook`: the input of the call shows the global batch."""
+        """Keep the input of the call, which has the global batch; see :class:`lockstep.fit.hooks.FitHook`."""
         self.data = context.data
         try:
             yield
@@ -99,62 +128,62 @@ class LearningRateScaling(keras.callbacks.Callback):
         return None if batch is None else RULES[self._rule](batch / self._base_batch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Keras says that training begins.
+        """Check that the rate can be scaled.
 
         Raises:
             OptionError: see the class.
             ScopeError: see the class.
         """
         model = self.model
-        self._refuse_where_it_cannot_work(trainer.strategy_of(model), model.optimizer)
+        self._check_supported(trainer.strategy_of(model), model.optimizer)
         if model.optimizer is not self._optimizer:
             self._optimizer, self.progress = model.optimizer, {}
         self._each, self._warm_up = model.steps_per_execution, None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Keras says that an epoch begins."""
+        """Note the number of steps before the epoch."""
         self._is_first = True
         self.progress = {**self.progress, "before": self.progress.get("steps", 0)}
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Keras says that a step begins, or the first of several."""
+        """Set the rate of the step, or of the steps of one execution."""
         step = self.progress["before"] + batch
         if self._warm_up is None:
-            self._warm_up = self._begun(batch)
-        self._come_to(step, self._warm_up, is_between_epochs=self._is_first)
+            self._warm_up = self._start_warm_up(batch)
+        self._apply_rate(step, self._warm_up, is_between_epochs=self._is_first)
         self._is_first = False
         self.progress = {**self.progress, "steps": step + self._each}
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Keras says that an epoch ends: where it is the last of the warm-up, others find the scaled rate from here on."""
+        """Set the scaled rate after the last epoch of the warm-up, before other callbacks read it."""
         if self.params.get("steps") is None or self._warm_up is None:
             return
-        most = self.progress["before"] + self.params["steps"]  # The last call may have had fewer steps than the others.
+        most = self.progress["before"] + self.params["steps"]  # The last execution may have had fewer steps.
         steps = min(self.progress["steps"], most)
         self.progress = {**self.progress, "steps": steps}
         if self._warm_up.is_over(steps):
-            self._come_to(steps, self._warm_up, is_between_epochs=True)
+            self._apply_rate(steps, self._warm_up, is_between_epochs=True)
 
-    def _come_to(self, step: int, warm_up: WarmUp, *, is_between_epochs: bool) -> None:
+    def _apply_rate(self, step: int, warm_up: WarmUp, *, is_between_epochs: bool) -> None:
         if self.progress["is_over"]:
             return
         is_over = warm_up.is_over(step)
         if is_between_epochs and self._was_set_by_another():
             is_over = True
-            self._tell_of_another()
+            self._log_end_by_another()
         elif warm_up.rate(step) != self.progress.get("set"):
             self._set(warm_up.rate(step))
         self.progress = {**self.progress, "is_over": is_over}
 
-    def _begun(self, batch: int) -> WarmUp:
-        """What this call of ``fit`` is to do, seen from the first of its steps, or from that at which it goes on."""
+    def _start_warm_up(self, batch: int) -> WarmUp:
+        """Return the warm-up of this call of ``fit``, at its first step or at the step at which it resumes."""
         before = self.factor
-        if batch == 0 or before is None:  # Elsewhere the batch may be the smaller one that ends an epoch.
+        if batch == 0 or before is None:  # At a resumed step the batch may be the smaller one that ends an epoch.
             self.progress = {**self.progress, "batch": self._rows() * _accumulated(self._optimizer)}
         factor = self.factor or 1.0
         if before is None:
             self.progress |= {"base": self._rate, "is_over": False}
-        elif factor != before and self.progress["is_over"]:  # What others have made of the rate meanwhile stays in it.
+        elif factor != before and self.progress["is_over"]:  # Changes of the rate by other callbacks are kept.
             self._set(self._rate * factor / before)
         base, is_rising = self.progress["base"], factor > 1 and self._epochs > 0
         return WarmUp(base, base * factor, self._epochs * self.params["steps"] if is_rising else 0)
@@ -163,14 +192,14 @@ class LearningRateScaling(keras.callbacks.Callback):
         rows = self.data.first_rows() if self._given_batch is None and self.data else self._given_batch
         if rows is None:
             raise OptionError(
-                "LearningRateScaling: the rows of a batch cannot be counted, as the input gives none. Say "
+                "LearningRateScaling: the rows of a batch are unknown, as the input has none. Fix: use "
                 "LearningRateScaling(…, global_batch=512)."
             )
         return rows
 
     @property
     def _rate(self) -> float:
-        """The rate as it is now: with ``self.model`` Keras brings the variables up to date, which have no values within an epoch."""
+        """The current rate; reading ``self.model`` makes Keras update the variables, which have no values during an epoch."""
         return float(self.model.optimizer.learning_rate)
 
     def _set(self, rate: float) -> None:
@@ -182,23 +211,23 @@ class LearningRateScaling(keras.callbacks.Callback):
             return False
         return self._rate != float(keras.ops.cast(self.progress["set"], self._optimizer.learning_rate.dtype))
 
-    def _tell_of_another(self) -> None:
+    def _log_end_by_another(self) -> None:
         owner = trainer.strategy_of(self.model)
         (owner._log if owner else log_info)(
             f"LearningRateScaling: the warm-up ends after {self.progress['steps']} steps, as something else has set the learning rate to "
-            f"{self._rate:.6g}. To have both, let that leave the rate alone in the first {self._epochs} epochs."
+            f"{self._rate:.6g}. To use both, do not set the rate elsewhere in the first {self._epochs} epochs."
         )
 
-    def _refuse_where_it_cannot_work(self, owner: Any, optimizer: Any) -> None:
+    def _check_supported(self, owner: Any, optimizer: Any) -> None:
         if isinstance(owner, ParameterServerStrategy):
             raise ScopeError(
-                "LearningRateScaling sets the rate before each step, for which all workers of a ParameterServerStrategy would have to wait. Give "
-                "the optimizer a schedule: keras.optimizers.schedules.CosineDecay has warmup_target and warmup_steps."
+                "LearningRateScaling sets the rate before each step, for which all workers of a ParameterServerStrategy would have to wait. Fix: use "
+                "a schedule: keras.optimizers.schedules.CosineDecay has warmup_target and warmup_steps."
             )
         if self.data is None and self._given_batch is None:
             raise ScopeError(
-                "LearningRateScaling cannot see the global batch in plain Keras: say LearningRateScaling(…, global_batch=512), or make the model "
-                "in lockstep.MirroredStrategy().scope() and leave fit as Keras has it."
+                "LearningRateScaling cannot see the global batch in plain Keras. Fix: use LearningRateScaling(…, global_batch=512), or make the "
+                "model in lockstep.MirroredStrategy().scope() without overriding fit."
             )
         if isinstance(optimizer, keras.optimizers.MultiOptimizer) or not isinstance(
             optimizer.learning_rate, keras.Variable
@@ -206,12 +235,12 @@ class LearningRateScaling(keras.callbacks.Callback):
             raise OptionError(_SCHEDULE)
         if self._epochs and self.params.get("steps") is None:
             raise OptionError(
-                f"LearningRateScaling: the warm-up lasts {self._epochs} epochs, and this input does not say how many batches an epoch has. Give "
+                f"LearningRateScaling: the warm-up lasts {self._epochs} epochs, and this input does not say how many batches an epoch has. Fix: pass "
                 "steps_per_epoch to fit, or warmup_epochs=0."
             )
 
 
 def _accumulated(optimizer: Any) -> int:
-    """Number of batches whose gradients make one update."""
+    """Return the number of batches whose gradients make one update."""
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     return inner.gradient_accumulation_steps or 1

@@ -20,9 +20,9 @@ from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.iterator_state import IteratorState, capture_random_state, restore_random_state
 from lockstep.data.keras_adapter import Hook, KerasInput
+from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
 from lockstep.doctor.fit_call import FitCall
-from lockstep.doctor.learning_rate_check import FitRecord, about_changed_batch, fitted, rate_of
-from lockstep.doctor.settings import is_on
+from lockstep.doctor.settings import doctor_enabled
 from lockstep.execution.train_functions import StepFunctions, StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.callback_state import packed_attributes, unpacked_attributes
@@ -143,7 +143,7 @@ class FitCheckpoint(StepHook):
         self._restore()
         given = {"callbacks": self._other_callbacks}  # The learning rate is that of the checkpoint now.
         call = FitCall(self._model, None, arguments=given, rows_read=resumed.metadata.get("rows"))
-        self._earlier_fit = fitted(call, rate_of(call))
+        self._earlier_fit = fit_record(call, learning_rate_of(call))
         self._log(resume_message(resumed.position, self.epochs, self.is_stopped, self._backup.directory))
         changed = changed_versions_message(resumed.metadata.get("versions", self._versions), self._versions)
         if changed:
@@ -300,9 +300,9 @@ class FitCheckpoint(StepHook):
     def _report_changed_batch(self) -> None:
         """Log, after the first step, if the batch has changed and the learning rate has not."""
         then, self._earlier_fit = self._earlier_fit, None
-        if then and self._data.rows and is_on():
+        if then and self._data.rows and doctor_enabled():
             now = replace(then, rows=self._data.rows)
-            for finding in about_changed_batch(now, then, "fit", "the resumed run"):
+            for finding in check_changed_batch(now, then, "fit", "the resumed run"):
                 self._log(f"Model {self._model.name!r}: {finding.line}.")
 
     @property

@@ -22,14 +22,14 @@ from lockstep.collectives import AutoAllReduce
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.fit_entry import InputFactory, InputOptions, ProcessGroup
 from lockstep.data.wait_meter import FitObserver
-from lockstep.doctor.connectivity import about_network, peers_of
+from lockstep.doctor.connectivity import check_network, peers_of
 from lockstep.doctor.finding import Finding, Report
-from lockstep.doctor.fit_call import FitCall, RuntimeSettings, caller
+from lockstep.doctor.fit_call import FitCall, RuntimeSettings, calling_location
 from lockstep.doctor.full_check import examine
-from lockstep.doctor.settings import is_on, set_doctor
+from lockstep.doctor.settings import doctor_enabled, set_doctor
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions
-from lockstep.strategies.diagnostics import Diagnostics, examined
+from lockstep.strategies.diagnostics import Diagnostics, examine_fit
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 
 __all__ = ["ClusterFindings", "examine_script", "look_at_cluster", "to_standard_error"]
@@ -67,7 +67,7 @@ def look_at_cluster(environ: Mapping[str, str]) -> ClusterFindings:
     said = (
         f"the cluster of {resolver.membership.source}: {', '.join(f'{peer.name} at {peer.address}' for peer in peers)}"
     )
-    return ClusterFindings(tuple(about_network(peers)), f"{said}; the script ran as one process of its own", variables)
+    return ClusterFindings(tuple(check_network(peers)), f"{said}; the script ran as one process of its own", variables)
 
 
 def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings | None = None) -> Report:
@@ -85,7 +85,7 @@ def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings
     reports = []
 
     def note(model: keras.Model) -> None:
-        places[model] = caller()
+        places[model] = calling_location()
 
     def look(first: FirstFit) -> None:
         given = dict(inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments)
@@ -93,7 +93,7 @@ def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings
         program = FitCall(first.model, x, y, weight, given, fit_at=first.where)
         reports.append(_examined(replace(program, compiled_at=places.get(first.model, ""))))
 
-    before = is_on()
+    before = doctor_enabled()
     set_doctor(False)  # Or the script's strategy would say the same of other calls.
     try:
         with observe_compile(note):
@@ -110,7 +110,7 @@ def _with_network(report: Report, network: ClusterFindings) -> Report:
 
 def _examined(program: FitCall) -> Report:
     owner = trainer.strategy_of(program.model)
-    return examined(owner, program) if isinstance(owner, Diagnostics) else _on_one_device(program)
+    return examine_fit(owner, program) if isinstance(owner, Diagnostics) else _on_one_device(program)
 
 
 def _on_one_device(program: FitCall) -> Report:
@@ -125,7 +125,7 @@ def _on_one_device(program: FitCall) -> Report:
     functions = StepFunctions(program.model, placement, executor, lambda _: None)
     inputs = InputFactory(placement, InputOptions(), ProcessGroup(), around, FitObserver())
     setting = RuntimeSettings(devices=(device,), has_strategy=False)
-    report = examine(replace(program, setting=setting), functions, inputs, os.environ)
+    report = examine(replace(program, settings=setting), functions, inputs, os.environ)
     return replace(report, looked_at=("no strategy: as on one device", *report.looked_at))
 
 
