@@ -100,7 +100,7 @@ def test_the_largest_is_that_of_a_search_that_compiles_each_size(kind):
     by_rows = {measured.rows: measured for measured in found.measurements}
     assert all(by_rows[rows].memory_bytes == size for rows, size in sizes.items() if rows in by_rows)
     assert not by_rows[ROWS].fits
-    assert by_rows[ROWS].note == f"it takes {by_rows[ROWS].memory_bytes:,} bytes, and there are {limit:,}"
+    assert by_rows[ROWS].note == f"it needs {by_rows[ROWS].memory_bytes:,} bytes, and {limit:,} are available"
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -204,7 +204,7 @@ def test_the_control_groups_of_a_container_limit_the_memory(tmp_path):
     ("given", "options", "error", "message"),
     [
         ({"batch_sizes": [8, 45]}, {}, lockstep.OptionError, "of at most 44 rows, which x has, got .8, 45."),
-        ({"batch_sizes": []}, {}, lockstep.OptionError, "expected one size or more"),
+        ({"batch_sizes": []}, {}, lockstep.OptionError, "expected at least one size"),
         ({"steps": 0}, {}, lockstep.OptionError, "batch_size_finder: steps: expected a whole number"),
         ({"memory_limit": 0}, {}, lockstep.OptionError, "memory_limit: expected a whole number"),
         ({"memory_limit": 100}, {}, lockstep.OptionError, "not even a batch of 8 rows fits: it takes .* there are 100"),

@@ -204,14 +204,14 @@ SCHEDULE = keras.optimizers.schedules.ExponentialDecay(RATE, 10, 0.9)
 @pytest.mark.parametrize(
     ("optimizer", "data", "message"),
     [
-        (lambda: keras.optimizers.SGD(SCHEDULE), {}, "multiply its rates by the ratio of the batches"),
+        (lambda: keras.optimizers.SGD(SCHEDULE), {}, "multiply its rates by the ratio of the batch sizes"),
         (lambda: keras.optimizers.SGD(lambda: RATE), {}, "one learning rate that is a number"),
         (
             lambda: keras.optimizers.MultiOptimizer(lambda variable: SGD),
             {},
-            "Of a MultiOptimizer scale the rates where its optimizers are made",
+            "For a MultiOptimizer, scale the rates of its optimizers",
         ),
-        (lambda: None, {"x": iter([(X, Y)])}, "does not say how many batches an epoch has. Give steps_per_epoch"),
+        (lambda: None, {"x": iter([(X, Y)])}, "does not say how many batches an epoch has. Fix: pass steps_per_epoch"),
     ],
     ids=["schedule", "function", "several", "no length"],
 )
@@ -225,7 +225,7 @@ def test_what_cannot_be_scaled_is_refused_and_changes_nothing(optimizer, data, m
 
 
 def test_in_plain_keras_the_batch_must_be_said():
-    with pytest.raises(lockstep.ScopeError, match=r"say LearningRateScaling\(…, global_batch=512\)"):
+    with pytest.raises(lockstep.ScopeError, match=r"use LearningRateScaling\(…, global_batch=512\)"):
         fit(plain(), LearningRateScaling(BASE))
 
 
@@ -240,7 +240,7 @@ def test_where_servers_keep_the_variables_it_is_refused():
 def test_an_input_without_a_batch_is_told():
     model = model_of()
     fit(model, epochs=1)
-    with pytest.raises(lockstep.OptionError, match="the rows of a batch cannot be counted"):
+    with pytest.raises(lockstep.OptionError, match="the rows of a batch are unknown"):
         model.fit(lambda step: None, verbose=0, callbacks=[LearningRateScaling(BASE, warmup_epochs=0)])
 
 
