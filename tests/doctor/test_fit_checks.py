@@ -212,14 +212,14 @@ def test_a_run_that_goes_on_with_another_batch_is_told(batch, is_told, caplog, t
     assert not is_told or "48 rows, 16 in the resumed run, and the learning rate is 0.01 as before" in lines[0]
 
 
-def test_a_large_array_is_sampled_evenly_and_that_is_said():
+def test_sample_rows_spreads_the_rows_evenly():
     large = np.broadcast_to(np.float32(0), (10**7, 100))  # 4 GB, were it there.
     found, said = sample_rows(large, 10**6)
     assert found.size <= 10**6
     assert said == "10,000 of 10,000,000 rows, evenly spread"
 
 
-def test_what_is_looked_at_at_fit_is_bounded(strategy, monkeypatch):
+def test_fit_checks_read_a_bounded_number_of_rows(strategy, monkeypatch):
     looked = []
     monkeypatch.setattr(
         "lockstep.doctor.loss_checks.sample_rows", lambda array, n: looked.append(n) or sample_rows(array, n)

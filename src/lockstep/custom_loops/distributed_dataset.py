@@ -164,9 +164,9 @@ class DistributedIterator(Iterator[Any]):
         self, source: InputSource, place: Callable[[Any], Any], depth: int, check: BatchCheck | None = None
     ) -> None:
         self._source = source
-        self._epoch = PassIterator(source, place, depth, WaitMeter(), check)
-        self._epoch.allow(math.inf)
-        self._close = weakref.finalize(self, _close, self._epoch)
+        self._pass = PassIterator(source, place, depth, WaitMeter(), check)
+        self._pass.allow(math.inf)
+        self._close = weakref.finalize(self, _close, self._pass)
         self._close.atexit = False
         source.begin_epoch()
 
@@ -184,7 +184,7 @@ class DistributedIterator(Iterator[Any]):
         if not self._close.alive:
             raise StopIteration
         try:
-            return self._epoch.take(None)
+            return self._pass.take(None)
         except BaseException as error:
             self._close()
             if isinstance(error, StopIteration):
@@ -228,5 +228,5 @@ class Optional:
         return self._value
 
 
-def _close(epoch: PassIterator) -> None:
-    epoch.close(failed=sys.exception() is not None)
+def _close(iterator: PassIterator) -> None:
+    iterator.close(failed=sys.exception() is not None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lockstep._errors import ScopeError, member_of
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import bools_as_integers, is_array, is_per_replica, sum_over_replicas, value_of
-from lockstep.custom_loops.sync_points import SyncPoint, sync
+from lockstep.custom_loops.replica_runner import SyncPoint, sync
 from lockstep.custom_loops.value_checks import check_arrays, check_axis, check_shapes
 from lockstep.execution.train_functions import is_in_step, trace_context
 

@@ -42,11 +42,11 @@ def check_finite_inputs(call: FitCall) -> Iterator[Finding]:
         array = array_in_memory(leaf)
         if array is None or array.dtype.kind != "f" or not np.ndim(array):
             continue
-        inputs, said = sample_rows(array, call.max_values)
+        inputs, which_rows = sample_rows(array, call.max_values)
         if not np.isfinite(inputs).all():
             yield Finding(
                 "inputs-not-finite",
-                f"inputs that are NaN or Inf, in {count_bad_rows(~np.isfinite(inputs))} of {said}",
+                f"inputs that are NaN or Inf, in {count_bad_rows(~np.isfinite(inputs))} of {which_rows}",
                 f"x{''.join(f'[{key!r}]' for key in path)}, {call.at_fit}",
                 "one of them makes the loss of its batch NaN, and then all weights",
                 "Leave these rows out or replace the values; lockstep.callbacks.NanGuard names such rows while training runs",

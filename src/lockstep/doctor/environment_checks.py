@@ -139,7 +139,7 @@ def check_memory(
         host: memory of this machine.
     """
     step = of_a_step or minimum_bytes(call.model)
-    said = "a step needs" if of_a_step else "weights, gradients and optimizer need"
+    subject = "a step needs" if of_a_step else "weights, gradients and optimizer need"
     cached = bytes_of_cache(call, batches)
     own = [device for device in call.settings.devices if device.process_index == jax.process_index()]
     on_devices = call.settings.input_options.cache == "device"
@@ -147,13 +147,13 @@ def check_memory(
     if own and own[0].platform == "cpu":
         on_host += len(own) * (step + (cached if on_devices else 0))
     else:
-        yield from _on_a_device(call, own, step + (cached if on_devices else 0), said)
+        yield from _on_a_device(call, own, step + (cached if on_devices else 0), subject)
     free = (host or host_memory()).free
     if free is not None and on_host > free:
         kept = f", and the cache {cached / _GIB:.1f} GiB" if cached else ""
         yield Finding(
             "host-memory",
-            f"{said} {step / _GIB:.1f} GiB on each of {len(own)} devices{kept}; {free / _GIB:.1f} GiB are free",
+            f"{subject} {step / _GIB:.1f} GiB on each of {len(own)} devices{kept}; {free / _GIB:.1f} GiB are free",
             call.at_fit,
             "the system kills a process that uses more memory than there is, without a Python error",
             _cure(cached > step),
@@ -182,13 +182,13 @@ def bytes_of_cache(call: FitCall, batches: tuple[int, int] | None) -> int:
     return batches[0] * batches[1] if batches else 0
 
 
-def _on_a_device(call: FitCall, devices: list[jax.Device], need: int, said: str) -> Iterator[Finding]:
+def _on_a_device(call: FitCall, devices: list[jax.Device], need: int, subject: str) -> Iterator[Finding]:
     for device in devices[:1]:  # All have the same memory.
         limit = (device.memory_stats() or {}).get("bytes_limit")
         if limit and need > limit:
             yield Finding(
                 "device-memory",
-                f"{said} {need / _GIB:.1f} GiB on each device, with what is cached there; {device} has {limit / _GIB:.1f} GiB",
+                f"{subject} {need / _GIB:.1f} GiB on each device, with what is cached there; {device} has {limit / _GIB:.1f} GiB",
                 call.at_fit,
                 "the first step ends with RESOURCE_EXHAUSTED",
                 _cure(call.settings.input_options.cache == "device"),

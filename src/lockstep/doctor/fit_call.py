@@ -122,8 +122,8 @@ def sample_rows(array: Any, max_values: int) -> tuple[np.ndarray, str]:
 
     Example:
         >>> import numpy as np
-        >>> found, said = sample_rows(np.zeros((1000, 10)), 2000)
-        >>> len(found), said
+        >>> found, which_rows = sample_rows(np.zeros((1000, 10)), 2000)
+        >>> len(found), which_rows
         (200, '200 of 1,000 rows, evenly spread')
     """
     every = sampling_stride(array, max_values)

@@ -232,11 +232,11 @@ def check_finite_labels(call: FitCall) -> Iterator[Finding]:
     for output in classification_outputs(call):
         if output.labels is None or output.labels.dtype.kind != "f":
             continue
-        labels, said = sample_rows(output.labels, call.max_values)
+        labels, which_rows = sample_rows(output.labels, call.max_values)
         if not np.isfinite(labels).all():
             yield Finding(
                 "labels-not-finite",
-                f"labels that are NaN or Inf, in {count_bad_rows(~np.isfinite(labels))} of {said}",
+                f"labels that are NaN or Inf, in {count_bad_rows(~np.isfinite(labels))} of {which_rows}",
                 f"y for {output.where}, {call.at_fit}",
                 "one of them makes the loss of its batch NaN, and then all weights, also with a sample_weight of 0",
                 "Leave these rows out or replace the values",
@@ -255,13 +255,13 @@ def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Find
     classes = shape[-1]
     if len(shape) > 1 and any(isinstance(x, keras.layers.Masking) or _masks(x) for x in layers_of(call.model)):
         return  # Masked time steps may have any label.
-    wrong, said = _wrong_labels(
+    wrong, which_rows = _wrong_labels(
         output, call, lambda y: (y < 0) | (y >= classes) | (y != np.floor(y)), output.loss.ignored
     )
     if wrong.size:
         yield Finding(
             "labels-out-of-range",
-            f"labels such as {_shown(wrong)} for {classes} classes, in {said}",
+            f"labels such as {_shown(wrong)} for {classes} classes, in {which_rows}",
             f"y for {output.where}, {call.at_fit}",
             "on JAX a row with an unknown class adds 0 to the loss and is not trained on, without an error",
             f"Number the classes from 0 to {classes - 1} without a gap, or give the layer a unit for each; ignore_class=… leaves one out",
@@ -269,11 +269,11 @@ def _check_classes(output: ClassificationOutput, call: FitCall) -> Iterator[Find
 
 
 def _check_binary(output: ClassificationOutput, call: FitCall) -> Iterator[Finding]:
-    wrong, said = _wrong_labels(output, call, lambda y: (y < 0) | (y > 1))
+    wrong, which_rows = _wrong_labels(output, call, lambda y: (y < 0) | (y > 1))
     if wrong.size:
         yield Finding(
             "labels-out-of-range",
-            f"labels such as {_shown(wrong)} for a binary cross-entropy, in {said}",
+            f"labels such as {_shown(wrong)} for a binary cross-entropy, in {which_rows}",
             f"y for {output.where}, {call.at_fit}",
             "the loss falls below 0 there, and drives the outputs to their extremes",
             "Bring the labels to 0 and 1",
@@ -284,7 +284,7 @@ def _wrong_labels(
     output: ClassificationOutput, call: FitCall, is_wrong: Callable[[Any], Any], ignored: int | None = None
 ) -> Any:
     """Return wrong labels with a weight other than 0, and the text of which rows were checked."""
-    labels, said = sample_rows(output.labels, call.max_values)
+    labels, which_rows = sample_rows(output.labels, call.max_values)
     labels = labels.astype("float64")
     counts = np.ones(len(labels), bool)
     if call.sample_weight is not None:
@@ -292,7 +292,7 @@ def _wrong_labels(
         every = sampling_stride(output.labels, call.max_values)
         counts = counts & (weights is not None and np.asarray(weights[::every]).reshape(len(labels), -1).any(-1))
     wrong = is_wrong(labels) & np.isfinite(labels) & (True if ignored is None else labels != ignored)
-    return labels[counts][wrong[counts]], said
+    return labels[counts][wrong[counts]], which_rows
 
 
 def _masks(layer: Any) -> bool:

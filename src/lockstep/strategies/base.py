@@ -11,9 +11,7 @@ import keras
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep._errors import ModelError
 from lockstep._keras import trainer
-from lockstep._keras.layers import global_batch_reason, unsynchronized_normalizations
 from lockstep._logging import log_info
 from lockstep.collectives import CrossDeviceOps
 from lockstep.custom_loops.model_in_replica import ReplicaModels
@@ -32,7 +30,7 @@ from lockstep.fit.hooks import CallbackHooks, FitContext, FitHook, entered
 from lockstep.fit.monitoring.monitor_hook import MonitorHook
 from lockstep.fit.nan_guard.nan_guard import NanGuardHook
 from lockstep.strategies.diagnostics import Diagnostics
-from lockstep.strategies.scope import check_no_distribution, check_scope_of, strategy_scope
+from lockstep.strategies.scope import check_model, check_scope_of, strategy_scope
 from lockstep.strategies.setup import StrategyOptions
 
 __all__ = ["Strategy"]
@@ -166,9 +164,7 @@ class Strategy(Diagnostics):
         vars(model)[_FUNCTIONS] = functions  # On the model, to which they refer: both are freed together.
 
         def make(kind: str) -> Any:
-            check_scope_of(model, self)
-            check_no_distribution()
-            _check_normalization(model)
+            check_model(model, self)
             for note in notes:
                 log_once(note)
             return functions.make(kind)
@@ -222,13 +218,3 @@ class Strategy(Diagnostics):
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _check_normalization(model: keras.Model) -> None:
-    reason = global_batch_reason(model)
-    alone = unsynchronized_normalizations(model)
-    if reason and alone:
-        raise ModelError(
-            f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "
-            "replica's rows on its own. Fix: give every BatchNormalization synchronized=True."
-        )

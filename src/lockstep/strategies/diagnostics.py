@@ -26,6 +26,8 @@ from lockstep.execution.train_functions import StepFunctions
 
 __all__ = ["Diagnostics", "examine_fit"]
 
+Values = dict[str, np.ndarray]
+
 
 class Diagnostics(StrategyApi):
     """Base of the strategies: checks of the machine and of a program."""
@@ -154,9 +156,6 @@ def examine_fit(strategy: Diagnostics, call: FitCall) -> Report:
     executor = strategy._executor_for(placement, model)
     functions = StepFunctions(model, placement, executor, lambda _: None)
     return examine(replace(call, settings=strategy._runtime_settings()), functions, strategy._inputs, os.environ)
-
-
-Values = dict[str, np.ndarray]
 
 
 def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Placement, Executor]]) -> str:

@@ -6,13 +6,14 @@ from typing import Any
 
 import keras
 
-from lockstep._errors import ScopeError
+from lockstep._errors import ModelError, ScopeError
 from lockstep._keras import trainer
+from lockstep._keras.layers import global_batch_reason, unsynchronized_normalizations
 from lockstep.custom_loops.replica_context import open_scopes
 from lockstep.execution.train_functions import trace_context
 from lockstep.strategies.setup import scopes_disabled
 
-__all__ = ["check_no_distribution", "check_scope_of", "strategy_scope"]
+__all__ = ["check_model", "check_scope_of", "strategy_scope"]
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def strategy_scope(strategy: Any) -> Iterator[Any]:
             f"Strategies cannot be mixed: the scope of {outer} is open, and {strategy} was entered inside. Fix: close the "
             "first scope before opening the second."
         )
-    check_no_distribution()
+    _check_no_distribution()
     open_scopes.set((*open_scopes.get(), strategy))
     try:
         with trainer.claim_models(_current_claim), trace_context(strategy.num_replicas_in_sync):
@@ -38,6 +39,19 @@ def strategy_scope(strategy: Any) -> Iterator[Any]:
         if strategy in scopes:
             scopes.remove(strategy)
         open_scopes.set(tuple(scopes))
+
+
+def check_model(model: keras.Model, owner: Any) -> None:
+    """Refuse a model that cannot be run now: in another scope, with a ``keras.distribution``, or with mixed normalizations."""
+    check_scope_of(model, owner)
+    _check_no_distribution()
+    reason = global_batch_reason(model)
+    alone = unsynchronized_normalizations(model)
+    if reason and alone:
+        raise ModelError(
+            f"Model {model.name!r} mixes two ways to split a batch: {reason}, but layer {alone[0]!r} normalizes each "
+            "replica's rows on its own. Fix: give every BatchNormalization synchronized=True."
+        )
 
 
 def check_scope_of(model: keras.Model, owner: Any) -> None:
@@ -50,8 +64,7 @@ def check_scope_of(model: keras.Model, owner: Any) -> None:
         )
 
 
-def check_no_distribution() -> None:
-    """Refuse an active ``keras.distribution``."""
+def _check_no_distribution() -> None:
     if keras.distribution.distribution() is not None:
         raise ScopeError(
             "A keras.distribution is active, which would distribute the same model a second time. Fix: remove it with "

@@ -107,13 +107,13 @@ class _Search:
     """Measures sizes, and collects the measurements.
 
     Args:
-        probes: of the model.
-        batch: gives a batch of so many rows.
-        steps: how many are timed.
-        available: bytes, or None.
+        probes: compile and time steps of the model.
+        batch: returns a batch with a number of rows.
+        steps: number of steps to time.
+        available: bytes of memory; None if unknown.
         process_group: the processes.
-        on_pause: is called before what may take long.
-        stops: whether larger sizes are run no more once they are no faster.
+        on_pause: is called before each size, which may take long.
+        stops: whether timing ends when larger sizes are no faster.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ def _check_same_arguments(process_group: ProcessGroup, value: list[Any]) -> None
 def _check_model(model: keras.Model, owner: Any) -> None:
     if isinstance(owner, ParameterServerStrategy):
         raise ScopeError(
-            "batch_size_finder: under ParameterServerStrategy each worker has batches of its own and servers make the updates, so there is no step "
+            "batch_size_finder: under ParameterServerStrategy each worker has separate batches and servers make the updates, so there is no step "
             "to measure. Fix: find the batch size of one worker with the model in plain Keras or under MirroredStrategy."
         )
     if owner is None and keras.distribution.distribution() is not None:

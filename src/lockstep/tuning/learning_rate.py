@@ -74,7 +74,7 @@ class LearningRateScaling(keras.callbacks.Callback):
         base_batch: rows of the batch that the optimizer's rate was tuned for.
         rule: ``"linear"``: multiply by the ratio of the batch sizes, for SGD; ``"sqrt"``: by its root, for Adam and similar optimizers.
         warmup_epochs: length of the warm-up; 0: none.
-        global_batch: rows of the global batch; required in plain Keras, which does not tell callbacks.
+        global_batch: rows of the global batch; required in plain Keras, in which callbacks cannot read it.
 
     Attributes:
         factor: ratio of the scaled to the optimizer's rate; None before the first step.
