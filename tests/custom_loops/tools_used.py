@@ -1,4 +1,4 @@
-"""What a loop of one's own gets from each tool of a strategy, as numbers: the same program for one process and for several."""
+"""Results of the strategy's methods in a custom training loop: the same program for one process and for several."""
 
 import jax
 import jax.numpy as jnp

@@ -238,7 +238,7 @@ def test_servers_are_refused():
     model = model_of()
     strategy = object.__new__(lockstep.ParameterServerStrategy)  # One that has met its cluster needs processes.
     lockstep._keras.trainer.attach_strategy(model, strategy, lambda kind: None)
-    with pytest.raises(lockstep.ScopeError, match="under ParameterServerStrategy each worker has batches of its own"):
+    with pytest.raises(lockstep.ScopeError, match="under ParameterServerStrategy each worker has separate batches"):
         lockstep.batch_size_finder(model, X, Y)
 
 
