@@ -41,7 +41,7 @@ def test_a_worker_that_has_not_started_is_said_to_be_such(free):
 
 def test_a_name_that_leads_nowhere_is_told():
     ((name, what),) = names_and_texts(ClusterPeer("worker 0", "no-such-host.invalid:2222", is_own=False, listens=True))
-    assert (name, what) == ("worker-not-reached", "worker 0: the name 'no-such-host.invalid' leads to no address")
+    assert (name, what) == ("worker-not-reached", "worker 0: the name 'no-such-host.invalid' has no address")
 
 
 def test_an_own_port_that_somebody_uses_is_told(listener, free):

@@ -203,12 +203,12 @@ def test_the_control_groups_of_a_container_limit_the_memory(tmp_path):
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
-        ({"batch_sizes": [8, 45]}, {}, lockstep.OptionError, "of at most 44 rows, which x has, got .8, 45."),
+        ({"batch_sizes": [8, 45]}, {}, lockstep.OptionError, "of at most 44 rows, the rows of x, got .8, 45."),
         ({"batch_sizes": []}, {}, lockstep.OptionError, "expected at least one size"),
         ({"steps": 0}, {}, lockstep.OptionError, "batch_size_finder: steps: expected a whole number"),
         ({"memory_limit": 0}, {}, lockstep.OptionError, "memory_limit: expected a whole number"),
-        ({"memory_limit": 100}, {}, lockstep.OptionError, "not even a batch of 8 rows fits: it takes .* there are 100"),
-        ({}, {"run_eagerly": True}, lockstep.ModelError, "runs uncompiled, so no compiler knows its memory"),
+        ({"memory_limit": 100}, {}, lockstep.OptionError, "not even a batch of 8 rows fits: it needs .* 100 are available"),
+        ({}, {"run_eagerly": True}, lockstep.ModelError, "runs uncompiled, so its memory is unknown"),
         ({}, {"jit_compile": False}, lockstep.ModelError, "runs uncompiled"),
     ],
 )

@@ -32,7 +32,7 @@ FINE = ["elsewhere", "node1", "192.0.2.2", "192.0.2.2"]
     [
         ("127.0.1.1", "192.0.2.3", "leads to 127.0.1.1 there", "192.0.2.3 node2"),
         ("::1", "192.0.2.3", "leads to ::1 there", "192.0.2.3 node2"),
-        (None, None, "leads to no address there", "its address in the network node2"),
+        (None, None, "has no address there", "its address in the network node2"),
     ],
 )
 def test_the_first_machine_that_others_cannot_reach_is_named_with_the_cure(address, reachable, says, line):
