@@ -207,7 +207,12 @@ def test_the_control_groups_of_a_container_limit_the_memory(tmp_path):
         ({"batch_sizes": []}, {}, lockstep.OptionError, "expected at least one size"),
         ({"steps": 0}, {}, lockstep.OptionError, "batch_size_finder: steps: expected a whole number"),
         ({"memory_limit": 0}, {}, lockstep.OptionError, "memory_limit: expected a whole number"),
-        ({"memory_limit": 100}, {}, lockstep.OptionError, "not even a batch of 8 rows fits: it needs .* 100 are available"),
+        (
+            {"memory_limit": 100},
+            {},
+            lockstep.OptionError,
+            "not even a batch of 8 rows fits: it needs .* 100 are available",
+        ),
         ({}, {"run_eagerly": True}, lockstep.ModelError, "runs uncompiled, so its memory is unknown"),
         ({}, {"jit_compile": False}, lockstep.ModelError, "runs uncompiled"),
     ],
