@@ -93,7 +93,7 @@ def test_what_has_no_rows_is_an_error(batch):
 
 
 def reading_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "lockstep-feed"]
+    return [thread for thread in threading.enumerate() if thread.name == "lockstep-prefetch"]
 
 
 def test_values_come_in_the_order_of_the_replicas_whatever_their_shapes():

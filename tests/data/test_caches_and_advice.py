@@ -247,7 +247,7 @@ def test_an_input_slower_than_the_step_is_measured(wait, told):
             now[0] += wait
         meter.step()
         now[0] += 1 - wait
-    sentence = meter.sentence()
+    sentence = meter.advice()
     assert (sentence is None) is (told is None)
     if told:
         assert sentence.startswith("input-bound: 6")
@@ -276,7 +276,7 @@ def test_short_waits_are_not_worth_a_sentence():
         with meter.waiting():
             now[0] += 0.01
         meter.step()
-    assert meter.sentence() is None
+    assert meter.advice() is None
 
 
 # --- memory and bits -----------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Taken:
 def by_the_chief(given, depth=0, steps=None, epochs=EPOCHS, hooks=None):
     """The batches that the chief's loop takes, each with what is told of it; facts are those of its epoch's begin."""
     made, found = input_of(given, depth, steps), []
-    made.track_position(None, is_expecting=False)
+    made.track_state(None, awaits_state=False)
 
     def take(iterator):
         batch = next_batch(iterator, None)
@@ -253,7 +253,7 @@ def test_a_second_fit_begins_with_what_the_data_s_own_code_has_made_of_them(shuf
         taken, other = by_the_chief(chief, hooks=hooks), Reader(reader)
         for one in taken[1::2]:
             assert_same(other.batch(one), one.batch)
-        other.batches.catch_up(hooks)
+        other.batches.run_hooks(hooks)
     assert (reader["x"].order, reader["x"].noise) == (chief["x"].order, chief["x"].noise)
 
 

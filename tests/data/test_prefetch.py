@@ -32,10 +32,10 @@ def readers(items, ended=lambda: None):
 
 def test_everything_comes_in_order_and_the_work_ends():
     for reader in readers(range(100)):
-        reader.allow(float("inf"))
+        reader.set_limit(float("inf"))
         assert drained(reader) == list(range(100))
         assert reader.close(failed=False) == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-feed"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-prefetch"]
 
 
 def test_no_more_is_read_than_is_allowed():
@@ -46,7 +46,7 @@ def test_no_more_is_read_than_is_allowed():
         asked = []
         reader = make(reading(asked.append(number) or number for number in itertools.count()))
         for epoch in range(4):
-            reader.allow(5)
+            reader.set_limit(5)
             assert drained(reader) == list(range(5 * epoch, 5 * epoch + 5))
             assert len(asked) == 5 * (epoch + 1)
         reader.close(failed=False)
@@ -66,7 +66,7 @@ def test_no_more_is_read_ahead_than_the_depth(depth):
         return state["asked"]
 
     feed = Prefetcher(read, lambda: None, depth, "numbers")
-    feed.allow(200)
+    feed.set_limit(200)
     for _ in range(100):
         feed.take()
         state["taken"] += 1
@@ -85,7 +85,7 @@ def test_an_error_comes_at_its_batch_with_its_own_traceback():
         InlineReader(reading(broken()), lambda: None),
         Prefetcher(reading(broken()), lambda: None, 2, "numbers"),
     ]:
-        reader.allow(float("inf"))
+        reader.set_limit(float("inf"))
         assert [reader.take() for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ZeroDivisionError) as caught:
             reader.take()
@@ -97,7 +97,7 @@ def test_what_hangs_is_named_and_can_be_left(caplog):
     hanging = threading.Event()
     caplog.set_level(logging.INFO, "lockstep")
     feed = Prefetcher(lambda: hanging.wait() and None, lambda: None, 2, "generator 'slow'", patience=0.05)
-    feed.allow(3)
+    feed.set_limit(3)
     threading.Timer(0.5, hanging.set).start()
     feed.take()
     assert "without batch 1 of generator 'slow': its code has not returned it yet." in caplog.text
@@ -109,10 +109,10 @@ def test_what_hangs_is_named_and_can_be_left(caplog):
 def test_the_end_runs_in_the_thread_that_reads():
     ran = []
     feed = Prefetcher(reading(range(9)), lambda: ran.append(threading.current_thread().name), 2, "numbers")
-    feed.allow(9)
+    feed.set_limit(9)
     feed.take()
     assert len(feed.close(failed=False)) <= 2
-    assert ran == ["lockstep-feed"]
+    assert ran == ["lockstep-prefetch"]
 
 
 def test_a_feed_that_was_never_used_has_no_thread():

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError, OptionError
+from lockstep._cancellation import is_cancelled
 from lockstep.distributed.control.failures import FailureKind
 from lockstep.distributed.control.join import join
-from lockstep.distributed.control.wait_logger import CancelledError, is_cancelled
+from lockstep.distributed.control.wait_logger import CancelledError
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 

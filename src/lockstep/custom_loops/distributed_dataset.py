@@ -165,7 +165,7 @@ class DistributedIterator(Iterator[Any]):
     ) -> None:
         self._source = source
         self._pass = PassIterator(source, place, depth, WaitMeter(), check)
-        self._pass.allow(math.inf)
+        self._pass.set_limit(math.inf)
         self._close = weakref.finalize(self, _close, self._pass)
         self._close.atexit = False
         source.begin_epoch()

@@ -1,4 +1,4 @@
-"""Caches: what ``fit`` has read in its first epoch is not read again."""
+"""Caches: the batches that ``fit`` has read in its first epoch are kept in memory, in a file, or on the devices."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,17 +19,17 @@ class BatchStore(Protocol):
     """Keeps batches in order."""
 
     def append(self, batch: Any) -> None:
-        """Keep one more."""
+        """Keep one more batch."""
 
     def read(self) -> Iterator[Any]:
-        """All of them."""
+        """Iterate over all batches."""
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drop all batches."""
 
 
 class MemoryBatchStore:
-    """Batches in a list; what lies on devices stays there."""
+    """Batches in a list; arrays on devices stay there."""
 
     def __init__(self) -> None:
         self._batches: list[Any] = []
@@ -48,13 +48,13 @@ class MemoryBatchStore:
 
 
 class FileBatchStore:
-    """Batches in a file, which exists as long as something is kept.
+    """Batches in a file, which exists as long as batches are kept.
 
     Args:
-        path: where; nothing may be there yet.
+        path: of the file, which must not exist yet.
 
     Raises:
-        OptionError: something is there.
+        OptionError: it exists.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -89,12 +89,12 @@ class FileBatchStore:
 
 
 class CachedSource(InputSource):
-    """The first whole pass reads ``source``; later ones read what was kept.
+    """A source whose first whole pass reads ``source``; later passes read the kept batches.
 
     Args:
         source: an input that ends.
         store: keeps its batches.
-        change: is done to each batch before it is kept.
+        change: is applied to each batch before it is kept.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CachedSource(InputSource):
         super().__init__(source.name)
 
     @property
-    def restarts(self) -> bool:  # type: ignore[override]  # it does once everything is kept
+    def restarts(self) -> bool:  # type: ignore[override]  # It restarts once all batches are kept.
         """See :class:`InputSource`."""
         return self._kept is not None or self.source.restarts
 
@@ -119,7 +119,7 @@ class CachedSource(InputSource):
         if self._kept is not None:
             yield from self._store.read()
             return
-        self._store.clear()  # An earlier pass may have been broken off.
+        self._store.clear()  # An earlier pass may have been interrupted.
         number = 0
         for batch in self.source.batches():
             changed = self._change(batch)
@@ -147,7 +147,7 @@ class CachedSource(InputSource):
 
 
 class DeviceSource(InputSource):
-    """Arrays that lie on every device as a whole; only the numbers of a batch's rows travel.
+    """Arrays that are on every device as a whole; only the row numbers of a batch are sent.
 
     Args:
         numbers: gives, batch by batch, the numbers of its rows.
@@ -155,7 +155,7 @@ class DeviceSource(InputSource):
         placement: the devices.
 
     Raises:
-        OptionError: they do not fit.
+        OptionError: they do not fit into the memory of a device.
     """
 
     def __init__(self, numbers: InputSource, data: Any, placement: Placement) -> None:
@@ -177,7 +177,7 @@ class DeviceSource(InputSource):
 
 def _refuse_too_large(size: int, placement: Placement) -> None:
     for device in placement.devices:
-        memory = device.memory_stats() or {}  # CPU devices do not say.
+        memory = device.memory_stats() or {}  # None on CPU devices.
         free = memory.get("bytes_limit", size) - memory.get("bytes_in_use", 0)
         if memory and size > free:
             raise OptionError(

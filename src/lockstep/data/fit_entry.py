@@ -1,7 +1,6 @@
-"""``fit``, ``evaluate`` and ``predict`` of a model get their input through a strategy.
+"""Entry of ``fit``, ``evaluate`` and ``predict``: the input is wrapped for the strategy, and hooks run around the call.
 
-The methods are shadowed on the model itself: what was given as input is wrapped in an :class:`KerasInput`, and Keras's method
-does the rest. No class is changed.
+The methods are replaced on the model, not on its class: they wrap the input in a :class:`KerasInput` and call Keras's methods.
 """
 
 import functools
@@ -28,10 +27,8 @@ from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import BatchCheck, BatchGather
 from lockstep.data.sources import AdapterSource, InputSource, Pending, make_source
-from lockstep.data.wait_meter import FitObserver
-from lockstep.distributed.control.failure_detector import WorkerStatus
 
-__all__ = ["InputFactory", "InputOptions", "ProcessGroup"]
+__all__ = ["FitObserver", "InputFactory", "InputOptions", "ProcessGroup"]
 
 Report = Callable[[str], None]
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
@@ -39,15 +36,15 @@ _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How batches reach the devices; the place of ``tf.distribute.InputOptions``, and of ``prefetch`` and ``cache`` of tf.data.
+    """Options of prefetching and caching, for ``tf.distribute.InputOptions`` and for ``prefetch`` and ``cache`` of tf.data.
 
     Args:
-        prefetch: number of batches that wait on the devices ahead of the step. A thread of its own reads and places
-            them, but for arrays on CPU devices, which are there already. 0: each batch is read when its step is due.
-        cache: what becomes of the batches of ``fit`` after the first epoch. None: they are read anew. ``"memory"``: they
-            are kept on the host. ``"device"``: they are kept on the devices; arrays lie there as a whole, on each
-            device, and are shuffled there, in the order that they would have on the host. A path: they are kept in that
-            file. What is kept lasts as long as the call of ``fit``.
+        prefetch: number of batches that are placed on the devices ahead of the step. A separate thread reads and places
+            them, except arrays on CPU devices, which need neither. 0: each batch is read when its step is due.
+        cache: where the batches of the first epoch of ``fit`` are kept for later epochs. None: they are read again.
+            ``"memory"``: on the host. ``"device"``: on the devices; arrays are copied whole to each device and shuffled
+            there, in the order that they would have on the host. A path: in that file. The cache lasts as long as the
+            call of ``fit``.
 
     Raises:
         OptionError: one of them is out of its range.
@@ -68,12 +65,31 @@ class InputOptions:
             raise OptionError(f'InputOptions: cache: expected None, "memory", "device" or a path, got {cache!r}.')
 
 
+class FitObserver:
+    """Observer of calls of ``fit``; this base class ignores them."""
+
+    def observe_fit(
+        self, model: keras.Model, data: tuple[Any, Any, Any], arguments: dict[str, Any]
+    ) -> Callable[[Any], None] | None:
+        """Observe a call.
+
+        Args:
+            model: the model.
+            data: inputs, targets and weights, as given.
+            arguments: further ones, by name.
+
+        Returns:
+            A function to call with the first batch on the host, or None.
+        """
+        return None
+
+
 class ProcessGroup:
-    """What surrounds a call and the batches of its input; this one does nothing. Processes that train together do more.
+    """All processes of a job, as seen by a call of ``fit`` and by its input. This base class is a group of one process.
 
     Attributes:
-        processes: their number.
-        process: the number of this one.
+        processes: number of processes.
+        process: number of this process.
     """
 
     processes, process = 1, 0
@@ -81,31 +97,31 @@ class ProcessGroup:
     def surround_call(
         self, model: keras.Model, call: str, arguments: dict[str, Any], batch_size: int | None
     ) -> AbstractContextManager[None]:
-        """Is open during ``call`` ("fit", "evaluate" or "predict"); may change its arguments. The input is made by then."""
+        """Return a context that is open during ``call`` ("fit", "evaluate" or "predict") and may change its arguments; x is a KerasInput."""
         return nullcontext()
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
-        """What the call gives: ``proceed()`` is Keras's own, with the arguments as they are then."""
+        """Run the call and return its result; ``proceed()`` is Keras's method with the arguments as they are then."""
         return proceed()
 
     def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], BatchCheck] | None:
-        """Gives, for each pass over an input, what looks at the batches, in the thread that reads them."""
+        """Return a factory of checks: one for each pass over an input, called in the thread that reads the batches; None: no checks."""
         return None
 
     def broadcast_from_chief(self, found: Any) -> Any:
-        """What the chief has found, on every process."""
+        """Return the chief's value on every process."""
         return found
 
     def all_gather(self, topic: str, value: Any) -> list[Any]:
-        """The values of all processes, each of which calls this for that topic."""
+        """Return the values of all processes, each of which calls this method with the same topic."""
         return [value]
 
-    def worker_statuses(self) -> list[WorkerStatus]:
-        """What the chief has last heard of all processes; nothing on the others, and where there is one process."""
+    def worker_statuses(self) -> list[Any]:
+        """Return the statuses in the newest heartbeats of all processes; an empty list on workers, and for one process."""
         return []
 
     def make_batch_gather(self, name: str) -> Callable[[], BatchGather] | None:
-        """Gives, for each pass over an input, what brings values of all processes together; None where there is one process."""
+        """Return a factory of gathers of values of all processes: one for each pass over an input; None for one process."""
         return None
 
 
@@ -114,10 +130,10 @@ class InputFactory:
 
     Args:
         placement: devices and number of replicas.
-        options: what the user has chosen.
-        process_group: what surrounds the calls.
-        around_fit: what surrounds a call of fit besides, given the model and the arguments.
-        observer: is shown each call of fit.
+        options: the user's options.
+        process_group: the processes of the job.
+        around_fit: returns a context that is open during a call of fit, given the model and the arguments.
+        observer: observes each call of fit.
     """
 
     def __init__(
@@ -130,39 +146,39 @@ class InputFactory:
     ) -> None:
         self._placement, self._options, self._process_group = placement, options, process_group
         self._around_fit, self._observer = around_fit, observer
-        # What was read from a generator and not used waits here for the next call; with the generator it goes away.
+        # Batches that were read from a generator and not used, for the next call; they are dropped with the generator.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
     def install(self, model: keras.Model, report: Report) -> list[str]:
-        """Shadow the methods of a model, but for those that its own class defines: these get what they are given.
+        """Replace the methods of a model, except those that the user's class defines.
 
         Args:
             model: a Keras model.
-            report: is given a sentence where something could be done better.
+            report: takes a sentence of advice for the user.
 
         Returns:
-            What is to be told when the model is used.
+            Sentences to log when the model is used.
         """
         notes = []
         for name in _STEPS:
             owner = next(cls for cls in type(model).__mro__ if name in vars(cls))
             if owner in keras.Model.__mro__:
-                install(FIT_INPUT, [(model, name, self._shadow(model, name, report))])
+                install(FIT_INPUT, [(model, name, self._wrap(model, name, report))])
             elif self._options != InputOptions():
                 notes.append(f"{owner.__name__} has its own {name}, to which input_options do not apply")
         return notes
 
     def open_preview(self, model: keras.Model, data: tuple[Any, Any, Any], **options: Any) -> KerasInput:
-        """The input that ``fit`` would get, without a cache, for somebody who reads some batches and closes it.
+        """Return the input that ``fit`` would get, without a cache; the caller reads some batches and closes it.
 
         Args:
-            model: whose fit.
+            model: the model.
             data: inputs, targets and weights, as fit takes them.
             **options: batch_size, shuffle, class_weight and steps_per_epoch, as fit takes them.
         """
         return self._input(model, lambda _: None, False, *data, **options)
 
-    def _shadow(self, model: keras.Model, name: str, report: Report) -> Callable[..., Any]:
+    def _wrap(self, model: keras.Model, name: str, report: Report) -> Callable[..., Any]:
         original = getattr(type(model), name)
         signature = inspect.signature(original)
 
@@ -175,14 +191,14 @@ class InputFactory:
             with ExitStack() as stack:
                 make = functools.partial(self._input, model, report, name == "fit")
                 if name == "fit":
-                    _hold_out(given)
-                if name == "fit" and "evaluate" in vars(model):  # An evaluate of its own gets what was given.
-                    _replace_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
+                    _split_validation(given)
+                if name == "fit" and "evaluate" in vars(model):  # A user's evaluate gets the data as given.
+                    _wrap_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
                 data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
                 options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
                 options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
-                look = self._observer.called(model, tuple(data), given | options) if name == "fit" else None
-                made = make(*data, steps_per_epoch=given.get(_STEPS[name]), look=look, **options)
+                on_first = self._observer.observe_fit(model, tuple(data), given | options) if name == "fit" else None
+                made = make(*data, steps_per_epoch=given.get(_STEPS[name]), on_first_batch=on_first, **options)
                 given["x"] = stack.enter_context(_closing(made))
                 stack.enter_context(self._process_group.surround_call(model, name, given, options["batch_size"]))
 
@@ -200,22 +216,22 @@ class InputFactory:
         report: Report,
         is_fit: bool,
         *data: Any,
-        path_ending: str = "",
-        look: Callable[[Any], None] | None = None,
+        path_suffix: str = "",
+        on_first_batch: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> KerasInput:
         given = options | {"pending": self._pending_of}
         source = make_source(*data, **given)
         is_compiled = model.jit_compile and not model.run_eagerly
         if is_fit and self._options.cache:
-            source = self._kept(source, data, is_compiled, path_ending, given)
+            source = self._cached(source, data, is_compiled, path_suffix, given)
         return KerasInput(
             source,
             self._placement.place_for_step if is_compiled else (lambda batch: batch),
             self._depth(source, options["shuffle"]),
-            _batches_of_an_epoch(options["steps_per_epoch"], model.steps_per_execution),
+            _batches_per_epoch(options["steps_per_epoch"], model.steps_per_execution),
             report,
-            look,
+            on_first_batch,
             self._process_group.make_batch_check(source.name, source.num_batches is not None)
             if source.is_shared
             else None,
@@ -225,23 +241,23 @@ class InputFactory:
         return self._pending.setdefault(generator, deque())
 
     def _depth(self, source: InputSource, shuffle: bool | str) -> int:
-        """Number of batches to place ahead."""
+        """Return the number of batches to place ahead."""
         if isinstance(source, AdapterSource) and source.is_arrays:
-            # On a CPU the rows are there already, and a thread only takes time from the step. And Keras draws the order
-            # within a batch from NumPy's global generator, which must not happen at the same time as anything else.
-            on_the_spot = shuffle == "batch" or self._placement.platform == "cpu"
+            # On a CPU the rows are in place already, and a thread only takes time from the step. Also, with shuffle="batch", Keras
+            # draws the order within a batch from NumPy's global generator, which no other thread may use at the same time.
+            is_inline = shuffle == "batch" or self._placement.platform == "cpu"
         else:
-            on_the_spot = isinstance(source, DeviceSource)
-        return 0 if on_the_spot else self._options.prefetch
+            is_inline = isinstance(source, DeviceSource)
+        return 0 if is_inline else self._options.prefetch
 
-    def _kept(
-        self, source: InputSource, data: tuple[Any, ...], is_compiled: bool, path_ending: str, given: Any
+    def _cached(
+        self, source: InputSource, data: tuple[Any, ...], is_compiled: bool, path_suffix: str, given: Any
     ) -> InputSource:
-        """``source`` with the cache that was asked for."""
+        """Return ``source`` with the cache of the options."""
         cache, steps = self._options.cache, given["steps_per_epoch"]
         on_devices = cache == "device" and is_compiled
         if isinstance(source, AdapterSource) and source.is_arrays:
-            return self._on_devices(data, given) if on_devices else source
+            return self._device_source(data, given) if on_devices else source
         if steps is not None:
             raise OptionError(
                 f"InputOptions: cache={str(cache)!r} keeps what an epoch has read, and with steps_per_epoch={steps} an epoch may "
@@ -250,25 +266,25 @@ class InputFactory:
         if on_devices:
             return CachedSource(source, MemoryBatchStore(), self._placement.place)
         return CachedSource(
-            source, MemoryBatchStore() if cache in ("memory", "device") else FileBatchStore(f"{cache}{path_ending}")
+            source, MemoryBatchStore() if cache in ("memory", "device") else FileBatchStore(f"{cache}{path_suffix}")
         )
 
-    def _on_devices(self, data: tuple[Any, ...], given: dict[str, Any]) -> InputSource:
-        """Arrays on the devices; the same code as always says in which order their rows come."""
+    def _device_source(self, data: tuple[Any, ...], given: dict[str, Any]) -> InputSource:
+        """Return a source of arrays on the devices; the order of their rows is that of a source on the host."""
         everything = given | {"shuffle": False, "batch_size": sys.maxsize, "steps_per_epoch": None}
         whole = next(make_source(*data, **everything).batches())
         numbers = np.arange(count_rows(whole))
         return DeviceSource(make_source(numbers, **given | {"class_weight": None}), whole, self._placement)
 
 
-def _batches_of_an_epoch(steps: int | None, process_group: int) -> int | None:
-    """How many Keras takes: as many as are given, or its own limit for trials (KERAS_MAX_STEPS_PER_EPOCH), in whole calls of ``process_group`` steps."""
+def _batches_per_epoch(steps: int | None, steps_per_execution: int) -> int | None:
+    """Return the number of batches that Keras takes: ``steps`` or KERAS_MAX_STEPS_PER_EPOCH, in whole executions."""
     given = [number for number in (steps, keras.config.max_steps_per_epoch()) if number]
-    return process_group * math.ceil(min(given) / process_group) if given else steps
+    return steps_per_execution * math.ceil(min(given) / steps_per_execution) if given else steps
 
 
-def _hold_out(given: dict[str, Any]) -> None:
-    """What ``validation_split`` asks for."""
+def _split_validation(given: dict[str, Any]) -> None:
+    """Split validation data off the arguments of ``fit``, as ``validation_split`` requests."""
     fraction = given.pop("validation_split", 0.0)
     if fraction and given.get("validation_data") is None:
         data = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
@@ -276,14 +292,14 @@ def _hold_out(given: dict[str, Any]) -> None:
         given.update(zip(("x", "y", "sample_weight"), kept, strict=True), validation_data=held_out)
 
 
-def _replace_validation(given: dict[str, Any], make: Callable[..., KerasInput]) -> None:
+def _wrap_validation(given: dict[str, Any], make: Callable[..., KerasInput]) -> None:
     if given.get("validation_data") is None:
         return
     data = adapters.unpack_x_y_sample_weight(given["validation_data"])
     given["validation_data"] = make(
         *data,
         steps_per_epoch=given.get("validation_steps"),
-        path_ending=".validation",
+        path_suffix=".validation",
         shuffle=False,
         class_weight=None,
         batch_size=given.get("validation_batch_size") or given.get("batch_size"),

@@ -1,21 +1,28 @@
-"""Batches of an input by their numbers, for a process that takes some of them, while others take the rest."""
+"""Batches of an input by number, for a process that reads some of them while other processes read the rest."""
 
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep._errors import InputError
-from lockstep.data.iterator_state import restore_random_state
+from lockstep.data.iterator_state import EpochHook, restore_random_state
 from lockstep.data.sources import InputSource
 
-__all__ = ["IndexedBatches", "UnreadBatchCounter"]
+__all__ = ["IndexedBatches", "UnreadBatchCounter", "run_epoch_hook"]
+
+
+def run_epoch_hook(source: InputSource, hook: EpochHook) -> None:
+    """Repeat a hook of the data that another process ran where an epoch began or ended, with the same random state."""
+    kind, state = hook
+    restore_random_state(state)
+    (source.begin_epoch if kind == "begin" else source.end_epoch)()
 
 
 class UnreadBatchCounter(InputSource):
-    """An input of which this process counts the batches, while others read them: each is the first one.
+    """An input whose batches this process only counts, while other processes read them: each is the first one.
 
     Args:
-        source: the input, of a known number of batches that can be had by their numbers.
+        source: the input, with a known number of batches that can be read by number.
     """
 
     can_seek = True
@@ -32,9 +39,9 @@ class UnreadBatchCounter(InputSource):
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
-        pick = self._source.picker()  # Draws the order, as elsewhere.
-        if self._first is None and pick is not None:
-            self._first = pick(0)
+        read = self._source.batch_reader()  # Also draws the order, as in the other processes.
+        if self._first is None and read is not None:
+            self._first = read(0)
         return itertools.repeat(self._first, self.num_batches or 0)
 
     def begin_epoch(self) -> None:
@@ -51,9 +58,9 @@ class UnreadBatchCounter(InputSource):
 
 
 class IndexedBatches:
-    """Reads an input as another process does, and gives the batches that are asked for.
+    """Reads an input as another process does, and returns batches by number.
 
-    Where a batch cannot be read without those before it, all are read, and kept as long as they may still be asked for.
+    If a batch cannot be read without those before it, all are read, and kept as long as they may still be requested.
 
     Args:
         source: the input.
@@ -62,54 +69,53 @@ class IndexedBatches:
     def __init__(self, source: InputSource) -> None:
         self._source = source
         self._batches: Iterator[Any] | None = None
-        self._pick: Callable[[int], Any] | None = None
+        self._read_batch: Callable[[int], Any] | None = None
         self._position = self._offset = self._hooks_done = self._pass = 0
         self._kept: dict[int, Any] = {}
 
-    def begin(self, facts: dict[str, Any]) -> None:
-        """A new pass begins, or an epoch within one that goes on.
+    def begin(self, metadata: dict[str, Any]) -> None:
+        """Begin a new pass, or an epoch within a pass that continues.
 
         Args:
-            facts: the number of the pass; the random state with which it began elsewhere; what the data's own code did where epochs
-                began and ended, with its random states; and how many batches were taken before it.
+            metadata: see :meth:`lockstep.data.keras_adapter.KerasInput.pass_metadata`: the number of the pass; the random state with
+                which it began in the other process; the data's hooks that ran there; and how many batches were taken before it.
         """
-        self.catch_up(facts["hooks"])
-        if self._batches is None or (self._source.restarts and facts["pass"] != self._pass):
-            self._pass = facts["pass"]
+        self.run_hooks(metadata["hooks"])
+        if self._batches is None or (self._source.restarts and metadata["pass"] != self._pass):
+            self._pass = metadata["pass"]
             self._offset = self._position = 0
             self._kept.clear()
-            # Of what does not restart, the first batch was read already, to see shapes.
-            if facts["at_begin"] and self._source.restarts:
-                restore_random_state(facts["at_begin"])
-            self._pick = self._source.picker()
-            self._batches = self._source.batches() if self._pick is None else iter(())
+            # If the source does not restart, its first batch was read already, to learn shapes.
+            if metadata["at_begin"] and self._source.restarts:
+                restore_random_state(metadata["at_begin"])
+            self._read_batch = self._source.batch_reader()
+            self._batches = self._source.batches() if self._read_batch is None else iter(())
         if not self._source.restarts:
-            self._offset = facts["taken_before"]
+            self._offset = metadata["taken_before"]
 
-    def catch_up(self, hooks: list[Any]) -> None:
-        """Do what the data's own code did elsewhere where epochs began and ended, and what was not done here yet.
+    def run_hooks(self, hooks: list[EpochHook]) -> None:
+        """Run the data's hooks that the other process has run and this one has not.
 
         Args:
-            hooks: all of the call, each with its random state: see :attr:`lockstep.data.keras_adapter.KerasInput.epoch_hooks`.
+            hooks: all of the call: see :attr:`lockstep.data.keras_adapter.KerasInput.epoch_hooks`.
         """
-        for kind, state in hooks[self._hooks_done :]:
-            restore_random_state(state)
-            (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
+        for hook in hooks[self._hooks_done :]:
+            run_epoch_hook(self._source, hook)
         self._hooks_done = max(self._hooks_done, len(hooks))
 
     def batch(self, number: int, lowest: int) -> Any:
-        """One batch of the pass, on the host.
+        """Return one batch of the pass, on the host.
 
         Args:
-            number: of the batch.
-            lowest: no smaller one will be asked for any more.
+            number: number of the batch.
+            lowest: no smaller number will be requested from now on.
 
         Raises:
             InputError: there is no such batch.
         """
-        if self._pick is not None:
+        if self._read_batch is not None:
             try:
-                return self._pick(number)
+                return self._read_batch(number)
             except StopIteration:
                 raise self._too_short(number) from None
         wanted, lowest = number + self._offset, lowest + self._offset
@@ -120,7 +126,7 @@ class IndexedBatches:
         return self._kept[wanted]
 
     def read_up_to(self, taken: int) -> None:
-        """Read until so many batches were read of an input that goes on from pass to pass."""
+        """Read until so many batches were read, if the input continues from pass to pass."""
         while not self._source.restarts and self._batches is not None and self._position < taken:
             self._read(keep=False)
 

@@ -1,4 +1,4 @@
-"""Where a pass over an input stands, so that another process can go on with the very next batch."""
+"""State of an input: position in a pass, random state and digest of the last batch, from which another process resumes."""
 
 import base64
 import hashlib
@@ -12,18 +12,28 @@ import numpy as np
 
 from lockstep._errors import InputError
 
-__all__ = ["IteratorState", "capture_random_state", "check_same_batch", "digest_of_batch", "restore_random_state"]
+__all__ = [
+    "EpochHook",
+    "InputState",
+    "IteratorState",
+    "capture_random_state",
+    "check_same_batch",
+    "digest_of_batch",
+    "restore_random_state",
+]
+
+EpochHook = list[Any]  # "begin" or "end" of an epoch, and the random state before the data's hook ran
 
 
 @dataclass(frozen=True)
 class IteratorState:
-    """Where a pass stands; of values of JSON.
+    """State of one pass over an input, in values of JSON.
 
     Args:
         batches: number of batches of the pass that steps have taken.
         at_begin: the random state with which the pass began.
-        after: that after the last of these batches was read.
-        digest: of that batch; None where it lay on devices only.
+        after: the random state after the last of these batches was read.
+        digest: digest of that batch; None if it was on devices only.
     """
 
     batches: int
@@ -32,12 +42,25 @@ class IteratorState:
     digest: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """This, as values of JSON."""
+        """Return the state as values of JSON."""
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class InputState:
+    """State of the input of a call of ``fit``.
+
+    Args:
+        iterator: state of the current pass; None if a new pass begins next.
+        hooks: the hooks of the data at the begin and end of epochs that have run.
+    """
+
+    iterator: IteratorState | None
+    hooks: tuple[EpochHook, ...]
+
+
 def digest_of_batch(batch: Any) -> str | None:
-    """A digest of the arrays of a batch; None where they lie on devices."""
+    """Return a digest of the arrays of a batch; None if they are on devices."""
     found = hashlib.blake2b(digest_size=8)
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.Array):
@@ -48,35 +71,35 @@ def digest_of_batch(batch: Any) -> str | None:
     return found.hexdigest()
 
 
-def check_same_batch(name: str, position: IteratorState, batch: Any) -> None:
-    """Refuse to go on in an input that gives another batch than the one that was used last.
+def check_same_batch(name: str, state: IteratorState, batch: Any) -> None:
+    """Check that an input, read again, gives the batch that was used last.
 
     Raises:
-        InputError: it does.
+        InputError: it gives another one.
     """
-    if position.digest not in (None, digest_of_batch(batch)):
+    if state.digest not in (None, digest_of_batch(batch)):
         raise InputError(
             f"The {name} is not the one that the checkpoint was written with, or gives its batches in another order: batch "
-            f"{position.batches} of this pass is not the one that was trained on. Give it the same data, and its shuffling a seed; or "
+            f"{state.batches} of this pass is not the one that was trained on. Give it the same data, and its shuffling a seed; or "
             "begin anew with another directory."
         )
 
 
 def capture_random_state() -> dict[str, Any]:
-    """The state of ``random``, of ``numpy.random`` and, where it is loaded, of torch."""
+    """Return the state of the global generators: ``random``, ``numpy.random`` and, if it is loaded, torch; as values of JSON."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     found: dict[str, Any] = {
         "random": [version, list(numbers), gauss],
-        "numpy": [kind, _text(np.asarray(keys, "uint32").tobytes()), int(position), int(has_gauss), float(cached)],
+        "numpy": [kind, _encode(np.asarray(keys, "uint32").tobytes()), int(position), int(has_gauss), float(cached)],
     }
     if "torch" in sys.modules:
-        found["torch"] = _text(sys.modules["torch"].get_rng_state().numpy().tobytes())
+        found["torch"] = _encode(sys.modules["torch"].get_rng_state().numpy().tobytes())
     return found
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set what :func:`capture_random_state` gave; torch's only where it is loaded."""
+    """Set the state that :func:`capture_random_state` returned; torch's only if it is loaded."""
     version, numbers, gauss = state["random"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -86,5 +109,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
 
 
-def _text(data: bytes) -> str:
+def _encode(data: bytes) -> str:
     return base64.b64encode(data).decode()

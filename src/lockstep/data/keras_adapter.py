@@ -1,13 +1,14 @@
-"""The input of one call of ``fit``, ``evaluate`` or ``predict``, as Keras's loop and the step see it.
+"""The input of one call of ``fit``, ``evaluate`` or ``predict``: a data adapter for Keras's loop and for the step.
 
-Keras takes an :class:`KerasInput` for a data adapter of its own kind. Its loop asks it for an iterator and hands that on to the
-step, which takes placed batches from it; Keras itself looks at no more than the first batch, to learn shapes.
+Keras's loop asks :class:`KerasInput` for an iterator and passes that to the step, which takes placed batches from it. Keras itself
+reads at most the first batch, to learn shapes.
 """
 
+import enum
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,32 +16,80 @@ import numpy as np
 
 from lockstep._keras import adapters
 from lockstep.data.device_placement import PlacedRows
-from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter
-from lockstep.data.iterator_state import IteratorState, capture_random_state, restore_random_state
+from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter, run_epoch_hook
+from lockstep.data.iterator_state import (
+    EpochHook,
+    InputState,
+    IteratorState,
+    capture_random_state,
+    restore_random_state,
+)
 from lockstep.data.pass_iterator import BatchCheck, PassIterator, Place
 from lockstep.data.sources import DatasetSource, InputSource
 from lockstep.data.wait_meter import WaitMeter
 
-__all__ = ["Hook", "KerasInput", "next_batch"]
+__all__ = ["KerasInput", "next_batch"]
 
-Hook = list[Any]  # "begin" or "end" of an epoch, and the random state then; where the source has code for these
+
+@dataclass(frozen=True)
+class _Settings:
+    """How batches are read; see :class:`KerasInput`."""
+
+    place: Place
+    depth: int
+    steps: float  # infinite: all batches
+    report: Callable[[str], None]
+    make_check: Callable[[], BatchCheck] | None
+
+
+class _Tracking(enum.Enum):
+    """Whether :meth:`KerasInput.get_state` will be called, for checkpoints."""
+
+    OFF = enum.auto()
+    ON = enum.auto()
+    AWAITING_STATE = enum.auto()  # set_state follows when training begins; until then Keras reads only shapes.
+    RESUMED = enum.auto()
+
+
+@dataclass(frozen=True)
+class _Resume:
+    """What is left to do for a resumed run.
+
+    Args:
+        start: state of the pass that begins next, in an earlier process; None: it begins with its first batch.
+        steps: number of steps of the current epoch that an earlier process has done.
+        is_mid_pass: whether this process began in the middle of a pass that lasts several epochs.
+    """
+
+    start: IteratorState | None = None
+    steps: int = 0
+    is_mid_pass: bool = False
+
+
+@dataclass(frozen=True)
+class _PassCount:
+    """The number of the current pass, from 1, and the number of batches that were taken in earlier ones."""
+
+    number: int = 0
+    taken_before: int = 0
 
 
 class KerasInput(adapters.DataAdapter):
-    """What Keras gets in place of the user's input.
+    """Data adapter that Keras gets in place of the user's input.
 
     Args:
-        source: where the batches come from.
+        source: reads the batches.
         place: puts a batch on the devices.
         depth: number of batches that are placed ahead.
         steps: number of batches of an epoch, or None for all of them.
-        report: is given a sentence where something could be done better.
-        look: is shown the first batch on the host.
-        new_check: gives what looks at the batches of a pass; None: nobody does.
+        report: takes a sentence of advice for the user.
+        on_first_batch: is called with the first batch on the host.
+        make_check: makes what checks the batches of a pass.
 
     Attributes:
         meter: measures the waits for batches.
-        resumed: whether training goes on where another process stood.
+        rows: number of rows of the first batch that was read; None before.
+        epoch_hooks: the hooks of the data at the begin and end of epochs, in the order in which they ran; only if states are tracked.
     """
 
     def __init__(
@@ -50,60 +99,69 @@ class KerasInput(adapters.DataAdapter):
         depth: int,
         steps: int | None,
         report: Callable[[str], None],
-        look: Callable[[Any], None] | None = None,
-        new_check: Callable[[], BatchCheck] | None = None,
+        on_first_batch: Callable[[Any], None] | None = None,
+        make_check: Callable[[], BatchCheck] | None = None,
     ) -> None:
-        self._source, self._place, self._depth = source, place, depth
-        self._steps = math.inf if steps is None else steps
-        self._report, self._look, self._new_check = report, look, new_check
-        self._start: IteratorState | None = None
-        self._done, self._is_kept = 0, False
-        self._is_expecting = self.resumed = False
-        self.epoch_hooks: list[Hook] = []
+        self._source, self._on_first_batch = source, on_first_batch
+        self._settings = _Settings(place, depth, math.inf if steps is None else steps, report, make_check)
+        self._tracking, self._resume, self._count = _Tracking.OFF, _Resume(), _PassCount()
+        self._pass: PassIterator | None = None
+        self._keras_pass: PassIterator | None = None  # the pass that Keras has; it forwards to its successors
+        self._is_in_epoch = False
         self.meter = WaitMeter()
-        self._epoch: PassIterator | None = None
-        self._passes = self._taken_before = 0
-        self._handed_out: PassIterator | None = None  # the pass that Keras has
-        self._is_resumed_mid_pass = False  # whether this process began in the middle of a pass of several epochs
-        self._within = False
-        self.rows: int | None = None  # of the first batch that was taken
+        self.rows: int | None = None
+        self.epoch_hooks: list[EpochHook] = []
+
+    # What Keras calls.
 
     def get_jax_iterator(self) -> PassIterator:
-        """A new pass; what an earlier one has left goes back to the source."""
-        self._handed_out = self._new_pass()
-        return self._handed_out
+        """Begin a new pass; batches that the earlier one has not used are given back to the source."""
+        self._keras_pass = self._begin_pass()
+        return self._keras_pass
 
-    def _new_pass(self) -> PassIterator:
-        if self._epoch:
-            self._epoch.close()
-            self._taken_before += self._epoch.position
-        self._passes += 1
-        before, start, self._start = self._epoch, self._start, None
-        self._epoch = PassIterator(
-            self._source,
-            self._placed,
-            self._depth,
-            self.meter,
-            self._new_check() if self._new_check else None,
-            start,
-            is_kept=self._is_kept,
-        )
-        if before and not self._source.restarts:
-            self._epoch.at_begin = before.at_begin  # What was looked at is still part of this pass.
-        if start:
-            self._epoch.seek()  # Now, as the random state is that of the checkpoint from here on.
-        self._epoch.allow(self._steps - self._done)
-        return self._epoch
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches, or None if it is not known.
+
+        Keras begins a new pass after so many batches. A pass that was resumed in its middle has fewer; it reports no end to
+        Keras and ends itself.
+        """
+        return sys.maxsize if self._resume.is_mid_pass else self._source.num_batches
+
+    @property
+    def batch_size(self) -> None:
+        """None; Keras's loop does not need it."""
+        return
+
+    def on_epoch_begin(self) -> None:
+        """Begin an epoch, which may use ``steps`` batches."""
+        self._is_in_epoch = True
+        if not self._ran_before_resume("begin", "end"):
+            self._run_hook("begin")
+        if self._pass:
+            self._pass.set_limit(self._settings.steps - self._resume.steps)
+
+    def on_epoch_end(self) -> None:
+        """End an epoch."""
+        ran_before = self._ran_before_resume("end")
+        self._is_in_epoch, self._resume = False, replace(self._resume, steps=0)
+        if self._tracking is not _Tracking.AWAITING_STATE and not ran_before:
+            self._run_hook("end")
+        is_at_end = self._pass is not None and self._pass.position == self._source.num_batches
+        if self._resume.is_mid_pass and self._keras_pass and is_at_end:
+            self._keras_pass.successor = self._begin_pass()
+
+    # Properties of the input.
 
     @property
     def name(self) -> str:
-        """What it is, for messages."""
+        """Name of the source, for messages."""
         return self._source.name
 
     @property
     def steps(self) -> int | None:
-        """Number of steps of an epoch, where it is known."""
-        return self._source.num_batches if self._steps == math.inf else int(self._steps)
+        """Number of steps of an epoch, or None if it is not known."""
+        return self._source.num_batches if self._settings.steps == math.inf else int(self._settings.steps)
 
     @property
     def restarts(self) -> bool:
@@ -111,189 +169,187 @@ class KerasInput(adapters.DataAdapter):
         return self._source.restarts
 
     @property
-    def depth(self) -> int:
-        """Number of batches that are placed ahead."""
-        return self._depth
-
-    def indexed_batches(self) -> IndexedBatches:
-        """The batches by pass and number, for a process that takes some of them; this object gives none then."""
-        return IndexedBatches(self._source)
-
-    def count_without_reading(self) -> None:
-        """Count batches from now on, where they need not be read for that."""
-        if isinstance(self._source, DatasetSource) and self._source.num_batches is not None:
-            self._source = UnreadBatchCounter(self._source)
-
-    def peek(self) -> Any:
-        """The first batch, on the host; where it cannot be read again, it comes first in the next pass."""
-        first = next(self.get_jax_iterator(), None)
-        if self._epoch:
-            self._epoch.close()
-        return first
-
-    def first_rows(self) -> int | None:
-        """Rows of the first batch; None where there is none. Asked for in ``fit``, from the begin of the first step on.
-
-        Where Keras has not looked at it, it is looked at now, as Keras would: the step still takes it.
-        """
-        if self.rows is None and self._handed_out:
-            self.rows = _rows_of(next(self._handed_out, None))
-        return self.rows
-
-    @property
-    def last_taken(self) -> tuple[int, int]:
-        """Number of the pass, and in it that of the batch, which was taken last."""
-        return self._passes, (self._epoch.position if self._epoch else 0) - 1
-
-    @property
-    def total_taken(self) -> int:
-        """Number of batches that were taken, in all passes."""
-        return self._taken_before + (self._epoch.position if self._epoch else 0)
-
-    def pass_metadata(self) -> dict[str, Any]:
-        """What another process needs to know of the pass, to read the same batches: see :class:`IndexedBatches`."""
-        begun_with = self._epoch.at_begin if self._epoch else {}
-        return {
-            "pass": self._passes,
-            "at_begin": begun_with,
-            "hooks": self.epoch_hooks,
-            "taken_before": self._taken_before,
-        }
-
-    @property
-    def resumed_steps(self) -> int:
-        """Number of steps of this epoch that another process has done."""
-        return self._done
-
-    @property
     def can_seek(self) -> bool:
         """Whether a pass can begin in the middle, without reading what comes before."""
         return self._source.can_seek
 
-    def track_position(self, earlier: IteratorState | None, is_expecting: bool) -> None:
-        """From now on :meth:`get_state` will be asked.
+    @property
+    def depth(self) -> int:
+        """Number of batches that are placed ahead."""
+        return self._settings.depth
+
+    # Batches outside of the loop.
+
+    def indexed_batches(self) -> IndexedBatches:
+        """Return the batches by pass and number, for a process that reads only some; this object is not iterated then."""
+        return IndexedBatches(self._source)
+
+    def count_without_reading(self) -> None:
+        """Count batches from now on without reading them, if the source can do so."""
+        if isinstance(self._source, DatasetSource) and self._source.num_batches is not None:
+            self._source = UnreadBatchCounter(self._source)
+
+    def peek(self) -> Any:
+        """Return the first batch, on the host; if it cannot be read again, it comes first in the next pass."""
+        first = next(self.get_jax_iterator(), None)
+        if self._pass:
+            self._pass.close()
+        return first
+
+    def first_rows(self) -> int | None:
+        """Return the number of rows of the first batch; None if there is no batch. To be called in ``fit``, from the first step on.
+
+        If Keras has not read the first batch, it is read now, as Keras would do it: the step still takes it.
+        """
+        if self.rows is None and self._keras_pass:
+            self.rows = _count_rows(next(self._keras_pass, None))
+        return self.rows
+
+    # Position.
+
+    @property
+    def last_taken(self) -> tuple[int, int]:
+        """Number of the current pass, and number of its batch that was taken last."""
+        return self._count.number, (self._pass.position if self._pass else 0) - 1
+
+    @property
+    def total_taken(self) -> int:
+        """Number of batches that were taken, in all passes."""
+        return self._count.taken_before + (self._pass.position if self._pass else 0)
+
+    def pass_metadata(self) -> dict[str, Any]:
+        """Return what another process needs to read the batches of this pass: see :class:`IndexedBatches`."""
+        return {
+            "pass": self._count.number,
+            "at_begin": self._pass.at_begin if self._pass else {},
+            "hooks": self.epoch_hooks,
+            "taken_before": self._count.taken_before,
+        }
+
+    @property
+    def resumed(self) -> bool:
+        """Whether training resumed from the state of another process."""
+        return self._tracking is _Tracking.RESUMED
+
+    @property
+    def resumed_steps(self) -> int:
+        """Number of steps of this epoch that another process has done."""
+        return self._resume.steps
+
+    def track_state(self, earlier: IteratorState | None, *, awaits_state: bool) -> None:
+        """Track the state from now on, for :meth:`get_state`.
 
         Args:
-            earlier: where another process stood.
-            is_expecting: :meth:`set_state` will follow when training begins. Until then Keras looks at shapes only.
+            earlier: state of the pass in another process, from which this one will resume.
+            awaits_state: whether :meth:`set_state` follows when training begins.
         """
-        self._is_kept, self._is_expecting = True, is_expecting
-        self._is_resumed_mid_pass = bool(earlier and self._steps < math.inf and self._source.num_batches)
+        self._tracking = _Tracking.AWAITING_STATE if awaits_state else _Tracking.ON
+        spans_epochs = self._settings.steps < math.inf and bool(self._source.num_batches)
+        self._resume = replace(self._resume, is_mid_pass=earlier is not None and spans_epochs)
         if earlier and not self._source.restarts:
-            restore_random_state(earlier.at_begin)  # The first look is the begin of the pass.
+            restore_random_state(earlier.at_begin)  # Keras's first look is the begin of the pass.
 
-    def set_state(self, position: IteratorState | None, steps: int, hooks: list[Hook]) -> None:
-        """Begin where another process stood.
+    def set_state(self, state: InputState, steps: int) -> None:
+        """Resume from the state of another process.
 
         Args:
-            position: in the pass; None: a new pass begins.
+            state: what :meth:`get_state` returned there.
             steps: number of steps of the epoch that are done.
-            hooks: what :attr:`hooks` was there.
         """
-        self._start, self._done, self._is_expecting, self.resumed = position, steps, False, True
-        for kind, state in hooks:
-            restore_random_state(state)
-            (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
-        self.epoch_hooks = list(hooks)
+        self._tracking = _Tracking.RESUMED
+        self._resume = replace(self._resume, start=state.iterator, steps=steps)
+        for hook in state.hooks:
+            run_epoch_hook(self._source, hook)
+        self.epoch_hooks = list(state.hooks)
 
-    def get_state(self, is_epoch_over: bool) -> IteratorState | None:
-        """Where the pass stands; None where a new one begins next.
+    def get_state(self, is_epoch_over: bool) -> InputState:
+        """Return the state after the batch that was taken last.
 
         Args:
             is_epoch_over: whether all steps of the epoch are done.
         """
-        if self._epoch is None or (is_epoch_over and self._steps == math.inf):
+        return InputState(self._pass_state(is_epoch_over), tuple(self.epoch_hooks))
+
+    def _pass_state(self, is_epoch_over: bool) -> IteratorState | None:
+        if self._pass is None or (is_epoch_over and self._settings.steps == math.inf):
             return None
-        found = self._epoch.get_state()
+        found = self._pass.get_state()
         if found is None or not is_epoch_over:
             return found
-        # Nothing is read ahead of an epoch's end, but the data's own code may have drawn numbers there, and changed the batches.
+        # No batch is read ahead of an epoch's end, but the data's end hook may have drawn random numbers and changed the batches.
         return replace(found, after=capture_random_state(), digest=None if self._source.has_hooks else found.digest)
-
-    def _placed(self, batch: Any) -> Any:
-        self.rows = self.rows or _rows_of(batch)
-        if self._look is not None:
-            look, self._look = self._look, None
-            look(batch)
-        return self._place(batch)
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of batches, where it is known.
-
-        Keras begins a new pass when it has counted so many, and of one that goes on it has not seen the beginning. That one has
-        no end for Keras: it ends by itself.
-        """
-        return sys.maxsize if self._is_resumed_mid_pass else self._source.num_batches
-
-    @property
-    def batch_size(self) -> None:
-        """Not needed by Keras's loop."""
-        return
-
-    def on_epoch_begin(self) -> None:
-        """Keras says that an epoch begins: it may use ``steps`` batches."""
-        self._within = True
-        if not self._was_done("begin", "end"):
-            self._note_hook("begin")
-            self._source.begin_epoch()
-        if self._epoch:
-            self._epoch.allow(self._steps - self._done)
-
-    def on_epoch_end(self) -> None:
-        """Keras says that an epoch has ended."""
-        was_done = self._was_done("end")
-        self._within, self._done = False, 0
-        if not (self._is_expecting or was_done):
-            self._note_hook("end")
-            self._source.end_epoch()
-        if (
-            self._is_resumed_mid_pass
-            and self._handed_out
-            and self._epoch
-            and self._epoch.position == self._source.num_batches
-        ):
-            self._handed_out.successor = self._new_pass()
-
-    def _was_done(self, *kinds: str) -> bool:
-        """Whether an earlier process has come so far in the epoch that goes on; it was done again in :meth:`set_state`."""
-        return bool(self._done and self.epoch_hooks and self.epoch_hooks[-1][0] in kinds)
-
-    def _note_hook(self, kind: str) -> None:
-        if self._is_kept and self._source.has_hooks:
-            self.epoch_hooks.append([kind, capture_random_state()])
 
     def close(self, failed: bool = False) -> None:
         """End all work.
 
         Args:
-            failed: an exception is under way, so wait for nobody.
+            failed: whether an exception is under way: then no thread is waited for.
         """
-        if self._epoch:
-            self._epoch.close(failed)
-        if self._within:  # Keras does not say so where a callback ends the training within an epoch.
+        if self._pass:
+            self._pass.close(failed)
+        if self._is_in_epoch:  # Keras does not call this if a callback ends the training within an epoch.
             self.on_epoch_end()
         self._source.close()
-        sentence = self.meter.sentence()
-        if sentence:
-            self._report(sentence)
+        advice = self.meter.advice()
+        if advice:
+            self._settings.report(advice)
 
+    def _begin_pass(self) -> PassIterator:
+        settings, before, start = self._settings, self._pass, self._resume.start
+        taken = 0
+        if before:
+            before.close()
+            taken = before.position
+        self._count = _PassCount(self._count.number + 1, self._count.taken_before + taken)
+        self._resume = replace(self._resume, start=None)
+        self._pass = PassIterator(
+            self._source,
+            self._place,
+            settings.depth,
+            self.meter,
+            settings.make_check() if settings.make_check else None,
+            start,
+            tracks_state=self._tracking is not _Tracking.OFF,
+        )
+        if before and not self._source.restarts:
+            self._pass.at_begin = before.at_begin  # Batches that were only read are still part of this pass.
+        if start:
+            self._pass.seek()  # Now, as the random state is that of the checkpoint from here on.
+        self._pass.set_limit(settings.steps - self._resume.steps)
+        return self._pass
 
-def _rows_of(batch: Any) -> int | None:
-    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
-    shapes = [leaf.shape if isinstance(leaf, PlacedRows) else np.shape(leaf) for leaf in leaves]
-    return int(shapes[0][0]) if shapes and shapes[0] else None
+    def _place(self, batch: Any) -> Any:
+        self.rows = self.rows or _count_rows(batch)
+        on_first_batch, self._on_first_batch = self._on_first_batch, None
+        if on_first_batch is not None:
+            on_first_batch(batch)
+        return self._settings.place(batch)
+
+    def _run_hook(self, kind: str) -> None:
+        if self._tracking is not _Tracking.OFF and self._source.has_hooks:
+            self.epoch_hooks.append([kind, capture_random_state()])
+        (self._source.begin_epoch if kind == "begin" else self._source.end_epoch)()
+
+    def _ran_before_resume(self, *kinds: str) -> bool:
+        """Return whether an earlier process has run such a hook last in the resumed epoch; :meth:`set_state` has repeated it."""
+        return bool(self._resume.steps and self.epoch_hooks and self.epoch_hooks[-1][0] in kinds)
 
 
 def next_batch(iterator: Any, after: Any) -> Any:
-    """The next batch for a step: placed ahead of it, or as a plain iterator yields it.
+    """Return the next batch for a step: placed ahead of it, or as a plain iterator yields it.
 
     Args:
-        iterator: what Keras gave to the function that runs the step.
-        after: what the last step gave, or None.
+        iterator: what Keras passed to the function that runs the step.
+        after: result of the last step, or None.
 
     Raises:
         StopIteration: there is none.
     """
-    own = adapters.unwrap_iterator(iterator)
-    return own.take(after) if isinstance(own, PassIterator) else next(iterator)
+    batches = adapters.unwrap_iterator(iterator)
+    return batches.take(after) if isinstance(batches, PassIterator) else next(iterator)
+
+
+def _count_rows(batch: Any) -> int | None:
+    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+    shapes = [leaf.shape if isinstance(leaf, PlacedRows) else np.shape(leaf) for leaf in leaves]
+    return int(shapes[0][0]) if shapes and shapes[0] else None

@@ -1,4 +1,4 @@
-"""One pass over an input: what is looked at on the host, what waits on the devices, and where the pass stands."""
+"""One pass over an input: batches on the host, prefetched batches on the devices, and the state of the pass."""
 
 import inspect
 import time
@@ -26,45 +26,49 @@ Place = Callable[[Any], Any]
 
 
 class BatchCheck(Protocol):
-    """Looks at the batches of one pass before they are placed."""
+    """Checks the batches of one pass before they are placed."""
 
     def __call__(self, number: int, batch: Any) -> None:
-        """Look at a batch on the host, which is the one of that number; None: the pass has come to its end."""
+        """Check the batch of that number, on the host; None: the pass has ended."""
 
     def close(self) -> None:
-        """The pass is over."""
+        """End the pass."""
 
 
 class BatchGather(Protocol):
-    """Brings values together that the processes have for the batches of one pass."""
+    """Gathers values of the processes for the batches of one pass."""
 
     def __call__(self, value: Any) -> list[Any]:
-        """The values of all, which are of JSON."""
+        """Return the values of all processes, which are of JSON."""
 
     def close(self) -> None:
-        """The pass is over."""
+        """End the pass."""
 
 
 @dataclass(frozen=True)
 class _HostBatch:
     placed: Any
-    host: Any  # None where nobody will ask for it
-    after: dict[str, Any] | None = None  # the random state after it was read, where a thread reads ahead
+    host: Any  # None if it is not needed again
+    after: dict[str, Any] | None = None  # the random state after it was read, if a thread reads ahead
 
 
 class PassIterator:
-    """Iterator over the batches of one pass, which may last several epochs where those have a number of steps.
+    """Iterator over the batches of one pass, which may last several epochs if those have a number of steps.
 
-    ``next`` looks at the next batch on the host, and what was looked at is not taken yet; :meth:`take` takes a placed one.
+    ``next`` reads the next batch on the host without taking it; :meth:`take` takes a placed one.
 
     Args:
-        source: where the batches come from.
+        source: reads the batches.
         place: puts a batch on the devices.
         depth: number of batches that are placed ahead; 0 for none.
         meter: measures the waits.
-        check: looks at each batch before it is placed.
-        start: where an earlier process stood in this pass.
-        is_kept: whether :meth:`get_state` will be asked.
+        check: checks each batch before it is placed.
+        start: state of this pass in an earlier process, from which it resumes.
+        tracks_state: whether :meth:`get_state` will be called.
+
+    Attributes:
+        at_begin: the random state with which the pass began, if it is known.
+        successor: the pass that gives the batches from now on.
     """
 
     def __init__(
@@ -75,19 +79,19 @@ class PassIterator:
         meter: WaitMeter,
         check: BatchCheck | None = None,
         start: IteratorState | None = None,
-        is_kept: bool = False,
+        tracks_state: bool = False,
     ) -> None:
         self._source, self._place, self._depth, self._meter = source, place, depth, meter
-        self._check, self._start, self._is_kept = check, start, is_kept
+        self._check, self._start, self._tracks_state = check, start, tracks_state
         self._number = start.batches if start else 0
-        self.at_begin: dict[str, Any] = {}  # the random state
+        self.at_begin: dict[str, Any] = {}
         self._last: _HostBatch | None = None
         self._batches: Iterator[Any] | None = None
-        self._looked: deque[Any] = deque()
-        self._allowance: float | None = None
+        self._peeked: deque[Any] = deque()
+        self._limit: float | None = None
         self._running: deque[Any] = deque()
         self._closed = False
-        self.successor: PassIterator | None = None  # gives the batches from now on
+        self.successor: PassIterator | None = None
         self._reader: BatchReader = (
             Prefetcher(self._read, self._finish, depth, source.name)
             if depth
@@ -101,7 +105,7 @@ class PassIterator:
         if self.successor:
             return next(self.successor)
         batch = self._next()
-        self._looked.append(batch)
+        self._peeked.append(batch)
         return batch
 
     @property
@@ -110,11 +114,11 @@ class PassIterator:
         return self._reader.taken + (self._start.batches if self._start else 0)
 
     def seek(self) -> None:
-        """Go to where the earlier process stood, before a step asks for a batch."""
+        """Read up to the start position, before a step requests a batch."""
         self._batches = self._batches or self._begin()
 
     def get_state(self) -> IteratorState | None:
-        """Where the pass stands; None before its first batch was taken."""
+        """Return the state of the pass; None before its first batch was taken."""
         if self._last is None:
             if self._start is None or self._depth:
                 return self._start
@@ -122,39 +126,39 @@ class PassIterator:
         after = self._last.after or capture_random_state()
         return IteratorState(self.position, self.at_begin, after, digest_of_batch(self._last.host))
 
-    def allow(self, batches: float) -> None:
-        """Let ``batches`` more batches be read than were taken, from the next :meth:`take` on."""
-        self._allowance = batches
+    def set_limit(self, batches: float) -> None:
+        """Allow ``batches`` more batches to be read than were taken, from the next :meth:`take` on."""
+        self._limit = batches
 
     def take(self, after: Any) -> Any:
-        """The next batch, on the devices.
+        """Return the next batch, on the devices.
 
         Args:
-            after: what the last step gave. No more than the steps of ``depth + 1`` batches are ever under way, so that
-                memory is bounded where steps are started faster than they run.
+            after: result of the last step. No more than the steps of ``depth + 1`` batches run at a time, so that
+                memory is bounded if steps are started faster than they run.
         """
         if self.successor:
             return self.successor.take(after)
-        if self._allowance is not None:
-            self._reader.allow(self._allowance)
-            self._allowance = None
+        if self._limit is not None:
+            self._reader.set_limit(self._limit)
+            self._limit = None
         self._running.append(after)
         if len(self._running) > max(self._depth, 1):
             jax.block_until_ready(self._running.popleft())
         if self._reader.is_waiting():
-            jax.block_until_ready(after)  # Until here devices were at work, and nobody waited for data.
+            jax.block_until_ready(after)  # Until here devices were at work, so this was no wait for data.
             with self._meter.getting(), self._meter.waiting():
                 batch = self._reader.take()
         else:
             with self._meter.getting():
                 batch = self._reader.take()
         self._meter.step()
-        if self._is_kept:
+        if self._tracks_state:
             self._last = batch
         return batch.placed
 
     def close(self, failed: bool = False) -> None:
-        """End the reading ahead; batches that were not taken go back to a source that cannot yield them again."""
+        """End the reading ahead; give batches that were not taken back to a source that cannot read them again."""
         if self._closed:
             return
         self._closed = True
@@ -163,7 +167,7 @@ class PassIterator:
             self._check.close()
         self._last = None
         if not self._source.restarts:
-            self._source.give_back([*left, *self._looked])
+            self._source.give_back([*left, *self._peeked])
 
     def _next(self) -> Any:
         if self._batches is None:
@@ -173,7 +177,7 @@ class PassIterator:
     def _begin(self) -> Iterator[Any]:
         start = self._start
         if start is None:
-            if self._is_kept:
+            if self._tracks_state:
                 self.at_begin = self.at_begin or capture_random_state()
             return self._source.batches()
         self.at_begin = start.at_begin
@@ -187,7 +191,7 @@ class PassIterator:
     def _read(self) -> _HostBatch:
         begun = time.monotonic()
         try:
-            host = self._looked.popleft() if self._looked else self._next()
+            host = self._peeked.popleft() if self._peeked else self._next()
         except StopIteration:
             if self._check:
                 self._check(self._number, None)
@@ -199,8 +203,8 @@ class PassIterator:
         placed = self._place(host)
         if self._depth:
             jax.block_until_ready(placed)
-        is_ahead = self._is_kept and self._depth > 0
-        kept = host if self._is_kept or not self._source.restarts else None
+        is_ahead = self._tracks_state and self._depth > 0
+        kept = host if self._tracks_state or not self._source.restarts else None
         return _HostBatch(placed, kept, capture_random_state() if is_ahead else None)
 
     def _finish(self) -> None:

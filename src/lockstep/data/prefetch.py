@@ -1,7 +1,6 @@
-"""Batches of one input in order, read and placed ahead of the steps that take them.
+"""Readers of the batches of one input in order: in a thread that prefetches them, or inline when a step takes one.
 
-A :class:`Prefetcher` has a thread; :class:`InlineReader` does the same in the thread that takes. Neither ever asks for a batch that
-was not allowed: what a generator yields is left in it until an epoch needs it.
+Neither reads a batch beyond its limit: batches of a generator stay in it until an epoch needs them.
 """
 
 import contextvars
@@ -11,59 +10,59 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from lockstep._cancellation import is_cancelled
 from lockstep._logging import log_info
-from lockstep.distributed.control.wait_logger import is_cancelled
 
 __all__ = ["PATIENCE", "BatchReader", "InlineReader", "Prefetcher"]
 
-PATIENCE = 60.0  # seconds without a batch after which a wait is told, and again after each doubling
-_GRACE = 0.5  # seconds that a thread in somebody's code gets to end after an error or Ctrl-C
+PATIENCE = 60.0  # seconds without a batch after which a wait is logged, and again after each doubling
+_GRACE = 0.5  # seconds that a thread in the user's code gets to end after an error or Ctrl-C
 
-Read = Callable[[], Any]  # the next batch; StopIteration where there is none
+Read = Callable[[], Any]  # returns the next batch; raises StopIteration at the end
 
 
 class BatchReader(Protocol):
-    """Gives batches in order, as many as are allowed."""
+    """Returns batches in order, up to a limit."""
 
     taken: int
 
-    def allow(self, batches: float) -> None:
-        """Let ``batches`` more batches be read than were taken so far."""
+    def set_limit(self, batches: float) -> None:
+        """Allow ``batches`` more batches to be read than were taken so far."""
 
     def is_waiting(self) -> bool:
-        """Whether the next batch has to be waited for."""
+        """Return whether :meth:`take` would wait for the next batch."""
 
     def take(self) -> Any:
-        """The next batch; StopIteration at the end, and where no more are allowed."""
+        """Return the next batch; raise StopIteration at the end, and at the limit."""
 
     def close(self, failed: bool) -> list[Any]:
-        """End all work; gives the batches that were read and not taken. After a failure it does not wait for long."""
+        """End all work and return the batches that were read and not taken. After a failure it does not wait for long."""
 
 
 class InlineReader:
     """Reads a batch when it is taken.
 
     Args:
-        read: gives the next batch.
+        read: returns the next batch.
         finish: is called once at the end.
     """
 
     def __init__(self, read: Read, finish: Callable[[], None]) -> None:
         self._read, self._finish = read, finish
-        self._allowed: float = 0
+        self._limit: float = 0
         self.taken = 0
 
-    def allow(self, batches: float) -> None:
+    def set_limit(self, batches: float) -> None:
         """See :class:`BatchReader`."""
-        self._allowed = self.taken + batches
+        self._limit = self.taken + batches
 
     def is_waiting(self) -> bool:
         """See :class:`BatchReader`."""
-        return False  # Reading is work and no wait: it takes the time of the thread that also starts the steps.
+        return False  # Reading inline is work of the thread that also starts the steps, and no wait.
 
     def take(self) -> Any:
         """See :class:`BatchReader`."""
-        if self.taken >= self._allowed:
+        if self.taken >= self._limit:
             raise StopIteration
         batch = self._read()
         self.taken += 1
@@ -76,16 +75,16 @@ class InlineReader:
 
 
 class Prefetcher:
-    """Reads up to ``depth`` batches ahead in a thread of its own.
+    """Reads up to ``depth`` batches ahead in a separate thread.
 
-    What the reading raises is raised by the :meth:`take` that would have given the batch, with the traceback that it had.
+    An exception of ``read`` is raised by the :meth:`take` that would have returned the batch, with its traceback.
 
     Args:
-        read: gives the next batch.
+        read: returns the next batch.
         finish: is called once at the end, in the thread that reads.
         depth: number of batches that may have been read and not taken.
-        name: what is read, for messages.
-        patience: seconds after which a wait is told.
+        name: name of the input, for messages.
+        patience: seconds after which a wait is logged.
     """
 
     def __init__(
@@ -95,17 +94,17 @@ class Prefetcher:
         self._name, self._patience = name, patience
         self._changed = threading.Condition()
         self._ready: deque[Any] = deque()
-        self._allowed: float = 0
-        self._asked = 0
+        self._limit: float = 0
+        self._requested = 0
         self._failure: BaseException | None = None
         self._closed = self._ended = False
         self._thread: threading.Thread | None = None
         self.taken = 0
 
-    def allow(self, batches: float) -> None:
+    def set_limit(self, batches: float) -> None:
         """See :class:`BatchReader`."""
         with self._changed:
-            self._allowed = self.taken + batches
+            self._limit = self.taken + batches
             self._changed.notify_all()
 
     def is_waiting(self) -> bool:
@@ -117,7 +116,7 @@ class Prefetcher:
         with self._changed:
             if self._thread is None:
                 self._start()
-            self._wait(lambda: self._ready or self._ended or self.taken >= self._allowed)
+            self._wait(lambda: self._ready or self._ended or self.taken >= self._limit)
             if not self._ready:
                 raise self._failure or StopIteration()
             self.taken += 1
@@ -147,16 +146,16 @@ class Prefetcher:
             patience = waited
 
     def _start(self) -> None:
-        # The reader sees the context of who takes: the open scope, say. A daemon, because nobody can end what hangs in
-        # somebody's code, and the process must be able to end.
-        work = contextvars.copy_context().run
-        self._thread = threading.Thread(target=work, args=(self._run,), name="lockstep-feed", daemon=True)
+        # The thread has the context of the caller: the open scope, for example. It is a daemon, so that user code that hangs cannot
+        # keep the process alive.
+        run_in_context = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run_in_context, args=(self._run,), name="lockstep-prefetch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         is_cancelled.set(lambda: self._closed)
         try:
-            while self._has_turn():
+            while self._wait_for_room():
                 batch = self._read()
                 with self._changed:
                     self._ready.append(batch)
@@ -171,10 +170,11 @@ class Prefetcher:
             self._ended = True
             self._changed.notify_all()
 
-    def _has_turn(self) -> bool:
+    def _wait_for_room(self) -> bool:
+        """Wait until another batch may be read; return whether it is wanted."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or (len(self._ready) < self._depth and self._asked < self._allowed)
+                lambda: self._closed or (len(self._ready) < self._depth and self._requested < self._limit)
             )
-            self._asked += 1
+            self._requested += 1
             return not self._closed

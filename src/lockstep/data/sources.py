@@ -64,7 +64,7 @@ class InputSource:
         """A pass from batch ``number`` on; those before are read again, where the kind knows no shorter way."""
         return itertools.islice(self.batches(), number, None)
 
-    def picker(self) -> Callable[[int], Any] | None:
+    def batch_reader(self) -> Callable[[int], Any] | None:
         """Begins a pass of which any batch can be had by its number; None where those before are read."""
         return None
 
@@ -231,7 +231,7 @@ class DatasetSource(_UserCodeSource):
         read = self._read if self._dataset.workers > 1 else (lambda order: map(self._dataset.__getitem__, order))
         return map(self._standard, read(itertools.islice(self._order(), number, None)))
 
-    def picker(self) -> Callable[[int], Any]:
+    def batch_reader(self) -> Callable[[int], Any]:
         """See :class:`InputSource`."""
         order = None if self.num_batches is None else list(self._order())
         return self._picking(lambda number: self._standard(self._dataset[order[number] if order else number]))
@@ -294,7 +294,7 @@ class CallableSource(_UserCodeSource):
                 return
             yield tuple(batch) if isinstance(batch, list) else batch
 
-    def picker(self) -> Callable[[int], Any]:
+    def batch_reader(self) -> Callable[[int], Any]:
         """See :class:`InputSource`."""
         return self._picking(lambda number: next(self._made_from(number)))
 

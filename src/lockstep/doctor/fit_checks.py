@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 
-from lockstep.data.wait_meter import FitObserver
+from lockstep.data.fit_entry import FitObserver
 from lockstep.doctor.data_checks import (
     FitRecord,
     check_changed_batch,
@@ -72,7 +72,7 @@ class FitChecks(FitObserver):
         self._records: WeakKeyDictionary[keras.Model, FitRecord] = WeakKeyDictionary()  # of the latest calls
         self._logged: WeakKeyDictionary[keras.Model, set[str]] = WeakKeyDictionary()  # names of findings
 
-    def called(
+    def observe_fit(
         self, model: keras.Model, data: tuple[Any, Any, Any], arguments: dict[str, Any]
     ) -> Callable[[Any], None] | None:
         """See the base class."""

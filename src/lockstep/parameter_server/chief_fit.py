@@ -99,7 +99,7 @@ class ChiefFit:
         self._shown: dict[str, Any] = {}  # what Keras was given last
         self._is_lost = False
         self.count = UpdateCounters()
-        data.track_position(None, is_expecting=False)
+        data.track_state(None, awaits_state=False)
         if parts is None:  # Else the number of rows of each batch must be known.
             data.count_without_reading()
         desk.open(call, self._newest)

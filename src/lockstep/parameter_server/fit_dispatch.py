@@ -192,7 +192,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         with closing(self._go_to_servers(model)) as client:
             step = self._training.gradient_step(model)
             over = WorkerFit(model, step, batches, self._desk, client, self._call, self._member.announce).run()
-        batches.catch_up(over.result["hooks"])
+        batches.run_hooks(over.result["hooks"])
         batches.read_up_to(over.result["taken"])
         return over
 

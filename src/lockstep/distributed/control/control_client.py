@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep._cancellation import is_cancelled
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.worker_group import WorkerGroup
@@ -29,7 +30,7 @@ from lockstep.distributed.control.failures import Failure, FailureKind, summary_
 from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.pending_collectives import BARRIER, BROADCAST, GATHER
 from lockstep.distributed.control.transport import FramedSocket, as_json, encode
-from lockstep.distributed.control.wait_logger import CancelledError, WaitLogger, is_cancelled, listed
+from lockstep.distributed.control.wait_logger import CancelledError, WaitLogger, listed
 
 __all__ = ["ControlClient"]
 
@@ -127,7 +128,7 @@ class ControlClient:
 
         Raises:
             ClusterError: a worker is missing, has left, or has another topic; or the job has failed.
-            CancelledError: the result is no longer wanted (:data:`~lockstep.distributed.control.wait_logger.is_cancelled`): forget
+            CancelledError: the result is no longer wanted (:data:`~lockstep._cancellation.is_cancelled`): forget
                 the channel.
             OptionError: the value is not of JSON, or too large.
         """

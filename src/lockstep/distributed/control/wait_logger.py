@@ -2,15 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 
-__all__ = ["CancelledError", "WaitLogger", "is_cancelled", "listed"]
+__all__ = ["CancelledError", "WaitLogger", "listed"]
 
 _FIRST = 2.0  # seconds
-
-
-# Whether the result of the wait in this thread is no longer wanted; set by threads that work ahead of another one.
-is_cancelled: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
 
 
 class CancelledError(Exception):

@@ -18,8 +18,8 @@ from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.data.iterator_state import IteratorState, capture_random_state, restore_random_state
-from lockstep.data.keras_adapter import Hook, KerasInput
+from lockstep.data.iterator_state import InputState, capture_random_state, restore_random_state
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
 from lockstep.doctor.fit_call import FitCall
 from lockstep.doctor.settings import doctor_enabled
@@ -48,16 +48,14 @@ class _SavePoint:
     Args:
         position: in the training.
         is_epoch_over: whether all steps of the epoch are done, though it has not ended.
-        iterator: the position in the input.
-        data_hooks: calls of the input's own code so far.
+        data: state of the input.
         random: states of the global generators.
         values: of variables that will have other values when the checkpoint is written.
     """
 
     position: TrainPosition
     is_epoch_over: bool
-    iterator: IteratorState | None
-    data_hooks: list[Hook]
+    data: InputState
     random: dict[str, Any]
     values: dict[str, Any]
 
@@ -109,7 +107,7 @@ class FitCheckpoint(StepHook):
         if found:
             self._check_setup()
             self._check_replay()
-        data.track_position(self.resumed.iterator, is_expecting=found is not None)
+        data.track_state(self.resumed.iterator, awaits_state=found is not None)
 
     @property
     def _other_callbacks(self) -> list[keras.callbacks.Callback]:
@@ -139,7 +137,7 @@ class FitCheckpoint(StepHook):
         resumed = self.resumed
         if not resumed.metadata:
             return
-        self._data.set_state(resumed.iterator, resumed.position.batch, resumed.metadata["hooks"])
+        self._data.set_state(InputState(resumed.iterator, tuple(resumed.metadata["hooks"])), resumed.position.batch)
         self._restore()
         given = {"callbacks": self._other_callbacks}  # The learning rate is that of the checkpoint now.
         call = FitCall(self._model, None, arguments=given, rows_read=resumed.metadata.get("rows"))
@@ -240,8 +238,8 @@ class FitCheckpoint(StepHook):
             "is_finished": is_finished,
             "stop_training": bool(self._model.stop_training),
             "rows": self._data.rows,
-            "position": point.iterator.to_json() if point.iterator else None,
-            "hooks": point.data_hooks,
+            "position": point.data.iterator.to_json() if point.data.iterator else None,
+            "hooks": point.data.hooks,
             "random": point.random,
             "callbacks": attributes,
             "logs": jax.tree.unflatten(structure, range(len(logs))),
@@ -259,10 +257,10 @@ class FitCheckpoint(StepHook):
 
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
         """The state now, with the values of some kinds of variables."""
-        iterator, random = self._data.get_state(is_epoch_over), capture_random_state()
+        data, random = self._data.get_state(is_epoch_over), capture_random_state()
         values = self._variables.copies(*kinds) if kinds else {}
         is_over = is_epoch_over and position.batch > 0
-        return _SavePoint(position, is_over, iterator, list(self._data.epoch_hooks), random, values)
+        return _SavePoint(position, is_over, data, random, values)
 
     def _exit(self) -> None:
         step = self._position.step
