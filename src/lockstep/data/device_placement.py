@@ -1,7 +1,7 @@
-"""A batch on the host becomes arrays on the devices: each row where its replica runs, padded to equal pieces.
+"""Placement of batches: arrays on the host become sharded arrays on the devices, each row on the device of its replica.
 
-Model inputs are always cut over the devices. Targets and weights are small as a rule, and the loss is computed on the
-whole batch; up to ``REPLICATE_BELOW`` bytes every device gets its own copy, which saves a collective.
+Shards are padded to equal lengths. Model inputs are always sharded. Targets and weights are usually small, and the loss is
+computed on the whole batch; up to ``REPLICATE_BELOW`` bytes they are replicated, which saves a collective.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from lockstep.devices.layout import Layout
 __all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "PlacedRows", "Placement", "count_rows", "drop_padding", "join_rows"]
 
 DEVICE_AXIS = "device"
-REPLICATE_BELOW = 1 << 20  # bytes; larger arrays stay cut over the devices
+REPLICATE_BELOW = 1 << 20  # bytes; larger arrays are sharded
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows of a global batch laid over the devices: ``array`` is ``(devices * capacity, …)``, cut on its first axis."""
+    """Rows of a global batch on the devices: ``array`` is ``(devices * capacity, …)``, sharded on its first axis."""
 
     array: jax.Array
     layout: Layout
@@ -39,13 +39,13 @@ class PlacedRows:
 
     @property
     def dtype(self) -> Any:
-        """Type of its numbers."""
+        """The dtype of the array."""
         return self.array.dtype
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the arrays of one strategy go: ``replicas`` replicas over the devices of ``mesh``."""
+    """Placement of the arrays of one strategy: ``replicas`` replicas on the devices of ``mesh``."""
 
     mesh: Mesh
     replicas: int
@@ -57,72 +57,72 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """What the devices are: "cpu", "gpu" or "tpu"."""
+        """Platform of the devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
 
     @property
-    def local_places(self) -> tuple[int, ...]:
-        """Numbers of the devices that belong to this process."""
-        return tuple(place for place, device in enumerate(self.devices) if device.process_index == jax.process_index())
+    def local_indices(self) -> tuple[int, ...]:
+        """Indices of the devices that belong to this process."""
+        return tuple(index for index, device in enumerate(self.devices) if device.process_index == jax.process_index())
 
     @property
     def first_local_device(self) -> jax.Device:
         """The first device of this process."""
-        return self.devices[self.local_places[0]]
+        return self.devices[self.local_indices[0]]
 
     @property
     def is_local(self) -> bool:
         """Whether all devices belong to this process."""
-        return len(self.local_places) == len(self.devices)
+        return len(self.local_indices) == len(self.devices)
 
     @property
     def local_replicas(self) -> range:
         """Numbers of the replicas that run on the devices of this process."""
         one_row_each = self.layout(self.replicas)
-        counts = [len(one_row_each.per_device[place]) for place in self.local_places]
-        first = one_row_each.first_replica[self.local_places[0]]
+        counts = [len(one_row_each.per_device[index]) for index in self.local_indices]
+        first = one_row_each.first_replica[self.local_indices[0]]
         return range(first, first + sum(counts))
 
     @property
     def replicated(self) -> NamedSharding:
-        """Every device holds the whole array."""
+        """Sharding in which every device holds the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def row_sharding(self) -> NamedSharding:
-        """Each device holds an equal piece of the first axis."""
+        """Sharding in which each device holds an equal part of the first axis."""
         return NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
 
     def slice_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Each device holds an equal slice of an array, along its longest axis that the devices divide; else all of it."""
+        """Return the sharding in equal slices along the longest axis that the devices divide; replicated if there is none."""
         axis = self.slice_axis(shape)
         if axis is None:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
 
     def slice_axis(self, shape: tuple[int, ...]) -> int | None:
-        """The longest axis that the devices divide, the first of several; None where there is none."""
+        """Return the longest axis that the devices divide, the first of several; None if there is none."""
         fitting = [axis for axis, length in enumerate(shape) if length and length % len(self.devices) == 0]
         return max(fitting, key=lambda axis: shape[axis], default=None)
 
     def on_first_device(self) -> "Placement":
-        """The same replicas, all of them on the first device of this process."""
-        return Placement(Mesh(self.mesh.devices[list(self.local_places[:1])], (DEVICE_AXIS,)), self.replicas)
+        """Return a placement of the same replicas on the first device of this process."""
+        return Placement(Mesh(self.mesh.devices[list(self.local_indices[:1])], (DEVICE_AXIS,)), self.replicas)
 
-    def put(self, tree: Any, places: Any = None) -> Any:
-        """Arrays on the devices. Every process has all of them, and puts on its devices what these hold.
+    def put(self, tree: Any, shardings: Any = None) -> Any:
+        """Put arrays on the devices. Every process has the whole arrays, and puts its devices' parts there.
 
         Args:
             tree: arrays or numbers.
-            places: a sharding for all, or a tree of them; by default every device gets everything.
+            shardings: a sharding for all, or a tree of them; by default every device gets everything.
         """
-        places = self.replicated if places is None else places
+        shardings = self.replicated if shardings is None else shardings
         if self.is_local:
-            return jax.device_put(tree, places)
-        return jax.tree.map(_put_own_part, tree, jax.tree.broadcast(places, tree))
+            return jax.device_put(tree, shardings)
+        return jax.tree.map(_put_local_part, tree, jax.tree.broadcast(shardings, tree))
 
     def put_local(self, array: np.ndarray, length: int) -> jax.Array:
-        """An array that is cut over the devices, of which each process has its own part.
+        """Return an array that is sharded over the devices, of which each process has its part.
 
         Args:
             array: the part of this process, ``(its replicas * k, …)``; all processes have the same k.
@@ -137,7 +137,7 @@ class Placement:
         return jax.make_array_from_callback((length, *array.shape[1:]), self.row_sharding, part)
 
     def place_local(self, batch: Any) -> Any:
-        """As :meth:`place`, where this process has the rows of its own replicas, and all replicas equally many.
+        """Put a batch on the devices as :meth:`place`, if this process has only the rows of its replicas, equally many for each.
 
         Args:
             batch: a tree of arrays ``(rows of this process, …)``. The devices must divide the replicas.
@@ -147,7 +147,7 @@ class Placement:
         return jax.tree.map(lambda leaf: PlacedRows(self.put_local(np.asarray(leaf), rows), layout), batch)
 
     def layout(self, rows: int) -> Layout:
-        """Layout of a global batch of ``rows`` rows."""
+        """Return the layout of a global batch of ``rows`` rows."""
         return Layout(rows, self.replicas, len(self.devices))
 
     def place(self, batch: Any) -> Any:
@@ -158,39 +158,39 @@ class Placement:
                 that was placed already is returned as it is.
 
         Returns:
-            The same tree; what is cut over the devices is wrapped in :class:`PlacedRows`.
+            The same tree; what is sharded is wrapped in :class:`PlacedRows`.
 
         Raises:
             InputError: the arrays have different lengths, or none.
         """
         if _is_placed(batch):
             return batch
-        laid = self._laid_out(batch)
-        return self.put(laid, self._places(laid))
+        ordered = self._in_device_order(batch)
+        return self.put(ordered, self._shardings(ordered))
 
     def abstract_batch(self, batch: Any) -> Any:
-        """What :meth:`place` would put on the devices, by shapes, types and places: nothing is put there."""
-        laid = self._laid_out(batch)
-        kinds = jax.tree.map(jax.typeof, laid)
+        """Return shapes, dtypes and shardings of what :meth:`place` would put on the devices, without doing it."""
+        ordered = self._in_device_order(batch)
+        kinds = jax.tree.map(jax.typeof, ordered)
         return jax.tree.map(
-            lambda kind, place: jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place),
+            lambda kind, sharding: jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding),
             kinds,
-            jax.tree.broadcast(self._places(laid), kinds),
+            jax.tree.broadcast(self._shardings(ordered), kinds),
         )
 
-    def _places(self, laid: Any) -> Any:
+    def _shardings(self, ordered: Any) -> Any:
         return jax.tree.map(
-            lambda leaf: self.row_sharding if _is_rows(leaf) else self.replicated, laid, is_leaf=_is_rows
+            lambda leaf: self.row_sharding if _is_rows(leaf) else self.replicated, ordered, is_leaf=_is_rows
         )
 
     def place_for_step(self, batch: Any) -> Any:
-        """As :meth:`place`, for a compiled step: to one CPU alone its program takes the arrays of the host itself, in less time."""
+        """Place a batch for a compiled step; on a single CPU the program takes the host's arrays directly, which is faster."""
         if len(self.devices) == 1 and self.platform == "cpu" and not _is_placed(batch):
-            return self._laid_out(batch)
+            return self._in_device_order(batch)
         return self.place(batch)
 
     def select(self, data: Any, numbers: np.ndarray) -> Any:
-        """A placed batch out of a data set that lies on every device as a whole; each device takes its own rows.
+        """Return a placed batch of a data set that is on every device as a whole; each device takes the rows of its replicas.
 
         Args:
             data: the data set, as ``batch`` in :meth:`place`, replicated over the devices.
@@ -213,8 +213,8 @@ class Placement:
             return rows(data)
         return (rows(data[0]), *(jax.tree.map(targets, tree) for tree in data[1:]))
 
-    def _laid_out(self, batch: Any) -> Any:
-        """A batch on the host as it will lie on the devices; what will be cut over them is wrapped in :class:`PlacedRows`."""
+    def _in_device_order(self, batch: Any) -> Any:
+        """Return a batch on the host in the order of the devices; what will be sharded is wrapped in :class:`PlacedRows`."""
         layout = self.layout(count_rows(batch))
 
         def rows(leaf: Any) -> Any:
@@ -230,22 +230,24 @@ class Placement:
         return (jax.tree.map(rows, batch[0]), *(jax.tree.map(targets, tree) for tree in batch[1:]))
 
 
-def _put_own_part(leaf: Any, place: NamedSharding) -> jax.Array:
+def _put_local_part(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return leaf if leaf.sharding == place else jax.jit(lambda array: array, out_shardings=place)(leaf)
+        return leaf if leaf.sharding == sharding else jax.jit(lambda array: array, out_shardings=sharding)(leaf)
     host = np.asarray(leaf, dtype=jax.typeof(leaf).dtype)
-    return jax.make_array_from_callback(host.shape, place, lambda index: host[index])
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _take(array: jax.Array, numbers: jax.Array, mesh: Mesh, place: PartitionSpec) -> jax.Array:
-    return jax.shard_map(lambda a, n: a[n], mesh=mesh, in_specs=(PartitionSpec(), place), out_specs=place)(
-        array, numbers
-    )
+def _take(array: jax.Array, numbers: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    return jax.shard_map(lambda a, n: a[n], mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec)(array, numbers)
 
 
 def count_rows(batch: Any) -> int:
-    """Length of the first axis, which all arrays of a batch share."""
+    """Return the length of the first axis, which all arrays of a batch share.
+
+    Raises:
+        InputError: they have different lengths, or there is a sparse array or none.
+    """
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, JAXSparse))
     if any(isinstance(leaf, JAXSparse) for leaf in leaves):
         raise InputError(
@@ -270,7 +272,7 @@ def _is_placed(batch: Any) -> bool:
 
 
 def _host(leaf: Any) -> np.ndarray | jax.Array:
-    """As NumPy, but for what lies on an accelerator already."""
+    """Return the array as a NumPy array, unless it is on an accelerator already."""
     if isinstance(leaf, jax.Array) and next(iter(leaf.devices())).platform != "cpu":
         return leaf
     return np.asarray(leaf)
@@ -281,12 +283,12 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def join_rows(rows: PlacedRows) -> jax.Array:
-    """The global batch, ``(rows, …)``, out of its places on the devices. Used while a step is traced."""
+    """Return the global batch, ``(rows, …)``, without padding; to be called while a step is traced."""
     return drop_padding(rows.array, rows.layout)
 
 
 def drop_padding(array: jax.Array, layout: Layout) -> jax.Array:
-    """Drop the free places of ``(devices * capacity, …)``: gives ``(rows, …)``."""
+    """Drop the padding of ``(devices * capacity, …)`` and return ``(rows, …)``."""
     if layout.is_full:
         return array
     first = [device * layout.capacity for device in range(layout.devices)]

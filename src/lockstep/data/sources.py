@@ -1,8 +1,8 @@
-"""The kinds of input: each gives batches on the host, pass by pass.
+"""Sources: the kinds of input, each of which reads batches on the host pass by pass, and the factory that chooses one.
 
-Keras's data adapters read arrays, ``tf.data``, torch and Grain. Generators, PyDatasets and callables have sources of their
-own, because Keras's would lose, repeat or reorder batches: it reads two batches of a generator for itself, yields them
-again in the second epoch, and its queue of a PyDataset keeps what was read for an epoch that was broken off.
+Keras's data adapters read arrays, ``tf.data``, torch and Grain. Generators, PyDatasets and callables have separate sources,
+because Keras's would lose, repeat or reorder batches: it reads two batches of a generator in advance, yields them
+again in the second epoch, and its queue of a PyDataset keeps batches of an interrupted epoch.
 """
 
 import itertools
@@ -37,7 +37,7 @@ Pending = deque[Any]  # batches that were read from a generator and that no step
 
 
 class InputSource:
-    """An input. What a kind has no use for, it leaves as it is here.
+    """Base class of the sources. Subclasses override what differs.
 
     Args:
         name: what it is, for messages.
@@ -45,48 +45,48 @@ class InputSource:
 
     restarts = True  # whether a new pass begins with the first batch again
     can_seek = False  # whether batches_from reads nothing that comes before
-    has_hooks = False  # whether somebody's code runs where an epoch begins or ends
-    is_shared = True  # whether all processes that train together read the same
+    has_hooks = False  # whether the user's code runs at the begin or end of an epoch
+    is_shared = True  # whether all processes of a job read the same input
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches of a pass, where it is known."""
+        """Number of batches of a pass, or None if it is not known."""
         return None
 
     def batches(self) -> Iterator[Any]:
-        """A pass over the batches: ``(x,)``, ``(x, y)``, ``(x, y, sample_weight)`` or x alone."""
+        """Begin a pass over the batches: ``(x,)``, ``(x, y)``, ``(x, y, sample_weight)`` or x alone."""
         return iter(())
 
     def batches_from(self, number: int) -> Iterator[Any]:
-        """A pass from batch ``number`` on; those before are read again, where the kind knows no shorter way."""
+        """Begin a pass at batch ``number``; the batches before it are read again unless :attr:`can_seek`."""
         return itertools.islice(self.batches(), number, None)
 
     def batch_reader(self) -> Callable[[int], Any] | None:
-        """Begins a pass of which any batch can be had by its number; None where those before are read."""
+        """Begin a pass and return a function from a batch's number to the batch; None if the batches before it must be read."""
         return None
 
     def give_back(self, batches: list[Any]) -> None:
         """Take back batches that were read and not used, in order."""
 
     def begin_epoch(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
 
     def end_epoch(self) -> None:
-        """An epoch has ended."""
+        """End an epoch."""
 
     def close(self) -> None:
-        """The call that this is the input of has ended."""
+        """End the call of ``fit``, ``evaluate`` or ``predict`` that reads this input."""
 
 
 class AdapterSource(InputSource):
-    """What one of Keras's adapters reads.
+    """The input of one of Keras's adapters.
 
     Args:
         adapter: that adapter.
-        name: what it is.
+        name: name of the input, for messages.
     """
 
     def __init__(self, adapter: Any, name: str) -> None:
@@ -100,12 +100,12 @@ class AdapterSource(InputSource):
 
     @property
     def is_arrays(self) -> bool:
-        """Whether it is arrays, which lie in memory as a whole."""
+        """Whether the input is arrays in memory."""
         return adapters.is_array_adapter(self._adapter)
 
     @property
     def can_seek(self) -> bool:  # type: ignore[override]
-        """See :class:`InputSource`: arrays are sliced, which costs next to nothing."""
+        """See :class:`InputSource`; slicing arrays costs almost nothing."""
         return self.is_arrays
 
     def batches(self) -> Iterator[Any]:
@@ -122,10 +122,10 @@ class AdapterSource(InputSource):
 
 
 class _UserCodeSource(InputSource):
-    """A source whose batches are made by somebody's Python code."""
+    """A source whose batches are made by the user's Python code."""
 
     def _made(self) -> Iterator[Any]:
-        """The batches as that code makes them."""
+        """Return the batches as that code makes them."""
         return iter(())
 
     def _made_from(self, number: int) -> Iterator[Any]:
@@ -143,13 +143,13 @@ class _UserCodeSource(InputSource):
         return lambda number: next(self._copied(iter([made(number)])))
 
     def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
-        # Copied, because such code may write the next batch into the same memory while a step still reads this one.
+        # The user's code may write the next batch into the same memory while a step still reads this one.
         for batch in adapters.get_jax_iterator(batches):
             yield jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 class _LeftoverSource(_UserCodeSource):
-    """One that may leave batches over: what was read and not used comes first in the next pass."""
+    """A source with leftovers: batches that were read and not used come first in the next pass."""
 
     def __init__(self, name: str, pending: Pending) -> None:
         super().__init__(name)
@@ -161,7 +161,7 @@ class _LeftoverSource(_UserCodeSource):
             yield self._pending.popleft()
         yield from super().batches()
 
-    batches_from = InputSource.batches_from  # Not from a number on, as what was left comes first.
+    batches_from = InputSource.batches_from  # Leftovers come first, so a pass cannot begin at a number.
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""
@@ -169,11 +169,11 @@ class _LeftoverSource(_UserCodeSource):
 
 
 class GeneratorSource(_LeftoverSource):
-    """A Python generator: one pass, which goes on from epoch to epoch and from one ``fit`` to the next.
+    """A Python generator: one pass, which continues from epoch to epoch and from one ``fit`` to the next.
 
     Args:
         generator: yields tuples.
-        pending: what earlier calls read and did not use.
+        pending: batches that earlier calls read and did not use.
     """
 
     restarts = False
@@ -197,7 +197,7 @@ class GeneratorSource(_LeftoverSource):
                 f"The {self.name} has no batch, or has been used up: a generator can be gone through once. Make a new one, "
                 "pass steps_per_epoch to share it among epochs, or write a keras.utils.PyDataset."
             )
-        self._yielded = False  # The next pass, if there is one, has nothing to begin with.
+        self._yielded = False  # The next pass, if there is one, is empty.
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""
@@ -206,12 +206,12 @@ class GeneratorSource(_LeftoverSource):
 
 
 class DatasetSource(_UserCodeSource):
-    """A ``keras.utils.PyDataset``, whose batches ``workers`` threads read.
+    """A ``keras.utils.PyDataset``, whose batches are read by ``workers`` threads.
 
     Args:
         dataset: the data set.
-        adapter: Keras's adapter of it, which brings batches into a common form; None leaves them as they are.
-        shuffle: go through the batches in another order each epoch, the one that Keras would take.
+        adapter: Keras's adapter of it, which standardizes batches; None leaves them as they are.
+        shuffle: whether to read the batches in another order each epoch, in Keras's order.
     """
 
     can_seek = True
@@ -250,7 +250,9 @@ class DatasetSource(_UserCodeSource):
     def _read(self, order: Iterator[int]) -> Iterator[Any]:
         ahead = max(self._dataset.max_queue_size, 1)
         waiting: deque[AsyncResult[Any]] = deque()
-        pool = ThreadPool(self._dataset.workers)  # of daemons: what hangs in __getitem__ cannot keep the process alive
+        pool = ThreadPool(
+            self._dataset.workers
+        )  # Its threads are daemons: a hanging __getitem__ cannot keep the process alive.
         try:
             for number in order:
                 waiting.append(pool.apply_async(self._dataset.__getitem__, (number,)))
@@ -272,16 +274,16 @@ class DatasetSource(_UserCodeSource):
 
 
 class CallableSource(_UserCodeSource):
-    """A function of the number of the step: None, or StopIteration, is the end.
+    """A function of the step's number; None or StopIteration ends the pass.
 
     Args:
-        function: gives the batch of a step.
+        function: returns the batch of a step.
     """
 
     can_seek = True
 
     def __init__(self, function: Callable[[int], Any]) -> None:
-        super().__init__(f"function {_name_of(function)!r}")  # Other processes see the same name.
+        super().__init__(f"function {_name_of(function)!r}")  # A name that is the same in all processes.
         self._function = function
 
     def _made_from(self, number: int) -> Iterator[Any]:
@@ -304,7 +306,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 class IterableSource(_LeftoverSource):
-    """Any iterable of batches; one that can be gone through once goes on from pass to pass.
+    """An iterable of batches; an iterator continues from pass to pass.
 
     Args:
         iterable: yields trees of arrays.
@@ -335,27 +337,27 @@ def make_source(
     pending: Callable[[Any], Pending],
     **options: Any,
 ) -> InputSource:
-    """The source for what was given to ``fit``, ``evaluate`` or ``predict``.
+    """Return the source for the data arguments of ``fit``, ``evaluate`` or ``predict``.
 
     Args:
-        x: inputs, or an object that yields whole batches; a source, such as a distributed data set, is one already.
+        x: inputs, or an object that yields whole batches; a source, such as a distributed data set, is returned as it is.
         y: targets.
         sample_weight: a weight for each row.
-        shuffle: whether epochs go through the rows in another order each time.
+        shuffle: whether epochs read the rows in another order each time.
         class_weight: a weight for each class.
-        pending: finds what earlier calls left over of a generator.
+        pending: returns the batches that earlier calls read from a generator and did not use.
         **options: batch_size and steps_per_epoch.
 
     Raises:
-        InputError: something was given besides a generator or a callable that has to come out of it.
-        ValueError: from Keras, likewise for its kinds of input.
+        InputError: a generator or a callable was given together with targets or weights, which it must yield itself.
+        ValueError: from Keras, for the same mistake with its kinds of input.
     """
     is_generator = isinstance(x, GeneratorType)
     if isinstance(x, InputSource):
-        _refuse_besides(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
+        _refuse_extra_arguments(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         return x
     if is_generator or (callable(x) and not isinstance(x, (adapters.DataAdapter, keras.utils.PyDataset))):
-        _refuse_besides(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
+        _refuse_extra_arguments(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         return GeneratorSource(x, pending(x)) if is_generator else CallableSource(x)
     adapter = adapters.adapter_of(x, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
     if isinstance(x, keras.utils.PyDataset) and not (x.use_multiprocessing and x.workers):
@@ -364,10 +366,10 @@ def make_source(
 
 
 def make_tree_source(dataset: Any) -> InputSource:
-    """The source for batches of any form: an iterable, a ``keras.utils.PyDataset``, or a function of the step.
+    """Return the source for batches that are any trees: an iterable, a ``keras.utils.PyDataset``, or a function of the step.
 
     Raises:
-        InputError: it is none of them.
+        InputError: the data set is none of them.
     """
     if isinstance(dataset, InputSource):
         return dataset
@@ -382,7 +384,7 @@ def make_tree_source(dataset: Any) -> InputSource:
     )
 
 
-def _refuse_besides(x: Any, **arguments: Any) -> None:
+def _refuse_extra_arguments(x: Any, **arguments: Any) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise InputError(

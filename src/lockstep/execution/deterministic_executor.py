@@ -125,7 +125,7 @@ class ReplicasForward:
         return [[self._on_each_device(column) for column in one.offsets(self.layout)] for one in self.rounds]
 
     def _on_each_device(self, column: np.ndarray) -> PerDevice:
-        devices, own = self.placement.devices, self.placement.local_places
+        devices, own = self.placement.devices, self.placement.local_indices
         return PerDevice(
             jax.device_put(number, devices[place]) if place in own else None for place, number in enumerate(column)
         )

@@ -125,7 +125,7 @@ class SpmdExecutor:
         if trace.depends_on_replica:
             return layout.per_device
         is_divided = self.placement.platform == "cpu" and trace.has_convolution
-        most = max(2, usable_cores() // len(self.placement.local_places)) if is_divided else 1
+        most = max(2, usable_cores() // len(self.placement.local_indices)) if is_divided else 1
         return tuple(rows_of_replicas(sum(own), min(most, len(own)) or 1) for own in layout.per_device)
 
     def _state_shardings(self, state: Any) -> Any:

@@ -55,7 +55,7 @@ class PerDeviceProgram:
         Returns:
             For each result a :class:`PerDevice`, None for all other devices.
         """
-        own = self._placement.local_places
+        own = self._placement.local_indices
         places = [place for place in own if places is None or place in places] or own[:1]
         leaves, structure = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, PerDevice))
         calls = [jax.tree.unflatten(structure, [leaf[place] for leaf in leaves]) for place in places]
@@ -96,7 +96,7 @@ def sharded_array(value: PerDevice, placement: Placement) -> jax.Array:
     shape, dtype = next((shard.shape, shard.dtype) for shard in value if shard is not None)
     shards = [
         jax.device_put(np.zeros(shape, dtype), placement.devices[place]) if value[place] is None else value[place]
-        for place in placement.local_places
+        for place in placement.local_indices
     ]
     whole = (shape[0] * len(placement.devices), *shape[1:])
     return jax.make_array_from_single_device_arrays(whole, placement.row_sharding, shards)

@@ -120,16 +120,16 @@ class TreeAdder:
         Args:
             rounds: results of each round, ``(1, …)`` on each device that had a replica; read one by one, to save memory.
         """
-        local_places = self.placement.local_places
-        stacks: dict[int, list[Values]] = {place: [] for place in local_places}
+        local_indices = self.placement.local_indices
+        stacks: dict[int, list[Values]] = {place: [] for place in local_indices}
         for one, additions, values in zip(self.rounds, self.additions, rounds, strict=True):
-            for place in set(one.places).intersection(local_places):
+            for place in set(one.places).intersection(local_indices):
                 own = [value[place] for value in values]
                 for _ in range(additions[place]):
                     own = _pair(stacks[place].pop(), own)
                 stacks[place].append(own)
         if not any(stacks.values()):  # This process had no replica; its values give the shapes and are not read.
-            stacks[local_places[0]].append([value[local_places[0]] for value in values])
+            stacks[local_indices[0]].append([value[local_indices[0]] for value in values])
         slots = {p: _in_slots([*own, *[own[-1]] * (self.slots - len(own))]) for p, own in stacks.items() if own}
         places, count = range(len(self.placement.devices)), len(next(iter(slots.values())))
         parts = [PerDevice(slots[place][i] if place in slots else None for place in places) for i in range(count)]

@@ -63,7 +63,7 @@ class StrategyProbes:
     def __init__(self, model: keras.Model, placement: Placement, executor: Executor, default: SpmdExecutor) -> None:
         self._model, self._placement, self._executor, self._default = model, placement, executor, default
         self._functions = StepFunctions(model, placement, executor, lambda _: None)
-        self.devices = tuple(placement.devices[place] for place in placement.local_places)
+        self.devices = tuple(placement.devices[place] for place in placement.local_indices)
         self.replicas, self.is_estimate = placement.replicas, executor is not default
 
     def compile(self, batch: Any) -> StepProbe:

@@ -239,7 +239,7 @@ class FitCheckpoint(StepHook):
             "stop_training": bool(self._model.stop_training),
             "rows": self._data.rows,
             "position": point.data.iterator.to_json() if point.data.iterator else None,
-            "hooks": point.data.hooks,
+            "hooks": list(point.data.hooks),
             "random": point.random,
             "callbacks": attributes,
             "logs": jax.tree.unflatten(structure, range(len(logs))),
