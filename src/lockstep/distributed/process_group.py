@@ -223,8 +223,8 @@ def _sum(placement: Placement, own: np.ndarray) -> np.ndarray:
     """Return the sum over the workers; one device of each worker contributes its array."""
     zeros = np.zeros_like(own)
     parts = [
-        jax.device_put((own if place == placement.local_places[0] else zeros)[None], placement.devices[place])
-        for place in placement.local_places
+        jax.device_put((own if place == placement.local_indices[0] else zeros)[None], placement.devices[place])
+        for place in placement.local_indices
     ]
     whole = (len(placement.devices), *own.shape)
     stack = jax.make_array_from_single_device_arrays(whole, placement.row_sharding, parts)

@@ -20,8 +20,7 @@ from lockstep._keras.fit_interception import observe_compile
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import InputFactory, InputOptions, ProcessGroup
-from lockstep.data.fit_entry import FitObserver
+from lockstep.data.fit_entry import FitObserver, InputFactory, InputOptions, ProcessGroup
 from lockstep.doctor.connectivity import check_network, peers_of
 from lockstep.doctor.finding import Finding, Report
 from lockstep.doctor.fit_call import FitCall, RuntimeSettings, calling_location
