@@ -283,19 +283,19 @@ def _report_errors(action: Callable[[argparse.Namespace], int]) -> Callable[[arg
 
 
 def _show(options: argparse.Namespace) -> int:
-    from lockstep.tools.commands.checkpoints import chosen, table
+    from lockstep.tools.commands.checkpoints import checkpoints_of, table
 
-    for line in table(chosen(options.directory), options.verbose):
+    for line in table(checkpoints_of(options.directory), options.verbose):
         print(line)
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     from lockstep.checkpoint.reader import verify
-    from lockstep.tools.commands.checkpoints import chosen
+    from lockstep.tools.commands.checkpoints import checkpoints_of
 
     code = 0
-    for path in chosen(options.directory):
+    for path in checkpoints_of(options.directory):
         problems = verify(path)
         code = 1 if problems else code
         print(f"{path.name}: {'damaged' if problems else 'good'}", *problems, sep="\n  ")

@@ -86,18 +86,18 @@ def test_export_takes_the_newest_good_one(tmp_path, capsys, caplog):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "nothing"], "nothing: there is no checkpoint."),
-        (["verify", "nothing"], "nothing: there is no checkpoint."),
-        (["export", "nothing", "out"], "nothing: there is no checkpoint."),
+        (["show", "nothing"], "nothing: no checkpoint found."),
+        (["verify", "nothing"], "nothing: no checkpoint found."),
+        (["export", "nothing", "out"], "nothing: no checkpoint found."),
         (
             ["export", "runs", "out", "--step", "9"],
-            "there is no checkpoint of step 9. 'lockstep checkpoint show' lists what is there.",
+            "no checkpoint of step 9. Fix: choose one that 'lockstep checkpoint show' lists.",
         ),
         (
             ["export", "runs/step-000000007", "out", "--step", "9"],
-            "there is no checkpoint of step 9. 'lockstep checkpoint show' lists what is there.",
+            "no checkpoint of step 9. Fix: choose one that 'lockstep checkpoint show' lists.",
         ),
-        (["export", "runs", "out", "--only", "x*"], "no array has a name like 'x*'."),
+        (["export", "runs", "out", "--only", "x*"], "no array name matches 'x*'."),
         (["export", "runs", "missing/out"], "missing/out: cannot be written: No such file or directory."),
     ],
 )

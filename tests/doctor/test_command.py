@@ -82,8 +82,8 @@ def test_doctor_gives_code_2_for_a_script_that_fails_before_its_fit(doctor):
 def test_a_script_without_fit_and_a_missing_one_give_code_2(tmp_path, capsys):
     (tmp_path / "train.py").write_text("")
     for name, told in (
-        ("train.py", "it ended before any model was trained by fit"),
-        ("none.py", "there is no such file"),
+        ("train.py", "the script ended without a call of fit"),
+        ("none.py", "no such file"),
     ):
         assert main(["doctor", str(tmp_path / name)]) == 2
         assert told in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_secrets_are_not_shown(tmp_path):
 def test_a_driver_that_hangs_does_not_hang_the_report(tmp_path):
     environment = without_devices(tmp_path)
     (tmp_path / "jax.py").write_text("import time; time.sleep(100)\n")
-    assert "JAX named none within 1 s: a driver hangs" in describe_environment(environment, limit=1)
+    assert "JAX listed no devices within 1 s: a driver hangs" in describe_environment(environment, limit=1)
 
 
 def test_a_broken_jax_is_part_of_the_report(tmp_path):
@@ -49,7 +49,7 @@ def test_a_broken_jax_is_part_of_the_report(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({}, "none: a program started here trains alone"),
+        ({}, "none: a program started here trains as a single process"),
         ({"TF_CONFIG": "not JSON"}, "TF_CONFIG"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},

@@ -1,4 +1,4 @@
-"""A user's script is run up to its first ``fit``, to look at the model and the data that it would train."""
+"""Run a user's script up to its first call of ``fit``, to examine the model and the data."""
 
 import runpy
 import sys
@@ -22,10 +22,10 @@ class FirstFit:
     """The first call of ``fit`` of a script.
 
     Args:
-        model: whose it is, compiled.
-        fit: does what the script has asked for, with ``args`` and ``kwargs``.
-        args: as the script gives them.
-        kwargs: the named ones.
+        model: the compiled model.
+        fit: the bound method, to be called with ``args`` and ``kwargs``.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
         where: file and line of the call, as ``train.py:31``.
     """
 
@@ -37,53 +37,53 @@ class FirstFit:
 
 
 class _FirstFitReached(BaseException):  # Not an Exception: the script may catch those.
-    """The script has come to its first fit, and need not go on."""
+    """Raised in the script at its first fit, to end the script."""
 
 
-def run_until_fit(path: str, arguments: Sequence[str], look: Callable[[FirstFit], None]) -> None:
-    """Run a script as ``python path arguments`` does, hand its first ``fit`` to ``look``, and end it there.
+def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFit], None]) -> None:
+    """Run a script as ``python path arguments`` does, call ``on_fit`` with its first ``fit``, and end the script there.
 
     Args:
         path: of the script.
-        arguments: what it finds in ``sys.argv`` behind its name.
-        look: is called once, inside the script's own contexts.
+        arguments: of the script, in ``sys.argv`` after its name.
+        on_fit: called once, inside the contexts that the script has entered.
 
     Raises:
-        OptionError: there is no such file, or it came to its end without a ``fit``.
+        OptionError: the file does not exist, or the script ended without a call of ``fit``.
     """
     if not Path(path).is_file():
-        raise OptionError(f"{path}: there is no such file. Give the script that trains the model.")
+        raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
 
-    ended: list[Exception | None] = []  # what the first look has raised
+    outcome: list[Exception | None] = []  # the exception of on_fit, or None
 
-    def take(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not ended:
+    def intercept(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not outcome:
             try:
-                look(FirstFit(model, fit, args, kwargs, calling_location()))
-                ended.append(None)
-            except Exception as error:  # Out of the script's reach, as it may catch those.
-                ended.append(error)
+                on_fit(FirstFit(model, fit, args, kwargs, calling_location()))
+                outcome.append(None)
+            except Exception as error:  # The script may catch exceptions, so it is raised below.
+                outcome.append(error)
         raise _FirstFitReached
 
-    with _as_main(path, arguments), intercept_fit(take):
+    with _as_main(path, arguments), intercept_fit(intercept):
         try:
             runpy.run_path(path, run_name="__main__")
-        except BaseException as end:  # Where a script has caught _FirstFitReached all the same, anything may come.
-            if isinstance(end, KeyboardInterrupt) or not (ended or isinstance(end, SystemExit)):
+        except BaseException as error:  # If a script has caught _FirstFitReached, any other exception may follow.
+            if isinstance(error, KeyboardInterrupt) or not (outcome or isinstance(error, SystemExit)):
                 raise
-    if ended:
-        if ended[0] is not None:
-            raise ended[0]
+    if outcome:
+        if outcome[0] is not None:
+            raise outcome[0]
         return
     raise OptionError(
-        f"{path}: it ended before any model was trained by fit, so there is nothing to look at. For a loop of your own, call "
-        "strategy.doctor or lockstep.scaling_report in it."
+        f"{path}: the script ended without a call of fit, so there is nothing to examine. Fix: in a custom training loop, call "
+        "strategy.doctor or lockstep.scaling_report."
     )
 
 
 @contextmanager
 def _as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """What Python gives a script: its folder comes first where modules are looked for."""
+    """Set ``sys.argv`` and put the folder of the script first in ``sys.path``, as Python does."""
     before = sys.argv, list(sys.path)
     sys.argv, sys.path[0:0] = [path, *arguments], [str(Path(path).resolve().parent)]
     try:

@@ -51,7 +51,7 @@ def test_where_all_is_right_every_size_has_its_time():
     assert clocks == [0, 0, 0]
     is_right, text = written(measured, clocks)
     assert is_right
-    assert "Every pair of workers adds right." in text
+    assert "Every pair of workers computed correct sums." in text
 
 
 @pytest.mark.parametrize("kind", ["wrong", "raises", "hangs"])
@@ -74,9 +74,9 @@ def test_the_pair_that_fails_is_named(kind):
     expected = {
         "wrong": "1 of 250 sums are wrong: expected 5, got 6",
         "raises": "connection refused",
-        "hangs": "no answer",
+        "hangs": "no result",
     }
     assert not is_right
     assert expected[kind] in text
-    assert "Workers 1 and 2 do not reach each other, or add wrong." in text
+    assert "Workers 1 and 2 cannot connect, or computed wrong sums." in text
     assert "Workers 0 and 1 do not" not in text

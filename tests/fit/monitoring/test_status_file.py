@@ -154,12 +154,12 @@ def test_looking_at_a_run_needs_no_keras_and_no_backend(tmp_path):
 def test_folders_without_a_status_are_one_sentence(tmp_path, capsys):
     assert cli.main(["top", str(tmp_path), "--once"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"lockstep top: {tmp_path}: no run has written its status.json there. ")
+    assert said.startswith(f"lockstep top: {tmp_path}: no status.json found. ")
     assert said.count("\n") == 1
     for broken in ("{", "[]", '{"version": 2}', '{"version": 1}'):
         (tmp_path / STATUS).write_text(broken)
         assert cli.main(["top", str(tmp_path), "--once"]) == 2
-        assert "cannot be read as the status of a run" in capsys.readouterr().err
+        assert "not a readable status of a run" in capsys.readouterr().err
 
 
 def test_the_live_view_looks_again_until_it_is_interrupted(tmp_path):

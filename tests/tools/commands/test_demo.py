@@ -14,7 +14,7 @@ from lockstep.tools.commands import demo
 def test_the_demo_agrees_with_one_device_and_draws_curves(tmp_path, capsys):
     assert cli.main(["demo", "--epochs", "2", "--devices", "cpu:0", "cpu:1", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "1,347 pictures, 44 steps of 64, on 2 replicas" in printed
+    assert "1,347 images, 44 steps of 64, on 2 replicas" in printed
     assert "The numbers agree." in printed
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep import OptionError, cli
-from lockstep.tools.migrate.imports import is_there
+from lockstep.tools.migrate.imports import exists
 from lockstep.tools.migrate.rewrite_rules import _SIZES
 from lockstep.tools.migrate.symbol_map import ABSENT, RENAMED, STRATEGY_METHODS, translated, why_absent
 from lockstep.tools.migrate.translate import migrate, translate
@@ -45,7 +45,7 @@ def new_lines(code):
 )
 def test_translated_program_runs_and_needs_no_tensorflow(name, printed, python, tmp_path):
     found = translation(name)
-    assert not found.marks
+    assert not found.todos
     assert "tensorflow" not in found.after.partition('"""\n\n')[2]
     (tmp_path / "train.py").write_text(f"import sys\nsys.modules['tensorflow'] = None\n{found.after}")
     assert names_the_backend_first(found.after)
@@ -65,7 +65,7 @@ def test_logical_gpus_become_replicas_and_the_input_is_cached_first_and_the_loss
     ]
     chain = [call for call in calls if call in ("cache", "shuffle", "batch", "prefetch")]
     assert chain == ["prefetch", "batch", "shuffle", "cache"]  # The tree has the last call outermost.
-    assert [mark.sentence.partition(":")[0] for mark in found.marks] == ["tf.config.list_physical_devices"]
+    assert [mark.sentence.partition(":")[0] for mark in found.todos] == ["tf.config.list_physical_devices"]
     assert 'tf.config.set_visible_devices([], "GPU")' in found.after  # tf.data stays.
 
 
@@ -79,7 +79,7 @@ def test_what_has_no_counterpart_is_marked_where_it_stands_and_left_as_it_is():
         'os.environ.setdefault("KERAS_BACKEND", "jax")  # Before Keras is imported.',
         'tf.config.set_visible_devices([], "GPU")  # TensorFlow may read data; the GPUs are for JAX.',
     ]
-    marked = {mark.sentence.partition(":")[0] for mark in found.marks}
+    marked = {mark.sentence.partition(":")[0] for mark in found.todos}
     assert marked == {
         "tf.compat.v1.layers.dense",
         "tf.device",
@@ -90,7 +90,7 @@ def test_what_has_no_counterpart_is_marked_where_it_stands_and_left_as_it_is():
         "tf.Session",
     }
     lines = found.after.splitlines()
-    for mark in found.marks:
+    for mark in found.todos:
         assert mark.sentence.partition(":")[0] in lines[mark.line - 1]
         assert any(mark.sentence in line for line in lines[mark.line - 4 : mark.line - 1])
 
@@ -100,13 +100,13 @@ def test_what_is_translated_is_not_changed_by_translating_it_again(name):
     once = translation(name)
     again = translate(once.after)
     assert again.after == once.after
-    assert again.marks == once.marks
+    assert again.todos == once.todos
 
 
 def test_a_program_without_tensorflow_and_keras_stays_as_it_is():
     code = "import torch\nx = 1  # tf.distribute\n"
     found = translate(code)
-    assert (found.after, found.marks) == (code, ())
+    assert (found.after, found.todos) == (code, ())
 
 
 # --- the tables ------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_each_name_of_the_table_leads_to_something():
     for name in RENAMED:
         becomes = translated(name)
         if name not in ABSENT and not becomes.startswith("keras.callbacks.experimental"):
-            assert is_there(becomes) or becomes.startswith("lockstep.callbacks.TensorBoard"), (name, becomes)
+            assert exists(becomes) or becomes.startswith("lockstep.callbacks.TensorBoard"), (name, becomes)
 
 
 @pytest.mark.parametrize("name", public_names())
@@ -133,7 +133,7 @@ def test_a_name_of_lockstep_under_tf_distribute_is_translated(name):
 @pytest.mark.parametrize("name", sorted(name for name in ABSENT if ABSENT[name]))
 def test_a_name_that_is_absent_is_marked_with_what_to_write(name):
     found = translate(f"import tensorflow as tf\nimport keras\nfound = {name.replace('tensorflow', 'tf')}\n")
-    (mark,) = found.marks
+    (mark,) = found.todos
     assert mark.sentence.endswith(ABSENT[name])
 
 
@@ -142,7 +142,7 @@ def test_a_name_that_is_absent_is_marked_with_what_to_write(name):
     ("from tensorflow.distribute import experimental as e\ne.TPUStrategy\n", ABSENT["tensorflow.distribute.experimental.TPUStrategy"]),
 ])  # fmt: skip
 def test_a_name_is_absent_under_each_of_its_spellings(code, reason):
-    (mark,) = translate(TF + code).marks
+    (mark,) = translate(TF + code).todos
     assert mark.sentence.endswith(reason)
 
 
@@ -153,7 +153,7 @@ def test_a_name_that_neither_has_is_marked_and_stays():
     assert "a = tf.distribute.Unheard\n" in found.after
     assert "b = tf.keras.layers.Unheard\n" in found.after
     names = ["tf.distribute.Unheard: Lockstep", "tf.keras.layers.Unheard: Keras 3", "tf.keras.layers.Other: Keras 3"]
-    assert [mark.sentence.partition(" has no")[0] for mark in found.marks] == names
+    assert [mark.sentence.partition(" has no")[0] for mark in found.todos] == names
 
 
 # --- small things ----------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_a_chain_that_is_right_or_means_something_else_is_left_alone(code):
 def test_logits_are_left_alone_where_no_softmax_is_at_the_end(end):
     code = f"m = tf.keras.Sequential([{end}])\nl = tf.keras.losses.BinaryCrossentropy(from_logits=True)\n"
     assert "from_logits=True" in translate(TF + code).after
-    assert not translate(TF + code).marks
+    assert not translate(TF + code).todos
 
 
 def test_the_softmax_of_a_part_of_a_model_is_not_its_end():
@@ -279,17 +279,17 @@ def test_logits_of_two_models_are_marked_and_not_guessed():
     code = f"{TF}a = {one}b = {one}l = tf.keras.losses.CategoricalCrossentropy(from_logits=True)\n"
     found = translate(code)
     assert "from_logits=True" in found.after
-    assert ["lockstep doctor" in mark.sentence for mark in found.marks] == [True]
+    assert ["lockstep doctor" in mark.sentence for mark in found.todos] == [True]
 
 
 def test_arguments_that_are_not_known_any_more_are_marked_and_those_with_a_new_name_get_it():
     code = "b = tf.keras.callbacks.BackupAndRestore(backup_dir='run', double_checkpoint=True)\n"
     found = translate(TF + code)
     assert "lockstep.callbacks.BackupAndRestore(directory='run', double_checkpoint=True)" in found.after
-    (mark,) = found.marks
+    (mark,) = found.todos
     assert mark.sentence.startswith("lockstep.callbacks.BackupAndRestore has no argument 'double_checkpoint'")
     options = "o = tf.distribute.InputOptions(experimental_fetch_to_device=False)\n"
-    assert ["experimental_fetch_to_device" in mark.sentence for mark in translate(TF + options).marks] == [True]
+    assert ["experimental_fetch_to_device" in mark.sentence for mark in translate(TF + options).todos] == [True]
 
 
 def test_logical_cpus():
@@ -301,7 +301,7 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
 
 def test_logical_devices_whose_number_is_not_written_are_marked():
     code = "tf.config.set_logical_device_configuration(one, configurations)\n"
-    assert translate(TF + code).marks
+    assert translate(TF + code).todos
 
 
 def test_letters_that_take_several_bytes_do_not_shift_anything():
@@ -310,7 +310,7 @@ def test_letters_that_take_several_bytes_do_not_shift_anything():
 
 
 def sentences(code):
-    return [mark.sentence for mark in translate(code).marks]
+    return [mark.sentence for mark in translate(code).todos]
 
 
 @pytest.mark.parametrize("code", [
@@ -332,13 +332,13 @@ def test_a_name_that_a_function_has_for_itself_is_not_taken_for_a_module():
     found = translate(f"{head}{code}m = tf.keras.Model\nd = layers.Dense\n")
     assert code in found.after
     assert found.after.endswith("m = keras.Model\nd = layers.Dense\n")
-    assert not found.marks
+    assert not found.todos
 
 
 def test_the_backend_is_chosen_before_an_import_within_a_block():
     code = "try:\n    from tensorflow import keras\nexcept ImportError:\n    import keras\nkeras.Model\n"
     found = translate(code)
-    assert not found.marks
+    assert not found.todos
     assert found.after.index("KERAS_BACKEND") < found.after.index("import keras")
     assert translate(found.after).after == found.after
 
@@ -417,7 +417,7 @@ def test_the_command_shows_the_difference_and_writes_only_when_told(tmp_path, ca
     shown = capsys.readouterr()
     changed = {line for line in shown.out.splitlines() if line[:1] in "+-" and "import" not in line}
     assert changed >= {"-s = tf.distribute.MirroredStrategy()", "+s = lockstep.MirroredStrategy()"}
-    assert "--write changes the file; nothing left to you" in shown.err
+    assert "--write changes the file; nothing left to do by hand" in shown.err
     assert path.read_bytes() == before
     assert cli.main(["migrate", str(path), "--write"]) == 0
     assert path.read_bytes().endswith(b"import lockstep\r\ns = lockstep.MirroredStrategy()\r\n")
@@ -460,7 +460,7 @@ def test_what_is_left_gives_the_exit_code_1(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"print 3\n", "train.py, line 1: "), (b"\xff\xfe", "cannot be read: "), (None, "cannot be read: ")],
+    [(b"print 3\n", "train.py, line 1: "), (b"\xff\xfe", ": cannot be read: "), (None, ": cannot be read: ")],
 )
 def test_what_is_no_program_is_refused_and_stays(tmp_path, capsys, content, message):
     path = tmp_path / "train.py"
@@ -512,19 +512,19 @@ def full(name):
 
 @pytest.mark.parametrize(("name", "what"), [row for row in rows_of_the_page() if row[0] != "TF_CONFIG"])
 def test_the_page_says_what_is_so(name, what):
-    is_method = name[0].islower() and "." not in name and not is_there(f"lockstep.{name}")
+    is_method = name[0].islower() and "." not in name and not exists(f"lockstep.{name}")
     if is_method and not why_absent(full(name)):
         methods = {*dir(lockstep.MirroredStrategy), *dir(lockstep.MultiWorkerMirroredStrategy), *STRATEGY_METHODS}
         assert (name in methods) == (what != "absent")
         return
     becomes = translated(full(name))
-    is_same = becomes == f"lockstep.{name}" and is_there(becomes)
+    is_same = becomes == f"lockstep.{name}" and exists(becomes)
     assert is_same == (what == "same" or name in SAME_NAME)
     if what == "different":
         rest = "\n".join(line for line in PAGE.splitlines() if f"`{name}`" in line)
         assert becomes in rest or "set_" in name or name in SAME_NAME, becomes
     if what == "absent":
-        assert why_absent(full(name)) or not is_there(becomes)
+        assert why_absent(full(name)) or not exists(becomes)
 
 
 def test_each_name_that_is_translated_or_absent_is_on_the_page():
@@ -575,10 +575,8 @@ CONFIG = 'c = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker",
 def test_a_task_that_is_written_in_the_program_becomes_a_default():
     code = f'import os, json\n{CONFIG}os.environ["TF_CONFIG"] = json.dumps(c)\n'
     found = translate(TF + code + SEVERAL)
-    assert (
-        'os.environ.setdefault("TF_CONFIG", json.dumps(c))  # lockstep run has set it for each worker.\n' in found.after
-    )
-    assert not found.marks
+    assert 'os.environ.setdefault("TF_CONFIG", json.dumps(c))  # lockstep run sets it for each worker.\n' in found.after
+    assert not found.todos
     assert translate(found.after).after == found.after
     from_outside = TF + code.replace('"index": 0', '"index": int(sys.argv[1])') + SEVERAL
     assert 'os.environ["TF_CONFIG"] = json.dumps(c)' in translate(from_outside).after
@@ -598,13 +596,13 @@ def test_a_task_that_is_written_in_the_program_becomes_a_default():
 )  # fmt: skip
 def test_workers_shuffle_alike(before, after):
     assert after in translate(TF + SEVERAL + before).after
-    assert not translate(TF + SEVERAL + before).marks
+    assert not translate(TF + SEVERAL + before).todos
     alone = translate(f"{TF}strategy = tf.distribute.MirroredStrategy()\n{before}").after
     assert before in alone
 
 
 def test_what_may_be_a_data_set_is_marked():
-    (mark,) = translate(f"{TF}{SEVERAL}d = given.shuffle(n)\n").marks
+    (mark,) = translate(f"{TF}{SEVERAL}d = given.shuffle(n)\n").todos
     assert "if this is a data set, write seed=1" in mark.sentence
 
 
@@ -619,9 +617,9 @@ def test_what_may_be_a_data_set_is_marked():
     ],
 )  # fmt: skip
 def test_what_workers_would_do_each_in_their_own_way_is_marked(line, advice):
-    (mark,) = translate(f"{TF}{SEVERAL}{line}\n").marks
+    (mark,) = translate(f"{TF}{SEVERAL}{line}\n").todos
     assert advice in mark.sentence
-    assert not translate(f"{TF}strategy = tf.distribute.MirroredStrategy()\n{line}\n").marks
+    assert not translate(f"{TF}strategy = tf.distribute.MirroredStrategy()\n{line}\n").todos
 
 
 @pytest.mark.parametrize(
@@ -635,7 +633,7 @@ def test_what_workers_would_do_each_in_their_own_way_is_marked(line, advice):
     ],
 )
 def test_what_all_workers_do_alike_is_not_marked(line):
-    assert not translate(f"{TF}{SEVERAL}{line}\n").marks
+    assert not translate(f"{TF}{SEVERAL}{line}\n").todos
 
 
 @pytest.mark.parametrize(
@@ -653,7 +651,7 @@ def test_what_all_workers_do_alike_is_not_marked(line):
 )
 def test_each_name_of_tensorflow_1_has_advice_of_its_own(name, advice):
     for prefix in ("tf.compat.v1.", "tf."):
-        (mark,) = translate(f"{TF}x = {prefix}{name}(y)\n").marks
+        (mark,) = translate(f"{TF}x = {prefix}{name}(y)\n").todos
         assert advice in mark.sentence
 
 
@@ -668,7 +666,7 @@ def test_a_file_that_goes_with_a_program_for_workers_is_translated_as_one(tmp_pa
 def test_what_advice_names_is_there():
     for name, advice in ABSENT.items():
         for found in re.findall(r"\b(?:keras|lockstep)(?:\.\w+)+", advice):
-            assert is_there(found.removesuffix(".keras")), (name, found)
+            assert exists(found.removesuffix(".keras")), (name, found)
 
 
 # --- lockstep migrate --check ----------------------------------------------------------------------------------------
@@ -694,8 +692,8 @@ print("not reached")
 @pytest.mark.parametrize(
     ("change", "code", "says"),
     [
-        (lambda code: code, 0, "main.py comes to its first fit"),
-        (lambda code: code.replace("COLUMNS)", "MISSING)"), 2, "main.py does not come to its first fit yet"),
+        (lambda code: code, 0, "main.py reaches its first fit"),
+        (lambda code: code.replace("COLUMNS)", "MISSING)"), 2, "main.py failed before its first fit"),
         (lambda code: code.partition("model.fit")[0], 2, "it ended before any model was trained by fit"),
     ],
 )

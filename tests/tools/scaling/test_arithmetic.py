@@ -10,7 +10,7 @@ from lockstep import OptionError
 from lockstep.collectives.cost_model import Network, NetworkLink, nonnegative_least_squares, predict
 from lockstep.tools.scaling import formatting
 from lockstep.tools.scaling.api import report_of
-from lockstep.tools.scaling.benchmark import WARM, BlockTimer, block_ends
+from lockstep.tools.scaling.benchmark import WARMUP_STEPS, BlockTimer, block_ends
 from lockstep.tools.scaling.prediction import (
     errors_of,
     link_between,
@@ -106,33 +106,33 @@ def test_what_could_not_be_timed_is_a_row_that_says_so():
 def test_blocks_end_with_the_last_step_and_are_about_equal():
     for steps in (5, 11, 100, 1001):
         ends = block_ends(steps)
-        lengths = np.diff([WARM, *ends])
+        lengths = np.diff([WARMUP_STEPS, *ends])
         assert ends[-1] == steps
         assert lengths.max() - lengths.min() <= 1
-    assert block_ends(WARM) == []
-    assert block_ends(None)[:3] == [WARM + 10, WARM + 20, WARM + 40]
+    assert block_ends(WARMUP_STEPS) == []
+    assert block_ends(None)[:3] == [WARMUP_STEPS + 10, WARMUP_STEPS + 20, WARMUP_STEPS + 40]
 
 
 def test_the_clock_leaves_out_the_first_steps_and_evaluating():
-    clock = BlockTimer(WARM + 4, 100, lambda: 0.5, lambda: 0.0, before=0.1)
-    for _ in range(WARM + 4):
-        if clock.stepped((), 1):
-            clock.look()
-            clock.begin()
-    assert sum(clock.lengths) == 4
-    curve = clock.curve(10)
-    assert [point.rows for point in curve] == [0, *(10 * (WARM + number) for number in range(1, 5))]
-    assert curve[-1].seconds == pytest.approx(sum(clock.seconds) * (1 + WARM / 4))
-    assert not clock.is_cut
+    timer = BlockTimer(WARMUP_STEPS + 4, 100, lambda: 0.5, lambda: 0.0, before=0.1)
+    for _ in range(WARMUP_STEPS + 4):
+        if timer.record((), 1):
+            timer.evaluate()
+            timer.begin()
+    assert sum(timer.lengths) == 4
+    curve = timer.curve(10)
+    assert [point.rows for point in curve] == [0, *(10 * (WARMUP_STEPS + number) for number in range(1, 5))]
+    assert curve[-1].seconds == pytest.approx(sum(timer.seconds) * (1 + WARMUP_STEPS / 4))
+    assert not timer.is_stopped
 
 
 def test_the_last_call_of_an_epoch_counts_the_steps_that_it_has():
-    clock = BlockTimer(15, 100, None, lambda: 0.0, of_epoch=5)
+    timer = BlockTimer(15, 100, None, lambda: 0.0, steps_per_epoch=5)
     for _ in range(9):
-        if clock.stepped((), 2):
-            clock.begin()
-    assert clock.steps == 15
-    assert sum(clock.lengths) == 15 - 4  # The first 4 steps compile.
+        if timer.record((), 2):
+            timer.begin()
+    assert timer.steps == 15
+    assert sum(timer.lengths) == 15 - 4  # The first 4 steps compile.
 
 
 def test_numbers_change_their_unit_where_they_are_rounded():
@@ -197,10 +197,10 @@ def test_the_fastest_of_the_good_ones_is_taken():
     table = table_of(rows)
     assert choose(table).setting == ScalingSetting(2, 64)
     text = " ".join(recommend(table))
-    assert "Take 2 devices, batch 64: 60 ms an epoch" in text
-    assert "Faster, but not as good after as many rows: 2 devices, batch 512" in text
+    assert "Take 2 devices, batch 64: 60 ms per epoch" in text
+    assert "Faster, but worse after as many rows: 2 devices, batch 512" in text
     assert (
-        "2 devices are 1.67 times as fast as one at this batch, 83% of what they could be: 33% of a step is communication"
+        "2 devices are 1.67 times as fast as one at this batch, an efficiency of 83%: 33% of a step is communication"
         in text
     )
 
@@ -232,9 +232,9 @@ def test_advice_names_input_overhead_and_what_is_further_after_equal_time():
         ]
     )
     text = " ".join(recommend(table))
-    assert "40% of its time goes into getting batches" in text
+    assert "40% of its time is spent on getting batches" in text
     assert "At batch 64 a step takes 4 ms in plain Keras and 5 ms under a strategy on one device." in text
-    assert "After equal time (10 ms of training) 1 device, batch 128 is further: accuracy 0.9 against 0.4995" in text
+    assert "After equal time (10 ms of training) 1 device, batch 128 is ahead: accuracy 0.9 against 0.4995" in text
 
 
 def test_a_metric_that_shrinks_is_best_where_it_is_least():
@@ -289,7 +289,7 @@ def test_what_is_no_number_is_null_in_json(tmp_path):
 def test_medians_are_those_of_the_table():
     even = measured(1, 32, blocks=(0.01, 0.02))
     assert table_of([even]).rows[0].step == statistics.median(even.blocks)
-    assert line_of(even.setting, even) == "1 device, batch 32: 15 ms a step"
+    assert line_of(even.setting, even) == "1 device, batch 32: 15 ms per step"
     rows = [measured(1, 8 * power, bare=0.004 * power) for power in (1, 2, 4, 9)]
     outlook = report_of("a net", "command", rows, Question()).outlook
     errors = [abs(error) for _, _, error in outlook.checks]
@@ -328,9 +328,9 @@ def test_what_is_asked_wrongly_is_told(ask, message):
 def test_a_fit_to_one_setting_or_two_is_not_called_exact():
     found = [by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]
     for count, told in (
-        (1, "to the one setting that was measured, too few to say how far it is off"),
-        (2, "to the 2 settings that were measured, too few"),
-        (3, "On the 3 settings that were measured the same formula is off by 0% in the median, at most 0%"),
+        (1, "to the one measured setting, too few to estimate its error"),
+        (2, "to the 2 measured settings, too few"),
+        (3, "On the 3 measured settings the error of the formula is 0% in the median, at most 0%"),
     ):
         report = report_of("a model", "a command", found[:count], Question())
         assert told in report.outlook.error

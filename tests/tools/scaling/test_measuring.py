@@ -24,9 +24,9 @@ from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling import api
 from lockstep.tools.scaling.benchmark import formula_of, is_higher_better, measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
-from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child, measure_program, reason_of
-from lockstep.tools.scaling.terminal import line_of, telling
-from lockstep.tools.scaling.workload import FunctionWorkload, Workload, program_of, run_program
+from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child, measure_workload, reason_of
+from lockstep.tools.scaling.terminal import line_of, progress_reporter
+from lockstep.tools.scaling.workload import FunctionWorkload, Workload, run_workload, workload_of
 
 from .data_of_tests import build, data
 
@@ -97,7 +97,7 @@ def test_plain_keras_is_measured_too_and_what_is_held_out_is_not_trained_on():
     assert one.taking is None
     assert one.links == ()
     assert one.rows_per_epoch == 512  # Whole batches of the 540 rows that are left.
-    assert "the last 10% of the rows are held out to evaluate on" in one.notes
+    assert "the last 10% of the rows are held out for evaluation" in one.notes
 
 
 def test_callbacks_write_nothing_but_the_learning_rate_is_set(tmp_path):
@@ -155,7 +155,7 @@ def test_weights_of_classes_and_several_steps_in_one_call_are_measured_as_they_t
 def test_a_run_that_would_pass_its_limit_stops_and_says_so():
     with override_devices(1):
         one = measure(found(build(), *data()), ScalingSetting(1, 32), Budget(epochs=10_000, limit=1.0))
-    assert any("the limit of 1 s would have been passed" in note for note in one.notes)
+    assert any("to stay within the limit of 1 s" in note for note in one.notes)
     assert one.blocks
 
 
@@ -186,16 +186,16 @@ def test_a_batch_without_rows_is_a_row_that_says_so():
     program = Workload(
         "names", build=f"{build.__module__}:build", data=f"{build.__module__}:data", folders=tuple(sys.path)
     )
-    failed = measure_program(program, ScalingSetting(1, 4096), Budget())
+    failed = measure_workload(program, ScalingSetting(1, 4096), Budget())
     assert failed == SettingFailure(
-        ScalingSetting(1, 4096), "A batch of 4096 rows is more than the 540 rows to train on. Choose a smaller batch."
+        ScalingSetting(1, 4096), "Batch size 4096: only 540 rows to train on. Fix: choose a smaller batch."
     )
-    assert "more than the 540" in line_of(failed.setting, failed)
+    assert "only 540 rows" in line_of(failed.setting, failed)
 
 
 def test_reasons_are_one_line():
     assert reason_of(RuntimeError("RESOURCE_EXHAUSTED: no room\nmore")) == "out of memory: RESOURCE_EXHAUSTED: no room"
-    assert reason_of(MemoryError()) == "out of memory: no more could be had"
+    assert reason_of(MemoryError()) == "out of memory: allocation failed"
     assert reason_of(KeyError("x")) == "KeyError: 'x'"
     assert reason_of(OptionError("all of it")) == "all of it"
 
@@ -228,13 +228,13 @@ def test_a_meter_counts_what_getting_a_batch_takes_and_is_seen_where_it_is_made(
 
 
 def test_children_import_functions_of_modules_and_get_arrays_in_files(tmp_path):
-    program = program_of(FunctionWorkload(build, data(), None), tmp_path)
+    program = workload_of(FunctionWorkload(build, data(), None), tmp_path)
     assert (program.kind, program.build, program.validation) == ("names", f"{build.__module__}:build", None)
     calls = []
-    run_program(program, lambda call: calls.append(call.args[0]))
+    run_workload(program, lambda call: calls.append(call.args[0]))
     np.testing.assert_array_equal(calls[0], data()[0])
     with pytest.raises(OptionError, match="data: expected NumPy arrays"):
-        program_of(FunctionWorkload(build, "rows", None), tmp_path)
+        workload_of(FunctionWorkload(build, "rows", None), tmp_path)
 
 
 def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, monkeypatch):
@@ -243,10 +243,10 @@ def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, m
     main.__file__, main.__spec__ = path, None
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", [path, "an argument"])
-    program = program_of(FunctionWorkload(lambda: build(), data(), None), tmp_path)
+    program = workload_of(FunctionWorkload(lambda: build(), data(), None), tmp_path)
     assert program == Workload("script", path=path, arguments=("an argument",))
     calls = []
-    run_program(program, calls.append)
+    run_workload(program, calls.append)
     assert calls[0].where == f"{path}:5"
     del main.__file__
     with pytest.raises(OptionError, match="typed into a notebook or a console"):
@@ -256,14 +256,14 @@ def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, m
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("lambda: 3, data()", "build: expected a function that gives a compiled model, got 3"),
+        ("lambda: 3, data()", "build: expected a function that returns a compiled model, got 3"),
         ("build, (1,)", r"data: expected \(x, y\)"),
     ],
 )
 def test_what_is_no_model_or_no_data_is_told(tmp_path, given, message):
     program = Workload("script", path=script(tmp_path, f"lockstep.scaling_report({given})"))
     with pytest.raises(OptionError, match=message):
-        run_program(program, print)
+        run_workload(program, print)
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, capsys):
@@ -279,8 +279,8 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_p
 
 def test_what_builds_a_model_may_have_no_name_of_its_own(monkeypatch):
     titles = []
-    monkeypatch.setattr(api, "program_of", lambda given, folder: Workload("script"))
-    monkeypatch.setattr(api, "_measured", lambda *asked: titles.append(asked[5]))
+    monkeypatch.setattr(api, "workload_of", lambda given, folder: Workload("script"))
+    monkeypatch.setattr(api, "_measure", lambda *asked: titles.append(asked[5]))
     for one in (build, functools.partial(build, 3), types.SimpleNamespace, operator.itemgetter(1)):
         lockstep.scaling_report(one, data)
     assert titles == ["build", "build", "SimpleNamespace", "itemgetter"]
@@ -290,8 +290,8 @@ def test_a_module_that_asks_for_a_report_on_import_is_told(tmp_path, monkeypatch
     (tmp_path / "asks_at_once.py").write_text("import lockstep\nlockstep.scaling_report(print, ())\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     program = Workload("names", build="asks_at_once:build", folders=(str(tmp_path), *sys.path))
-    with pytest.raises(OptionError, match="it is called while a module is imported"):
-        run_program(program, print)
+    with pytest.raises(OptionError, match="called while a module is imported"):
+        run_workload(program, print)
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def test_an_input_with_batches_of_its_own_is_measured_once(tmp_path):
     assert isinstance(one, SettingResult), one
     assert one.setting == ScalingSetting(2, 50)
     assert one.rows_per_epoch == 600
-    assert any("batches of its own" in note for note in one.notes)
+    assert any("already has batches" in note for note in one.notes)
     assert one.curve
     assert len(told) == 2
 
@@ -328,9 +328,13 @@ def test_an_input_with_batches_of_its_own_is_measured_once(tmp_path):
 @pytest.mark.parametrize(
     ("code", "limit", "reason"),
     [
-        ("import os\nos._exit(7)", 60, "The process ended with code 7: it said nothing"),
-        ("import os\nos.kill(os.getpid(), 9)", 60, r"The process was killed \(SIGKILL\): out of memory, as a rule\."),
-        ("import threading\nthreading.Event().wait()", 2, "Not done within 2 s"),
+        ("import os\nos._exit(7)", 60, "The process ended with code 7: no output"),
+        (
+            "import os\nos.kill(os.getpid(), 9)",
+            60,
+            r"The process was killed \(SIGKILL\), usually because memory ran out\.",
+        ),
+        ("import threading\nthreading.Event().wait()", 2, "Not finished within 2 s"),
         ("1 / 0", 60, "ZeroDivisionError: division by zero"),
     ],
 )
@@ -348,7 +352,7 @@ def test_a_terminal_gets_a_bar_and_a_line_for_each_setting():
             return True
 
     stream, failed = Terminal(), SettingFailure(ScalingSetting(1, 64), "a [red]reason")
-    with telling(1, stream) as tell:
+    with progress_reporter(1, stream) as tell:
         tell(failed.setting, None)
         tell(failed.setting, failed)
     assert "a [red]reason" in stream.getvalue()
@@ -366,7 +370,7 @@ def test_words_of_the_script_that_stand_at_the_wrong_place_are_told_where_to_sta
 
 def test_wrong_words_are_told_in_a_sentence(tmp_path, capsys):
     assert cli.main(["scale", str(tmp_path / "absent.py")]) == 2
-    assert "absent.py: there is no such file" in capsys.readouterr().err
+    assert "absent.py: no such file" in capsys.readouterr().err
     (tmp_path / "train.py").write_text("")
     assert cli.main(["scale", "--bandwidth", "string", str(tmp_path / "train.py")]) == 2
     assert "bandwidth: expected GB/s or one of" in capsys.readouterr().err

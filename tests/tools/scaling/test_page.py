@@ -206,9 +206,9 @@ def test_ticks_are_round_few_and_enclose(most):
 
 def test_a_chart_by_itself_is_xml_and_its_places_are_those_of_the_axes():
     x, y = Axis("x", {1.0: "1", 2.0: "2", 4.0: "4"}, is_log=True), Axis("y", ticks_of([10]))
-    assert (x.share(1), x.share(2), x.share(4)) == pytest.approx((0, 0.5, 1))
-    assert (y.share(0), y.share(5), y.share(99)) == pytest.approx((0, 0.5, 1))
-    assert Axis("", {1.0: "1"}).share(1) == 0.5
+    assert (x.fraction(1), x.fraction(2), x.fraction(4)) == pytest.approx((0, 0.5, 1))
+    assert (y.fraction(0), y.fraction(5), y.fraction(99)) == pytest.approx((0, 0.5, 1))
+    assert Axis("", {1.0: "1"}).fraction(1) == 0.5
     chart = line_chart("<T>", x, y, [Series("a & b", [ChartPoint(1, 2, "<p>"), ChartPoint(4, 9, "q")], 0, 1)])
     circles = parseString(standalone(chart)).getElementsByTagName("circle")
     across = [float(circle.getAttribute("cx")) for circle in circles]

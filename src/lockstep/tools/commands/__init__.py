@@ -1,1 +1,1 @@
-"""What is shown to people: the demo, and what to say of a machine."""
+"""Subcommands of ``lockstep`` other than ``run`` and ``scale``."""

@@ -1,4 +1,4 @@
-"""What the command says of checkpoints."""
+"""``lockstep checkpoint``: list checkpoints, and export arrays of one."""
 
 import fnmatch
 import os
@@ -12,31 +12,31 @@ from lockstep.checkpoint.reader import Loaded, describe, read
 from lockstep.checkpoint.snapshot import widened
 from lockstep.checkpoint.store import CheckpointStore
 
-__all__ = ["chosen", "export", "loaded_from", "table"]
+__all__ = ["checkpoints_of", "export", "loaded_from", "table"]
 
 _ROW = "{:>12} {:>6} {:>8} {:>15} {:>9}  {}"
 
 
-def chosen(directory: str) -> list[Path]:
-    """The checkpoints that a directory stands for: itself if it is one, else those in it, the newest last.
+def checkpoints_of(directory: str) -> list[Path]:
+    """Return the directory if it is a checkpoint, else the checkpoints in it, the newest last.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     path = Path(directory)
     paths = [path] if (path / MANIFEST).exists() else CheckpointStore(path).paths()
     if not paths:
-        raise CheckpointError(f"{path.absolute()}: there is no checkpoint.")
+        raise CheckpointError(f"{path.absolute()}: no checkpoint found.")
     return paths
 
 
 def loaded_from(directory: str, step: int | None) -> Loaded:
-    """One checkpoint of a directory: that of a step, or the newest good one.
+    """Load one checkpoint of a directory: that of a step, or the newest intact one.
 
     Raises:
-        CheckpointError: there is none, or it is not what was written.
+        CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    paths = chosen(directory)
+    paths = checkpoints_of(directory)
     if paths == [Path(directory)]:
         loaded: Loaded | None = read(paths[0])
     elif step is None:
@@ -45,13 +45,13 @@ def loaded_from(directory: str, step: int | None) -> Loaded:
         loaded = next((read(path) for path in reversed(paths) if step_of(path.name) == step), None)
     if loaded is None or step not in (None, loaded.step):
         raise CheckpointError(
-            f"{directory}: there is no checkpoint of step {step}. 'lockstep checkpoint show' lists what is there."
+            f"{directory}: no checkpoint of step {step}. Fix: choose one that 'lockstep checkpoint show' lists."
         )
     return loaded
 
 
 def table(paths: list[Path], verbose: bool) -> Iterator[str]:
-    """A line for each checkpoint, with the epochs and further batches that were done, and with ``verbose`` one for each of its arrays."""
+    """Describe each checkpoint in a line, with the finished epochs and further batches; with ``verbose`` also each of its arrays."""
     yield _ROW.format("step", "epochs", "batches", "bytes", "replicas", "versions")
     for path in paths:
         try:
@@ -79,22 +79,22 @@ def _arrays(manifest: Manifest) -> Iterator[str]:
 
 
 def export(loaded: Loaded, output: str, only: str) -> int:
-    """Write arrays of a checkpoint as ``numpy.savez`` does; dtypes that NumPy does not know become wider ones.
+    """Write arrays of a checkpoint as ``numpy.savez`` does; dtypes unknown to NumPy become wider ones.
 
     Args:
         loaded: the checkpoint.
-        output: the file; one that is there is replaced.
-        only: pattern of names, as file names have them: ``*`` stands for anything.
+        output: path of the file; an existing file is replaced.
+        only: pattern of names as for file names; ``*`` matches anything.
 
     Returns:
-        How many arrays.
+        The number of arrays.
 
     Raises:
-        CheckpointError: no name is like that, or the file cannot be written.
+        CheckpointError: no name matches, or the file cannot be written.
     """
     arrays = {name: widened(array) for name, array in loaded.snapshot.arrays.items() if fnmatch.fnmatchcase(name, only)}
     if not arrays:
-        raise CheckpointError(f"{loaded.path}: no array has a name like {only!r}.")
+        raise CheckpointError(f"{loaded.path}: no array name matches {only!r}.")
     temporary = f"{output}.writing"
     try:
         with open(temporary, "wb") as file:

@@ -1,7 +1,7 @@
-"""The self-test of a cluster: does every pair of workers add right, how fast, and do their clocks agree?
+"""``lockstep test``: check every pair of workers with an all-reduce, and measure bandwidth and clock offsets.
 
-Every worker runs it, ``lockstep run -n 2 -m lockstep.tools.commands.cluster_test`` on one machine, or a scheduler's command; the chief
-prints.
+Every worker runs this module: ``lockstep run -n 2 -m lockstep.tools.commands.cluster_test`` on one machine, or the command of a
+scheduler. The chief prints the report.
 """
 
 import os
@@ -14,7 +14,7 @@ from functools import cache
 from itertools import combinations
 from typing import Any, TextIO
 
-os.environ.setdefault("KERAS_BACKEND", "jax")  # Of this process, which is ours: it runs as a program.
+os.environ.setdefault("KERAS_BACKEND", "jax")  # This module runs as a program.
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from lockstep.distributed.control.control_client import ControlClient
 
 __all__ = ["ClusterMeasurement", "measure", "report", "run_cluster_test"]
 
-SIZES = (1_000, 1_000_000, 16_000_000)  # bytes that each worker brings
+SIZES = (1_000, 1_000_000, 16_000_000)  # bytes of each worker's array
 PAIR_SECONDS = 20.0  # limit for all measurements of one pair
 _ROUNDS = 5
 
@@ -35,12 +35,12 @@ Reduce = Callable[[Placement, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class ClusterMeasurement:
-    """What some workers measured together.
+    """Result of an all-reduce over some workers.
 
     Args:
         workers: their numbers.
         seconds: for each size the median time of an all-reduce.
-        error: what went wrong; None if nothing did.
+        error: description of a failure; None on success.
     """
 
     workers: tuple[int, ...]
@@ -49,7 +49,7 @@ class ClusterMeasurement:
 
 
 def all_reduce(placement: Placement, own: np.ndarray) -> np.ndarray:
-    """Sum over the devices of what each worker brings, ``(n,)``."""
+    """Return the sum over the devices of each worker's array, ``(n,)``."""
     stack = jax.make_array_from_callback(
         (len(placement.devices), *own.shape), placement.row_sharding, lambda _: own[None]
     )
@@ -68,12 +68,12 @@ def _summed(mesh: Mesh) -> Any:
 def measure(
     devices: list[jax.Device], workers: tuple[int, ...], index: int, reduce: Reduce = all_reduce
 ) -> ClusterMeasurement:
-    """Add up arrays over some workers, and time it.
+    """Check and time all-reduces over some workers.
 
     Args:
-        devices: one of each.
+        devices: one of each worker.
         workers: their numbers.
-        index: this worker's, one of them.
+        index: number of this worker, one of ``workers``.
         reduce: sums an array over the devices.
     """
     placement = Placement(Mesh(np.asarray(devices), (DEVICE_AXIS,)), len(devices))
@@ -96,35 +96,35 @@ def measure(
 
 
 def _within_limit(
-    work: Callable[[], ClusterMeasurement], workers: tuple[int, ...], seconds: float
+    measurement: Callable[[], ClusterMeasurement], workers: tuple[int, ...], seconds: float
 ) -> ClusterMeasurement:
     found: list[ClusterMeasurement] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            found.append(measurement())
         except Exception as error:
             found.append(ClusterMeasurement(workers, error=f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else ClusterMeasurement(workers, error=f"no answer within {seconds:.0f} s")
+    return found[0] if found else ClusterMeasurement(workers, error=f"no result within {seconds:.0f} s")
 
 
 def run_cluster_test(
     session: ControlClient, devices: list[jax.Device], reduce: Reduce = all_reduce, seconds: float = PAIR_SECONDS
 ) -> tuple[list[ClusterMeasurement], list[float]]:
-    """Measure every pair of workers, then all together; every worker calls it.
+    """Measure every pair of workers, then all workers; every worker calls this function.
 
     Args:
-        session: the workers.
+        session: control client of this worker.
         devices: one of each worker, in their order.
         reduce: sums an array over some devices.
         seconds: limit of one measurement.
 
     Returns:
-        The measurements, those of pairs first, and by how many seconds each clock is ahead of the chief's.
+        The measurements, those of pairs first, and the offset of each clock from the chief's in seconds.
     """
     count, index = session.group.workers, session.group.index
     groups: list[tuple[int, ...]] = list(combinations(range(count), 2))
@@ -138,15 +138,15 @@ def run_cluster_test(
         every = session.gather(f"workers {workers}", [own.seconds, own.error], timeout_seconds=2 * seconds)
         errors = [f"worker {number}: {every[number][1]}" for number in workers if every[number][1]]
         found.append(ClusterMeasurement(workers, tuple(every[workers[0]][0]), "; ".join(errors) or None))
-        if errors and "no answer" in errors[0]:
-            break  # What hangs there would come into the way of the rest.
+        if errors and "no result" in errors[0]:
+            break  # The hanging collective would block the remaining ones.
     session.barrier("the clocks")
     clocks = session.gather("the clocks", time.time())
     return found, [clock - clocks[0] for clock in clocks]
 
 
 def report(measured: list[ClusterMeasurement], clocks: list[float], stream: TextIO) -> bool:
-    """Write what was found; True where all is right."""
+    """Write the report; return whether every measurement succeeded."""
     stream.write(f"{'workers':<12}" + "".join(f"{f'all-reduce of {size // 1000:,} kB':>25}" for size in SIZES) + "\n")
     for one in measured:
         name = "-".join(map(str, one.workers))
@@ -159,23 +159,23 @@ def report(measured: list[ClusterMeasurement], clocks: list[float], stream: Text
     stream.write(f"clocks against worker 0: {ahead}\n")
     failed = [one for one in measured if one.error]
     for one in failed:
-        stream.write(f"Workers {' and '.join(map(str, one.workers))} do not reach each other, or add wrong.\n")
+        stream.write(f"Workers {' and '.join(map(str, one.workers))} cannot connect, or computed wrong sums.\n")
     if not failed:
-        stream.write("Every pair of workers adds right.\n")
+        stream.write("Every pair of workers computed correct sums.\n")
     stream.flush()
     return not failed
 
 
 def main() -> int:
-    """Join the cluster that the environment names, and test it."""
+    """Join the cluster that the environment names, and test it; return the exit code."""
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
 
     strategy = MultiWorkerMirroredStrategy(check_every=0)
     session = strategy.session
     if session is None:
         sys.stderr.write(
-            "lockstep test: there is one worker, so there is nothing to test. Say lockstep test -n 2, or start it on "
-            "each machine as your scheduler starts programs.\n"
+            "lockstep test: there is only one worker, so there is nothing to test. Fix: run lockstep test -n 2, or start it on each "
+            "machine by your scheduler.\n"
         )
         return 2
     firsts = {device.process_index: device for device in reversed(jax.devices())}
@@ -185,7 +185,7 @@ def main() -> int:
     )
     if not is_right:
         session.barrier("the report")
-        os._exit(exit_codes.USER_ERROR)  # A thread may hang in a collective for ever.
+        os._exit(exit_codes.USER_ERROR)  # A thread may hang in a collective.
     return exit_codes.DONE
 
 

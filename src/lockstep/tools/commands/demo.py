@@ -1,4 +1,4 @@
-"""``lockstep demo``: two replicas train on real digits, one device checks their numbers, a picture shows both."""
+"""``lockstep demo``: train on replicas, train again on one device, compare the weights, plot both."""
 
 import contextlib
 import os
@@ -38,23 +38,23 @@ def run_demo(data: str, replicas: int, devices: Sequence[str] | None, epochs: in
     """Train the same network twice, on ``replicas`` replicas and on one device, and compare.
 
     Args:
-        data: "digits" (1,797 pictures that scikit-learn ships) or "mnist" (70,000).
+        data: "digits" (1,797 images of scikit-learn) or "mnist" (70,000 images).
         replicas: number of replicas.
-        devices: names of the devices, None for all there are.
+        devices: names of the devices; None for all.
         epochs: passes over the data.
         output: folder that ``curves.png`` is written to.
 
     Returns:
-        Whether the weights agree to 1e-6 a step.
+        Whether the weights agree within 1e-6 per step.
     """
     if epochs < 1:
         raise OptionError(f"epochs: expected at least 1, got {epochs}.")
     train, test = _digits() if data == "digits" else _mnist()
-    if devices is None:  # Where there is no accelerator, one logical CPU device for each replica, up to the cores.
+    if devices is None:  # Without an accelerator: one logical CPU device per replica, at most one per core.
         set_logical_cpu_devices(max(1, min(replicas, os.cpu_count() or 1)))
     strategy = MirroredStrategy(devices, replicas=replicas)
     steps = epochs * -(-len(train[0]) // BATCH)
-    print(f"\n{len(train[0]):,} pictures, {steps:,} steps of {BATCH}, on {replicas} replicas:\n")
+    print(f"\n{len(train[0]):,} images, {steps:,} steps of {BATCH}, on {replicas} replicas:\n")
     ours = _train(train, test, epochs, strategy, verbose=1)
     print("\nThe same on one device with plain Keras, to check …")
     plain = _train(train, test, epochs, None, verbose=0)
@@ -79,9 +79,8 @@ def _train(train: Any, test: Any, epochs: int, strategy: MirroredStrategy | None
 
 
 def _network(shape: tuple[int, ...]) -> keras.Model:
-    # Smooth on purpose: at the kink of a ReLU or a tie in a maximum the last bit of a float32 decides between two
-    # gradients, and from there on two runs part for no fault of either. A step that is too large magnifies rounding in
-    # the same way, so the learning rate is one at which training is stable.
+    # Smooth activations: at the kink of a ReLU or a tie in a maximum the last bit of a float32 selects one of two
+    # gradients, so that two correct runs diverge. A large learning rate magnifies rounding in the same way.
     convolutions = [
         layers.Conv2D(16, 3, padding="same", activation="tanh"),
         layers.Conv2D(32, 3, padding="same", activation="tanh"),
@@ -94,7 +93,7 @@ def _network(shape: tuple[int, ...]) -> keras.Model:
 
 
 def _largest_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """Largest difference of a weight, relative to the largest weight of its layer."""
+    """Return the largest difference of a weight, relative to the largest weight of its layer."""
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""``lockstep doctor``: a script is run up to its first ``fit``, and all that this would do is looked at."""
+"""``lockstep doctor``: run a script up to its first ``fit``, and examine that call without training."""
 
 import contextlib
 import inspect
@@ -36,12 +36,12 @@ __all__ = ["ClusterFindings", "examine_script", "look_at_cluster", "to_standard_
 
 @dataclass(frozen=True)
 class ClusterFindings:
-    """What was found of the cluster that the environment names.
+    """Findings about the cluster that the environment names.
 
     Args:
-        findings: of it.
-        looked_at: in words; "" where there is no cluster.
-        variables: of the environment that name it.
+        findings: problems.
+        looked_at: what was examined, in words; "" without a cluster.
+        variables: environment variables that name the cluster.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -50,53 +50,53 @@ class ClusterFindings:
 
 
 def look_at_cluster(environ: Mapping[str, str]) -> ClusterFindings:
-    """See whether the processes of the cluster can be reached from here, if there is one.
+    """Check that the processes of the cluster, if there is one, are reachable from this machine.
 
     Args:
-        environ: may name it.
+        environ: environment variables.
 
     Raises:
-        ClusterError: its variables contradict each other.
+        ClusterError: the variables contradict each other.
     """
     resolver = resolve(environ)
     if resolver is None:
         return ClusterFindings()
     peers = peers_of(resolver.membership)
     variables = tuple(name for kind in RESOLVERS for name in kind.variables if name in environ)
-    said = (
+    looked_at = (
         f"the cluster of {resolver.membership.source}: {', '.join(f'{peer.name} at {peer.address}' for peer in peers)}"
     )
-    return ClusterFindings(tuple(check_network(peers)), f"{said}; the script ran as one process of its own", variables)
+    return ClusterFindings(tuple(check_network(peers)), f"{looked_at}; the script ran as a single process", variables)
 
 
 def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings | None = None) -> Report:
-    """Run a script up to its first fit, look at that, and end it there.
+    """Run a script up to its first fit, examine that call, and end the script.
 
     Args:
         path: of the script.
-        arguments: of it.
-        network: what was found of the cluster.
+        arguments: of the script.
+        network: findings about the cluster.
 
     Raises:
-        OptionError: there is no such file, or it has no fit.
+        OptionError: the file does not exist, or the script calls no fit.
     """
-    places: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
+    compiled_at: WeakKeyDictionary[keras.Model, str] = WeakKeyDictionary()
     reports = []
 
-    def note(model: keras.Model) -> None:
-        places[model] = calling_location()
+    def on_compile(model: keras.Model) -> None:
+        compiled_at[model] = calling_location()
 
-    def look(first: FirstFit) -> None:
+    def on_fit(first: FirstFit) -> None:
         given = dict(inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments)
         x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
         program = FitCall(first.model, x, y, weight, given, fit_at=first.where)
-        reports.append(_examined(replace(program, compiled_at=places.get(first.model, ""))))
+        reports.append(_examine_call(replace(program, compiled_at=compiled_at.get(first.model, ""))))
 
     before = doctor_enabled()
-    set_doctor(False)  # Or the script's strategy would say the same of other calls.
+    set_doctor(False)  # Otherwise the strategy of the script would also examine its calls.
     try:
-        with observe_compile(note):
-            run_until_fit(path, arguments, look)
+        with observe_compile(on_compile):
+            run_until_fit(path, arguments, on_fit)
     finally:
         set_doctor(before)
     return _with_network(reports[0], network or ClusterFindings())
@@ -107,22 +107,22 @@ def _with_network(report: Report, network: ClusterFindings) -> Report:
     return replace(report, findings=network.findings + report.findings, looked_at=looked)
 
 
-def _examined(program: FitCall) -> Report:
+def _examine_call(program: FitCall) -> Report:
     owner = trainer.strategy_of(program.model)
     return examine_fit(owner, program) if isinstance(owner, Diagnostics) else _on_one_device(program)
 
 
 def _on_one_device(program: FitCall) -> Report:
-    """As Keras alone would train the model."""
+    """Examine a call of fit without a strategy, as Keras alone would train the model."""
     device = jax.local_devices()[0]
     placement = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
 
-    def around(model: keras.Model, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+    def no_context(model: keras.Model, arguments: dict[str, Any]) -> AbstractContextManager[None]:
         return nullcontext()
 
     executor = SpmdExecutor(placement, AutoAllReduce())
     functions = StepFunctions(program.model, placement, executor, lambda _: None)
-    inputs = InputFactory(placement, InputOptions(), ProcessGroup(), around, FitObserver())
+    inputs = InputFactory(placement, InputOptions(), ProcessGroup(), no_context, FitObserver())
     setting = RuntimeSettings(devices=(device,), has_strategy=False)
     report = examine(replace(program, settings=setting), functions, inputs, os.environ)
     return replace(report, looked_at=("no strategy: as on one device", *report.looked_at))
@@ -130,7 +130,7 @@ def _on_one_device(program: FitCall) -> Report:
 
 @contextlib.contextmanager
 def to_standard_error(is_wanted: bool) -> Iterator[None]:
-    """Have what is printed meanwhile, also by programs that are started, go to standard error where that is wanted."""
+    """Redirect standard output to standard error if ``is_wanted``, also for child processes."""
     if not is_wanted:
         yield
         return

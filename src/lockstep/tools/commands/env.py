@@ -23,7 +23,7 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 
 def describe_machine() -> str:
-    """One line, for example ``AMD EPYC, 2 cores; Python 3.11.7, jax 0.10.2, keras 3.15.1, keras-lockstep 0.1.0; …``."""
+    """Describe processor, cores, versions and date in one line, for example ``AMD EPYC, 2 cores; Python 3.11.7, jax 0.10.2, keras 3.15.1, keras-lockstep 0.1.0; …``."""
     names = re.findall(r"model name\s*: (.+)", _PROCESSORS.read_text()) if _PROCESSORS.exists() else []
     processor = names[0].strip() if names else platform.processor()
     versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "keras", "keras-lockstep"))
@@ -32,22 +32,24 @@ def describe_machine() -> str:
 
 
 _PACKAGES = ("keras-lockstep", "keras", "jax", "jaxlib", "numpy", "tensorflow", "torch", "grain")
-_MATTERS = re.compile(
+_RELEVANT = re.compile(
     "(LOCKSTEP|KERAS|JAX|XLA|PJRT|CUDA|NCCL|SLURM|OMPI|PMIX|PET|RAY|JOB_COMPLETION|KUBERNETES_SERVICE|OMP|MALLOC|TCMALLOC|GLIBC)_.*"
     "|NPROC|TF_CONFIG|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_PRELOAD|LD_LIBRARY_PATH|PYTHONPATH|(NO|HTTPS?)_PROXY",
     re.IGNORECASE,
 )
-_SECRET = re.compile("SECRET|TOKEN|PASSWORD|PASSWD|KEY|CREDENTIAL|PROXY", re.IGNORECASE)  # A proxy may hold a password.
+_SECRET = re.compile(
+    "SECRET|TOKEN|PASSWORD|PASSWD|KEY|CREDENTIAL|PROXY", re.IGNORECASE
+)  # The URL of a proxy may contain a password.
 _DEVICES = "import jax, json, sys; sys.stdout.write(json.dumps([[str(one), one.device_kind] for one in jax.devices()]))"
 _GIB = 2**30
 
 
 def describe_environment(environment: Mapping[str, str], limit: float = 60.0) -> str:
-    """A report of several lines, without secrets.
+    """Describe machine, packages, devices and environment in several lines, without secrets.
 
     Args:
         environment: the variables of the process.
-        limit: seconds that JAX has to name its devices.
+        limit: seconds in which JAX must list its devices.
     """
     allocator = choose_allocator(
         "auto", environment, library_folders(environment), glibc_version(), bool(visible_gpus(environment))
@@ -68,20 +70,20 @@ def describe_environment(environment: Mapping[str, str], limit: float = 60.0) ->
 
 
 def _variables(environment: Mapping[str, str]) -> Iterable[str]:
-    shown = {name: value for name, value in sorted(environment.items()) if _MATTERS.fullmatch(name)}
+    shown = {name: value for name, value in sorted(environment.items()) if _RELEVANT.fullmatch(name)}
     if not shown:
-        yield "  nothing that matters is set"
+        yield "  no relevant variable is set"
     for name, value in shown.items():
         yield f"  {name}={'(set, not shown)' if _SECRET.search(name) else value}"
 
 
 def _cluster(environment: Mapping[str, str]) -> str:
-    """What a strategy that was made here would take part in."""
+    """Describe the cluster that a strategy created here would join."""
     try:
         resolver = resolve(environment)
     except ClusterError as error:
         return str(error)
-    return "none: a program started here trains alone" if resolver is None else repr(resolver)
+    return "none: a program started here trains as a single process" if resolver is None else repr(resolver)
 
 
 def _versions() -> Iterable[str]:
@@ -110,12 +112,12 @@ def _memory() -> str:
 
 
 def _devices(environment: Mapping[str, str], limit: float) -> str:
-    """What JAX sees, in a process of its own: a driver that hangs or crashes must not take the report with it."""
+    """List the devices of JAX in a child process, as a driver may hang or crash."""
     command = [sys.executable, "-c", _DEVICES]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=dict(environment))
     except subprocess.TimeoutExpired:
-        return f"JAX named none within {limit:g} s: a driver hangs, or another process holds the accelerator"
+        return f"JAX listed no devices within {limit:g} s: a driver hangs, or another process holds the accelerator"
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return f"JAX does not start: {last}"

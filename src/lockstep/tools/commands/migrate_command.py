@@ -1,4 +1,4 @@
-"""``lockstep migrate``: what it prints, and ``--check``, which tries what it has written."""
+"""``lockstep migrate``: print the translation, and with ``--check`` run it up to its first fit."""
 
 import json
 import os
@@ -20,69 +20,71 @@ _ONE_WORKER = {"cluster": {"worker": ["127.0.0.1:12421"]}, "task": {"type": "wor
 
 
 def run_migrate(paths: Sequence[str], *, write: bool, check: bool) -> int:
-    """Translate the files of a program, and print what has changed and what is left.
+    """Translate the files of a program, and print the differences and the remaining work.
 
     Args:
         paths: of the files.
-        write: whether the files get the new text.
-        check: whether the new program is run up to its first ``fit``, and looked at by the doctor.
+        write: whether to write the new text to the files.
+        check: whether to run the new program up to its first ``fit`` and examine it with the doctor.
 
     Returns:
-        The exit code: 0, 1 where something is left or found, 2 where the program cannot be translated or does not start.
+        The exit code: 0; 1 if work remains or the doctor has findings; 2 if the program cannot be translated or fails before its first fit.
     """
     try:
-        found = migrate(paths, write=write)
+        migrations = migrate(paths, write=write)
     except LockstepError as error:
         print(f"lockstep migrate: {error}", file=sys.stderr)
         return 2
-    for one in found:
+    for one in migrations:
         print(one.difference, end="", flush=True)
-    for one in found:
+    for one in migrations:
         print(one.summary, file=sys.stderr)
-    left = any(one.translation.marks for one in found)
-    return max(_checked(found) if check else 0, int(left))
+    remaining = any(one.translation.todos for one in migrations)
+    return max(_check(migrations) if check else 0, int(remaining))
 
 
-def _checked(found: Sequence[Migration]) -> int:
-    script = _script_of(found)
+def _check(migrations: Sequence[Migration]) -> int:
+    script = _script_of(migrations)
     try:
         with to_standard_error(True):
-            report = _examined(found, script)
+            report = _examine(migrations, script)
     except LockstepError as error:
         print(f"lockstep migrate --check: {error}", file=sys.stderr)
         return 2
     except Exception:
         traceback.print_exc()
-        print(f"lockstep migrate --check: {script.path} does not come to its first fit yet.", file=sys.stderr)
+        print(f"lockstep migrate --check: {script.path} failed before its first fit.", file=sys.stderr)
         return 2
-    print(f"{script.path} comes to its first fit. {report}", file=sys.stderr)
+    print(f"{script.path} reaches its first fit. {report}", file=sys.stderr)
     return 1 if report.findings else 0
 
 
-def _script_of(found: Sequence[Migration]) -> Migration:
-    """The file that nobody of the others imports; the last one, where there are several."""
+def _script_of(migrations: Sequence[Migration]) -> Migration:
+    """Return the file that no other file imports; the last one if there are several."""
     imported = [
         one
-        for one in found
-        if any(Path(one.path).stem in other.translation.modules for other in found if other is not one)
+        for one in migrations
+        if any(Path(one.path).stem in other.translation.modules for other in migrations if other is not one)
     ]
-    return next((one for one in reversed(found) if one not in imported), found[-1])
+    return next((one for one in reversed(migrations) if one not in imported), migrations[-1])
 
 
-def _examined(found: Sequence[Migration], script: Migration) -> Report:
-    """The program runs in a folder of its own, as one worker; what it reads and was not translated it finds where it was."""
-    names = [Path(one.path).name for one in found]
+def _examine(migrations: Sequence[Migration], script: Migration) -> Report:
+    """Run the program in a temporary folder, as one worker; modules that were not translated are found beside the script."""
+    names = [Path(one.path).name for one in migrations]
     if len(set(names)) < len(names):
-        raise OptionError(f"files of one name cannot be tried together: {', '.join(sorted(names))}. Give one program.")
-    with tempfile.TemporaryDirectory() as folder, _beside(script.path):
-        for name, one in zip(names, found, strict=True):
+        raise OptionError(
+            f"--check: several files have the same name: {', '.join(sorted(names))}. Fix: give the files of one program."
+        )
+    with tempfile.TemporaryDirectory() as folder, _environment_of(script.path):
+        for name, one in zip(names, migrations, strict=True):
             Path(folder, name).write_text(one.translation.after, encoding="utf-8")
         return examine_script(str(Path(folder, Path(script.path).name)), ())
 
 
 @contextmanager
-def _beside(path: str) -> Iterator[None]:
-    """A program is there as one worker, with the modules of a folder."""
+def _environment_of(path: str) -> Iterator[None]:
+    """Set the environment of a program: a cluster of one worker, and the folder of the script in ``sys.path``."""
     before = os.environ.get("TF_CONFIG")
     os.environ["TF_CONFIG"] = json.dumps(_ONE_WORKER)
     sys.path.append(str(Path(path).resolve().parent))

@@ -1,4 +1,4 @@
-"""``lockstep top``: what the workers of a running job do, out of the status that its chief writes."""
+"""``lockstep top``: show the state of the workers of a job, from the status file that its chief writes."""
 
 import json
 import math
@@ -17,23 +17,23 @@ from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
 __all__ = ["picture", "slowest", "watch"]
 
-STALE = 10.0  # seconds without a new status after which the chief is not taken to be alive
-_NOTABLE = 0.05  # share of the time; a worker that waits less for its data is not called slow
+STALE = 10.0  # seconds without a new status after which the chief counts as dead
+_NOTABLE = 0.05  # share of the time; a worker that waits less for its data is not reported as slow
 
 _COLUMNS = ("worker", "host", "pid", "step", "does", "for", "waits for data", "reads data")
 
 
 def watch(directory: str, interval: float, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show the picture again and again, until Ctrl-C.
+    """Show the state repeatedly, until Ctrl-C.
 
     Args:
         directory: of the run.
-        interval: seconds from one look to the next.
-        console: where it is shown.
-        sleep: waits.
+        interval: seconds between two updates.
+        console: output.
+        sleep: waits for some seconds.
 
     Raises:
-        OptionError: there is no status, or the interval is none.
+        OptionError: there is no status file, or the interval is out of its range.
     """
     if not 0.1 <= interval < math.inf:
         raise OptionError(f"--interval: expected 0.1 seconds or more, got {interval:g}.")
@@ -47,14 +47,14 @@ def watch(directory: str, interval: float, console: Console, sleep: Callable[[fl
 
 
 def picture(directory: str | Path, now: Callable[[], float] = time.time) -> RenderableType:
-    """What there is to be seen.
+    """Render the state of a run.
 
     Args:
         directory: of the run.
-        now: gives the seconds since 1970.
+        now: returns the seconds since 1970.
 
     Raises:
-        OptionError: there is no status, or it cannot be read.
+        OptionError: there is no status file, or it cannot be read.
     """
     status, path = _read(Path(directory)), Path(directory)
     try:
@@ -62,16 +62,16 @@ def picture(directory: str | Path, now: Callable[[], float] = time.time) -> Rend
         rows = status["workers"]
         slow = slowest(rows)
         if slow is not None:
-            lines.append(f"slowest: {_complaint(rows, slow)}")
+            lines.append(f"slowest: {_describe_slowest(rows, slow)}")
         return Group(*(Text(line) for line in lines), _table(rows, slow))
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(path, repr(error)) from error
 
 
 def slowest(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Number of the worker whose data hold the steps up; None where nobody's do, and where there is one worker.
+    """Return the number of the worker whose input delays the steps; None if there is none, or only one worker.
 
-    Where workers compare their batches, all wait for the one that reads: so it is the one that reads longest among those that wait.
+    If workers compare their batches, all wait for the one that reads: among those that wait, it is the one that reads longest.
 
     Example:
         >>> slowest([{"worker": 0, "waited": 0.6, "read": 0.1}, {"worker": 1, "waited": 0.6, "read": 0.9}])
@@ -88,19 +88,19 @@ def _read(directory: Path) -> dict[str, Any]:
         found = json.loads((directory / STATUS).read_text())
     except FileNotFoundError:
         raise OptionError(
-            f"{directory}: no run has written its {STATUS} there. Give the folder of a lockstep.callbacks.BackupAndRestore or TensorBoard that is "
-            "among the callbacks of fit."
+            f"{directory}: no {STATUS} found. Fix: give the folder of a lockstep.callbacks.BackupAndRestore or TensorBoard among the "
+            "callbacks of fit."
         ) from None
     except (OSError, ValueError) as error:
         raise _unreadable(directory, str(error)) from error
     if not isinstance(found, dict) or found.get("version") != 1:
-        raise _unreadable(directory, "it is not of version 1")
+        raise _unreadable(directory, "its version is not 1")
     return found
 
 
 def _unreadable(directory: Path, why: str) -> OptionError:
     return OptionError(
-        f"{directory / STATUS}: cannot be read as the status of a run: {why}. Is it from another version of Lockstep?"
+        f"{directory / STATUS}: not a readable status of a run: {why}. Fix: use the version of Lockstep that wrote it."
     )
 
 
@@ -109,8 +109,8 @@ def _state(status: Mapping[str, Any], now: float) -> str:
     if status["state"] != "running":
         reason = f": {status['reason']}" if status["reason"] else ""
         return f"{status['state']} {_ago(age)}{reason}"
-    lasts = f"for {_long(status['time'] - status['begun'])}"
-    return f"running {lasts}" if age < STALE else f"no sign of life for {_long(age)}; it ran {lasts}"
+    lasts = f"for {_format_duration(status['time'] - status['begun'])}"
+    return f"running {lasts}" if age < STALE else f"no sign of life for {_format_duration(age)}; it ran {lasts}"
 
 
 def _progress(status: Mapping[str, Any]) -> str:
@@ -129,7 +129,7 @@ def _checkpoint(directory: Path, now: float) -> list[str]:
         return []
 
 
-def _complaint(rows: Sequence[Mapping[str, Any]], slow: int) -> str:
+def _describe_slowest(rows: Sequence[Mapping[str, Any]], slow: int) -> str:
     row = next(row for row in rows if row["worker"] == slow)
     return (
         f"worker {slow} ({row['host']}, process {row['pid']}), which reads its data for {row.get('read', 0):.0%} of the time; "
@@ -142,23 +142,33 @@ def _table(rows: Sequence[Mapping[str, Any]], slow: int | None) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("host", "does") else "right", no_wrap=True)
     for row in rows:
-        silent = f"silent for {_long(row['silent'])}" if row["silent"] > 3 and not row["left"] else row["phase"]
+        silent = (
+            f"silent for {_format_duration(row['silent'])}" if row["silent"] > 3 and not row["left"] else row["phase"]
+        )
         does = "has left" if row["left"] else silent
         portions = (f"{row[name]:.0%}" if name in row else "-" for name in ("waited", "read"))
-        cells = (row["worker"], row["host"], row["pid"], f"{row['step']:,}", does, _long(row["seconds"]), *portions)
+        cells = (
+            row["worker"],
+            row["host"],
+            row["pid"],
+            f"{row['step']:,}",
+            does,
+            _format_duration(row["seconds"]),
+            *portions,
+        )
         table.add_row(*map(str, cells), style="yellow" if row["worker"] == slow else None)
     return table
 
 
 def _ago(seconds: float) -> str:
-    return f"{_long(seconds)} ago"
+    return f"{_format_duration(seconds)} ago"
 
 
-def _long(seconds: float) -> str:
-    """A duration.
+def _format_duration(seconds: float) -> str:
+    """Format a duration.
 
     Example:
-        >>> _long(7.4), _long(400), _long(90000)
+        >>> _format_duration(7.4), _format_duration(400), _format_duration(90000)
         ('7 s', '6 min 40 s', '25 h 0 min')
     """
     whole = max(0, round(seconds))

@@ -1,1 +1,1 @@
-"""A script for ``tf.distribute`` becomes one for Lockstep: what is sure is translated, the rest is marked."""
+"""``lockstep migrate``: translate a ``tf.distribute`` script to Lockstep; comments mark what needs manual work."""

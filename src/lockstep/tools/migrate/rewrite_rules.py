@@ -9,29 +9,29 @@ from lockstep.tools.migrate.symbol_map import STRATEGY_METHODS, translated
 
 __all__ = [
     "activations",
+    "add_n",
     "batch_normalization",
-    "cached_last",
+    "cache_first",
+    "integer_sizes",
     "is_claim_of_logits",
     "is_for_workers",
     "logical_devices",
     "logits",
     "memory_growth",
-    "methods",
+    "metric_resets",
     "old_arguments",
-    "one_device",
+    "one_device_strategy",
     "reductions",
-    "resets",
-    "shuffled_alike",
-    "sums",
-    "task_from_outside",
-    "unlike",
-    "whole_numbers",
+    "seed_shuffles",
+    "strategy_methods",
+    "task_as_default",
+    "worker_differences",
 ]
 
 _ACTIVATIONS = ("elu", "gelu", "leaky_relu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh")
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
-_SIZES = {  # Arguments of layers that Keras 3 takes as Python's integers alone, in their order.
+_SIZES = {  # Arguments of layers that must be Python integers in Keras 3, in their order.
     "Dense": ("units",),
     "Embedding": ("input_dim", "output_dim"),
     "GRU": ("units",),
@@ -39,22 +39,22 @@ _SIZES = {  # Arguments of layers that Keras 3 takes as Python's integers alone,
     "RepeatVector": ("n",),
     "SimpleRNN": ("units",),
 }
-_OF_ARRAYS = ("argmax", "argmin", "max", "min", "numpy", "prod", "sum")  # Methods that give NumPy's numbers.
+_OF_ARRAYS = ("argmax", "argmin", "max", "min", "numpy", "prod", "sum")  # Methods that return NumPy scalars.
 _SYNCHRONIZED = "keras.layers.experimental.SyncBatchNormalization"
 
 
 def calls(source: SourceText) -> Iterator[ast.Call]:
-    """All calls of a program."""
+    """Iterate over all calls of a program."""
     return (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
 
 
 def full_name(bindings: ImportBindings, call: ast.Call) -> str:
-    """What a call calls, in the words of Keras and Lockstep where these have it; empty where it is not imported."""
+    """Return the translated full name of the called function; empty if it is not imported."""
     return translated(bindings.name_of(call.func))
 
 
 def activations(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``activation=tf.nn.relu`` becomes ``activation="relu"``."""
+    """Rewrite activations: ``activation=tf.nn.relu`` becomes ``activation="relu"``."""
     for call in calls(source):
         for keyword in call.keywords:
             name = bindings.name_of(keyword.value)
@@ -64,23 +64,23 @@ def activations(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
 
 
 def reductions(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``reduction=tf.keras.losses.Reduction.NONE`` becomes ``reduction="none"``."""
+    """Rewrite reductions: ``reduction=tf.keras.losses.Reduction.NONE`` becomes ``reduction="none"``."""
     for chain in bindings.chains:
         enumeration, _, member = translated(chain.name).rpartition(".")
         if enumeration == "keras.losses.Reduction" and member.lower() in _REDUCTIONS:
             yield source.replaced(chain.node, f'"{member.lower()}"')
 
 
-def methods(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Methods of a strategy that had other names: ``experimental_run_v2`` is ``run``."""
+def strategy_methods(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Rename old methods of a strategy: ``experimental_run_v2`` becomes ``run``."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in STRATEGY_METHODS:
             end = source.span(node)[1]
             yield Edit(end - len(node.attr), end, STRATEGY_METHODS[node.attr])
 
 
-def resets(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``reset_states`` of a metric is ``reset_state``; layers keep it."""
+def metric_resets(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Rename ``reset_states`` of metrics to ``reset_state``; layers keep the name."""
     metrics = {
         target.id
         for node in ast.walk(source.tree)
@@ -97,8 +97,8 @@ def resets(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
             yield Edit(end - len(node.attr), end, "reset_state")
 
 
-def one_device(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``OneDeviceStrategy(device)`` is a mirrored strategy with one device."""
+def one_device_strategy(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Replace ``OneDeviceStrategy(device)`` by a mirrored strategy of one device."""
     for call in calls(source):
         is_it = bindings.name_of(call.func) == "tensorflow.distribute.OneDeviceStrategy"
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -106,15 +106,15 @@ def one_device(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
             yield source.replaced(call, f"lockstep.MirroredStrategy([{source.segment(given[0])}])")
 
 
-def sums(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``tf.add_n(model.losses)`` becomes ``sum(model.losses)``: these are JAX's arrays."""
+def add_n(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Replace ``tf.add_n(model.losses)`` by ``sum(model.losses)``, as the losses are arrays of JAX."""
     for call in calls(source):
         if bindings.name_of(call.func) == "tensorflow.add_n" and len(call.args) == 1 and not call.keywords:
             yield source.replaced(call.func, "sum")
 
 
 def batch_normalization(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """The layer that normalizes over all replicas is an option of the usual one."""
+    """Replace ``SyncBatchNormalization`` by ``BatchNormalization(synchronized=True)``."""
     for call in calls(source):
         if full_name(bindings, call) == _SYNCHRONIZED:
             end = source.span(call)[1]
@@ -124,7 +124,7 @@ def batch_normalization(source: SourceText, bindings: ImportBindings) -> Iterato
 
 
 def old_arguments(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``lr`` of an optimizer is ``learning_rate``, and ``backup_dir`` is ``directory``."""
+    """Rename arguments: ``lr`` of an optimizer to ``learning_rate``, ``backup_dir`` to ``directory``."""
     for call in calls(source):
         for keyword in call.keywords:
             old, new = keyword.arg, _new_argument(full_name(bindings, call), keyword.arg)
@@ -139,8 +139,8 @@ def _new_argument(name: str, argument: str | None) -> str | None:
     return "directory" if name == "lockstep.callbacks.BackupAndRestore" and argument == "backup_dir" else None
 
 
-def whole_numbers(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``Embedding(np.max(x) + 1, 16)`` becomes ``Embedding(int(np.max(x) + 1), 16)``: Keras 3 takes no integers of NumPy there."""
+def integer_sizes(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Convert sizes of layers to ``int``: ``Embedding(np.max(x) + 1, 16)``; Keras 3 accepts no integers of NumPy there."""
     for call in calls(source):
         names = _SIZES.get(full_name(bindings, call).removeprefix("keras.layers."), ())
         given = [*zip(names, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
@@ -169,7 +169,7 @@ def _is_of_numpy(source: SourceText, bindings: ImportBindings, value: ast.expr, 
 
 
 def _is_numpy(source: SourceText, function: ast.expr) -> bool:
-    """Whether a function is one of the module NumPy, by the name that the program gives that."""
+    """Return whether a function belongs to NumPy, under the name by which the program imports it."""
     imported = [alias for node in ast.walk(source.tree) if isinstance(node, ast.Import) for alias in node.names]
     names = {alias.asname or alias.name for alias in imported if alias.name == "numpy"}
     while isinstance(function, ast.Attribute):
@@ -177,17 +177,17 @@ def _is_numpy(source: SourceText, function: ast.expr) -> bool:
     return isinstance(function, ast.Name) and function.id in names
 
 
-def cached_last(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``shuffle(…).batch(…).prefetch(…).cache()`` keeps one order for ever, and reads nothing ahead: ``cache()`` comes first."""
+def cache_first(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Move ``cache()`` before shuffle, batch and prefetch: at the end it would fix one order and disable prefetching."""
     for call in calls(source):
         if not (isinstance(call.func, ast.Attribute) and call.func.attr == "cache"):
             continue
         first = call.func.value
         while _is_call_of(first, _BEFORE_CACHE):
-            first = first.func.value  # type: ignore[attr-defined]  # _is_call_of has looked.
+            first = first.func.value  # type: ignore[attr-defined]  # Checked by _is_call_of.
         if first is not call.func.value:
             start, end = source.span(call.func.value)[1], source.span(call)[1]
-            if "#" in source.text[start : source.span(call.func)[1]]:  # A comment stays with what it is about.
+            if "#" in source.text[start : source.span(call.func)[1]]:  # A comment stays on its line.
                 start = source.text.rindex(".", start, source.span(call.func)[1])
             before = source.span(first)[1]
             yield Edit(before, before, source.text[start:end])
@@ -199,7 +199,7 @@ def _is_call_of(node: ast.expr, names: tuple[str, ...]) -> bool:
 
 
 def logits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``from_logits=True`` where the one model of the program ends with a softmax: TensorFlow corrects that, JAX does not."""
+    """Set ``from_logits=False`` if the only model of the program ends with a softmax; TensorFlow corrects that, JAX does not."""
     claims = [node.value for node in ast.walk(source.tree) if is_claim_of_logits(node)]
     ends = list(_last_activations(source, bindings))
     if len(claims) == 1 and ends == ["softmax"]:
@@ -207,14 +207,14 @@ def logits(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
 
 
 def is_claim_of_logits(node: ast.AST) -> TypeGuard[ast.keyword]:
-    """Whether a part of a program is ``from_logits=True``."""
+    """Return whether a node is the argument ``from_logits=True``."""
     if not (isinstance(node, ast.keyword) and node.arg == "from_logits"):
         return False
     return isinstance(node.value, ast.Constant) and node.value.value is True
 
 
 def _last_activations(source: SourceText, bindings: ImportBindings) -> Iterator[str]:
-    """How each sequential model of the program ends, as far as it is written there; one item a model."""
+    """Return the last activation of each sequential model, as far as the source shows it; other models give an empty string."""
     for call in calls(source):
         if full_name(bindings, call) not in ("keras.Sequential", "keras.models.Sequential"):
             continue
@@ -247,23 +247,23 @@ _GROWTH = "tensorflow.config.experimental.set_memory_growth"
 
 
 def logical_devices(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Have the one statement that makes logical devices say it in Lockstep's way."""
+    """Rewrite the statement that creates logical devices, if there is exactly one."""
     found = [node for node in source.statements() if _called(node, bindings) in _SET]
     if len(found) != 1:
         return
-    call = found[0].value  # type: ignore[attr-defined]  # _called has looked.
+    call = found[0].value  # type: ignore[attr-defined]  # Checked by _called.
     platform, number = _platform(source, bindings, call), _count(call)
     if platform == "CPU" and number:
         yield source.replaced(found[0], f"lockstep.config.set_logical_cpu_devices({number})")
     strategies = [one for one in calls(source) if full_name(bindings, one) == "lockstep.MirroredStrategy"]
     if platform == "GPU" and number and len(strategies) == 1 and not (strategies[0].args or strategies[0].keywords):
         end = source.span(strategies[0])[1]
-        yield source.replaced(found[0], "pass  # Replicas are logical: the strategy has them.")
+        yield source.replaced(found[0], "pass  # The strategy creates the replicas.")
         yield Edit(end - 1, end - 1, f'["gpu:0"], replicas={number}')
 
 
 def memory_growth(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """JAX has an environment variable for that."""
+    """Replace ``set_memory_growth`` by a comment with the environment variable of JAX."""
     for node in source.statements():
         if _called(node, bindings) == _GROWTH:
             yield source.replaced(node, "pass  # On JAX: export XLA_PYTHON_CLIENT_PREALLOCATE=false")
@@ -276,7 +276,7 @@ def _called(node: ast.stmt, bindings: ImportBindings) -> str:
 
 
 def _count(call: ast.Call) -> int:
-    """How many devices a list of configurations makes; 0 where it is not written out."""
+    """Return the number of devices in a list of configurations; 0 if the source does not show it."""
     given = call.args[1] if len(call.args) > 1 else None
     if isinstance(given, ast.List):
         return len(given.elts)
@@ -287,7 +287,7 @@ def _count(call: ast.Call) -> int:
 
 
 def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> str:
-    """``"CPU"`` or ``"GPU"``, where the program lists the devices of one of them under the name that is used here."""
+    """Return ``"CPU"`` or ``"GPU"`` if the argument of the call is a list of such devices; else an empty string."""
     names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name)} if call.args else set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id in names for to in node.targets):
@@ -299,32 +299,32 @@ def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> s
 
 
 _STRATEGY = "MultiWorkerMirroredStrategy"
-_ALIKE = "all workers must read the same rows in the same order"
-_SEED = f"shuffle: {_ALIKE}; if this is a data set, write seed=1"
-_TASK = "TF_CONFIG: lockstep run sets that of each worker; write os.environ.setdefault('TF_CONFIG', …)"
+_SAME_ORDER = "all workers must read the same rows in the same order"
+_SEED = f"shuffle: {_SAME_ORDER}; if this is a data set, write seed=1"
+_TASK = "TF_CONFIG: lockstep run sets it for each worker; write os.environ.setdefault('TF_CONFIG', …)"
 _SEEDED = ("list_files", "shuffle_and_repeat")  # functions of tf.data that shuffle
 _DRAWS = "tensorflow.random."
-_DRAWN_ALIKE = ("Generator", "set_seed", "get_global_generator", "experimental")
+_SEEDED_DRAWS = ("Generator", "set_seed", "get_global_generator", "experimental")
 
 
 def is_for_workers(bindings: ImportBindings) -> bool:
-    """Whether a program makes the strategy of several workers."""
+    """Return whether a program creates a strategy for several workers."""
     return any(translated(chain.name).endswith(f".{_STRATEGY}") for chain in bindings.chains)
 
 
-def task_from_outside(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``os.environ["TF_CONFIG"] = …`` with a task that is written there becomes a default: ``lockstep run`` sets that of each worker."""
+def task_as_default(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Turn an assignment of ``TF_CONFIG`` with a literal task into a default, as ``lockstep run`` sets it for each worker."""
     if not any(map(_is_task, ast.walk(source.tree))):
         return
     for node in ast.walk(source.tree):
         target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
         if isinstance(node, ast.Assign) and isinstance(target, ast.Subscript) and _is_entry(target):
             text = f'{source.segment(target.value)}.setdefault("TF_CONFIG", {source.segment(node.value)})'
-            yield source.replaced(node, f"{text}  # lockstep run has set it for each worker.")
+            yield source.replaced(node, f"{text}  # lockstep run sets it for each worker.")
 
 
 def _is_task(node: ast.AST) -> bool:
-    """Whether a part of a program is ``{"type": …, "index": 0}`` with a number."""
+    """Return whether a node is a dict ``{"type": …, "index": 0}`` with a literal index."""
     if not isinstance(node, ast.Dict):
         return False
     given = {
@@ -338,8 +338,8 @@ def _is_entry(target: ast.Subscript) -> bool:
     return is_named and ast.unparse(target.value).endswith("environ")
 
 
-def shuffled_alike(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """``shuffle(1024)`` of a data set gets a seed, with which it gives the same order on all workers."""
+def seed_shuffles(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Add a seed to ``shuffle(1024)`` of a data set, so that all workers get the same order."""
     if source.for_workers or is_for_workers(bindings):
         for call in _without_seed(source):
             if _is_of_data(source, bindings, call):
@@ -348,8 +348,8 @@ def shuffled_alike(source: SourceText, bindings: ImportBindings) -> Iterator[Edi
                 yield Edit(len(before), end, " seed=1" if before.endswith(",") else ", seed=1")
 
 
-def unlike(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
-    """Where that is not sure, and what else workers would do each in their own way."""
+def worker_differences(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
+    """Find calls that may give different data on each worker, with what to write."""
     if not (source.for_workers or is_for_workers(bindings)):
         return
     for call in _without_seed(source):
@@ -362,18 +362,18 @@ def unlike(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.A
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         if name in _SEEDED and "seed" not in given and not any(map(_is_false, (*call.args, given.get("shuffle")))):
-            yield call, f"{name}: {_ALIKE}; write seed=1"
+            yield call, f"{name}: {_SAME_ORDER}; write seed=1"
         elif _is_false(given.get("deterministic")):
-            yield call, f"deterministic=False: {_ALIKE}; leave it out"
+            yield call, f"deterministic=False: {_SAME_ORDER}; leave it out"
         elif has_task and name in ("update", "putenv") and "TF_CONFIG" in ast.unparse(call):
             yield call, _TASK
         elif _draws(bindings.name_of(call.func)) and "seed" not in given and not is_seeded:
-            yield call, f"tf.random: {_ALIKE}; write tf.random.set_seed(1) at the top of the script"
+            yield call, f"tf.random: {_SAME_ORDER}; write tf.random.set_seed(1) at the top of the script"
 
 
 def _draws(name: str) -> bool:
     own = name.removeprefix(_DRAWS)
-    return own != name and not own.startswith(("stateless", *_DRAWN_ALIKE))
+    return own != name and not own.startswith(("stateless", *_SEEDED_DRAWS))
 
 
 def _is_false(node: ast.AST | None) -> bool:
@@ -381,7 +381,7 @@ def _is_false(node: ast.AST | None) -> bool:
 
 
 def _without_seed(source: SourceText) -> Iterator[ast.Call]:
-    """The calls ``.shuffle(rows)``; the second argument of a data set's is the seed."""
+    """Iterate over calls ``.shuffle(rows)`` without a seed, which would be the second argument."""
     for call in calls(source):
         names = {keyword.arg for keyword in call.keywords}
         is_shuffle = isinstance(call.func, ast.Attribute) and call.func.attr == "shuffle"
@@ -390,7 +390,7 @@ def _without_seed(source: SourceText) -> Iterator[ast.Call]:
 
 
 def _is_of_data(source: SourceText, bindings: ImportBindings, call: ast.Call) -> bool:
-    """Whether a call belongs to a chain of ``tf.data``, or its argument is a number of rows."""
+    """Return whether a call is in a chain of ``tf.data``, or its argument is a number of rows."""
     if call.args and isinstance(call.args[0], ast.Constant):
         return isinstance(call.args[0].value, int)
     if call.keywords:

@@ -11,20 +11,20 @@ from lockstep._errors import OptionError
 from lockstep.tools.migrate.symbol_map import translated
 
 __all__ = [
-    "OURS",
+    "MODULES",
     "DottedName",
     "Edit",
     "ImportBindings",
     "Scopes",
     "SourceText",
-    "imports_of_ours",
-    "is_import_of_ours",
+    "is_relevant_import",
+    "relevant_imports",
 ]
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Characters from ``start`` up to ``end`` become ``text``."""
+    """Replacement of the characters from ``start`` up to ``end`` by ``text``."""
 
     start: int
     end: int
@@ -33,12 +33,12 @@ class Edit:
 
 @dataclass(frozen=True)
 class SourceText:
-    """A program.
+    """The source text of a program.
 
     Args:
         text: of the whole file.
         path: of the file, for messages.
-        for_workers: whether several workers run it: a file that goes with it makes their strategy.
+        for_workers: whether several workers run it: another file of the program creates their strategy.
     """
 
     text: str
@@ -47,21 +47,21 @@ class SourceText:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The tree of the text.
+        """The syntax tree.
 
         Raises:
-            OptionError: it is not Python.
+            OptionError: the text is not valid Python.
         """
         try:
             return ast.parse(self.text)
         except SyntaxError as error:
             raise OptionError(
-                f"{self.path}, line {error.lineno}: {error.msg}. The script must be Python 3; of a notebook, export the code first."
+                f"{self.path}, line {error.lineno}: {error.msg}. Fix: give a Python 3 script; export a notebook as a script first."
             ) from None
 
     @cached_property
     def lines(self) -> list[str]:
-        """The lines with their ends, as Python counts them."""
+        """The lines with their ends, split as Python does."""
         return list(io.StringIO(self.text, newline=""))
 
     @cached_property
@@ -72,27 +72,27 @@ class SourceText:
         return starts
 
     def span(self, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
-        """Where a node begins and ends in the text; a decorated statement begins at its name."""
+        """Return start and end of a node in the text; a decorated statement starts at its keyword."""
         return self._at(node.lineno, node.col_offset), self._at(node.end_lineno or 0, node.end_col_offset or 0)
 
     def _at(self, line: int, column: int) -> int:
-        """A place as the parser says it: the line from 1, the column in bytes."""
+        """Convert a position of the parser (line from 1, column in bytes) to an index."""
         return self._starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
 
     def segment(self, node: ast.expr | ast.stmt) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
 
     def line_start(self, node: ast.expr | ast.stmt) -> int:
-        """Where the line of a node begins, or that of its first decorator."""
+        """Return the start of the line of a node, or of its first decorator."""
         decorators = (
             node.decorator_list if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else []
         )
         return self._starts[min([node.lineno, *(one.lineno for one in decorators)]) - 1]
 
     def replaced(self, node: ast.expr | ast.stmt, text: str) -> Edit:
-        """The edit that puts ``text`` in the place of a node; a comment at its end is left out where another statement follows on the line."""
+        """Return the edit that replaces a node by ``text``, without a final comment if another statement follows on the line."""
         start, end = self.span(node)
         if isinstance(node, ast.stmt) and self.text[end:].lstrip(" \t").startswith(";"):
             before, newline, last = text.rpartition("\n")
@@ -100,11 +100,11 @@ class SourceText:
         return Edit(start, end, text)
 
     def statements(self) -> Iterator[ast.stmt]:
-        """All statements, also those inside others."""
+        """Return all statements, also nested ones."""
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt))
 
     def with_edits(self, edits: Iterable[Edit]) -> "SourceText":
-        """The program after edits, none of which may overlap; those at the same place come in their order."""
+        """Apply edits, which must not overlap; those at the same position keep their order."""
         parts, at = [], 0
         for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
             parts += [self.text[at : edit.start], edit.text]
@@ -112,14 +112,14 @@ class SourceText:
         return replace(self, text="".join([*parts, self.text[at:]]))
 
 
-OURS = ("tensorflow", "keras", "lockstep")
+MODULES = ("tensorflow", "keras", "lockstep")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (ast.Module, ast.ClassDef, *_FUNCTIONS, *_COMPREHENSIONS)
 
 
 class Scopes:
-    """The names that a program binds in each scope, but for imports from TensorFlow, Keras and Lockstep.
+    """The names that a program binds in each scope, except imports from TensorFlow, Keras and Lockstep.
 
     Args:
         source: the program.
@@ -131,33 +131,33 @@ class Scopes:
         self._bound: dict[ast.AST, set[str]] = defaultdict(set)
         for node in nodes:
             for name in _bound_by(node):
-                self._bound[next(self._around(node))].add(name)
+                self._bound[next(self._enclosing(node))].add(name)
 
-    def hide(self, node: ast.AST, name: str) -> bool:
-        """Whether a scope around a node has bound a name; what a class binds is not seen by its methods."""
-        return any(name in self._bound[scope] for scope in self._around(node) if not isinstance(scope, ast.ClassDef))
+    def shadow(self, node: ast.AST, name: str) -> bool:
+        """Return whether a scope around a node binds a name; methods do not see names bound by their class."""
+        return any(name in self._bound[scope] for scope in self._enclosing(node) if not isinstance(scope, ast.ClassDef))
 
-    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The scopes around a node, from within."""
+    def _enclosing(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Iterate over the scopes around a node, from the innermost."""
         while node in self._parents:
             node = self._parents[node]
             if isinstance(node, _SCOPES):
                 yield node
 
 
-def is_import_of_ours(node: ast.AST) -> bool:
-    """Whether a node is a statement that imports from TensorFlow, Keras or Lockstep."""
+def is_relevant_import(node: ast.AST) -> bool:
+    """Return whether a node is an import from TensorFlow, Keras or Lockstep."""
     if isinstance(node, ast.Import):
-        return any(_is_ours(alias.name) for alias in node.names)
-    return isinstance(node, ast.ImportFrom) and not node.level and _is_ours(node.module or "")
+        return any(_is_relevant(alias.name) for alias in node.names)
+    return isinstance(node, ast.ImportFrom) and not node.level and _is_relevant(node.module or "")
 
 
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in OURS
+def _is_relevant(module: str) -> bool:
+    return module.partition(".")[0] in MODULES
 
 
 def _bound_by(node: ast.AST) -> list[str]:
-    """The names that a node gives a meaning of the program's own."""
+    """Return the names that a node binds, except imports from TensorFlow, Keras and Lockstep."""
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, ast.arg):
@@ -167,19 +167,19 @@ def _bound_by(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ExceptHandler):
         return [node.name] if node.name else []
     if isinstance(node, ast.Import):
-        return [alias.asname or alias.name.partition(".")[0] for alias in node.names if not _is_ours(alias.name)]
-    if isinstance(node, ast.ImportFrom) and not is_import_of_ours(node):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names if not _is_relevant(alias.name)]
+    if isinstance(node, ast.ImportFrom) and not is_relevant_import(node):
         return [alias.asname or alias.name for alias in node.names]
     return []
 
 
 @dataclass(frozen=True)
 class DottedName:
-    """A dotted name in a program, as long as it goes.
+    """A maximal dotted name in a program.
 
     Args:
-        node: it.
-        name: what it stands for, in full.
+        node: of the name.
+        name: full name that it refers to, such as ``tensorflow.keras.Model`` for ``tf.keras.Model``.
         root: its first word.
     """
 
@@ -195,37 +195,37 @@ class ImportBindings:
         source: the program.
 
     Attributes:
-        modules: for each name that an import of TensorFlow, Keras or Lockstep has made, what it stands for.
-        unclear: those of them that the program also gives another meaning, with the statement that imports them.
+        modules: the full name for each name that an import of TensorFlow, Keras or Lockstep binds.
+        ambiguous: those of them that the program also binds to something else, with the import statement.
     """
 
     def __init__(self, source: SourceText) -> None:
         self._source, self._scopes = source, Scopes(source)
         self.modules: dict[str, str] = {}
-        self.unclear: dict[str, ast.stmt] = {}
+        self.ambiguous: dict[str, ast.stmt] = {}
         for name, full, statement in self._imported():
             before = self.modules.setdefault(name, full)
-            if self._scopes.hide(statement, name) or translated(before) != translated(full):
-                self.unclear[name] = statement
+            if self._scopes.shadow(statement, name) or translated(before) != translated(full):
+                self.ambiguous[name] = statement
 
     def _imported(self) -> Iterator[tuple[str, str, ast.stmt]]:
-        for statement in imports_of_ours(self._source):
+        for statement in relevant_imports(self._source):
             for alias in statement.names:
                 first = alias.name.partition(".")[0]
                 if isinstance(statement, ast.ImportFrom):
                     yield alias.asname or alias.name, f"{statement.module}.{alias.name}", statement
-                elif first in OURS:
+                elif first in MODULES:
                     yield alias.asname or first, alias.name if alias.asname else first, statement
 
     @cached_property
     def chains(self) -> list[DottedName]:
-        """All dotted names that begin with something imported, each as long as it goes."""
-        return [chain for chain in self._chains if self._is_clear(chain.node, chain.root)]
+        """All maximal dotted names whose first word is an import."""
+        return [chain for chain in self._chains if self._is_unambiguous(chain.node, chain.root)]
 
     @cached_property
-    def unclear_chains(self) -> list[DottedName]:
-        """Those of which that is not sure."""
-        return [chain for chain in self._chains if chain.root in self.unclear]
+    def ambiguous_chains(self) -> list[DottedName]:
+        """Dotted names whose first word may be an import."""
+        return [chain for chain in self._chains if chain.root in self.ambiguous]
 
     @cached_property
     def _chains(self) -> list[DottedName]:
@@ -239,19 +239,19 @@ class ImportBindings:
         return found
 
     def name_of(self, node: ast.expr) -> str:
-        """What an expression stands for in full; empty where it is no imported name."""
+        """Return the full name of an expression; empty if it is no imported name."""
         words = _words(node)
-        is_known = bool(words) and words[0] in self.modules and self._is_clear(node, words[0])
+        is_known = bool(words) and words[0] in self.modules and self._is_unambiguous(node, words[0])
         return ".".join([self.modules[words[0]], *words[1:]]) if is_known else ""
 
-    def _is_clear(self, node: ast.AST, name: str) -> bool:
-        return name not in self.unclear and not self._scopes.hide(node, name)
+    def _is_unambiguous(self, node: ast.AST, name: str) -> bool:
+        return name not in self.ambiguous and not self._scopes.shadow(node, name)
 
 
-def imports_of_ours(source: SourceText) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The statements that import from TensorFlow, Keras or Lockstep."""
+def relevant_imports(source: SourceText) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Iterate over the imports from TensorFlow, Keras and Lockstep."""
     for node in source.statements():
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and is_import_of_ours(node):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and is_relevant_import(node):
             yield node
 
 

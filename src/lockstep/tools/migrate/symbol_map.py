@@ -42,22 +42,18 @@ _INITIALIZERS = {
     "zeros_initializer": "Zeros",
 }
 
-_SCHEDULE = (
-    "write keras.optimizers.schedules.{} and give it to the optimizer as learning_rate; it counts the steps by itself"
-)
+_SCHEDULE = "write keras.optimizers.schedules.{} and give it to the optimizer as learning_rate; it counts the steps"
 _OPTIMIZER = "write keras.optimizers.{} and give it to compile; fit minimizes"
 _INITIALIZER = "write keras.initializers.{} and give it to the layer"
 _QUEUE = (
-    "there are no queues: write a tf.data.Dataset, or a keras.utils.PyDataset, and give it to fit, which reads ahead"
+    "there are no queues: write a tf.data.Dataset, or a keras.utils.PyDataset, and give it to fit, which prefetches"
 )
-_THREADS = "there are no threads to start or to join: fit reads ahead by itself; leave it out"
+_THREADS = "there are no threads to start or to join, as fit prefetches: leave it out"
 _BATCHES = "write tf.data.Dataset.batch, or arrays and fit(batch_size=…)"
 _SHUFFLED = "write tf.data.Dataset.shuffle(…).batch(…), or arrays and fit(batch_size=…, shuffle=True)"
 _FILES = "write tf.data.TFRecordDataset, TextLineDataset or FixedLengthRecordDataset over the names of the files"
-_SESSION = (
-    "there are no sessions: fit trains, and lockstep.callbacks.BackupAndRestore goes on after an end (docs/resume.md)"
-)
-_CONFIGURED = "JAX sets its threads and its memory by itself: leave it out"
+_SESSION = "there are no sessions: fit trains, and lockstep.callbacks.BackupAndRestore resumes (docs/resume.md)"
+_CONFIGURED = "JAX sets its threads and its memory: leave it out"
 _HOOK = "write a keras.callbacks.Callback and give it to fit"
 _STEP = "write model.optimizer.iterations"
 _SAVED = "lockstep.callbacks.BackupAndRestore in fit, strategy.checkpoint in a loop (docs/resume.md)"
@@ -65,12 +61,12 @@ _OLD_FILES = "read the old file with TensorFlow in a program of its own, and giv
 _VARIABLE = "write self.add_weight in a keras.layers.Layer, or keras.Variable outside of one"
 _VARIABLES = "write model.trainable_variables, model.non_trainable_variables or model.variables"
 _COLLECTION = "there are no collections: model.losses, model.metrics and model.variables have what layers add"
-_INITIALIZED = "variables have their values when they are made: leave it out"
+_INITIALIZED = "variables are initialized when they are created: leave it out"
 _ASSIGNED = "write variable.assign in a layer's call, with keras.ops.scatter_update for some rows"
 _SCOPE = "give the layer a name, or use keras.name_scope"
 _GRAPH = "there is no graph to build: write a keras.Model"
 _PLACEHOLDER = "write keras.Input, or give the arrays to fit"
-_GRADIENTS = "write jax.value_and_grad in a loop of your own (docs/custom_loops.md); fit computes them by itself"
+_GRADIENTS = "write jax.value_and_grad in a custom training loop (docs/custom_loops.md); fit computes them"
 _ADDED = "layers add losses by self.add_loss, and model.losses has them; fit adds them up"
 _CALLED_BACK = "write keras.ops, or jax.pure_callback for what only Python can do"
 _PLACED = "a strategy places its models: lockstep.ParameterServerStrategy where variables belong on servers (docs/parameter_servers.md)"
@@ -80,7 +76,7 @@ _TRAINING = {
     **{name: _OPTIMIZER.format(keras) for name, keras in _OPTIMIZERS.items()},
     **{name: _SCHEDULE.format(keras) for name, keras in _DECAYS.items()},
     "MomentumOptimizer": _OPTIMIZER.format("SGD(momentum=…)"),
-    "SyncReplicasOptimizer": "replicas train in step by themselves: write keras.optimizers and lockstep.MultiWorkerMirroredStrategy",
+    "SyncReplicasOptimizer": "replicas are synchronized: write keras.optimizers and lockstep.MultiWorkerMirroredStrategy",
     "ExponentialMovingAverage": "write use_ema=True in the optimizer",
     **dict.fromkeys(("QueueRunner", "queue_runner", "add_queue_runner", "start_queue_runners"), _THREADS),
     **dict.fromkeys(("Coordinator", "LooperThread"), _THREADS),
@@ -119,7 +115,7 @@ _TRAINING = {
         _HOOK,
     ),
     **dict.fromkeys(("CheckpointSaverHook", "CheckpointSaverListener"), _SAVED),
-    **dict.fromkeys(("LoggingTensorHook", "StepCounterHook"), "fit logs by itself: leave it out"),
+    **dict.fromkeys(("LoggingTensorHook", "StepCounterHook"), "fit logs: leave it out"),
     "StopAtStepHook": "write fit(epochs=…, steps_per_epoch=…)",
     **dict.fromkeys(("ProfilerHook", "SummarySaverHook"), "write lockstep.callbacks.TensorBoard"),
     **dict.fromkeys(
@@ -158,7 +154,7 @@ _TRAINING = {
     "sdca_optimizer": _OPTIMIZER.format("SGD"),
     "do_quantize_training_on_graphdef": "write model.quantize('int8')",
     "Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",
-    # What describes rows of TFRecord files, which tf.data goes on to read.
+    # The description of TFRecord rows stays, as tf.data still reads them.
     **dict.fromkeys(
         (
             "BytesList",
@@ -264,20 +260,20 @@ _OTHERS = {
     "metrics": "write the metric of keras.metrics and give it to compile",
     "app": "write if __name__ == '__main__': main()",
     "flags": "write argparse",
-    "enable_eager_execution": "Keras runs so by itself: leave it out",
-    "disable_eager_execution": "Keras compiles each step by itself: leave it out",
+    "enable_eager_execution": "Keras 3 needs no such call: leave it out",
+    "disable_eager_execution": "Keras compiles each step: leave it out",
     "enable_v2_behavior": "leave it out",
     "disable_v2_behavior": "leave it out",
 }
 
-# By the names that TensorFlow 1 has, which TensorFlow 2 has below tensorflow.compat.v1. Without a text: it may stay.
+# Keys are names of TensorFlow 1, which TensorFlow 2 has under tensorflow.compat.v1. An empty text: the name may stay.
 TENSORFLOW_1 = {
     **{f"tensorflow.train.{name}": advice for name, advice in _TRAINING.items()},
     **{f"tensorflow.{name}": advice for name, advice in _OTHERS.items()},
 }
 
 
-# The longest entry that a dotted name begins with says what it becomes.
+# The longest entry that is a prefix of a dotted name determines its replacement.
 RENAMED = {
     "tensorflow.keras": "keras",
     "keras.callbacks.BackupAndRestore": "lockstep.callbacks.BackupAndRestore",
@@ -301,7 +297,7 @@ RENAMED = {
     "tensorflow.train.ClusterSpec": "lockstep.cluster_resolver.ClusterSpec",
 }
 
-# What stays as it is, with the reason and what to write. The longest entry counts, and the one above where both are as long.
+# Names that are not translated, with what to write instead. The longest prefix counts; RENAMED wins if both are as long.
 ABSENT = {
     **TENSORFLOW_1,
     "keras.layers.experimental.SyncBatchNormalization": "write keras.layers.BatchNormalization(synchronized=True)",
@@ -309,7 +305,7 @@ ABSENT = {
     "keras.utils.multi_gpu_model": "write lockstep.MirroredStrategy(), and build and compile the model in its scope",
     "keras.utils.experimental.DatasetCreator": "give fit what the function returns, without repeat() or with steps_per_epoch (docs/parameter_servers.md)",
     "tensorflow.GradientTape": "there are no tapes on JAX; write the step with jax.value_and_grad (docs/custom_loops.md)",
-    "tensorflow.Variable": "the variables of a model are Keras's; make others by keras.Variable",
+    "tensorflow.Variable": "the variables of a model are Keras's; create others by keras.Variable",
     "tensorflow.compat": "TensorFlow 1 has no counterpart; examples/cifar10_towers shows such a loop",
     **dict.fromkeys(
         (
@@ -318,42 +314,42 @@ ABSENT = {
             "tensorflow.config.list_logical_devices",
             "tensorflow.config.list_physical_devices",
         ),
-        "write jax.local_devices(), below the line that makes the strategy",
+        "write jax.local_devices(), below the line that creates the strategy",
     ),
-    "tensorflow.config": "JAX starts its devices by itself; name them to the strategy, as in lockstep.MirroredStrategy(['gpu:0', 'gpu:1'])",
+    "tensorflow.config": "JAX initializes its devices; name them to the strategy, as in lockstep.MirroredStrategy(['gpu:0', 'gpu:1'])",
     "tensorflow.contrib": "TensorFlow 1 has no counterpart; see the pages of docs/",
-    "tensorflow.data.experimental.AutoShardPolicy": "all workers read the same, and each takes its rows: leave it out",
+    "tensorflow.data.experimental.AutoShardPolicy": "all workers read the same data, and each takes its rows: leave it out",
     "tensorflow.device": "a strategy places its models; name the devices to it, or use keras.device outside of one",
     "tensorflow.distribute.OneDeviceStrategy": "write lockstep.MirroredStrategy([device])",
     "tensorflow.distribute.Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",
     "tensorflow.distribute.Strategy": "each strategy has scope, run, reduce and gather; as a type, name one, such as lockstep.MirroredStrategy",
     "tensorflow.distribute.StrategyExtended": "strategy.reduce, gather and run do what it does in custom loops (docs/custom_loops.md)",
-    "tensorflow.distribute.TPUStrategy": "JAX has TPUs as devices: lockstep.MirroredStrategy() takes all that are there",
+    "tensorflow.distribute.TPUStrategy": "JAX has TPUs as devices: lockstep.MirroredStrategy() uses all of them",
     "tensorflow.distribute.cluster_resolver.GCEClusterResolver": "write lockstep.cluster_resolver.SimpleClusterResolver, or set TF_CONFIG",
-    "tensorflow.distribute.cluster_resolver.TPUClusterResolver": "JAX finds its TPUs by itself",
+    "tensorflow.distribute.cluster_resolver.TPUClusterResolver": "JAX finds its TPUs: leave it out",
     "tensorflow.distribute.cluster_resolver.UnionResolver": "write lockstep.cluster_resolver.SimpleClusterResolver",
-    "tensorflow.distribute.coordinator.experimental_get_current_worker_index": "strategy.cluster_resolver.task_id is it on a worker",
+    "tensorflow.distribute.coordinator.experimental_get_current_worker_index": "write strategy.cluster_resolver.task_id on a worker",
     "tensorflow.distribute.experimental.CollectiveHints": "write lockstep.CommunicationOptions",
     "tensorflow.distribute.experimental.PreemptionCheckpointHandler": "lockstep.callbacks.BackupAndRestore in fit and strategy.checkpoint "
     "in a loop also save at SIGTERM (docs/resume.md)",
     "tensorflow.distribute.experimental.PreemptionWatcher": "lockstep.callbacks.BackupAndRestore stops at SIGTERM (docs/resume.md)",
-    "tensorflow.distribute.experimental.TPUStrategy": "JAX has TPUs as devices: lockstep.MirroredStrategy() takes all that are there",
+    "tensorflow.distribute.experimental.TPUStrategy": "JAX has TPUs as devices: lockstep.MirroredStrategy() uses all of them",
     "tensorflow.distribute.experimental.TerminationConfig": "lockstep.callbacks.BackupAndRestore stops at SIGTERM (docs/resume.md)",
     "tensorflow.distribute.experimental.rpc": "lockstep.ClusterCoordinator schedules functions on workers (docs/coordinator.md)",
     "tensorflow.distribute.experimental_set_strategy": "enter strategy.scope(), as a with statement",
-    "tensorflow.distribute.RunOptions": "there is nothing to choose: leave it out",
+    "tensorflow.distribute.RunOptions": "there are no such options: leave it out",
     "tensorflow.estimator": "estimators have no counterpart: write a Keras model",
-    "tensorflow.function": "a step is compiled by itself: leave it out, or use jax.jit in a loop of your own (docs/custom_loops.md)",
+    "tensorflow.function": "steps are compiled: leave it out, or use jax.jit in a custom training loop (docs/custom_loops.md)",
     "tensorflow.python": "TensorFlow's private modules have no counterpart",
     "tensorflow.saved_model": "write model.save('model.keras'), or model.export for a server",
     "tensorflow.summary": "lockstep.callbacks.TensorBoard writes what fit logs",
     "tensorflow.train": "lockstep.callbacks.BackupAndRestore in fit, strategy.checkpoint in a loop (docs/resume.md)",
 }
 
-# TensorFlow 2 has Keras's classes in these modules too; what begins with a small letter there is TensorFlow 1's.
+# TensorFlow 2 has Keras's classes in these modules too; lower-case names there belong to TensorFlow 1.
 _ALIASES = re.compile(r"tensorflow\.(initializers|losses|metrics|optimizers)\.(?=[A-Z])")
 
-# Methods of a strategy that older scripts call by other names, or that are gone.
+# Old names of methods of a strategy.
 STRATEGY_METHODS = {
     "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
     "experimental_run_v2": "run",
@@ -361,14 +357,14 @@ STRATEGY_METHODS = {
 
 
 def _prefix(name: str, table: dict[str, str]) -> str:
-    """The longest entry that a dotted name is or begins with; empty where there is none."""
+    """Return the longest entry that is a prefix of a dotted name; empty if there is none."""
     parts = name.split(".")
     prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((prefix for prefix in prefixes if prefix in table), "")
 
 
 def translated(name: str) -> str:
-    """What a full dotted name becomes; itself where that is not known.
+    """Translate a full dotted name; unknown names are returned unchanged.
 
     Example:
         >>> translated("tensorflow.keras.layers.Dense"), translated("tensorflow.distribute.MirroredStrategy")
@@ -381,7 +377,7 @@ def translated(name: str) -> str:
 
 
 def why_absent(name: str) -> str | None:
-    """What to write in place of a name that is not translated; None where it may stay.
+    """Return what to write instead of a name that is not translated; None if it may stay.
 
     Example:
         >>> why_absent("tensorflow.distribute.OneDeviceStrategy")

@@ -5,24 +5,26 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep.tools.migrate.imports import is_there, thing
-from lockstep.tools.migrate.rewrite_rules import calls, full_name, is_claim_of_logits, unlike
-from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, imports_of_ours
+from lockstep.tools.migrate.imports import exists, resolve
+from lockstep.tools.migrate.rewrite_rules import calls, full_name, is_claim_of_logits, worker_differences
+from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, relevant_imports
 from lockstep.tools.migrate.symbol_map import translated, why_absent
 
-__all__ = ["TodoComment", "marked", "marks", "not_taken"]
+__all__ = ["TodoComment", "add_comments", "find_incompatibilities", "find_todos"]
 
 _PREFIX = "# lockstep migrate: "
-_LOGITS = "a softmax and from_logits=True: JAX takes the softmax twice where it is one model's; `lockstep doctor` tells"
+_LOGITS = (
+    "a softmax and from_logits=True: if both are of one model, JAX applies softmax twice; check with `lockstep doctor`"
+)
 _EXTENDED = "strategy.extended has no counterpart; see docs/custom_loops.md"
-_UNCLEAR = (
-    "the script also uses this name for something else, so what begins with it stays: give the import a name of its own"
+_AMBIGUOUS = (
+    "the script also uses this name for something else, so names that begin with it stay: give the import another name"
 )
 
 
 @dataclass(frozen=True)
 class TodoComment:
-    """Something that is not translated.
+    """A comment about something that is not translated.
 
     Args:
         line: of the statement, from 1.
@@ -33,15 +35,15 @@ class TodoComment:
     sentence: str
 
 
-def marks(source: SourceText, bindings: ImportBindings) -> list[TodoComment]:
-    """What is left in a program, by line; each thing once a statement."""
+def find_todos(source: SourceText, bindings: ImportBindings) -> list[TodoComment]:
+    """Find what needs manual work, by line; each sentence once per statement."""
     first_lines = _FirstLines(source)
-    found = {TodoComment(first_lines(node), sentence) for node, sentence in _left(source, bindings)}
+    found = {TodoComment(first_lines(node), sentence) for node, sentence in _find_all(source, bindings)}
     return sorted(found, key=lambda mark: (mark.line, mark.sentence))
 
 
-def marked(source: SourceText, found: list[TodoComment]) -> SourceText:
-    """The program with a comment for each mark that has none yet."""
+def add_comments(source: SourceText, found: list[TodoComment]) -> SourceText:
+    """Add a comment above each statement, unless it has that comment already."""
     edits = []
     for mark in found:
         line = source.lines[mark.line - 1]
@@ -54,12 +56,12 @@ def marked(source: SourceText, found: list[TodoComment]) -> SourceText:
     return source.with_edits(edits)
 
 
-def _left(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
+def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
     for chain in bindings.chains:
         reason = _reason(chain.name)
         if reason:
             yield chain.node, f"{_short(chain.name)}: {reason}"
-    for statement in imports_of_ours(source):
+    for statement in relevant_imports(source):
         for alias in statement.names:
             name = f"{statement.module}.{alias.name}" if isinstance(statement, ast.ImportFrom) else alias.name
             if alias.name != "*" and (reason := _reason(name)):
@@ -70,9 +72,9 @@ def _left(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AS
                 call,
                 f"{bindings.name_of(call.func)} has no argument {argument!r}: leave it out, or see its documentation",
             )
-    yield from not_taken(source, bindings)
-    yield from unlike(source, bindings)
-    yield from _unclear(bindings)
+    yield from find_incompatibilities(source, bindings)
+    yield from worker_differences(source, bindings)
+    yield from _ambiguous(bindings)
     constants = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant)]
     has_softmax = any(node.value == "softmax" for node in constants)
     for node in ast.walk(source.tree):
@@ -82,34 +84,32 @@ def _left(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AS
             yield node.value, _LOGITS
 
 
-def _unclear(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
-    """Imports whose names may stand for something else, where more than the import would be translated."""
-    for chain in bindings.unclear_chains:
+def _ambiguous(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
+    """Find ambiguous imports that keep names below them from being translated."""
+    for chain in bindings.ambiguous_chains:
         root = bindings.modules[chain.root]
         if translated(chain.name) != translated(root) + chain.name[len(root) :] or _reason(chain.name):
-            yield bindings.unclear[chain.root], f"{chain.root}: {_UNCLEAR}"
+            yield bindings.ambiguous[chain.root], f"{chain.root}: {_AMBIGUOUS}"
 
 
 def _reason(name: str) -> str | None:
-    """Why something cannot be used as it is; None where it can."""
-    if name == "tensorflow.config.set_visible_devices":  # It keeps TensorFlow off the accelerators.
+    """Return what to write instead of a name; None if it may stay."""
+    if name == "tensorflow.config.set_visible_devices":  # The translation inserts it itself.
         return None
     becomes = translated(name)
-    then = name.replace(
-        "lockstep.", "tensorflow.distribute.", 1
-    )  # An import that is translated already gives such names.
-    if known := why_absent(name) or why_absent(becomes) or (why_absent(then) if not is_there(becomes) else None):
+    then = name.replace("lockstep.", "tensorflow.distribute.", 1)  # From an import that is already translated.
+    if known := why_absent(name) or why_absent(becomes) or (why_absent(then) if not exists(becomes) else None):
         return known
-    if becomes.startswith("tensorflow") or is_there(becomes):
+    if becomes.startswith("tensorflow") or exists(becomes):
         return None
     return f"{'Keras 3' if becomes.startswith('keras') else 'Lockstep'} has no such name"
 
 
 def _unknown_arguments(call: ast.Call, name: str) -> list[str]:
-    """Named arguments of a call that what is called now does not take."""
+    """Return the named arguments of a call that the translated function does not accept."""
     try:
-        parameters = inspect.signature(thing(name)).parameters if name and not name.startswith("tensorflow") else {}
-    except (AttributeError, TypeError, ValueError):  # There is no such thing, or it does not say.
+        parameters = inspect.signature(resolve(name)).parameters if name and not name.startswith("tensorflow") else {}
+    except (AttributeError, TypeError, ValueError):  # No such object, or no signature.
         return []
     takes_any = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return [] if takes_any else [one.arg for one in call.keywords if one.arg and one.arg not in parameters]
@@ -120,7 +120,7 @@ def _short(name: str) -> str:
 
 
 class _FirstLines:
-    """Gives the first line of the innermost statement around a node, its decorators included."""
+    """Lookup of the first line of the innermost statement around a node, including its decorators."""
 
     def __init__(self, source: SourceText) -> None:
         self._statements = sorted(source.statements(), key=lambda node: (node.lineno, -(node.end_lineno or 0)))
@@ -143,10 +143,10 @@ _METHODS = {
     "evaluate_generator": "write evaluate, which takes generators",
     "predict_generator": "write predict, which takes generators",
 }
-_OF_THE_DATA = "give it to the keras.utils.PyDataset"
+_DATA_ARGUMENT = "give it to the keras.utils.PyDataset"
 _ARGUMENTS = {
     **{
-        (method, argument): _OF_THE_DATA
+        (method, argument): _DATA_ARGUMENT
         for method in ("fit", "evaluate", "predict")
         for argument in ("max_queue_size", "use_multiprocessing", "workers")
     },
@@ -168,8 +168,8 @@ _COMPUTING = (
 _BACKEND = 'KERAS_BACKEND: write "jax"'
 
 
-def not_taken(source: SourceText, bindings: ImportBindings) -> Left:
-    """Parts of a program, and what to write in their place."""
+def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left:
+    """Find what Keras 3 on JAX does not accept: methods, arguments, TensorFlow within a model, another backend."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in _METHODS:
             yield node, f"{node.attr}: {_METHODS[node.attr]}"
@@ -199,7 +199,7 @@ def _within_models(source: SourceText, bindings: ImportBindings) -> Left:
 
 
 def _models(source: SourceText, bindings: ImportBindings) -> Iterator[ast.AST]:
-    """The classes and functions of a program that compute within a step, as far as that is sure."""
+    """Iterate over the classes and functions that compute within a step, as far as the source shows it."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ClassDef):
             bases = [translated(bindings.name_of(base)).split(".") for base in node.bases]
@@ -210,7 +210,7 @@ def _models(source: SourceText, bindings: ImportBindings) -> Iterator[ast.AST]:
 
 
 def _other_backend(source: SourceText, constant: ast.Constant) -> Left:
-    """Where the program sets the variable of the environment to something else than JAX."""
+    """Find assignments of the variable ``KERAS_BACKEND`` to another backend than JAX."""
     for node in ast.walk(source.tree):
         value: ast.expr | None = None
         if isinstance(node, ast.Assign) and any(constant is _key(target) for target in node.targets):

@@ -11,52 +11,52 @@ from pathlib import Path
 from lockstep._errors import OptionError
 from lockstep.tools.migrate import imports, rewrite_rules
 from lockstep.tools.migrate.rewrite_rules import is_for_workers
-from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, imports_of_ours
-from lockstep.tools.migrate.todo_comments import TodoComment, marked, marks
+from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, relevant_imports
+from lockstep.tools.migrate.todo_comments import TodoComment, add_comments, find_todos
 
 __all__ = ["Migration", "Translation", "migrate", "translate"]
 
 Rule = Callable[[SourceText, ImportBindings], Iterable[Edit]]
 
-# Those that look at TensorFlow's names come before names are translated; imports come last, as they see what is still used.
+# Rules that match names of TensorFlow come before names are translated; imports come last, as they depend on the names in use.
 RULES: tuple[Rule, ...] = (
     rewrite_rules.logical_devices,
     rewrite_rules.memory_growth,
     rewrite_rules.activations,
     rewrite_rules.reductions,
-    rewrite_rules.one_device,
-    rewrite_rules.sums,
+    rewrite_rules.one_device_strategy,
+    rewrite_rules.add_n,
     rewrite_rules.batch_normalization,
     rewrite_rules.old_arguments,
-    rewrite_rules.methods,
-    rewrite_rules.resets,
-    rewrite_rules.cached_last,
+    rewrite_rules.strategy_methods,
+    rewrite_rules.metric_resets,
+    rewrite_rules.cache_first,
     rewrite_rules.logits,
-    rewrite_rules.whole_numbers,
-    rewrite_rules.task_from_outside,
-    rewrite_rules.shuffled_alike,
-    imports.names,
-    imports.imports,
+    rewrite_rules.integer_sizes,
+    rewrite_rules.task_as_default,
+    rewrite_rules.seed_shuffles,
+    imports.rewrite_names,
+    imports.rewrite_imports,
 )
 
 
 @dataclass(frozen=True)
 class Translation:
-    """What has become of a program.
+    """The translation of a program.
 
     Args:
-        before: its text.
-        after: its new text.
-        marks: what is left to be done by hand, with the lines of ``after``.
+        before: original text.
+        after: new text.
+        todos: what needs manual work, with the lines of ``after``.
     """
 
     before: str
     after: str
-    marks: tuple[TodoComment, ...]
+    todos: tuple[TodoComment, ...]
 
     @property
     def modules(self) -> set[str]:
-        """The first words of what the new program imports."""
+        """Top-level names of the modules that the new program imports."""
         found = [node for node in ast.walk(ast.parse(self.after)) if isinstance(node, (ast.Import, ast.ImportFrom))]
         names = [
             node.module or "" if isinstance(node, ast.ImportFrom) else one.name for node in found for one in node.names
@@ -70,10 +70,10 @@ def translate(text: str, path: str = "script.py", *, for_workers: bool = False) 
     Args:
         text: of the program.
         path: of its file, for messages.
-        for_workers: whether several workers run it, though it does not say so itself.
+        for_workers: whether several workers run it, even if this file does not create their strategy.
 
     Raises:
-        OptionError: it is not Python.
+        OptionError: the text is not valid Python.
 
     Example:
         >>> print(translate("import tensorflow as tf\nstrategy = tf.distribute.MirroredStrategy()").after)
@@ -85,23 +85,22 @@ def translate(text: str, path: str = "script.py", *, for_workers: bool = False) 
         strategy = lockstep.MirroredStrategy()
     """
     source = SourceText(text, path, for_workers)
-    if not list(imports_of_ours(source)):
+    if not list(relevant_imports(source)):
         return Translation(text, text, ())
     for rule in RULES:
         source = source.with_edits(rule(source, ImportBindings(source)))
-    found = marks(source, ImportBindings(source))
-    source = marked(source, found)
-    return Translation(text, source.text, tuple(marks(source, ImportBindings(source))))
+    source = add_comments(source, find_todos(source, ImportBindings(source)))
+    return Translation(text, source.text, tuple(find_todos(source, ImportBindings(source))))
 
 
 @dataclass(frozen=True)
 class Migration:
-    """One file.
+    """The translation of one file.
 
     Args:
-        path: as it was given.
-        translation: of what is in it.
-        is_written: whether the file has the new text.
+        path: as the user gave it.
+        translation: of the text.
+        is_written: whether the new text was written to the file.
     """
 
     path: str
@@ -110,20 +109,20 @@ class Migration:
 
     @property
     def difference(self) -> str:
-        """A unified diff, which ``patch`` understands; empty where nothing changes."""
+        """Unified diff for ``patch``; empty without changes."""
         before, after = (SourceText(text).lines for text in (self.translation.before, self.translation.after))
         lines = difflib.unified_diff(before, after, self.path, f"{self.path} (Lockstep)")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     @property
     def summary(self) -> str:
-        """What was done, and by line what is left."""
-        found = self.translation
-        if found.before == found.after and not found.marks:
+        """What was done, and by line what needs manual work."""
+        translation = self.translation
+        if translation.before == translation.after and not translation.todos:
             return f"{self.path}: nothing to translate"
         state = "written" if self.is_written else "shown above; --write changes the file"
-        lines = [f"{self.path}: {state}; {len(found.marks) or 'nothing'} left to you"]
-        return "\n".join([*lines, *(f"  line {mark.line}: {mark.sentence}" for mark in found.marks)])
+        lines = [f"{self.path}: {state}; {len(translation.todos) or 'nothing'} left to do by hand"]
+        return "\n".join([*lines, *(f"  line {todo.line}: {todo.sentence}" for todo in translation.todos)])
 
 
 def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
@@ -131,28 +130,30 @@ def migrate(paths: Sequence[str], *, write: bool = False) -> list[Migration]:
 
     Args:
         paths: of Python files.
-        write: whether the files get the new text; each is replaced as a whole or not at all, and only where all can be translated.
+        write: whether to replace the files. Each is replaced atomically, and only if all can be translated.
 
     Raises:
-        OptionError: one cannot be read or written, or is not Python.
+        OptionError: a file cannot be read or written, or is not valid Python.
     """
     texts = [_read(path) for path in paths]
     sources = [SourceText(text, path) for path, (text, _) in zip(paths, texts, strict=True)]
     for_workers = any(is_for_workers(ImportBindings(source)) for source in sources)
-    found = [translate(source.text, source.path, for_workers=for_workers) for source in sources]
-    for path, (text, newline), translation in zip(paths, texts, found, strict=True):
+    translations = [translate(source.text, source.path, for_workers=for_workers) for source in sources]
+    for path, (text, newline), translation in zip(paths, texts, translations, strict=True):
         if write and translation.after != text:
             _replace(Path(path), translation.after, newline)
-    return [Migration(path, one, write and one.after != one.before) for path, one in zip(paths, found, strict=True)]
+    return [
+        Migration(path, one, write and one.after != one.before) for path, one in zip(paths, translations, strict=True)
+    ]
 
 
 def _read(path: str) -> tuple[str, str | None]:
-    """The text of a file, and how its lines end."""
+    """Read a file; return its text and its line end."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text, newline = file.read(), file.newlines
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} cannot be read: {error}. Give Python files in UTF-8.") from None
+        raise OptionError(f"{path}: cannot be read: {error}. Fix: give Python files in UTF-8.") from None
     return text, newline if isinstance(newline, str) else None
 
 
@@ -169,5 +170,5 @@ def _replace(path: Path, text: str, newline: str | None) -> None:
             raise
     except OSError as error:
         raise OptionError(
-            f"{path} cannot be written: {error}. Nothing was changed; give it the right to be written, or migrate a copy."
+            f"{path}: cannot be written: {error}. The file is unchanged. Fix: give write permission, or migrate a copy."
         ) from None

@@ -1,1 +1,1 @@
-"""``lockstep scale``: what more devices and other batches do for somebody's own model, measured and predicted."""
+"""``lockstep scale``: measure a model with more devices and other batch sizes, and predict larger machines."""

@@ -1,4 +1,4 @@
-"""The two doors: a script, or a function that builds a model and data to train it on."""
+"""Entry points of the scaling report: ``lockstep scale`` for a script, ``lockstep.scaling_report`` for functions."""
 
 import contextlib
 import functools
@@ -20,24 +20,24 @@ from lockstep.tools.scaling.report import Question, ReportData, outlook_of
 from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, settings_of
 from lockstep.tools.scaling.subprocess_runner import measure_all
 from lockstep.tools.scaling.table import recommend, table_of
-from lockstep.tools.scaling.terminal import render, telling
-from lockstep.tools.scaling.workload import FunctionWorkload, Workload, is_in_child, program_of, train_given
+from lockstep.tools.scaling.terminal import progress_reporter, render
+from lockstep.tools.scaling.workload import FunctionWorkload, Workload, build_and_fit, is_measuring, workload_of
 
-__all__ = ["ScalingReport", "refuse_unwritable", "report_of", "scale_script", "scaling_report"]
+__all__ = ["ScalingReport", "check_writable", "report_of", "scale_script", "scaling_report"]
 
 
 @dataclass(frozen=True)
 class ScalingReport(ReportData):
-    """What ``lockstep.scaling_report`` and ``lockstep scale`` give; ``print`` shows it.
+    """The result of ``lockstep.scaling_report`` and ``lockstep scale``; ``print`` shows it.
 
     Args:
-        title: what was measured.
-        command: that did it.
-        machine: where.
-        table: what each setting gave.
+        title: of what was measured.
+        command: that started the measurement.
+        machine: that it ran on.
+        table: the results of all settings.
         recommendation: sentences.
-        outlook: what more devices would do; None where nothing could be measured.
-        notes: what the reader must know.
+        outlook: the prediction for more devices; None if no setting could be measured.
+        notes: remarks for the reader.
 
     Example:
         >>> import os, tempfile
@@ -56,7 +56,7 @@ class ScalingReport(ReportData):
         return render(self)
 
     def save_json(self, path: str | Path) -> None:
-        """Write it as JSON.
+        """Write the report as JSON.
 
         Args:
             path: of the file.
@@ -67,7 +67,7 @@ class ScalingReport(ReportData):
         _write(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     def save_html(self, path: str | Path) -> None:
-        """Write it as one page that needs nothing else.
+        """Write the report as one HTML page without external files.
 
         Args:
             path: of the file.
@@ -89,26 +89,26 @@ def scale_script(
     command: str,
     outputs: Sequence[str | None] = (),
 ) -> ScalingReport:
-    """Measure what a script trains; see :func:`scaling_report`.
+    """Measure the training of a script; see :func:`scaling_report`.
 
     Args:
         path: of the script.
-        arguments: that it gets.
+        arguments: of the script.
         devices: numbers of devices.
-        batch: global batches; empty: the batches that the input has.
+        batch: global batch sizes.
         budget: how much each setting trains.
-        question: what the prediction is for.
-        command: as it was typed.
+        question: what to predict.
+        command: the command line, for the report.
         outputs: files that the report will be written to.
 
     Raises:
-        OptionError: there is no such script, an argument is out of its range, or a file cannot be written.
+        OptionError: the script does not exist, an argument is out of its range, or a file cannot be written.
     """
     if not Path(path).is_file():
-        raise OptionError(f"{path}: there is no such file. Give the script that trains the model.")
-    refuse_unwritable(outputs)
-    program = Workload("script", path=path, arguments=tuple(arguments))
-    return _measured(program, devices, batch, budget, question, Path(path).name, command)
+        raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
+    check_writable(outputs)
+    workload = Workload("script", path=path, arguments=tuple(arguments))
+    return _measure(workload, devices, batch, budget, question, Path(path).name, command)
 
 
 def scaling_report(
@@ -126,61 +126,61 @@ def scaling_report(
     limit: float = 600.0,
     output: str | Path | None = None,
 ) -> ScalingReport:
-    """Measure what more devices and other batches do for a model, recommend a setting, and predict up to 1,024 devices.
+    """Measure a model on several numbers of devices and batch sizes, recommend a setting, and predict up to 1,024 devices.
 
-    Each setting runs in a fresh process, which imports ``build`` and ``data`` where these are in a module. Where they are in the main
-    script, it runs that again up to this call, so what stands before this call happens once for each setting.
+    Each setting runs in a fresh process. If ``build`` and ``data`` are in a module, the process imports them. If they are in the main
+    script, the process runs that script again up to this call, so code before this call runs once for each setting.
 
     Args:
-        build: gives a compiled model.
-        data: ``(x, y)`` or ``(x, y, sample_weight)``, arrays ``(rows, …)``; or a function that gives them.
-        devices: numbers of devices, for example ``(1, 2, 4)``; one device is always measured, to compare with.
+        build: returns a compiled model.
+        data: ``(x, y)`` or ``(x, y, sample_weight)``, arrays ``(rows, …)``; or a function that returns them.
+        devices: numbers of devices, for example ``(1, 2, 4)``; one device is always measured as the baseline.
         batch: rows of the global batches.
         epochs: passes over the data for each setting.
-        rows: of the data that are used at most.
-        validation: as ``data``, to evaluate on; by default the last tenth of the rows, which is not trained on then.
+        rows: the largest number of rows to use.
+        validation: validation data, as ``data``; by default the last tenth of the rows, which is then not trained on.
         bandwidth: between machines, for the prediction: GB/s, or "10GbE", "100GbE", "infiniband", "nvlink", "pcie".
-        latency: between machines in microseconds; by default what goes with the name, else 30.
+        latency: between machines in microseconds; by default that of the named network, else 30.
         devices_per_machine: for the prediction; by default 8 accelerators, or one CPU.
-        limit: seconds for each setting; one that needs more is a row that says so.
-        output: where the page goes, if it is wanted.
+        limit: seconds for each setting; a setting that needs more is reported as failed.
+        output: file for the HTML page; None writes no page.
 
     Returns:
-        The report: ``print`` shows it, ``save_html`` and ``save_json`` write it.
+        The report; ``print`` shows it, ``save_html`` and ``save_json`` write it.
 
     Raises:
-        OptionError: an argument is out of its range, another process cannot come to ``build`` and ``data``, or ``output`` cannot be written.
+        OptionError: an argument is out of its range, another process cannot import ``build`` and ``data``, or ``output`` cannot be written.
 
     Example:
         >>> import lockstep
         >>> lockstep.scaling_report(build=None, data=None)
         Traceback (most recent call last):
-        lockstep._errors.OptionError: build: expected a function that gives a compiled model, got None.
+        lockstep._errors.OptionError: build: expected a function that returns a compiled model, got None.
     """
     if not callable(build):
-        raise OptionError(f"build: expected a function that gives a compiled model, got {build!r}.")
-    if is_in_child():
-        train_given(FunctionWorkload(build, data, validation))
+        raise OptionError(f"build: expected a function that returns a compiled model, got {build!r}.")
+    if is_measuring():
+        build_and_fit(FunctionWorkload(build, data, validation))
     budget, question = Budget(epochs, rows, limit), Question(bandwidth, latency, devices_per_machine)
-    refuse_unwritable([output])
+    check_writable([output])
     named = build.func if isinstance(build, functools.partial) else build
     title = named.__qualname__ if isinstance(named, FunctionType | MethodType | type) else type(named).__name__
     with tempfile.TemporaryDirectory() as folder:
-        program = program_of(FunctionWorkload(build, data, validation), Path(folder))
-        if program is None:
+        workload = workload_of(FunctionWorkload(build, data, validation), Path(folder))
+        if workload is None:
             raise OptionError(
-                "scaling_report: each setting runs in a process of its own, and that cannot come to functions which were typed into a notebook "
-                "or a console. Put build and data into a module and import them from there."
+                "scaling_report: each setting runs in a new process, which cannot import functions that were typed into a notebook or a console. "
+                "Fix: put build and data into a module and import them from there."
             )
         command = shlex.join(sys.orig_argv)
-        report = _measured(program, devices, batch, budget, question, title, command)
+        report = _measure(workload, devices, batch, budget, question, title, command)
     if output is not None:
         report.save_html(output)
     return report
 
 
-def _measured(
-    program: Workload,
+def _measure(
+    workload: Workload,
     devices: Sequence[int],
     batch: Sequence[int],
     budget: Budget,
@@ -189,53 +189,53 @@ def _measured(
     command: str,
 ) -> ScalingReport:
     settings = settings_of(devices, batch)
-    with telling(len(settings)) as tell:
-        found = measure_all(program, settings, budget, os.environ, tell)
-    return report_of(title, command, found, question)
+    with progress_reporter(len(settings)) as report:
+        results = measure_all(workload, settings, budget, os.environ, report)
+    return report_of(title, command, results, question)
 
 
 def report_of(
-    title: str, command: str, found: Sequence[SettingResult | SettingFailure], question: Question
+    title: str, command: str, results: Sequence[SettingResult | SettingFailure], question: Question
 ) -> ScalingReport:
-    """The report of what was measured.
+    """Build the report of measured settings.
 
     Args:
-        title: what it was.
-        command: that did it.
-        found: what each setting gave.
-        question: what the prediction is for.
+        title: of what was measured.
+        command: that started the measurement.
+        results: one for each setting.
+        question: what to predict.
     """
-    table = table_of(found)
+    table = table_of(results)
     notes = list(dict.fromkeys(note for row in table.rows for note in row.measured.notes))
     return ScalingReport(
         title, command, describe_machine(), table, tuple(recommend(table)), outlook_of(table, question), tuple(notes)
     )
 
 
-def refuse_unwritable(paths: Iterable[str | Path | None]) -> None:
-    """Find out before something takes long whether its files can be written; None is no file.
+def check_writable(paths: Iterable[str | Path | None]) -> None:
+    """Check before a long measurement that its output files can be written; None is skipped.
 
     Raises:
-        OptionError: one cannot.
+        OptionError: a file cannot be written.
     """
-    for path in (one for one in paths if one is not None):
+    for path in (path for path in paths if path is not None):
         is_new = not Path(path).exists()
-        with _refused(path):
+        with _write_errors(path):
             Path(path).open("ab").close()
             if is_new:
                 Path(path).unlink()
 
 
 def _write(path: str | Path, text: str) -> None:
-    with _refused(path):
+    with _write_errors(path):
         Path(path).write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _refused(path: str | Path) -> Iterator[None]:
+def _write_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise OptionError(
-            f"{path}: cannot be written: {error.strerror or error}. Give a file in a folder in which files can be written."
+            f"{path}: cannot be written: {error.strerror or error}. Fix: give a file in a writable folder."
         ) from error

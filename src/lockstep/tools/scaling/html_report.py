@@ -32,8 +32,8 @@ class Figure:
     """A chart with its table.
 
     Args:
-        chart: what is drawn.
-        text: how to read it.
+        chart: the rendered chart.
+        text: explanation.
         columns: of the table.
         lines: of the table.
     """
@@ -45,7 +45,7 @@ class Figure:
 
 
 def figures_of(table: ScalingTable, outlook: Outlook | None) -> list[Figure]:
-    """All of them; what has no data is left out."""
+    """Draw all figures that have data."""
     rows = [row for row in table.rows if row.setting.devices]
     if not rows:
         return []
@@ -81,7 +81,7 @@ def _throughput(rows: Sequence[ScalingRow]) -> Figure:
         )
         for row in rows
     )
-    text = "Rows of training data a second, from the median of the blocks of steps within fit. The global batch stays the same along a line."
+    text = "Rows of training data per second, from the median of the blocks of steps within fit. The global batch is the same along a line."
     columns = ("devices", "global batch", "rows/s", "ms a step", "half of the blocks")
     return Figure(line_chart("Throughput", _devices(rows), y, series), text, columns, lines)
 
@@ -112,7 +112,7 @@ def _efficiency(rows: Sequence[ScalingRow], *, is_weak: bool) -> Figure:
     ticks = ticks_of([1.0, *(value / row.setting.devices for row, value in known)])
     axis = Axis("efficiency", {place: f"{place:.0%}" for place in ticks})
     title = "Weak scaling: same batch on each device" if is_weak else "Strong scaling: same global batch"
-    text = "Rows a second, divided by those of one device and by the number of devices. 100 % would be perfect."
+    text = "Rows per second, divided by those of one device and by the number of devices. 100 % is ideal."
     lines = tuple(
         (
             str(row.setting.devices),
@@ -138,7 +138,7 @@ def _shares(rows: Sequence[ScalingRow]) -> Figure:
         lines.append((str(row.setting.devices or "Keras"), str(row.setting.batch), seconds(row.step), *shown))
     text = (
         "Devices × global batch. Compute: the compiled step alone, repeated on one batch, less the all-reduce. Communication: an all-reduce of arrays "
-        "like the gradients alone. Input: getting batches, as far as devices wait for it. Host: the rest of a step within fit."
+        "like the gradients alone. Input: the time that devices wait for batches. Host: the rest of a step within fit."
     )
     return Figure(
         bar_chart("Where a step's time goes", _PARTS, bars), text, ("devices", "batch", "a step", *_PARTS), tuple(lines)
@@ -146,7 +146,7 @@ def _shares(rows: Sequence[ScalingRow]) -> Figure:
 
 
 def _is_drawn(point: CurvePoint) -> bool:
-    """What was there before training would only press the rest together, and what has diverged has no place."""
+    """Return whether to draw a point: not the value before training, which would compress the axis, and no value that has diverged."""
     return point.rows > 0 and math.isfinite(point.value)
 
 
@@ -171,8 +171,8 @@ def _metric(table: ScalingTable, rows: Sequence[ScalingRow], *, by_rows: bool) -
     x = Axis("rows trained on" if by_rows else "seconds of training", ticks_of(places, count=4))
     equal = f"{table.equal_rows:,} rows" if by_rows else seconds(table.equal_seconds)
     text = (
-        f"On validation data, with the clock stopped. Settings are compared after equal {'rows' if by_rows else 'time'}: {equal}, the least "
-        "that one of them had in all."
+        f"On validation data; evaluation is not timed. Settings are compared after equal {'rows' if by_rows else 'time'}: {equal}, the smallest "
+        "total of all settings."
     )
     lines = tuple(
         (str(row.setting.devices), str(row.setting.batch), number(row.at_rows if by_rows else row.at_time))
@@ -243,12 +243,12 @@ def _checked(outlook: Outlook) -> Figure:
     ticks = ticks_of([most])
     line = Series("equal", [ChartPoint(0, 0, ""), ChartPoint(max(ticks), max(ticks), "")], 4, 1, is_marked=False)
     chart = line_chart(
-        "The prediction's own error",
+        "Error of the prediction",
         Axis("ms a step, measured", ticks),
         Axis("ms a step, predicted", ticks),
         [*series, line],
     )
-    text = f"The same formula on the settings that were measured. {outlook.error}. What it is wrong by here it is wrong by there at least."
+    text = f"The same formula on the measured settings. {outlook.error}. Expect at least this error in the prediction."
     lines = tuple(
         (str(row.setting.devices), str(row.setting.batch), seconds(row.step), seconds(found), f"{error:+.0%}")
         for row, found, error in outlook.checks
@@ -288,26 +288,26 @@ _STYLE_PRINT = """
 figure{margin-bottom:1rem}.chart{max-width:420pt}.scroll{overflow:visible}table{font-size:7.5pt}th,td{padding:.15rem .35rem}}
 """
 _METHOD = (
-    "Each setting ran in a process of its own, one after the other. A step's time is the median over blocks of steps within fit, with the "
-    "devices at rest at both ends of a block; the first three steps, which compile, are left out; ± is half the distance of the quartiles.",
-    "Strong scaling keeps the global batch: each device gets fewer rows. Weak scaling keeps the batch on each device: the global batch grows.",
-    "Communication is measured alone, on devices that wait for nobody. What they wait for each other in a real step counts as compute.",
-    "Logical CPU devices share the cores of one machine. They show what a strategy costs, not what separate machines would gain.",
-    "Keras stands for plain Keras on one device, without a strategy; its input cannot be told from its host there.",
+    "Each setting ran in a new process, one after the other. The time of a step is the median over blocks of steps within fit; devices "
+    "are idle at both ends of a block. The first three steps, which compile, are excluded. ± is half the interquartile range.",
+    "Strong scaling keeps the global batch: each device gets fewer rows. Weak scaling keeps the batch per device: the global batch grows.",
+    "Communication is measured alone, on idle devices. In a real step the time that devices wait for each other counts as compute.",
+    "Logical CPU devices share the cores of one machine. They show the cost of a strategy, not the gain of separate machines.",
+    "Keras means plain Keras on one device, without a strategy; input and host time cannot be separated there.",
 )
 
 
 def page_of(report: ReportData) -> str:
-    """The whole page."""
+    """Render the page."""
     title = f"Scaling of {report.title}"
-    facts = f"{escape(report.machine)}<br>Command: <code>{escape(report.command)}</code>"
+    metadata = f"{escape(report.machine)}<br>Command: <code>{escape(report.command)}</code>"
     figures = figures_of(report.table, report.outlook)
     notes = [*report.notes, *_METHOD]
     parts = [
-        f'<header><h1>{escape(title)}</h1><p class="soft">{facts}</p></header><main>',
+        f'<header><h1>{escape(title)}</h1><p class="soft">{metadata}</p></header><main>',
         f'<section class="take" aria-label="Recommendation">{_list(report.recommendation)}</section>',
         "<section><h2>All settings</h2>",
-        _big_table(report.table) if report.table.rows else "<p>Nothing could be measured.</p>",
+        _settings_table(report.table) if report.table.rows else "<p>No setting could be measured.</p>",
         _failures(report.table),
         '</section><section><h2>Charts</h2><div class="figures">',
         *(_figure(figure) for figure in figures),
@@ -325,7 +325,7 @@ def _list(sentences: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
 
 
-def _big_table(table: ScalingTable) -> str:
+def _settings_table(table: ScalingTable) -> str:
     columns = [
         "devices",
         "global batch",

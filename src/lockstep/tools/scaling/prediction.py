@@ -1,10 +1,10 @@
-"""What more devices than there are would do, by what was measured: a model of the step, and its error where it can be seen.
+"""Predict the step time on more devices: a cost model of the step, fitted to the measured settings.
 
-A step is compute, all-reduce, input and host, one after the other. Each of compute, input and host takes a + u r + v R + w M seconds, where
-r are the rows of a device, R those of its machine, and M is the number of devices of the machine. Accelerators share nothing when they compute:
-v = w = 0 there; logical CPU devices share the cores. Input and host are those of one process for each machine, u = 0. The all-reduce is that of
-:mod:`lockstep.collectives.cost_model`. All are fitted by least squares of the errors relative to the step; none is negative. The error
-is seen on the same settings that were fitted, so it is the least that must be expected.
+A step is compute, all-reduce, input and host, one after the other. Each of compute, input and host takes a + u r + v R + w M seconds,
+where r is the rows of a device, R those of its machine, and M the number of devices of the machine. Accelerators share nothing when they
+compute: v = w = 0; logical CPU devices share the cores. Input and host belong to one process per machine: u = 0. The all-reduce is that
+of :mod:`lockstep.collectives.cost_model`. All coefficients are fitted by least squares of the errors relative to the step; none is
+negative. The error is computed on the fitted settings, so it is a lower bound of the error elsewhere.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 COUNTS = tuple(2**power for power in range(11))  # 1 … 1,024 devices
-# Stated, not measured: bandwidth in GB/s each way, latency in microseconds.
+# Nominal values, not measured: bandwidth in GB/s each way, latency in microseconds.
 NETWORKS = {
     "10GbE": (1.25, 50.0),
     "100GbE": (12.5, 30.0),
@@ -53,15 +53,15 @@ Coefficients = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step costs.
+    """Cost model of a step.
 
     Args:
-        compute: seconds a step, a row of the device, a row of its machine, a device of its machine.
-        input: likewise.
-        host: likewise.
+        compute: seconds per step, per row of the device, per row of its machine, per device of its machine.
+        input: as ``compute``.
+        host: as ``compute``.
         algorithm: of the all-reduce.
-        gradient_bytes: that it adds up.
-        link: between the devices here, as it was measured; None where one device was measured alone.
+        gradient_bytes: size of the all-reduced arrays.
+        link: measured link between the devices of this machine; None if only one device was measured.
     """
 
     compute: Coefficients
@@ -74,14 +74,14 @@ class StepModel:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A step on some devices.
+    """A predicted step.
 
     Args:
-        devices: how many.
-        batch: the global one.
+        devices: number of devices.
+        batch: rows of the global batch.
         seconds: of a step.
-        shares: of them.
-        speed_up: in rows a second, over the first of a series.
+        shares: seconds by cause.
+        speed_up: in rows per second, over the first of its series.
     """
 
     devices: int
@@ -92,7 +92,7 @@ class Predicted:
 
 
 def model_of(rows: Sequence[ScalingRow]) -> StepModel | None:
-    """The model that fits best what was measured under the strategy; None where nothing was."""
+    """Fit the cost model to the rows measured under the strategy; None if there are none."""
     rows = [row for row in rows if row.setting.devices]
     if not rows:
         return None
@@ -115,7 +115,7 @@ def model_of(rows: Sequence[ScalingRow]) -> StepModel | None:
 
 
 def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.ndarray) -> Coefficients:
-    """Return the coefficients of columns, none negative."""
+    """Fit non-negative coefficients of columns."""
     table = np.stack(columns, axis=1)
     a, u, v, w = map(float, nonnegative_least_squares(table * weights[:, None], np.array(values) * weights))
     return a, u, v, w
@@ -137,13 +137,13 @@ def _link_of(rows: Sequence[ScalingRow]) -> Network | None:
 
 
 def predict_step(model: StepModel, devices: int, batch: int, network: Network) -> Shares:
-    """Seconds of a step.
+    """Predict the seconds of a step by cause.
 
     Args:
-        model: what it costs.
+        model: cost model of the step.
         devices: number of devices.
-        batch: rows of the global batch; the device that has most of them counts.
-        network: between the devices, and how many are in a machine.
+        batch: rows of the global batch; the device with the most rows determines the time.
+        network: between the devices, and the number of devices per machine.
     """
     own = -(-batch // devices)
     count = min(devices, network.devices_per_machine)
@@ -161,31 +161,31 @@ def _sum(coefficients: Coefficients, amounts: tuple[int, int, int, int]) -> floa
 
 
 def errors_of(model: StepModel, rows: Sequence[ScalingRow]) -> list[tuple[ScalingRow, float, float]]:
-    """For each row that was measured under the strategy: the row, predicted seconds of its step, and the relative error."""
-    found = []
+    """Return each row measured under the strategy with its predicted seconds per step and the relative error."""
+    checks = []
     for row in rows:
         if row.setting.devices:
             link = model.link or Network(NetworkLink(0, 0), NetworkLink(0, 0), row.setting.devices)
             here = Network(link.within, link.within, row.setting.devices, link.seconds_per_added_byte)
             seconds = total(predict_step(model, row.setting.devices, row.setting.batch, here))
-            found.append((row, seconds, seconds / row.step - 1))
-    return found
+            checks.append((row, seconds, seconds / row.step - 1))
+    return checks
 
 
 def total(shares: Shares) -> float:
-    """Seconds of a step."""
+    """Return the seconds of a whole step."""
     return shares.compute + shares.communication + shares.input + shares.host
 
 
 def link_between(bandwidth: float | str, latency: float | None) -> NetworkLink:
-    """A way between two machines.
+    """Return the link between two machines.
 
     Args:
         bandwidth: in GB/s, or a name in ``NETWORKS``.
         latency: in microseconds; None: that of the name, or 30.
 
     Raises:
-        OptionError: a number is out of its range, or there is no such name.
+        OptionError: a number is out of its range, or the name is unknown.
     """
     usual = 30.0
     if isinstance(bandwidth, str):
@@ -202,13 +202,13 @@ def link_between(bandwidth: float | str, latency: float | None) -> NetworkLink:
 
 
 def network_for(model: StepModel, platform: str, between: NetworkLink, devices_per_machine: int | None) -> Network:
-    """The network that a prediction is for.
+    """Return the network to predict for.
 
     Args:
-        model: has the link within a machine, if that was measured; else it is like the one between machines.
-        platform: of the devices; by default eight accelerators are in a machine, and one CPU.
-        between: between machines.
-        devices_per_machine: how many.
+        model: has the link within a machine if it was measured; otherwise the link between machines is used there too.
+        platform: of the devices; by default a machine has eight accelerators, or one CPU.
+        between: link between machines.
+        devices_per_machine: None for the default.
     """
     count = (1 if platform == "cpu" else 8) if devices_per_machine is None else devices_per_machine
     within, added = (model.link.within, model.link.seconds_per_added_byte) if model.link else (between, 0.0)
@@ -216,13 +216,13 @@ def network_for(model: StepModel, platform: str, between: NetworkLink, devices_p
 
 
 def series_of(model: StepModel, batch: int, network: Network, *, is_weak: bool) -> list[Predicted]:
-    """Steps on 1, 2, 4 … 1,024 devices.
+    """Predict steps on 1, 2, 4 … 1,024 devices.
 
     Args:
-        model: what a step costs.
-        batch: rows of the global batch; in weak scaling those of each device.
+        model: cost model of the step.
+        batch: rows of the global batch; in weak scaling rows per device.
         network: between the devices.
-        is_weak: whether each device keeps its rows. Else all share the batch, and the series ends where a row each is left.
+        is_weak: whether each device keeps its number of rows. Otherwise all share the batch, and the series ends at one row per device.
     """
     found: list[Predicted] = []
     for devices in COUNTS:

@@ -1,4 +1,4 @@
-"""What comes out: the table, the prediction, and what to take; as text, as JSON and as a page."""
+"""The content of a scaling report: the table, the prediction and the recommendation; as values of JSON."""
 
 import math
 import statistics
@@ -20,16 +20,16 @@ from lockstep.tools.scaling.table import ScalingRow, ScalingTable, choose
 
 __all__ = ["Outlook", "Question", "ReportData", "outlook_of"]
 
-_TELLING = 3  # settings; with fewer the formula has as many constants, and meets them all
+_MIN_CHECKS = 3  # settings; with fewer the formula has as many constants as data and fits them exactly
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a prediction is for.
+    """Options of a prediction.
 
     Args:
         bandwidth: between machines in GB/s, or a name such as "100GbE".
-        latency: between machines in µs; None: what goes with the name.
+        latency: between machines in µs; None: that of the named network, or 30.
         devices_per_machine: None: 8 accelerators, or 1 CPU.
     """
 
@@ -45,15 +45,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What was predicted.
+    """A prediction for more devices.
 
     Args:
-        model: what a step costs.
+        model: the costs of a step.
         network: between the devices.
-        strong: steps with one global batch.
-        weak: steps with one batch a device.
-        checks: settings that were measured, their predicted seconds a step, and the relative error.
-        described: what the prediction assumes.
+        strong: predicted steps at a fixed global batch.
+        weak: predicted steps at a fixed batch per device.
+        checks: measured settings with their predicted seconds per step and the relative error.
+        described: the assumptions, in words.
     """
 
     model: StepModel
@@ -65,13 +65,13 @@ class Outlook:
 
     @property
     def error(self) -> str:
-        """A sentence on how far the same formula is from what was measured."""
+        """A sentence about the error of the formula on the measured settings."""
         errors = sorted(abs(error) for _, _, error in self.checks)
-        if len(errors) < _TELLING:
-            settings = "the one setting that was" if len(errors) == 1 else f"the {len(errors)} settings that were"
-            return f"It was fitted to {settings} measured, too few to say how far it is off"
+        if len(errors) < _MIN_CHECKS:
+            settings = "the one measured setting" if len(errors) == 1 else f"the {len(errors)} measured settings"
+            return f"The formula was fitted to {settings}, too few to estimate its error"
         return (
-            f"On the {len(errors)} settings that were measured the same formula is off by {statistics.median(errors):.0%} in the median, "
+            f"On the {len(errors)} measured settings the error of the formula is {statistics.median(errors):.0%} in the median, "
             f"at most {errors[-1]:.0%}"
         )
 
@@ -99,10 +99,10 @@ class ReportData:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as values of JSON.
+        """Return the report as values of JSON.
 
         Returns:
-            Dicts, lists, texts and numbers; None where there is no number, as for the loss of a training that has diverged.
+            Dicts, lists, strings and numbers; None for NaN and infinity, such as the loss of a training that has diverged.
         """
         values = asdict(self)
         for row, shown in zip(self.table.rows, values["table"]["rows"], strict=True):
@@ -126,7 +126,7 @@ def outlook_of(table: ScalingTable, question: Question) -> Outlook | None:
     between = link_between(question.bandwidth, question.latency)
     network = network_for(model, platform, between, question.devices_per_machine)
     batch, share = chosen.setting.batch, -(-chosen.setting.batch // chosen.setting.devices)
-    link = "the link that was measured here" if model.link else "the same"
+    link = "the link measured here" if model.link else "the same"
     described = (
         f"{network.devices_per_machine} device{'s' * (network.devices_per_machine > 1)} a machine; between machines "
         f"{1e-9 / between.seconds_per_byte:g} GB/s and {1e6 * between.latency:g} µs, within one {link}; "
@@ -143,7 +143,7 @@ def outlook_of(table: ScalingTable, question: Question) -> Outlook | None:
 
 
 def _plain(value: Any) -> Any:
-    """Values of JSON, which knows neither NaN nor infinity."""
+    """Convert to values of JSON, which has neither NaN nor infinity."""
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What was asked for, and what one setting gave: plain values, which go through JSON from the process that measured them."""
+"""Settings and their results: plain values, which the measuring process returns as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,10 +21,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ScalingSetting:
-    """One row of the table.
+    """Number of devices and batch size of one measurement.
 
     Args:
-        devices: how many; 0: plain Keras on one device, without a strategy.
+        devices: number of devices; 0: plain Keras on one device, without a strategy.
         batch: rows of the global batch.
     """
 
@@ -33,7 +33,7 @@ class ScalingSetting:
 
     @property
     def name(self) -> str:
-        """As it is shown: ``2 devices, batch 64``."""
+        """Text for people: ``2 devices, batch 64``."""
         what = "plain Keras" if not self.devices else f"{self.devices} device{'s' * (self.devices > 1)}"
         return f"{what}, batch {self.batch}"
 
@@ -44,8 +44,8 @@ class Budget:
 
     Args:
         epochs: passes over the data.
-        rows: of the data that are used at most; None: all.
-        limit: seconds that the process of one setting may take.
+        rows: the largest number of rows to use; None: all.
+        limit: seconds for the process of one setting.
     """
 
     epochs: int = 1
@@ -62,11 +62,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A point of a curve.
+    """A point of a learning curve.
 
     Args:
-        rows: trained on so far.
-        seconds: of training so far, without compiling and evaluating.
+        rows: number trained on so far.
+        seconds: of training so far, without compilation and evaluation.
         value: of the metric on the validation data.
     """
 
@@ -77,7 +77,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class AllReduceTiming:
-    """What an all-reduce of one vector took, beyond a program that adds nothing: see ``collectives.cost.Measurement``."""
+    """Seconds of an all-reduce of one vector, less those of a program without it; see ``cost_model.AllReduceMeasurement``."""
 
     algorithm: str
     nbytes: int
@@ -87,25 +87,25 @@ class AllReduceTiming:
 
 @dataclass(frozen=True)
 class SettingResult:
-    """What one setting gave.
+    """The result of one setting.
 
     Args:
-        setting: which.
-        has_own_batches: whether the batch is the input's, whatever was asked for.
-        rows_per_epoch: that are trained on.
-        blocks: seconds a step, of each block of steps.
+        setting: devices and batch.
+        has_own_batches: whether the input has batches already, so that the batch size cannot be chosen.
+        rows_per_epoch: number trained on in an epoch.
+        blocks: seconds per step of each block of steps.
         bare: seconds of the compiled step on one placed batch, outside Keras's loop.
-        taking: seconds a step in which batches were waited for or read; None in plain Keras.
-        all_reduce: seconds of an all-reduce of arrays like the gradients.
-        gradient_bytes: of those arrays.
-        algorithm: name of the formula of :mod:`lockstep.collectives.cost_model` for it.
+        taking: seconds per step spent waiting for or reading batches; None in plain Keras.
+        all_reduce: seconds of an all-reduce of arrays with the shapes of the gradients.
+        gradient_bytes: size of those arrays.
+        algorithm: name of the formula of :mod:`lockstep.collectives.cost_model` for the all-reduce.
         links: all-reduces of vectors of several sizes on these devices.
-        memory: bytes, the greatest of the process, or of a device if that is an accelerator.
-        metric: name of what the curve shows; None where there was no validation data.
-        is_higher_better: of the metric.
-        curve: of the metric.
+        memory: peak bytes of the process, or of a device if that is an accelerator.
+        metric: name of the metric of ``curve``; None without validation data.
+        is_higher_better: whether larger values of the metric are better.
+        curve: values of the metric.
         platform: of the devices, such as "cpu".
-        notes: what the reader must know.
+        notes: remarks for the reader.
     """
 
     setting: ScalingSetting
@@ -128,10 +128,10 @@ class SettingResult:
 
 @dataclass(frozen=True)
 class SettingFailure:
-    """A setting that gave nothing.
+    """A setting that could not be measured.
 
     Args:
-        setting: which.
+        setting: devices and batch.
         reason: one sentence.
     """
 
@@ -140,10 +140,10 @@ class SettingFailure:
 
 
 def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: bool = True) -> list[ScalingSetting]:
-    """All settings, in the order in which they are measured: those that are compared stand side by side in time.
+    """Return all settings in the order of measurement: those of one batch size, which are compared, run one after the other.
 
     Raises:
-        OptionError: a number is out of its range, or none is given.
+        OptionError: a number is out of its range, or a sequence is empty.
     """
     for name, numbers in (("devices", devices), ("batch", batch)):
         if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not numbers:
@@ -155,21 +155,21 @@ def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: boo
     return [ScalingSetting(count, rows) for rows in sorted(set(batch)) for count in (*plain, *counts)]
 
 
-def to_json(one: SettingResult | SettingFailure) -> dict[str, Any]:
-    """As values of JSON."""
-    return asdict(one)
+def to_json(result: SettingResult | SettingFailure) -> dict[str, Any]:
+    """Convert a result to values of JSON."""
+    return asdict(result)
 
 
 def from_json(values: Mapping[str, Any]) -> SettingResult | SettingFailure:
-    """The inverse of :func:`to_json`."""
+    """Convert values of JSON to a result; the inverse of :func:`to_json`."""
     setting = ScalingSetting(**values["setting"])
     if "reason" in values:
         return SettingFailure(setting, values["reason"])
-    made = {
+    converted = {
         "setting": setting,
         "curve": tuple(CurvePoint(**point) for point in values["curve"]),
         "links": tuple(AllReduceTiming(**link) for link in values["links"]),
         "blocks": tuple(values["blocks"]),
         "notes": tuple(values["notes"]),
     }
-    return SettingResult(**{**values, **made})
+    return SettingResult(**{**values, **converted})

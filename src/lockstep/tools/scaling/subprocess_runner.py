@@ -17,65 +17,73 @@ from lockstep.launch.reaper import die_with_parent
 from lockstep.strategies.setup import override_devices
 from lockstep.tools.scaling.benchmark import measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json, to_json
-from lockstep.tools.scaling.workload import Workload, run_program
+from lockstep.tools.scaling.workload import Workload, run_workload
 
-__all__ = ["main", "measure_all", "measure_in_child", "measure_program"]
+__all__ = ["main", "measure_all", "measure_in_child", "measure_workload"]
 
-Told = Callable[[ScalingSetting, "SettingResult | SettingFailure | None"], None]
+ProgressCallback = Callable[[ScalingSetting, "SettingResult | SettingFailure | None"], None]
 
 
 def measure_all(
-    program: Workload, settings: Sequence[ScalingSetting], budget: Budget, environment: Mapping[str, str], tell: Told
+    workload: Workload,
+    settings: Sequence[ScalingSetting],
+    budget: Budget,
+    environment: Mapping[str, str],
+    report: ProgressCallback,
 ) -> list[SettingResult | SettingFailure]:
     """Measure settings one after the other.
 
+    A fresh process for each setting sets the number of CPU devices before JAX starts, has its own memory, and may crash alone.
+
     Args:
-        program: what is measured.
+        workload: the training to measure.
         settings: devices and batch of each.
-        budget: how much each trains, and its limit.
+        budget: how much each trains, and its time limit.
         environment: variables of this process.
-        tell: is called before each setting with None, and after it with what it gave.
+        report: called before each setting with None, and after it with its result.
     """
-    found: list[SettingResult | SettingFailure] = []
-    fixed: set[int] = set()  # numbers of devices for which another batch would be the same one
+    results: list[SettingResult | SettingFailure] = []
+    fixed: set[int] = (
+        set()
+    )  # numbers of devices whose input has its own batches: another batch size would change nothing
     for setting in settings:
         if setting.devices not in fixed:
-            tell(setting, None)
-            one = measure_in_child(program, setting, budget, environment)
-            tell(setting, one)
-            found.append(one)
-            if isinstance(one, SettingResult) and one.has_own_batches:
+            report(setting, None)
+            result = measure_in_child(workload, setting, budget, environment)
+            report(setting, result)
+            results.append(result)
+            if isinstance(result, SettingResult) and result.has_own_batches:
                 fixed.add(setting.devices)
-    return found
+    return results
 
 
 def measure_in_child(
-    program: Workload, setting: ScalingSetting, budget: Budget, environment: Mapping[str, str]
+    workload: Workload, setting: ScalingSetting, budget: Budget, environment: Mapping[str, str]
 ) -> SettingResult | SettingFailure:
-    """What a setting gives in a process of its own, which is killed at the limit with all that it has started."""
+    """Measure a setting in a child process, which is killed with its children at the time limit."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        request, answer = folder / "request.json", folder / "answer.json"
-        asked = {
+        request, result_file = folder / "request.json", folder / "result.json"
+        content = {
             "setting": asdict(setting),
             "budget": asdict(budget),
-            "program": asdict(program),
+            "workload": asdict(workload),
             "parent": os.getpid(),
         }
-        request.write_text(json.dumps(asked))
+        request.write_text(json.dumps(content))
         with (folder / "output").open("wb") as output:
-            code = _run([str(request), str(answer)], budget.limit, environment, output.fileno())
+            code = _run([str(request), str(result_file)], budget.limit, environment, output.fileno())
         if code is None:
             return SettingFailure(
-                setting, f"Not done within {budget.limit:g} s. Raise --limit, or train on fewer rows."
+                setting, f"Not finished within {budget.limit:g} s. Fix: raise --limit, or train on fewer rows."
             )
-        if code or not answer.exists():
-            return SettingFailure(setting, _end_of(code, (folder / "output").read_text(errors="replace")))
-        return from_json(json.loads(answer.read_text()))
+        if code or not result_file.exists():
+            return SettingFailure(setting, _describe_exit(code, (folder / "output").read_text(errors="replace")))
+        return from_json(json.loads(result_file.read_text()))
 
 
 def _run(files: list[str], limit: float, environment: Mapping[str, str], output: int) -> int | None:
-    """Exit code of the child; None where the limit came first."""
+    """Run the child and return its exit code; None if it reached the time limit."""
     command = [sys.executable, "-m", "lockstep.tools.scaling.subprocess_runner", *files]
     source = str(Path(__file__).parents[3])
     paths = environment.get("PYTHONPATH", "")
@@ -93,45 +101,49 @@ def _run(files: list[str], limit: float, environment: Mapping[str, str], output:
         child.wait()
 
 
-def _end_of(code: int, output: str) -> str:
-    """Why a process has ended without an answer."""
-    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it said nothing")[:300]
+def _describe_exit(code: int, output: str) -> str:
+    """Describe why a child ended without a result."""
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")[:300]
     if code == -signal.SIGKILL:
-        return "The process was killed (SIGKILL): out of memory, as a rule."
+        return "The process was killed (SIGKILL), usually because memory ran out."
     ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     return f"The process ended {ended}: {last}"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure what the first file asks for, and write what came out into the second."""
-    request, answer = map(Path, arguments)
-    asked = json.loads(request.read_text())
-    die_with_parent(asked["parent"])
-    setting = ScalingSetting(**asked["setting"])
+    """Measure the setting in the request file, and write the result: the entry point of the child.
+
+    Args:
+        arguments: paths of the request and of the result, two files of JSON.
+    """
+    request, result_file = map(Path, arguments)
+    content = json.loads(request.read_text())
+    die_with_parent(content["parent"])
+    setting = ScalingSetting(**content["setting"])
     reserve_devices(max(1, setting.devices))
-    found = measure_program(Workload(**asked["program"]), setting, Budget(**asked["budget"]))
-    answer.write_text(json.dumps(to_json(found)))
+    result = measure_workload(Workload(**content["workload"]), setting, Budget(**content["budget"]))
+    result_file.write_text(json.dumps(to_json(result)))
 
 
-def measure_program(program: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
-    """What a program gives in one setting; what goes wrong in it is an answer, too."""
+def measure_workload(workload: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
+    """Measure a workload in one setting; an exception becomes a :class:`SettingFailure`."""
     import keras
 
-    found: list[SettingResult] = []
-    keras.utils.set_random_seed(0)  # All settings begin alike, unless the program says otherwise.
+    results: list[SettingResult] = []
+    keras.utils.set_random_seed(0)  # Unless the program sets another seed.
     try:
         with override_devices(setting.devices):
-            run_program(program, lambda first: found.append(measure(first, setting, budget)))
+            run_workload(workload, lambda first: results.append(measure(first, setting, budget)))
     except Exception as error:
         return SettingFailure(setting, reason_of(error))
-    return found[0]
+    return results[0]
 
 
 def reason_of(error: Exception) -> str:
-    """One line about an error."""
+    """Describe an error in one line."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
-        return f"out of memory: {_first_line(text) or 'no more could be had'}"
+        return f"out of memory: {_first_line(text) or 'allocation failed'}"
     return text if isinstance(error, LockstepError) else f"{type(error).__name__}: {_first_line(text)}"
 
 

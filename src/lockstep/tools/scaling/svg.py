@@ -1,4 +1,4 @@
-"""Charts as SVG by hand: lines over two axes, and stacked bars. Every point can be reached by Tab and says what it is."""
+"""SVG charts: lines over two axes, and stacked bars. Every point is reachable by Tab and has a text."""
 
 import math
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from html import escape
 
 __all__ = ["Axis", "Bar", "Chart", "ChartPoint", "Series", "bar_chart", "line_chart", "standalone", "ticks_of"]
 
-WIDTH, HEIGHT = 460, 270  # of a chart, in units of its own; a letter is 12 high
+WIDTH, HEIGHT = 460, 270  # of a chart, in its own units; a letter is 12 high
 LEFT, RIGHT, TOP, BOTTOM = 70, 22, 12, 46
 _ROW, _LINE, _LETTER = 26, 18, 6.6  # of a bar, of a line of the legend; width of a letter
-COLORS = 8  # that the style has
+COLORS = 8  # in the style
 STYLE = """
 .chart{--ink:#1b1f24;--faint:#d5d9de;--paper:#fff;--c0:#0b62a8;--c1:#c2500a;--c2:#197a4b;--c3:#9b2a73;--c4:#7a5c00;--c5:#4d5bc9;
 --c6:#00777a;--c7:#b3202c;font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;display:block;width:100%;height:auto}
@@ -30,17 +30,17 @@ class Axis:
     """One axis.
 
     Args:
-        label: what it is, with its unit.
-        ticks: where, and the text there; the first and the last are its ends.
-        is_log: whether equal factors are equally long.
+        label: with the unit.
+        ticks: positions and their texts; the first and the last are the ends of the axis.
+        is_log: whether the axis is logarithmic.
     """
 
     label: str
     ticks: dict[float, str]
     is_log: bool = False
 
-    def share(self, value: float) -> float:
-        """Where a value is between the ends, from 0 to 1."""
+    def fraction(self, value: float) -> float:
+        """Return the position of a value between the ends, from 0 to 1."""
         low, high = min(self.ticks), max(self.ticks)
         if low == high:
             return 0.5
@@ -51,7 +51,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """A point; ``text`` says all of it."""
+    """A point; ``text`` describes it completely."""
 
     x: float
     y: float
@@ -60,15 +60,15 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one kind.
+    """A series of points.
 
     Args:
         name: in the legend.
         points: in order.
-        color: number of a colour.
-        dash: number of a way to break the line.
-        is_marked: whether points can be reached; without, it is a line to compare with.
-        is_joined: whether there is a line.
+        color: index of the colour.
+        dash: index of the dash pattern.
+        is_marked: whether points have focusable marks; a reference line has none.
+        is_joined: whether a line joins the points.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stacked bar: its name, and for each part its share of the whole and what is said of it."""
+    """A stacked bar: its name, and for each part its share of the whole and its text."""
 
     name: str
     parts: Sequence[tuple[float, str]]
@@ -89,14 +89,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """A finished chart: what it is called, and its SVG."""
+    """A rendered chart: its title and its SVG."""
 
     title: str
     svg: str
 
 
 def ticks_of(values: Sequence[float], *, is_from_zero: bool = True, count: int = 5) -> dict[float, str]:
-    """Round numbers that enclose ``values``, with their text."""
+    """Return round numbers that enclose ``values``, with their texts."""
     low, high = (0.0 if is_from_zero else min(values)), max(values)
     if high <= low:
         low, high = low - (0.0 if is_from_zero else 0.5), low + 1.0
@@ -104,10 +104,10 @@ def ticks_of(values: Sequence[float], *, is_from_zero: bool = True, count: int =
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return {number * step: _short(round(number * step, 12)) for number in range(first, last + 1)}
+    return {number * step: _format_tick(round(number * step, 12)) for number in range(first, last + 1)}
 
 
-def _short(value: float) -> str:
+def _format_tick(value: float) -> str:
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.6g}{unit}"
@@ -115,14 +115,14 @@ def _short(value: float) -> str:
 
 
 def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> Chart:
-    """Lines over two axes, with a legend below."""
+    """Draw lines over two axes, with a legend below."""
     legend, height = _legend([(one.name, one.color, one.dash if one.is_joined else None) for one in series], HEIGHT)
     parts = [*_axes(x, y), *(part for one in series for part in _line(one, x, y)), *legend]
     return Chart(title, _svg(title, height, parts))
 
 
 def bar_chart(title: str, names: Sequence[str], bars: Sequence[Bar]) -> Chart:
-    """Bars of equal length, divided; ``names`` are those of the parts."""
+    """Draw stacked bars of equal length; ``names`` are those of the parts."""
     left = 14 + _LETTER * max(len(bar.name) for bar in bars)
     bottom = TOP + _ROW * len(bars)
     parts = []
@@ -138,11 +138,11 @@ def bar_chart(title: str, names: Sequence[str], bars: Sequence[Bar]) -> Chart:
 
 
 def standalone(chart: Chart) -> str:
-    """The SVG as a file of its own."""
+    """Return the chart as the text of a standalone SVG file."""
     head = '<svg xmlns="http://www.w3.org/2000/svg" '
-    paper = '<rect style="fill:var(--paper)" width="100%" height="100%"/>'  # Its own, whatever the page around it.
+    background = '<rect style="fill:var(--paper)" width="100%" height="100%"/>'  # The background, which does not depend on the page around the chart.
     body = chart.svg.replace("<svg ", head, 1)
-    return body.replace(">", f"><style>{STYLE}{STYLE_DARK}</style>{paper}", 1) + "\n"
+    return body.replace(">", f"><style>{STYLE}{STYLE_DARK}</style>{background}", 1) + "\n"
 
 
 def _svg(title: str, height: float, parts: Sequence[str]) -> str:
@@ -158,10 +158,10 @@ def _axes(x: Axis, y: Axis) -> list[str]:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
     for value, text in y.ticks.items():
-        _, at = _place(x, y, min(x.ticks), value)
+        _, at = _position(x, y, min(x.ticks), value)
         parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{right}"/>{_text(LEFT - 6, at + 4, text, "end")}')
     for value, text in x.ticks.items():
-        at, _ = _place(x, y, value, min(y.ticks))
+        at, _ = _position(x, y, value, min(y.ticks))
         parts.append(f'<path class="grid" d="M{at:.1f} {TOP}V{bottom}"/>{_text(at, bottom + 16, text, "middle")}')
     parts.append(f'<path class="axis" fill="none" d="M{LEFT} {TOP}V{bottom}H{right}"/>')
     parts.append(_text((LEFT + right) / 2, bottom + 36, x.label, "middle"))
@@ -170,22 +170,22 @@ def _axes(x: Axis, y: Axis) -> list[str]:
     return parts
 
 
-def _place(x: Axis, y: Axis, at: float, value: float) -> tuple[float, float]:
-    return LEFT + (WIDTH - LEFT - RIGHT) * x.share(at), TOP + (HEIGHT - TOP - BOTTOM) * (1 - y.share(value))
+def _position(x: Axis, y: Axis, at: float, value: float) -> tuple[float, float]:
+    return LEFT + (WIDTH - LEFT - RIGHT) * x.fraction(at), TOP + (HEIGHT - TOP - BOTTOM) * (1 - y.fraction(value))
 
 
 def _line(series: Series, x: Axis, y: Axis) -> list[str]:
-    places = [_place(x, y, point.x, point.y) for point in series.points]
+    positions = [_position(x, y, point.x, point.y) for point in series.points]
     color = _color(series.color)
     parts = []
-    if series.is_joined and places:
-        path = "L".join(f"{across:.1f} {up:.1f}" for across, up in places)
+    if series.is_joined and positions:
+        path = "L".join(f"{across:.1f} {up:.1f}" for across, up in positions)
         dash = f' stroke-dasharray="{_DASHES[series.dash % len(_DASHES)]}"' if series.dash else ""
         parts.append(f'<path class="line" style="stroke:{color}"{dash} d="M{path}"/>')
     if series.is_marked:
-        for point, (across, up) in zip(series.points, places, strict=True):
+        for point, (across, up) in zip(series.points, positions, strict=True):
             mark = f'<circle class="mark" style="fill:{color}" cx="{across:.1f}" cy="{up:.1f}" r="4"/>'
-            parts.append(_reachable(point.text, mark, across, up - 10 if up > TOP + 20 else up + 20))
+            parts.append(_focusable(point.text, mark, across, up - 10 if up > TOP + 20 else up + 20))
     return parts
 
 
@@ -195,13 +195,13 @@ def _bar(bar: Bar, names: Sequence[str], left: float, top: float) -> list[str]:
         length = width * share
         shape = f'x="{at:.1f}" y="{top + 3}" width="{length:.1f}" height="{_ROW - 6}"'
         mark = f'<rect class="mark" style="fill:{_color(color)}" {shape}/>'
-        parts.append(_reachable(f"{bar.name}, {name}: {text}", mark, at + length / 2, top + 17))
+        parts.append(_focusable(f"{bar.name}, {name}: {text}", mark, at + length / 2, top + 17))
         at += length
     return parts
 
 
-def _reachable(text: str, mark: str, x: float, y: float) -> str:
-    """A mark with its text, which shows where it has the focus or the pointer."""
+def _focusable(text: str, mark: str, x: float, y: float) -> str:
+    """Draw a focusable mark whose text appears on focus or hover."""
     half = _LETTER * len(text) / 2
     middle = min(max(x, half + 2), WIDTH - half - 2) if 2 * half < WIDTH else WIDTH / 2
     tip = _text(middle, y, text, "middle", ' class="tip" aria-hidden="true"')
@@ -209,7 +209,7 @@ def _reachable(text: str, mark: str, x: float, y: float) -> str:
 
 
 def _legend(entries: Sequence[tuple[str, int, int | None]], top: float) -> tuple[list[str], float]:
-    """Names beside a piece of their line, or a square; and where the chart ends."""
+    """Draw names beside a sample of their line or a square; also return the bottom of the chart."""
     parts, across, y = [], 10.0, top + 12
     for name, color, dash in dict.fromkeys(entries):
         width = 34 + _LETTER * len(name)

@@ -1,4 +1,4 @@
-"""What the terminal shows: the table, what was predicted, what to take; and how far measuring has come."""
+"""The report as text for the terminal, and the progress of a measurement."""
 
 import io
 import shutil
@@ -18,42 +18,42 @@ from rich.table import Table as RichTable
 from lockstep.tools.scaling.formatting import memory, number, ratio, seconds, share
 from lockstep.tools.scaling.report import ReportData
 from lockstep.tools.scaling.results import ScalingSetting, SettingFailure, SettingResult
-from lockstep.tools.scaling.subprocess_runner import Told
+from lockstep.tools.scaling.subprocess_runner import ProgressCallback
 from lockstep.tools.scaling.table import ScalingRow, ScalingTable
 
-__all__ = ["render", "telling"]
+__all__ = ["progress_reporter", "render"]
 
-_LEAST_WIDTH = 100  # of a line that is no terminal's
+_MIN_WIDTH = 100  # of a line, if the output is no terminal
 
 
 def render(report: ReportData, width: int | None = None, *, is_terminal: bool = False) -> str:
-    """The report as text.
+    """Render the report as text.
 
     Args:
-        report: what to show.
+        report: to render.
         width: columns; None: those of the terminal, or 100.
-        is_terminal: whether there may be colours.
+        is_terminal: whether to use colours.
     """
     file = io.StringIO()
-    columns = width or max(_LEAST_WIDTH, shutil.get_terminal_size((_LEAST_WIDTH, 24)).columns)
+    columns = width or max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)
     show = Console(file=file, width=columns, force_terminal=is_terminal, highlight=False).print
     show(f"[bold]Scaling of {escape(report.title)}[/]")
     show(escape(report.machine), style="dim")
-    show(_measured(report.table))
-    show(_where(report.table))
+    show(_results_table(report.table))
+    show(_shares_table(report.table))
     for failed in report.table.failed:
         show(f"[red]{escape(failed.setting.name)}:[/] {escape(failed.reason)}")
     for sentence in report.recommendation:
         show(f"• {escape(sentence)}")
     if report.outlook:
-        show(_outlook(report))
+        show(_prediction_table(report))
     for note in report.notes:
         show(f"Note: {escape(note)}", style="dim")
     return file.getvalue()
 
 
-def _measured(table: ScalingTable) -> RichTable:
-    title = "Measured. Speed-up and efficiency, strong: at one global batch, weak: at one batch a device"
+def _results_table(table: ScalingTable) -> RichTable:
+    title = "Measured. Speed-up and efficiency, strong: at one global batch, weak: at one batch per device"
     shown = RichTable(box=SIMPLE_HEAD, title=title, padding=(0, 0, 0, 1), pad_edge=False)
     names = ["devices", "batch", "ms a step", "s/epoch", "rows/s", "strong", "weak"]
     for name in [*names, *(["equal rows", "equal time"] if table.metric else [])]:
@@ -84,7 +84,7 @@ def _speed_up(value: float | None, efficiency: float | None) -> str:
     return "–" if efficiency is None else f"{ratio(value)} {efficiency:.0%}"
 
 
-def _where(table: ScalingTable) -> RichTable:
+def _shares_table(table: ScalingTable) -> RichTable:
     shown = RichTable(box=SIMPLE_HEAD, title="Where a step's time goes, and the greatest memory")
     for name in ("devices", "batch", "compute", "communication", "input", "host", "memory"):
         shown.add_column(name, justify="right")
@@ -94,7 +94,7 @@ def _where(table: ScalingTable) -> RichTable:
     return shown
 
 
-def _outlook(report: ReportData) -> RichTable:
+def _prediction_table(report: ReportData) -> RichTable:
     outlook = report.outlook
     shown = RichTable(box=SIMPLE_HEAD, title="Predicted, not measured")
     for name in ("devices", "strong: batch", "rows/s", "speed-up", "weak: batch", "rows/s", "speed-up"):
@@ -112,41 +112,41 @@ def _outlook(report: ReportData) -> RichTable:
 
 
 @contextmanager
-def telling(count: int, stream: TextIO | None = None) -> Iterator[Told]:
-    """Tells how far measuring has come, on standard error: a bar on a terminal, else a line for each setting."""
+def progress_reporter(count: int, stream: TextIO | None = None) -> Iterator[ProgressCallback]:
+    """Report the progress on standard error: a bar on a terminal, else a line for each setting."""
     stream = stream or sys.stderr
     if not stream.isatty():
-        yield _lines(count, stream)
+        yield _line_reporter(count, stream)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=stream)) as bar:
         task = bar.add_task("measuring", total=count)
 
-        def tell(setting: ScalingSetting, found: SettingResult | SettingFailure | None) -> None:
-            bar.update(task, description=setting.name, advance=0 if found is None else 1)
-            if found is not None:
-                bar.console.log(escape(line_of(setting, found)), highlight=False)
+        def report(setting: ScalingSetting, result: SettingResult | SettingFailure | None) -> None:
+            bar.update(task, description=setting.name, advance=0 if result is None else 1)
+            if result is not None:
+                bar.console.log(escape(line_of(setting, result)), highlight=False)
 
-        yield tell
+        yield report
 
 
-def _lines(count: int, stream: TextIO) -> Told:
+def _line_reporter(count: int, stream: TextIO) -> ProgressCallback:
     done = 0
 
-    def tell(setting: ScalingSetting, found: SettingResult | SettingFailure | None) -> None:
+    def report(setting: ScalingSetting, result: SettingResult | SettingFailure | None) -> None:
         nonlocal done
-        if found is not None:
+        if result is not None:
             done += 1
-            stream.write(f"lockstep scale: {done} of {count}: {line_of(setting, found)}\n")
+            stream.write(f"lockstep scale: {done} of {count}: {line_of(setting, result)}\n")
             stream.flush()
 
-    return tell
+    return report
 
 
-def line_of(setting: ScalingSetting, found: SettingResult | SettingFailure) -> str:
-    """One line about what a setting gave."""
-    if isinstance(found, SettingFailure):
-        return f"{setting.name}: {found.reason}"
-    if not found.blocks:
+def line_of(setting: ScalingSetting, result: SettingResult | SettingFailure) -> str:
+    """Describe the result of a setting in one line."""
+    if isinstance(result, SettingFailure):
+        return f"{setting.name}: {result.reason}"
+    if not result.blocks:
         return f"{setting.name}: too few steps"
-    return f"{setting.name}: {seconds(statistics.median(found.blocks))} a step"
+    return f"{setting.name}: {seconds(statistics.median(result.blocks))} per step"

@@ -25,28 +25,30 @@ __all__ = [
     "FunctionWorkload",
     "TrainingTask",
     "Workload",
-    "is_in_child",
-    "program_of",
-    "run_program",
-    "train_given",
-    "work_of",
+    "build_and_fit",
+    "is_measuring",
+    "run_workload",
+    "training_task",
+    "workload_of",
 ]
 
+# A child process cannot receive functions. It imports them by name if they are in a module. If they are in the main script, it
+# runs that script again up to the call of ``scaling_report``, where the same functions exist.
 _measuring: ContextVar[str | None] = ContextVar("measuring", default=None)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a child does to have something to measure.
+    """Where a child process finds the training to measure.
 
     Args:
-        kind: "script": runs ``path``; "names": imports ``build``, ``data`` and ``validation``.
+        kind: "script": run ``path``; "names": import ``build``, ``data`` and ``validation``.
         path: of a script.
         arguments: of the script.
         build: as ``module:name``.
-        data: likewise, or the path of a file of arrays.
-        validation: likewise, or None.
-        folders: where modules are looked for.
+        data: as ``module:name``, or the path of a file of arrays.
+        validation: as ``data``, or None.
+        folders: the search path for modules.
     """
 
     kind: str
@@ -60,37 +62,39 @@ class Workload:
 
 @dataclass(frozen=True)
 class FunctionWorkload:
-    """What somebody gave to ``scaling_report``: see there."""
+    """Arguments of ``scaling_report``."""
 
     build: Callable[[], Any]
     data: Any
     validation: Any
 
 
-def is_in_child() -> bool:
-    """Whether this process measures a script, so that ``scaling_report`` is only to train.
+def is_measuring() -> bool:
+    """Return whether this process is a child that measures a script, in which ``scaling_report`` only trains.
 
     Raises:
-        OptionError: it measures functions of a module, and that module asks for a report when it is imported.
+        OptionError: the child imports functions of a module, and that module calls ``scaling_report`` on import.
     """
     if _measuring.get() == "names":
         raise OptionError(
-            'scaling_report: it is called while a module is imported. Put the call under if __name__ == "__main__".'
+            'scaling_report: called while a module is imported. Fix: put the call under if __name__ == "__main__".'
         )
     return _measuring.get() is not None
 
 
-def program_of(given: FunctionWorkload, folder: Path) -> Workload | None:
-    """How a child comes to the functions and arrays that were given; None where it cannot, as in a notebook.
+def workload_of(given: FunctionWorkload, folder: Path) -> Workload | None:
+    """Describe how a child process gets the functions and arrays; None if it cannot, as in a notebook.
 
     Args:
-        given: what it needs.
+        given: arguments of ``scaling_report``.
         folder: for files of arrays.
     """
     functions = [one for one in (given.build, given.data, given.validation) if callable(one)]
-    if all(_name_of(function) for function in functions):
-        parts = [_named_or_kept(one, folder / name) for one, name in ((given.data, "data"), (given.validation, "val"))]
-        build = _name_of(given.build) or ""
+    if all(_import_name(function) for function in functions):
+        parts = [
+            _import_name_or_file(one, folder / name) for one, name in ((given.data, "data"), (given.validation, "val"))
+        ]
+        build = _import_name(given.build) or ""
         return Workload("names", build=build, data=parts[0] or "", validation=parts[1], folders=tuple(sys.path))
     main = sys.modules["__main__"]
     path = vars(main).get("__file__")
@@ -99,47 +103,47 @@ def program_of(given: FunctionWorkload, folder: Path) -> Workload | None:
     return None
 
 
-def run_program(program: Workload, look: Callable[[FirstFit], None]) -> None:
-    """Run a program up to its first fit, in a child, and hand that to ``look``.
+def run_workload(workload: Workload, on_fit: Callable[[FirstFit], None]) -> None:
+    """Run a workload in a child process up to its first fit, and call ``on_fit`` with that.
 
     Raises:
-        OptionError: there is no fit.
+        OptionError: no fit was called.
     """
-    token = _measuring.set(program.kind)
+    token = _measuring.set(workload.kind)
     try:
-        if program.kind == "script":
-            run_until_fit(program.path, program.arguments, look)
+        if workload.kind == "script":
+            run_until_fit(workload.path, workload.arguments, on_fit)
             return
-        sys.path[:] = list(program.folders)
-        build, data = _imported(program.build), _loaded(program.data)
-        given = FunctionWorkload(build, data, program.validation and _loaded(program.validation))
-        with intercept_fit(lambda model, fit, args, kwargs: look(FirstFit(model, fit, args, kwargs, ""))):
-            train_given(given)
+        sys.path[:] = list(workload.folders)
+        build, data = _import(workload.build), _load(workload.data)
+        given = FunctionWorkload(build, data, workload.validation and _load(workload.validation))
+        with intercept_fit(lambda model, fit, args, kwargs: on_fit(FirstFit(model, fit, args, kwargs, ""))):
+            build_and_fit(given)
     finally:
         _measuring.reset(token)
 
 
-def train_given(given: FunctionWorkload) -> None:
-    """Build the model and call its fit, for whoever takes that call.
+def build_and_fit(given: FunctionWorkload) -> None:
+    """Build the model and call its fit, which the caller intercepts.
 
     Raises:
-        OptionError: what was given is something else.
+        OptionError: ``build`` or ``data`` returns an unexpected value.
     """
     model = given.build()
     if not isinstance(model, keras.Model) or not model.compiled:
-        raise OptionError(f"build: expected a function that gives a compiled model, got {model!r}.")
+        raise OptionError(f"build: expected a function that returns a compiled model, got {model!r}.")
     arrays = given.data() if callable(given.data) else given.data
     validation = given.validation() if callable(given.validation) else given.validation
     if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 3):
         raise OptionError(
-            f"data: expected (x, y) or (x, y, sample_weight), or a function that gives it, got {arrays!r:.100}."
+            f"data: expected (x, y) or (x, y, sample_weight), or a function that returns it, got {arrays!r:.100}."
         )
     x, y, *weights = arrays
     model.fit(x, y, sample_weight=weights[0] if weights else None, validation_data=validation)
 
 
-def _name_of(function: Callable[..., Any]) -> str | None:
-    """``module:name`` of a function that another process can import."""
+def _import_name(function: Callable[..., Any]) -> str | None:
+    """Return ``module:name`` of a function that another process can import, else None."""
     try:
         module, name = function.__module__, function.__qualname__
         found = vars(sys.modules[module]).get(name)
@@ -148,50 +152,66 @@ def _name_of(function: Callable[..., Any]) -> str | None:
     return f"{module}:{name}" if module != "__main__" and found is function else None
 
 
-def _imported(name: str) -> Any:
+def _import(name: str) -> Any:
     module, _, function = name.partition(":")
     return vars(importlib.import_module(module))[function]
 
 
-def _named_or_kept(one: Any, path: Path) -> str | None:
+def _import_name_or_file(one: Any, path: Path) -> str | None:
     if one is None:
         return None
     if callable(one):
-        return _name_of(one)
+        return _import_name(one)
     if not isinstance(one, tuple | list) or not all(isinstance(part, np.ndarray) for part in one):
-        raise OptionError("data: expected NumPy arrays (x, y), or a function that gives what is to be trained on.")
+        raise OptionError("data: expected NumPy arrays (x, y), or a function that returns them.")
     kept = path.with_suffix(".npz")
     np.savez(kept, *one)
     return str(kept)
 
 
-def _loaded(name: str) -> Any:
+def _load(name: str) -> Any:
     if not name.endswith(".npz"):
-        return _imported(name)
+        return _import(name)
     with np.load(name) as arrays:
         return tuple(arrays[key] for key in arrays.files)
 
 
-HELD_OUT = 0.1  # of the rows, where the script has no validation data
-_NOT_OURS = ("x", "y", "sample_weight", "batch_size", "epochs", "initial_epoch", "verbose", "callbacks", "self")
-_OF_VALIDATION = ("validation_data", "validation_split", "validation_batch_size", "validation_steps", "validation_freq")
+HELD_OUT = 0.1  # of the rows, if the script has no validation data
+_HANDLED_ARGUMENTS = (
+    "x",
+    "y",
+    "sample_weight",
+    "batch_size",
+    "epochs",
+    "initial_epoch",
+    "verbose",
+    "callbacks",
+    "self",
+)
+_VALIDATION_ARGUMENTS = (
+    "validation_data",
+    "validation_split",
+    "validation_batch_size",
+    "validation_steps",
+    "validation_freq",
+)
 
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """One training.
+    """The training of one setting.
 
     Args:
         data: x, y and sample weights, as ``fit`` takes them.
-        first: the first batch, as the loop would have it.
-        validation: the same for ``evaluate``; None where there are none.
+        first: the first batch, as Keras's loop would get it.
+        validation: data for ``evaluate``, in the same form; None without validation data.
         validation_steps: of ``evaluate``.
         options: further arguments of ``fit``.
         batch: rows of a batch.
-        steps_per_epoch: None where nobody knows.
+        steps_per_epoch: None if unknown.
         epochs: passes over the data.
-        has_own_batches: whether ``batch`` is the input's, and cannot be chosen.
-        notes: what was done differently from what the script says.
+        has_own_batches: whether the input has batches already, so that ``batch`` cannot be chosen.
+        notes: differences from the call in the script.
     """
 
     data: tuple[Any, Any, Any]
@@ -206,26 +226,28 @@ class TrainingTask:
     notes: tuple[str, ...]
 
 
-def work_of(found: FirstFit, batch: int, budget: Budget) -> TrainingTask:
-    """What is trained with batches of ``batch`` rows.
+def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
+    """Prepare a script's call of ``fit`` for one batch size: cut data, find validation data, select callbacks.
 
     Args:
-        found: the call of the script.
-        batch: rows of the global batch; an input that is no arrays keeps its own.
-        budget: how much.
+        first: the call of the script.
+        batch: rows of the global batch; an input other than arrays keeps its own batches.
+        budget: how much to train.
 
     Raises:
         OptionError: there are fewer rows than a batch has.
     """
-    given = inspect.signature(keras.Model.fit).bind(found.model, *found.args, **found.kwargs).arguments
+    given = inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments
     data = (given.get("x"), given.get("y"), given.get("sample_weight"))
-    options = {name: value for name, value in given.items() if name not in (*_NOT_OURS, *_OF_VALIDATION)}
-    callbacks, notes = _chosen_callbacks(given.get("callbacks"))
+    options = {
+        name: value for name, value in given.items() if name not in (*_HANDLED_ARGUMENTS, *_VALIDATION_ARGUMENTS)
+    }
+    callbacks, notes = _select_callbacks(given.get("callbacks"))
     options["callbacks"] = callbacks
     source = _source(data, given, batch)
     if not (isinstance(source, AdapterSource) and source.is_arrays):
-        return _of_batches(source, data, given, options, budget, notes)
-    return _of_arrays(data, given, options, batch, budget, notes)
+        return _task_of_batches(source, data, given, options, budget, notes)
+    return _task_of_arrays(data, given, options, batch, budget, notes)
 
 
 def _source(data: Any, given: Any, batch: int | None) -> InputSource:
@@ -235,14 +257,14 @@ def _source(data: Any, given: Any, batch: int | None) -> InputSource:
     )
 
 
-def _of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, notes: list[str]) -> TrainingTask:
+def _task_of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, notes: list[str]) -> TrainingTask:
     data = jax.tree.map(np.asarray, data)
     validation, note, data = _validation_of(given, data)
     rows = _count(data)
     used = min(rows, budget.rows or rows)
     steps = used // batch
     if not steps:
-        raise OptionError(f"A batch of {batch} rows is more than the {used} rows to train on. Choose a smaller batch.")
+        raise OptionError(f"Batch size {batch}: only {used} rows to train on. Fix: choose a smaller batch.")
     if steps * batch < rows:
         notes = [*notes, f"{steps * batch:,} of {rows:,} rows are used: whole batches only"]
     options.pop("steps_per_epoch", None)
@@ -262,14 +284,14 @@ def _of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, 
     )
 
 
-def _of_batches(
+def _task_of_batches(
     source: InputSource, data: Any, given: Any, options: Any, budget: Budget, notes: list[str]
 ) -> TrainingTask:
-    first = next(source.batches())  # Of a generator it is one batch less; it trains on the others.
-    notes = [*notes, "the input comes in batches of its own; only these are measured"]
-    validation = _three(given["validation_data"]) if given.get("validation_data") is not None else None
+    first = next(source.batches())  # Takes one batch of a generator, which trains on the others.
+    notes = [*notes, "the input already has batches; only these are measured"]
+    validation = _unpack(given["validation_data"]) if given.get("validation_data") is not None else None
     if validation is None:
-        notes.append("there is no validation data, so nothing is said of accuracy")
+        notes.append("no validation data, so accuracy is not measured")
     steps = given.get("steps_per_epoch") or source.num_batches
     most = budget.rows and max(1, budget.rows // _count(first))
     if most and (steps is None or most < steps):
@@ -289,18 +311,18 @@ def _of_batches(
 
 
 def _validation_of(given: Any, data: Any) -> tuple[Any, list[str], Any]:
-    """Validation data, a note about them, and what is left to train on."""
+    """Return validation data, a note about them, and the data left to train on."""
     if given.get("validation_data") is not None:
-        return _three(given["validation_data"]), [], data
+        return _unpack(given["validation_data"]), [], data
     rows = _count(data)
     fraction = given.get("validation_split") or 0.0
     kept = int(rows * (1 - (fraction or HELD_OUT)))
     held_out = _rows(data, slice(kept, None))
-    note = [] if fraction else [f"the last {HELD_OUT:.0%} of the rows are held out to evaluate on"]
+    note = [] if fraction else [f"the last {HELD_OUT:.0%} of the rows are held out for evaluation"]
     return held_out, note, _rows(data, slice(kept))
 
 
-def _three(data: Any) -> tuple[Any, Any, Any]:
+def _unpack(data: Any) -> tuple[Any, Any, Any]:
     found: tuple[Any, Any, Any] = adapters.unpack_x_y_sample_weight(data)
     return found
 
@@ -313,8 +335,8 @@ def _count(data: Any) -> int:
     return len(jax.tree.leaves(data)[0])
 
 
-def _chosen_callbacks(callbacks: Any) -> tuple[list[Any], list[str]]:
-    """Those that set the learning rate step by step or epoch by epoch, and a note about the others."""
+def _select_callbacks(callbacks: Any) -> tuple[list[Any], list[str]]:
+    """Return the callbacks that set the learning rate, and a note about the others."""
     given = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
     kept = [one for one in given if isinstance(one, keras.callbacks.LearningRateScheduler)]
     left_out = sorted({type(one).__name__ for one in given if one not in kept})
