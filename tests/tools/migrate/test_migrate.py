@@ -446,7 +446,7 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path, capsy
 
     monkeypatch.setattr(os, "replace", refuse)
     assert cli.main(["migrate", str(path), "--write"]) == 2
-    assert "Nothing was changed" in capsys.readouterr().err
+    assert "The file is unchanged" in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -694,7 +694,7 @@ print("not reached")
     [
         (lambda code: code, 0, "main.py reaches its first fit"),
         (lambda code: code.replace("COLUMNS)", "MISSING)"), 2, "main.py failed before its first fit"),
-        (lambda code: code.partition("model.fit")[0], 2, "it ended before any model was trained by fit"),
+        (lambda code: code.partition("model.fit")[0], 2, "the script ended without a call of fit"),
     ],
 )
 def test_check_says_whether_the_new_program_starts(change, code, says, python, tmp_path):
