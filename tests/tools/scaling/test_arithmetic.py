@@ -293,7 +293,7 @@ def test_medians_are_those_of_the_table():
     rows = [measured(1, 8 * power, bare=0.004 * power) for power in (1, 2, 4, 9)]
     outlook = report_of("a net", "command", rows, Question()).outlook
     errors = [abs(error) for _, _, error in outlook.checks]
-    assert f"off by {statistics.median(errors):.0%} in the median" in outlook.error
+    assert f"is {statistics.median(errors):.0%} in the median" in outlook.error
 
 
 def test_what_was_measured_goes_through_json():
