@@ -29,11 +29,11 @@ def model_of(height, width, length):
 
 
 def serve_all(found, specs, optimizer):
-    from lockstep.parameter_server.variables.serve import serve
-    from lockstep.parameter_server.variables.sharding import plan
+    from lockstep.parameter_server.variables.sharding import plan_shards
+    from lockstep.parameter_server.variables.variable_service import serve
 
     listener = socket.create_server(("127.0.0.1", 0))
-    serve(0, plan(specs, 1), keras.optimizers.get(optimizer), listener)
+    serve(0, plan_shards(specs, 1), keras.optimizers.get(optimizer), listener)
     found.put(listener.getsockname()[1])
     time.sleep(3600)
 
@@ -43,11 +43,11 @@ def measure(model, batches, address, specs, by_rows):
     import jax
 
     from lockstep.distributed.control.peer import Peer
-    from lockstep.parameter_server.variables.sharding import plan
-    from lockstep.parameter_server.variables.sparse_rows import TouchedRows, as_rows
+    from lockstep.parameter_server.variables.sharding import plan_shards
+    from lockstep.parameter_server.variables.sparse_rows import TouchedRows, sparsify
     from lockstep.parameter_server.variables.variable_client import VariableClient
 
-    client = VariableClient(plan(specs, 1), [address], Peer(0, 1, "here", 0))
+    client = VariableClient(plan_shards(specs, 1), [address], Peer(0, 1, "here", 0))
     client.fill({variable.path: variable.numpy() for variable in model.trainable_variables}, overwrite=True)
     touched = TouchedRows(model)
 
@@ -60,13 +60,13 @@ def measure(model, batches, address, specs, by_rows):
         return jax.grad(loss_of)(values)
 
     def step(x):
-        rows = touched.needed(x) if by_rows else {}
-        values = touched.whole(client.pull(rows), rows)
+        rows = touched.needed_rows(x) if by_rows else {}
+        values = touched.full_tables(client.pull(rows), rows)
         if by_rows and not touched.is_decided:
             touched.decide(values, x, lambda values: gradient(values, x))
         found = gradient(values, x)
         found = {name: np.asarray(each) for name, each in found.items()}
-        client.push(as_rows(found) if by_rows else found).wait()
+        client.push(sparsify(found) if by_rows else found).wait()
         return sum(map(len, rows.values()))
 
     for x in batches:  # Compiles for each number of rows.

@@ -32,9 +32,9 @@ BOUNDS = {"the same, bound 4": 4}
 
 
 def plan_of():
-    from lockstep.parameter_server.variables.sharding import VariableSpec, plan
+    from lockstep.parameter_server.variables.sharding import VariableSpec, plan_shards
 
-    return plan([VariableSpec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
+    return plan_shards([VariableSpec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
 
 
 def serve_all(found, bound):
@@ -42,19 +42,19 @@ def serve_all(found, bound):
 
     from lockstep.distributed.control.peer import Peer
     from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
-    from lockstep.parameter_server.variables.serve import serve
     from lockstep.parameter_server.variables.tcp_server import ArrayServer
     from lockstep.parameter_server.variables.variable_client import VariableClient
+    from lockstep.parameter_server.variables.variable_service import serve
 
     variables, work = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     ports = [each.getsockname()[1] for each in (variables, work)]
-    desk, me = TaskDispatcher(), Peer(0, 1, "here", 0, information={"job": "chief"})
+    dispatcher, me = TaskDispatcher(), Peer(0, 1, "here", 0, information={"job": "chief"})
     serve(0, plan_of(), keras.optimizers.Adam(1e-6), variables, max_staleness=bound)
     VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me).fill(gradient())
-    ArrayServer(me, desk, work).start()
-    desk.open(1)
+    ArrayServer(me, dispatcher, work).start()
+    dispatcher.open(1)
     for _ in range(100_000):
-        desk.schedule({})
+        dispatcher.schedule({})
     found.put(ports)
     time.sleep(3600)
 
@@ -71,24 +71,24 @@ def drive(index, workers, ports, seconds, start, results):
 
     me = Peer(index, workers, "here", index)
     client = VariableClient(plan_of(), [f"127.0.0.1:{ports[0]}"], me)
-    desk = TaskClient(connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print))
+    dispatcher = TaskClient(connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print))
     arrays = gradient()
-    desk.enter(1)
+    dispatcher.enter(1)
     client.pull(takes_part=False)
     start.wait(100)
     begin, count, before = time.perf_counter(), 0, sum(client.traffic)
     while time.perf_counter() - begin < SECONDS:
-        piece = desk.take(1)
+        piece = dispatcher.take(1)
         client.pull()
         time.sleep(seconds)
         client.push(arrays, task=piece.number).wait()
-        desk.finish(1, piece, ({}, {})).result()
+        dispatcher.finish(1, piece, ({}, {})).result()
         count += 1
     used = time.perf_counter() - begin
     results.put((index, count / used, (sum(client.traffic) - before) / used, client.statistics()[0]["staleness"]))
     start.wait(100)  # Nobody goes before all are done: whoever goes is waited for no more.
     client.close()
-    desk.close()
+    dispatcher.close()
 
 
 def measure(processes, seconds, bound):

@@ -51,8 +51,12 @@ _PUBLIC = {
     "lockstep.custom_loops.per_replica": ("PerReplica",),
     "lockstep.custom_loops.replica_context": ("ReplicaContext",),
     "lockstep.data.fit_entry": ("InputOptions",),
-    "lockstep.parameter_server.cluster_coordinator": ("ClusterCoordinator", "RemoteValue"),
-    "lockstep.parameter_server.per_worker": ("PerWorkerDataset", "PerWorkerValues"),
+    "lockstep.parameter_server.cluster_coordinator": (
+        "ClusterCoordinator",
+        "PerWorkerDataset",
+        "PerWorkerValues",
+        "RemoteValue",
+    ),
     "lockstep.strategies.central_storage": ("CentralStorageStrategy",),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
@@ -107,9 +111,9 @@ if TYPE_CHECKING:  # Type checkers need imports; tests/test_public_api.py compar
     from lockstep.custom_loops.replica_context import ReplicaContext as ReplicaContext
     from lockstep.data.fit_entry import InputOptions as InputOptions
     from lockstep.parameter_server.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+    from lockstep.parameter_server.cluster_coordinator import PerWorkerDataset as PerWorkerDataset
+    from lockstep.parameter_server.cluster_coordinator import PerWorkerValues as PerWorkerValues
     from lockstep.parameter_server.cluster_coordinator import RemoteValue as RemoteValue
-    from lockstep.parameter_server.per_worker import PerWorkerDataset as PerWorkerDataset
-    from lockstep.parameter_server.per_worker import PerWorkerValues as PerWorkerValues
     from lockstep.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy

@@ -1,6 +1,6 @@
-"""Into how many shards a variable is cut for several servers, as ``tf.distribute.experimental.partitioners``."""
+"""Partitioners: the number of shards of a variable on several servers, as ``tf.distribute.experimental.partitioners``."""
 
-from lockstep.parameter_server.variables.size_partitioners import (
+from lockstep.parameter_server.variables.sharding import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -13,8 +13,8 @@ from keras import layers, losses, metrics, ops, optimizers
 
 import lockstep
 from lockstep import get_replica_context
+from lockstep.parameter_server.cluster_coordinator import PerWorkerDataset, resolve_per_worker
 from lockstep.parameter_server.gradient_step import GradientStep
-from lockstep.parameter_server.per_worker import PerWorkerDataset, own_values
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 3)).astype("float32")
@@ -857,9 +857,9 @@ def test_weights_of_an_optimizer_load_in_and_out_of_the_scope(in_scope, tmp_path
 def test_a_function_draws_from_several_data_sets_of_its_worker():
     own = iter(PerWorkerDataset(lambda: range(5))), {"other": iter(PerWorkerDataset(range(5, 10)))}
     for expected in (5, 7):  # The iterators of a worker go on from one function to the next.
-        one, others = own_values(own)
+        one, others = resolve_per_worker(own)
         assert next(one) + next(others["other"]) == expected
-    assert next(own_values(iter(PerWorkerDataset(range(5))))) == 0
+    assert next(resolve_per_worker(iter(PerWorkerDataset(range(5))))) == 0
 
 
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}], ids=str)

@@ -9,7 +9,7 @@ from keras import layers, ops
 from lockstep import ModelError
 from lockstep.data.device_placement import PlacedRows
 from lockstep.devices.layout import Layout
-from lockstep.parameter_server.batch_shards import busy_parts, count_batch_rows, part_of, refuse_all_but_means
+from lockstep.parameter_server.batch_shards import check_mean_loss, count_batch_rows, nonempty_parts, part_of
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(7, 3)).astype("float32")
@@ -73,7 +73,7 @@ def checked(make, loss, batch, parts):
     model.compile("sgd", loss)
     model.optimizer.build(model.trainable_variables)
     before = [np.array(variable.value) for variable in model.variables]
-    refuse_all_but_means(model, batch, parts)
+    check_mean_loss(model, batch, parts)
     assert all((one == other.value).all() for one, other in zip(before, model.variables, strict=True))
 
 
@@ -105,7 +105,7 @@ def test_a_batch_that_stays_whole_may_have_any_loss():
 @pytest.mark.parametrize("parts", range(1, 6))
 def test_parts_are_the_rows_of_replicas_in_their_order(rows, parts):
     batch = ({"a": np.arange(rows), "b": np.arange(rows) * 2.0}, np.arange(rows)[:, None])
-    busy = busy_parts(rows, parts)
+    busy = nonempty_parts(rows, parts)
     found = [part_of(batch, part, parts) for part in range(busy)]
     assert [count_batch_rows(one) for one in found] == list(Layout(rows, parts, 1).busy_replicas)
     for one, whole in zip(zip(*map(keras.tree.flatten, found), strict=True), keras.tree.flatten(batch), strict=True):

@@ -9,12 +9,10 @@ import pytest
 import lockstep
 from lockstep.distributed.control.peer import Peer
 from lockstep.execution.replica import OutputMerge
-from lockstep.parameter_server.result_codec import decoded, encoded
-from lockstep.parameter_server.seed_offsets import SeedOffsets
-from lockstep.parameter_server.tasks.completed_ids import CompletedIds
-from lockstep.parameter_server.tasks.sync_point_log import SyncPointLog
-from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
-from lockstep.parameter_server.tasks.task_queue import TaskQueue
+from lockstep.parameter_server.result_codec import decode, encode
+from lockstep.parameter_server.state_sync import SeedOffsets
+from lockstep.parameter_server.tasks.task_dispatcher import SyncPointLog, TaskDispatcher
+from lockstep.parameter_server.tasks.task_queue import CompletedIds, TaskQueue
 from lockstep.parameter_server.variables.tcp_server import ClientSession
 from tests.support.processes import own_host
 
@@ -140,14 +138,14 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_results_come_as_they_were_returned(value):
-    found = decoded(encoded([value], "f"))[0]
+    found = decode(encode([value], "f"))[0]
     assert type(found) is type(value)
     np.testing.assert_equal(found, value)
 
 
 def test_arrays_of_jax_come_as_numpys():
     variable = keras.Variable(np.ones((2,), "float32"), dtype="bfloat16")
-    found = decoded(encoded({"v": variable, "a": keras.ops.ones((3,))}, "f"))
+    found = decode(encode({"v": variable, "a": keras.ops.ones((3,))}, "f"))
     assert {name: (type(array), str(array.dtype), array.shape) for name, array in found.items()} == {
         "v": (np.ndarray, "bfloat16", (2,)),
         "a": (np.ndarray, "float32", (3,)),
@@ -160,7 +158,7 @@ def test_arrays_of_jax_come_as_numpys():
 )
 def test_what_cannot_travel_is_named(value, what):
     with pytest.raises(lockstep.OptionError, match=what):
-        encoded(value, "step")
+        encode(value, "step")
 
 
 def fact(what, arrays=None):
@@ -171,16 +169,16 @@ def test_points_are_kept_up_to_their_limit_and_the_newest_always():
     points = SyncPointLog(limit_bytes=2000)
     for number in range(4):
         points.add({"number": number}, {"a": np.zeros(64)})
-    assert [points.answer_to({"kind": "ask", "point": number}) for number in (0, 1, 4)] == [
+    assert [points.response_to({"kind": "ask", "point": number}) for number in (0, 1, 4)] == [
         fact({"is_forgotten": True}),
         fact({"is_forgotten": True}),
         None,
     ]
     for number in (2, 3):
-        told, arrays = points.answer_to({"kind": "ask", "point": number})
+        told, arrays = points.response_to({"kind": "ask", "point": number})
         assert (told["what"], arrays["a"].size) == ({"number": number}, 64)
     points.add({"number": 4}, {"a": np.zeros(1000)})
-    assert points.answer_to({"kind": "ask", "point": 4})[1]["a"].size == 1000
+    assert points.response_to({"kind": "ask", "point": 4})[1]["a"].size == 1000
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, [2]), (20_000, [1, 2]), (2**26, [0, 1, 2])])
@@ -188,18 +186,18 @@ def test_whoever_is_late_gets_the_weights_of_the_point_itself_while_they_are_kep
     points = SyncPointLog(limit_bytes=limit)
     for number in range(3):
         points.add({}, {}, {"w": np.full(1000, float(number))})
-    told = [points.answer_to({"kind": "ask", "point": number})[1] for number in range(3)]
+    told = [points.response_to({"kind": "ask", "point": number})[1] for number in range(3)]
     assert [number for number, arrays in enumerate(told) if arrays and (arrays["w"] == number).all()] == kept
     assert [number for number, arrays in enumerate(told) if arrays] == kept
     points.add({"value": True}, {})
-    assert points.answer_to({"kind": "ask", "point": 3}) == fact({"value": True})
+    assert points.response_to({"kind": "ask", "point": 3}) == fact({"value": True})
 
 
 def test_a_worker_gets_only_pieces_that_it_knows():
     queue = TaskQueue(patience=1.0)
     queue.add(3)
     assert [queue.take("worker 0", known=number) for number in (0, 1, 1, 9)] == [None, 0, None, 1]
-    assert queue.lose("worker 0") == [0, 1]
+    assert queue.release("worker 0") == [0, 1]
     assert [queue.take("worker 1", known=number) for number in (0, 1, 1)] == [None, 0, None]
     assert [queue.take("worker 2", now=5.0, known=number) for number in (0, 1)] == [None, 0]  # It takes too long.
     assert queue.below == 0
@@ -208,19 +206,19 @@ def test_a_worker_gets_only_pieces_that_it_knows():
 
 
 def test_at_a_point_work_comes_first_and_what_was_told_outlasts_the_call():
-    desk, visit = TaskDispatcher(), ClientSession(Peer(0, 1, "here", 1, information={"job": "worker"}))
-    desk.open(1)
-    desk.schedule({"n": 0})
-    desk.tell_point({"value": 5})
+    dispatcher, session = TaskDispatcher(), ClientSession(Peer(0, 1, "here", 1, information={"job": "worker"}))
+    dispatcher.open(1)
+    dispatcher.schedule({"n": 0})
+    dispatcher.publish_sync_point({"value": 5})
     take = {"kind": "take", "call": 1, "point": 0, "known": 1, "seconds": 0}
-    task, _ = desk.answer(visit, take, {})
+    task, _ = dispatcher.answer(session, take, {})
     assert (task["kind"], task["task"], task["below"]) == ("task", 0, 0)
-    assert desk.answer(visit, take, {}) == fact({"value": 5})
-    assert desk.answer(visit, take | {"point": 1}, {})[0]["kind"] == "nothing"
-    desk.close({})
-    desk.open(2)
-    assert desk.answer(visit, take, {}) == fact({"value": 5})
-    assert desk.answer(visit, take | {"point": 1}, {})[0]["kind"] == "over"
+    assert dispatcher.answer(session, take, {}) == fact({"value": 5})
+    assert dispatcher.answer(session, take | {"point": 1}, {})[0]["kind"] == "nothing"
+    dispatcher.close({})
+    dispatcher.open(2)
+    assert dispatcher.answer(session, take, {}) == fact({"value": 5})
+    assert dispatcher.answer(session, take | {"point": 1}, {})[0]["kind"] == "over"
 
 
 def test_what_was_never_added_is_done_where_all_below_is():
@@ -237,7 +235,7 @@ def test_steps_draw_other_numbers_and_those_of_one_after_the_other():
     draws = SeedOffsets(
         [OutputMerge.SEED, OutputMerge.MEAN], [np.array([7, 13], "uint32"), average + 1], [seed, average]
     )
-    first, second = draws.seeded([seed, average], 0), draws.seeded([seed, average], 2)
+    first, second = draws.apply([seed, average], 0), draws.apply([seed, average], 2)
     assert (first[0].tolist(), second[0].tolist()) == ([7, 10], [7, 16])
     assert second[1] is average
-    assert draws.seeded([seed, average], 2, part=1)[0].tolist() != [7, 16]
+    assert draws.apply([seed, average], 2, part=1)[0].tolist() != [7, 16]

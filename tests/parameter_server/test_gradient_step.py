@@ -10,7 +10,7 @@ from lockstep import ModelError
 from lockstep._keras import trainer
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep, names_of, specs_of
-from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner
 from lockstep.parameter_server.variables.variable_client import BatchPart
 from tests.parameter_server.variables.threaded_servers import Servers
 
@@ -108,7 +108,7 @@ def test_all_that_a_step_gives_is_what_the_step_of_keras_gives_and_nothing_chang
     optimizer = [variable.value for variable in plain.optimizer.variables]
     applied, _ = plain.optimizer.stateless_apply(optimizer, list(found.gradients.values()), state_of(plain)[0])
     assert_close(applied, trainable, atol=1e-5)
-    assert_close(found.others, others)
+    assert_close(found.non_trainable, others)
     assert_close(found.metrics, metrics)
     assert found.logs.keys() == logs.keys()
     assert_close(found.logs.values(), logs.values())
@@ -120,7 +120,7 @@ def test_logs_that_no_metric_gives_differ_from_what_is_measured():
     for kind, own in ((keras.Sequential, set()), (OwnStep, {"own", "done"})):
         model, step = step_of(kind)
         found = step(values_of(model), *state_of(model)[1::2], BATCHES[0], 0)
-        assert {name for name, value in found.logs.items() if found.measured.get(name) != value} == own
+        assert {name for name, value in found.logs.items() if found.metric_logs.get(name) != value} == own
         assert all(isinstance(value, (int, float)) for value in found.logs.values())
 
 
@@ -178,7 +178,7 @@ def test_one_worker_trains_as_one_device_does(kind, partitioner):
         client.fill(values_of(model))
         for batch in BATCHES * 2:
             found = step(client.pull(), others, metrics, batch, max(client.versions))
-            others = found.others
+            others = found.non_trainable
             client.push(found.gradients).wait()
         assert_close(client.pull().values(), values_of(plain).values())  # Ten steps of float32.
         assert_close(others, state_of(plain)[1])

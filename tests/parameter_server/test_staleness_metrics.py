@@ -21,7 +21,7 @@ def test_a_batch_is_one_update_with_the_bytes_of_all_its_parts():
 def test_staleness_is_that_of_the_first_server_and_takes_the_place_of_what_was_known():
     count = UpdateCounters()
     for known in ([[0, 3]], [[0, 4], [2, 1]]):
-        count.take_staleness([{"staleness": known}, {"staleness": [[0, 99]]}])
+        count.set_staleness([{"staleness": known}, {"staleness": [[0, 99]]}])
     assert count.staleness == {0: 4, 2: 1}
 
 

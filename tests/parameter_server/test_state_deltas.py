@@ -13,8 +13,8 @@ from lockstep._keras import trainer
 from lockstep._keras.layers import is_seed
 from lockstep.execution.replica import replica_seed
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.batch_shards import busy_parts, part_of
-from lockstep.parameter_server.state_deltas import DeltaAccumulator, difference, differences, is_sum
+from lockstep.parameter_server.batch_shards import nonempty_parts, part_of
+from lockstep.parameter_server.state_sync import DeltaAccumulator, compute_delta, compute_deltas, is_additive
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(28, 4)).astype("float32")
@@ -105,7 +105,7 @@ def changed_by(step, state, others, batch, no_sums=NONE):
     """As a worker finds it: metrics begin anew."""
     trainable, _, optimizer, zero = state
     _, new, _, metrics = step((trainable, others, optimizer, zero), batch)
-    return differences((new, others), (metrics, zero), no_sums)
+    return compute_deltas((new, others), (metrics, zero), no_sums)
 
 
 def assert_close(found, expected):
@@ -136,9 +136,9 @@ def test_who_takes_the_newest_values_moves_averages_and_counters_as_one_process_
     totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     for batch in batches:
-        others = DeltaAccumulator.taken_over(state[1], totals.newest())
+        others = DeltaAccumulator.with_changing_values(state[1], totals.changing_values())
         totals.add([changed_by(step, state, others, batch)], [7], NONE)
-    assert_close(totals.others, expected[1])
+    assert_close(totals.non_trainable, expected[1])
     assert {number for number, value in enumerate(expected[1]) if (value != state[1][number]).any()} == totals.changing
 
 
@@ -153,12 +153,12 @@ def test_what_several_have_counted_at_the_same_time_is_all_counted_whoever_was_f
         totals.set(state[1], state[3])
         for one in order:
             totals.add([one], [7], NONE)
-        ends.append(totals.others)
+        ends.append(totals.non_trainable)
         counters = [
             n for n, x in enumerate(model.non_trainable_variables) if x.name in ("calls", "rows", "first", "was_called")
         ]
         assert len(counters) == 4
-        assert_close([totals.others[n] for n in counters], [expected[n] for n in counters])
+        assert_close([totals.non_trainable[n] for n in counters], [expected[n] for n in counters])
     for end in ends[1:]:
         assert_close(end, ends[0])
 
@@ -175,7 +175,7 @@ def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
     step, state = compiled(model), state_of(model)
     totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
-    pieces = [part_of(BATCHES[0], part, parts) for part in range(busy_parts(7, parts))]
+    pieces = [part_of(BATCHES[0], part, parts) for part in range(nonempty_parts(7, parts))]
     found = []
     for number, piece in enumerate(pieces):
         pairs = zip(state[1], model.non_trainable_variables, strict=True)
@@ -185,7 +185,7 @@ def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
         ]
         found.append(changed_by(step, state, others, piece))
     totals.add(found, [len(x) for x, _ in pieces], NONE)
-    assert_close(totals.others, state_of(mirrored)[1])
+    assert_close(totals.non_trainable, state_of(mirrored)[1])
 
 
 def test_seeds_go_on_and_are_not_sent_with_each_piece():
@@ -195,9 +195,9 @@ def test_seeds_go_on_and_are_not_sent_with_each_piece():
     totals.set(state[1], state[3])
     (seed,) = [n for n, variable in enumerate(model.non_trainable_variables) if is_seed(variable)]
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
-    assert (totals.others[seed] != state[1][seed]).any()
+    assert (totals.non_trainable[seed] != state[1][seed]).any()
     assert seed not in totals.changing
-    assert f"other/{seed}" not in totals.newest()
+    assert f"other/{seed}" not in totals.changing_values()
 
 
 def test_a_worker_gets_all_that_has_ever_changed_also_after_metrics_were_reset():
@@ -206,8 +206,8 @@ def test_a_worker_gets_all_that_has_ever_changed_also_after_metrics_were_reset()
     totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
-    totals.set(totals.others, state[3])  # As at the begin of an epoch: only metrics are other ones.
-    assert_close(DeltaAccumulator.taken_over(state[1], totals.newest()), totals.others)
+    totals.set(totals.non_trainable, state[3])  # As at the begin of an epoch: only metrics are other ones.
+    assert_close(DeltaAccumulator.with_changing_values(state[1], totals.changing_values()), totals.non_trainable)
     assert_close(totals.metrics, state[3])
 
 
@@ -217,7 +217,7 @@ def test_a_metric_that_does_not_add_up_is_seen_and_shows_the_last_batch():
     first = step(state, BATCHES[0])
     second = step((*state[:3], first[3]), BATCHES[0])
     three = zip(first[3], state[3], second[3], strict=True)
-    no_sums = frozenset(number for number, each in enumerate(three) if not is_sum(*each))
+    no_sums = frozenset(number for number, each in enumerate(three) if not is_additive(*each))
     names = [variable.path.rpartition("/")[2] for variable in variables_of(model)[3]]
     assert [names[number] for number in sorted(no_sums)] == ["largest", "has_seen"]
     totals = DeltaAccumulator(model)
@@ -247,21 +247,21 @@ def test_a_metric_that_does_not_add_up_is_seen_and_shows_the_last_batch():
     ],
 )
 def test_a_sum_is_what_the_same_step_adds_again(first, start, second, expected):
-    assert is_sum(*map(np.asarray, (first, start, second))) == expected
+    assert is_additive(*map(np.asarray, (first, start, second))) == expected
 
 
 def test_a_difference_of_whole_numbers_goes_round_and_that_of_nothing_is_none():
     new, old = np.uint32([1, 5]), np.uint32([4, 5])
-    changed = difference(new, old)
+    changed = compute_delta(new, old)
     assert changed.dtype == "uint32"
     assert (old + changed == new).all()
-    assert difference(new, new.copy()) is None
-    assert difference(np.array(True), np.array(False)) is None
+    assert compute_delta(new, new.copy()) is None
+    assert compute_delta(np.array(True), np.array(False)) is None
 
 
 def test_what_did_not_change_does_not_travel():
     same, new, old = np.ones(3, "float32"), np.zeros((2,), "float32"), np.ones((2,), "float32")
-    found = differences(
+    found = compute_deltas(
         ([same, np.array(True), new], [same.copy(), np.array(False), old]), ([same], [same.copy()]), NONE
     )
     assert sorted(found) == ["new/1", "other/2"]

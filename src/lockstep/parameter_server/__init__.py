@@ -1,1 +1,1 @@
-"""The processes of a job with servers of variables, as trainers: chief, workers, servers and evaluator in one call of ``fit``."""
+"""Training on parameter servers: chief, workers, servers and evaluator of a job, in ``fit`` and in custom training loops."""

@@ -1,49 +1,55 @@
-"""Loops of one's own where variables are on servers: functions are scheduled, and any worker does them."""
+"""Cluster coordinator: custom training loops whose functions are scheduled on the workers of a job with servers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from lockstep._errors import OptionError
-from lockstep.parameter_server.per_worker import PerWorkerDataset, PerWorkerValues
+from lockstep._errors import OptionError, ScopeError
 from lockstep.parameter_server.scheduler_base import Outcome, SchedulerBase
 
-__all__ = ["ClusterCoordinator", "RemoteValue", "SchedulingStrategy"]
+__all__ = [
+    "ClusterCoordinator",
+    "PerWorkerDataset",
+    "PerWorkerValues",
+    "RemoteValue",
+    "SchedulingStrategy",
+    "resolve_per_worker",
+]
 
 
 class SchedulingStrategy(ABC):
-    """A strategy whose workers do scheduled functions."""
+    """Strategy whose workers run scheduled functions."""
 
     _coordinator: "ClusterCoordinator | None" = None
 
     @property
     @abstractmethod
-    def _coordination(self) -> SchedulerBase:
-        """What this process does in such loops."""
+    def _scheduler(self) -> SchedulerBase:
+        """Scheduler of this process."""
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:
-        """The newest values of a model's trainable variables, in a function that is scheduled with :class:`lockstep.ClusterCoordinator`.
+        """Return the newest values of a model's trainable variables, in a function that is scheduled with :class:`lockstep.ClusterCoordinator`.
 
         Args:
             model: whose variables the servers hold.
 
         Returns:
-            Arrays in the order of ``model.trainable_variables``. The model itself stays as it is.
+            Arrays in the order of ``model.trainable_variables``. The model does not change.
 
         Raises:
             ClusterError: a server is lost.
             ModelError: the servers hold the variables of another model.
-            ScopeError: this is no scheduled function.
+            ScopeError: the caller is not a scheduled function.
         """
-        return self._coordination.pull(model)
+        return self._scheduler.pull(model)
 
     def push(self, model: keras.Model, gradients: Sequence[Any]) -> None:
         """Have the servers apply gradients, in a function that is scheduled with :class:`lockstep.ClusterCoordinator`.
 
-        The model's optimizer decides what that means. A push counts once, also where the function is done again after a loss.
+        The model's optimizer is applied to them. A push counts once, even if the function runs again after the loss of its worker.
 
         Args:
             model: whose variables the servers hold.
@@ -51,52 +57,113 @@ class SchedulingStrategy(ABC):
 
         Raises:
             ClusterError: a server is lost.
-            ModelError: gradients are missing or have other shapes, nothing was pulled before, or the model is another one.
-            ScopeError: this is no scheduled function.
+            ModelError: gradients are missing or have other shapes, nothing was pulled before, or the servers hold the variables of another model.
+            ScopeError: the caller is not a scheduled function.
         """
-        self._coordination.push(model, gradients)
+        self._scheduler.push(model, gradients)
+
+
+class PerWorkerValues:
+    """Value that each worker makes for itself; what :meth:`ClusterCoordinator.create_per_worker_resource` gives.
+
+    Counterpart of ``tf.distribute.coordinator.PerWorkerValues``. As an argument of a scheduled function it becomes the value of the
+    worker that runs the function. A worker makes its value at the first use, and again after it was lost and restarted.
+
+    Args:
+        make: makes the value, on a worker.
+
+    Example:
+        >>> import lockstep
+        >>> table = lockstep.PerWorkerValues(lambda: {"rows": 3})
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._values = make, list[Any]()
+
+    def _get(self) -> Any:
+        if not self._values:
+            self._values.append(self._make())
+        return self._values[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _scope_error(self)
+
+    def __next__(self) -> Any:
+        raise _scope_error(self)
+
+
+class PerWorkerDataset:
+    """Data that each worker reads for itself; what :meth:`ClusterCoordinator.create_per_worker_dataset` gives.
+
+    ``iter()`` of it gives :class:`PerWorkerValues`, to be passed to ``schedule``: the scheduled function gets the iterator of its worker.
+
+    Args:
+        dataset: an iterable of batches, or a function without arguments that makes one.
+
+    Raises:
+        OptionError: ``dataset`` is something else.
+
+    Example:
+        >>> import lockstep
+        >>> type(iter(lockstep.PerWorkerDataset([1, 2]))).__name__
+        'PerWorkerValues'
+    """
+
+    def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        if not callable(dataset) and not isinstance(dataset, Iterable):
+            raise OptionError(
+                "create_per_worker_dataset: expected an iterable of batches, or a function without arguments that makes one, got "
+                f"{dataset!r}."
+            )
+        self._dataset = dataset
+
+    def __iter__(self) -> PerWorkerValues:
+        return PerWorkerValues(self._iterator)
+
+    def _iterator(self) -> Iterator[Any]:
+        return iter(self._dataset if isinstance(self._dataset, Iterable) else self._dataset())
 
 
 class RemoteValue:
-    """What a scheduled function will have returned. Counterpart of ``tf.distribute.coordinator.RemoteValue``."""
+    """Result of a scheduled function, which may not be done yet. Counterpart of ``tf.distribute.coordinator.RemoteValue``."""
 
-    def __init__(self, coordination: SchedulerBase, outcome: Outcome | None) -> None:
-        self._coordination, self._outcome = coordination, outcome
+    def __init__(self, scheduler: SchedulerBase, outcome: Outcome | None) -> None:
+        self._scheduler, self._outcome = scheduler, outcome
 
     def fetch(self) -> Any:
         """Wait until the function is done.
 
         Returns:
-            What it has returned, on every process; arrays are NumPy's.
+            The result of the function, on every process; arrays are NumPy's.
 
         Raises:
-            ClusterError: it has failed, or another function.
+            ClusterError: this or another function has failed.
         """
-        return self._coordination.fetch([self._outcome])[0]
+        return self._scheduler.fetch([self._outcome])[0]
 
     def get(self) -> Any:
-        """Wait until the function is done: :meth:`fetch` by the name that ``tf.distribute`` has for it.
+        """Wait until the function is done: :meth:`fetch` under its name in ``tf.distribute``.
 
         Returns:
-            What it has returned, on every process.
+            The result of the function, on every process.
         """
         return self.fetch()
 
 
 class ClusterCoordinator:
-    """Has functions done by the workers of a :class:`lockstep.ParameterServerStrategy`, for training loops of one's own.
+    """Schedules functions on the workers of a :class:`lockstep.ParameterServerStrategy`, for custom training loops.
 
     Counterpart of ``tf.distribute.coordinator.ClusterCoordinator``. All processes run the same script, and each comes to the same calls of
-    ``schedule``, ``join``, ``done`` and ``fetch``, in the same order: a worker knows a scheduled function from its own script, and no
-    code and no arguments travel. In a scheduled function ``model.train_on_batch`` pulls the variables from the servers, computes a
-    gradient and pushes it; ``strategy.pull`` and ``strategy.push`` do so for gradients of one's own. The model must be built
-    and compiled before something is scheduled; of several, the servers hold the variables of the newest.
+    ``schedule``, ``join``, ``done`` and ``fetch``, in the same order: a worker knows a scheduled function from its own script, so neither
+    code nor arguments are transferred. In a scheduled function ``model.train_on_batch`` pulls the variables from the servers, computes a
+    gradient and pushes it; ``strategy.pull`` and ``strategy.push`` are for gradients that the function computes itself. The model must be
+    built and compiled before a function is scheduled; of several models, the servers hold the variables of the newest.
 
     Args:
-        strategy: whose workers they are. For one strategy there is one coordinator: the second time this gives the same.
+        strategy: has the workers. There is one coordinator for each strategy: a second call returns the same.
 
     Raises:
-        OptionError: the strategy has no such workers.
+        OptionError: the strategy is not a ParameterServerStrategy.
 
     Example:
         >>> import json, lockstep, os
@@ -112,7 +179,7 @@ class ClusterCoordinator:
     """
 
     def __new__(cls, strategy: Any) -> "ClusterCoordinator":
-        """The one of this strategy."""
+        """Return the coordinator of this strategy."""
         if not isinstance(strategy, SchedulingStrategy):
             raise OptionError(
                 f"ClusterCoordinator: expected a ParameterServerStrategy, got {strategy!r}. Other strategies train in step: use fit, or "
@@ -127,26 +194,26 @@ class ClusterCoordinator:
 
     @property
     def strategy(self) -> Any:
-        """The strategy whose workers these are."""
+        """The strategy whose workers run the functions."""
         return self._strategy
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
     ) -> RemoteValue:
-        """Have a function done by the next worker that is free; does not wait.
+        """Schedule a function for the next free worker; does not wait.
 
-        It is done at least once, again by another one where a worker is lost; its pushes and its result count once.
+        It runs at least once, and again on another worker if its worker is lost; its pushes and its result count once.
 
         Args:
-            fn: is run on a worker. What it returns travels: None, numbers, texts and arrays, in dicts, lists and tuples.
-            args: its arguments, as the worker's own script has computed them; per-worker values become the worker's own.
+            fn: runs on a worker. It may return None, numbers, strings and arrays, in dicts, lists and tuples.
+            args: its arguments, as the worker's own script has computed them; per-worker values become those of the worker.
             kwargs: likewise, by name.
 
         Returns:
-            What stands for its result until that is fetched.
+            Its result, to be fetched later.
 
         Raises:
-            ClusterError: something that was scheduled before has failed.
+            ClusterError: a function that was scheduled before has failed.
             ModelError: the strategy has no model that is built and compiled.
             OptionError: ``fn`` cannot be called, or an argument is a RemoteValue; or ``max_staleness`` is 0.
         """
@@ -155,56 +222,56 @@ class ClusterCoordinator:
             raise OptionError(f"schedule: fn: expected a function, got {fn!r}.")
         if any(isinstance(leaf, RemoteValue) for leaf in keras.tree.flatten(given)):
             raise OptionError("schedule: a RemoteValue cannot be an argument. Fetch it before.")
-        coordination = self._strategy._coordination
-        return RemoteValue(coordination, coordination.schedule(fn, given))
+        scheduler = self._strategy._scheduler
+        return RemoteValue(scheduler, scheduler.schedule(fn, given))
 
     def join(self) -> None:
-        """Wait until all that was scheduled is done; then every process's model has the servers' weights.
+        """Wait until all scheduled functions are done; then the model has the servers' weights on every process.
 
         Raises:
-            ClusterError: a function has failed, which names the worker and the error, or no worker comes. Then the job is over.
+            ClusterError: a function has failed, or no worker comes; the message names the worker and the error. The job cannot continue.
         """
-        self._strategy._coordination.join()
+        self._strategy._scheduler.join()
 
     def done(self) -> bool:
-        """Whether all that was scheduled is done.
+        """Return whether all scheduled functions are done.
 
         Returns:
-            As the chief sees it; all processes hear the same.
+            The chief's answer, on all processes.
 
         Raises:
             ClusterError: as for :meth:`join`.
         """
-        return self._strategy._coordination.done()
+        return self._strategy._scheduler.done()
 
     def fetch(self, val: Any) -> Any:
-        """Wait for results; every process gets them.
+        """Wait for results, which every process gets.
 
         Args:
             val: a RemoteValue, or several in dicts, lists and tuples.
 
         Returns:
-            The same with what the functions have returned in their places; arrays are NumPy's.
+            The same structure with the results of the functions; arrays are NumPy's.
 
         Raises:
-            ClusterError: a function has failed; or this worker was started again and comes too late for results that are no
-                longer kept (those of the last fetches are, up to 64 MiB).
+            ClusterError: a function has failed; or this worker was restarted, and the chief no longer keeps the results (it keeps
+                those of the last fetches, up to 64 MiB).
         """
         leaves = keras.tree.flatten(val)
         values = [leaf for leaf in leaves if isinstance(leaf, RemoteValue)]
-        found = iter(self._strategy._coordination.fetch([value._outcome for value in values]))
+        found = iter(self._strategy._scheduler.fetch([value._outcome for value in values]))
         replaced = [next(found) if isinstance(leaf, RemoteValue) else leaf for leaf in leaves]
         return keras.tree.pack_sequence_as(val, replaced)
 
     def create_per_worker_dataset(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> PerWorkerDataset:
-        """Data that each worker reads for itself.
+        """Return data that each worker reads for itself.
 
         Args:
             dataset: an iterable of batches, or a function without arguments that makes one, which is called on each worker.
 
         Returns:
-            What ``iter()`` may be called of; the iterator is to be passed to :meth:`schedule`, and becomes the worker's own in the function. A
-            worker that was lost and started again begins anew.
+            An iterable. Its iterator is to be passed to :meth:`schedule`, and becomes the worker's own in the function. A restarted
+            worker begins at the first batch.
 
         Raises:
             OptionError: ``dataset`` is something else.
@@ -212,12 +279,24 @@ class ClusterCoordinator:
         return PerWorkerDataset(dataset)
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """A value that each worker makes for itself, once, when it needs it first: a table, an open file.
+        """Return a value that each worker makes for itself, once, at the first use: a table, an open file.
 
         Args:
-            fn: a function without arguments that makes it.
+            fn: a function without arguments that makes the value.
 
         Returns:
-            What stands for it among the arguments of :meth:`schedule`.
+            An argument for :meth:`schedule`.
         """
         return PerWorkerValues(fn)
+
+
+def resolve_per_worker(arguments: Any) -> Any:
+    """Return the arguments of a scheduled function, with this worker's values in place of per-worker values."""
+    return keras.tree.map_structure(lambda leaf: leaf._get() if isinstance(leaf, PerWorkerValues) else leaf, arguments)
+
+
+def _scope_error(values: PerWorkerValues) -> ScopeError:
+    return ScopeError(
+        f"{type(values).__name__} stands for a value of each worker: pass it to ClusterCoordinator.schedule as an argument, and use it "
+        "in the scheduled function."
+    )

@@ -1,7 +1,7 @@
-"""``fit`` and ``evaluate`` on each process of a job with servers: who does what in a call, and how all come out of it alike.
+"""``fit`` and ``evaluate`` on each process of a job with servers: selects what the process does in a call, and ends the call everywhere.
 
-Every process runs the same script and makes the same calls. In ``fit`` the chief runs Keras's loop, and the others work for it; they
-come back with the chief's history and the chief's weights. ``evaluate`` is done by the chief, and its result is everybody's.
+Every process runs the same script and makes the same calls. In ``fit`` the chief runs Keras's loop, and the other processes work for it; they
+return with the chief's history and the chief's weights. ``evaluate`` runs at the chief, and all processes get its result.
 """
 
 from collections.abc import Callable
@@ -25,92 +25,74 @@ from lockstep.fit.hooks import callbacks_in, single_callback
 from lockstep.parameter_server import scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit
 from lockstep.parameter_server.chief_scheduler import ChiefScheduler
-from lockstep.parameter_server.evaluator import look_on
+from lockstep.parameter_server.evaluator import run_evaluator
 from lockstep.parameter_server.process_context import ProcessContext
 from lockstep.parameter_server.staleness_metrics import StalenessMetrics
-from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient
+from lockstep.parameter_server.tasks.task_client import CallResult, TaskClient
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
+from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit
 from lockstep.parameter_server.worker_scheduler import WorkerScheduler
 
 __all__ = ["ChiefFitDispatch", "ServerTraining", "WorkerFitDispatch"]
 
-_KEPT = ("trainable", "non_trainable", "optimizer")
+_KINDS = ("trainable", "non_trainable", "optimizer")
 
 
 class ServerTraining(scheduler_base.TrainingModels, Protocol):
-    """What the strategy knows of models."""
+    """What calls of ``fit`` need of the strategy."""
 
     def tell(self, model: keras.Model, sentence: str) -> None:
-        """Say something about a model, once."""
+        """Log a sentence about a model, once."""
 
 
 class ChiefFitDispatch(fit_entry.ProcessGroup):
-    """The calls of the chief.
+    """Calls at the chief.
 
     Args:
-        member: this process.
-        desk: where the others come.
+        context: this process.
+        dispatcher: serves the other processes.
         training: the strategy.
     """
 
-    def __init__(self, member: ProcessContext, desk: TaskDispatcher, training: ServerTraining) -> None:
-        self._member, self._desk, self._training = member, desk, training
-        self._call, self._is_inside = 0, False
-        self.coordination: scheduler_base.SchedulerBase = ChiefScheduler(member, training, self._next_call, desk)
+    def __init__(self, context: ProcessContext, dispatcher: TaskDispatcher, training: ServerTraining) -> None:
+        self._context, self._dispatcher, self._training = context, dispatcher, training
+        self._call, self._is_nested = 0, False
+        self.scheduler: scheduler_base.SchedulerBase = ChiefScheduler(context, training, self._next_call, dispatcher)
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
-        if call == "predict" or self._is_inside:
+        if call == "predict" or self._is_nested:
             return proceed()
-        self._is_inside = True
+        self._is_nested = True
         try:
-            if call == "evaluate" and self.coordination.is_open:
-                return self.coordination.evaluated(proceed)
-            self.coordination.end()
+            if call == "evaluate" and self.scheduler.is_open:
+                return self.scheduler.evaluate(proceed)
+            self.scheduler.end()
             self._next_call()
             return self._fit(model, arguments, proceed) if call == "fit" else self._evaluate(proceed)
         finally:
-            self._is_inside = False
+            self._is_nested = False
 
     def _next_call(self) -> int:
         self._call += 1
         return self._call
 
     def _evaluate(self, proceed: Callable[[], Any]) -> Any:
-        self._desk.open(self._call)
+        self._dispatcher.open(self._call)
         try:
             found = proceed()
         except Exception as error:
-            self._desk.close({"error": summary_of(error)})
+            self._dispatcher.close({"error": summary_of(error)})
             raise
-        self._desk.close({"value": plain(found)})
+        self._dispatcher.close({"value": _to_json(found)})
         return found
 
     def _fit(self, model: keras.Model, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
-        member = self._member
-        parts = len(member.part.workers) if member.max_staleness == 0 else None
         data: KerasInput = arguments["x"]
-
-        def connect() -> Any:
-            plan = member.plan_for(model)
-            return plan, member.go_to_servers(plan, self._call)
-
-        fit = ChiefFit(
-            model, data, self._desk, self._call, connect, parts, lambda sentence: self._training.tell(model, sentence)
-        )
-        moments = {
-            "on_train_begin": lambda logs: fit.begin(),
-            "on_epoch_end": lambda epoch, logs: fit.tell_of_epoch(epoch),
-        }
-        _add_callback(arguments, keras.callbacks.LambdaCallback(**moments))
-        _add_callback(arguments, StalenessMetrics(fit.statistics, member.announce))
-        if member.part.evaluator and arguments.get("validation_data") is not None:
-            arguments["validation_data"] = None
-            self._training.tell(
-                model, "its validation data are evaluated by the evaluator, so no val_ logs come from fit"
-            )
+        fit = self._chief_fit(model, data)
+        self._add_callbacks(model, arguments, fit)
         try:
             with (
                 closing(fit),
@@ -119,129 +101,154 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             ):
                 history = proceed()
         except BaseException as error:
-            self._desk.abort(f"the chief's fit has ended: {summary_of(error)}", _code_of(error))
+            self._dispatcher.abort(f"the chief's fit has ended: {summary_of(error)}", _exit_code_of(error))
             raise
-        data.close()  # An epoch that was broken off ends here, with what the data's own code does then.
+        data.close()  # If the epoch was cut short, the iterator of the input is closed here.
         result = {
-            "history": plain(history.history),
+            "history": _to_json(history.history),
             "epoch": list(history.epoch),
             "taken": data.total_taken,
             "hooks": data.epoch_hooks,
         }
-        self._desk.close(result, kept_values(model))
+        self._dispatcher.close(result, synced_values(model))
         return history
+
+    def _chief_fit(self, model: keras.Model, data: KerasInput) -> ChiefFit:
+        context = self._context
+        parts = len(context.role.workers) if context.max_staleness == 0 else None
+
+        def connect() -> tuple[ShardingPlan, VariableClient]:
+            plan = context.plan_for(model)
+            return plan, context.connect_to_servers(plan, self._call)
+
+        def warn_once(sentence: str) -> None:
+            self._training.tell(model, sentence)
+
+        return ChiefFit(model, data, self._dispatcher, self._call, connect, parts, warn_once)
+
+    def _add_callbacks(self, model: keras.Model, arguments: dict[str, Any], fit: ChiefFit) -> None:
+        on_train_begin = lambda logs: fit.begin()  # noqa: E731
+        on_epoch_end = lambda epoch, logs: fit.publish_epoch(epoch)  # noqa: E731
+        _insert_callback(
+            arguments, keras.callbacks.LambdaCallback(on_train_begin=on_train_begin, on_epoch_end=on_epoch_end)
+        )
+        _insert_callback(arguments, StalenessMetrics(fit.counters, self._context.log))
+        if self._context.role.evaluator and arguments.get("validation_data") is not None:
+            arguments["validation_data"] = None
+            self._training.tell(
+                model, "its validation data are evaluated by the evaluator, so no val_ logs come from fit"
+            )
 
 
 class WorkerFitDispatch(fit_entry.ProcessGroup):
-    """The calls of a worker, a server and the evaluator.
+    """Calls at a worker, a server or the evaluator.
 
     Args:
-        member: this process.
-        desk: the chief's.
+        context: this process.
+        task_client: of the chief's task dispatcher.
         training: the strategy.
     """
 
-    def __init__(self, member: ProcessContext, desk: TaskClient, training: ServerTraining) -> None:
-        self._member, self._desk, self._training = member, desk, training
+    def __init__(self, context: ProcessContext, task_client: TaskClient, training: ServerTraining) -> None:
+        self._context, self._task_client, self._training = context, task_client, training
         self._call = 0
-        self.coordination: scheduler_base.SchedulerBase = WorkerScheduler(member, training, self._next_call, desk)
-        self._roles = {"worker": self._work, "ps": self._serve, "evaluator": self._look_on}
+        self.scheduler: scheduler_base.SchedulerBase = WorkerScheduler(context, training, self._next_call, task_client)
+        self._roles = {"worker": self._run_worker, "ps": self._run_server, "evaluator": self._run_evaluator}
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
-        if call == "predict" or self.coordination.is_in_function:
+        if call == "predict" or self.scheduler.is_in_function:
             arguments["verbose"] = 0
             return proceed()
-        if call == "evaluate" and self.coordination.is_open:
-            return self.coordination.evaluated(proceed)
-        self.coordination.end()
+        if call == "evaluate" and self.scheduler.is_open:
+            return self.scheduler.evaluate(proceed)
+        self.scheduler.end()
         self._next_call()
-        with self._staying(arguments) if call == "fit" else nullcontext():
-            over = self._end_of(model, call, arguments)
-        self._desk.leave(self._call)
-        if "error" in over.result:
-            raise ClusterError(f"the chief's {call} has failed: {over.result['error']}", exit_codes.USER_ERROR)
-        return self._taken_over(model, over) if call == "fit" else over.result["value"]
+        with self._preemption(arguments) if call == "fit" else nullcontext():
+            result = self._run(model, call, arguments)
+        self._task_client.leave(self._call)
+        if "error" in result.result:
+            raise ClusterError(f"the chief's {call} has failed: {result.result['error']}", exit_codes.USER_ERROR)
+        return self._apply_result(model, result) if call == "fit" else result.result["value"]
 
-    def _staying(self, arguments: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Where there is a backup, the chief stops the job when all are asked to: it needs the others for its last checkpoint."""
+    def _preemption(self, arguments: dict[str, Any]) -> AbstractContextManager[Any]:
+        """Return the handler of preemption if there is a backup: the chief then needs this process for its last checkpoint."""
         backup = single_callback(callbacks_in(arguments), BackupAndRestore)
         return Preemption(self) if backup else nullcontext()
 
-    def _end_of(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallEnded:
+    def _run(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallResult:
         if call == "fit":  # Makes the variables, as Keras's loop does at the chief.
             trainer.training_state(model, arguments["x"].peek())
-        try:
-            self._desk.enter(self._call)
-        except CallEnded as over:
-            return over
+        if (result := self._task_client.enter(self._call)) is not None:
+            return result
         if call != "fit":
-            return self._desk.end_of(self._call)
+            return self._task_client.wait_for_end(self._call)
         try:
-            return self._roles[self._member.part.job](model, arguments)
+            return self._roles[self._context.role.job](model, arguments)
         except Exception as error:
-            self._desk.fail(self._call, error)
+            self._task_client.report_failure(self._call, error)
             raise
 
     def _next_call(self) -> int:
         self._call += 1
         return self._call
 
-    def _work(self, model: keras.Model, arguments: dict[str, Any]) -> CallEnded:
+    def _run_worker(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
         batches = arguments["x"].indexed_batches()
-        with closing(self._go_to_servers(model)) as client:
+        with closing(self._connect_to_servers(model)) as client:
             step = self._training.gradient_step(model)
-            over = WorkerFit(model, step, batches, self._desk, client, self._call, self._member.announce).run()
-        batches.run_hooks(over.result["hooks"])
-        batches.read_up_to(over.result["taken"])
-        return over
+            log = self._context.log
+            result = WorkerFit(model, step, batches, self._task_client, client, self._call, log).run()
+        batches.run_hooks(result.result["hooks"])
+        batches.read_up_to(result.result["taken"])
+        return result
 
-    def _serve(self, model: keras.Model, arguments: dict[str, Any]) -> CallEnded:
-        server = self._member.serve_variables(model, self._call)
+    def _run_server(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
+        server = self._context.serve_variables(model, self._call)
         try:
-            return self._desk.end_of(self._call)
+            return self._task_client.wait_for_end(self._call)
         finally:
             server.stop()
 
-    def _look_on(self, model: keras.Model, arguments: dict[str, Any]) -> CallEnded:
-        with closing(self._go_to_servers(model)) as client:
-            validation, announce = arguments.get("validation_data"), self._member.announce
-            return look_on(model, validation, self._desk, client, self._call, announce)
+    def _run_evaluator(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
+        with closing(self._connect_to_servers(model)) as client:
+            validation, log = arguments.get("validation_data"), self._context.log
+            return run_evaluator(model, validation, self._task_client, client, self._call, log)
 
-    def _go_to_servers(self, model: keras.Model) -> VariableClient:
-        self._desk.ask(self._call, READY)
-        return self._member.go_to_servers(self._member.plan_for(model), self._call)
+    def _connect_to_servers(self, model: keras.Model) -> VariableClient:
+        self._task_client.wait_for(self._call, READY)
+        return self._context.connect_to_servers(self._context.plan_for(model), self._call)
 
-    def _taken_over(self, model: keras.Model, over: CallEnded) -> keras.callbacks.History:
-        """What ``fit`` gives here: the chief's history; the model has the chief's weights."""
-        for name, variable in named(model).items():
-            if name in over.arrays:
-                variable.assign(over.arrays[name])
+    def _apply_result(self, model: keras.Model, result: CallResult) -> keras.callbacks.History:
+        """Give the model the chief's weights, and return the chief's history as the result of ``fit``."""
+        for name, variable in synced_variables(model).items():
+            if name in result.arrays:
+                variable.assign(result.arrays[name])
         history = keras.callbacks.History()
-        history.history, history.epoch = dict(over.result["history"]), list(over.result["epoch"])
+        history.history, history.epoch = dict(result.result["history"]), list(result.result["epoch"])
         history.set_model(model)
         model.history = history
         return history
 
 
-def plain(found: Any) -> Any:
-    """Numbers, lists and dicts as values of JSON."""
+def _to_json(found: Any) -> Any:
+    """Return numbers, lists and dicts as JSON values."""
     return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), found)
 
 
-def named(model: keras.Model) -> dict[str, keras.Variable]:
-    """What all processes have alike after ``fit``, by name."""
-    kinds = zip(_KEPT, variables_of(model), strict=False)
+def synced_variables(model: keras.Model) -> dict[str, keras.Variable]:
+    """Return by name the variables that are equal on all processes after ``fit``."""
+    kinds = zip(_KINDS, variables_of(model), strict=False)
     return {f"{kind}/{number}": variable for kind, group in kinds for number, variable in enumerate(group)}
 
 
-def kept_values(model: keras.Model) -> dict[str, np.ndarray]:
-    """The values of :func:`named`."""
-    return {name: np.asarray(variable.value) for name, variable in named(model).items()}
+def synced_values(model: keras.Model) -> dict[str, np.ndarray]:
+    """Return the values of :func:`synced_variables`."""
+    return {name: np.asarray(variable.value) for name, variable in synced_variables(model).items()}
 
 
-def _add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) -> None:
-    """Before the others, so that they see what it adds to the logs."""
+def _insert_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback) -> None:
+    """Insert a callback before the user's, so that these see what it adds to the logs."""
     given = arguments.get("callbacks")
     if isinstance(given, keras.callbacks.CallbackList):
         given.callbacks.insert(0, callback)
@@ -249,7 +256,7 @@ def _add_callback(arguments: dict[str, Any], callback: keras.callbacks.Callback)
         arguments["callbacks"] = [callback, *(given if isinstance(given, (list, tuple)) else [given] if given else [])]
 
 
-def _code_of(error: BaseException) -> int:
+def _exit_code_of(error: BaseException) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     if isinstance(error, ClusterError) and error.exit_code is not None:

@@ -1,4 +1,4 @@
-"""A worker's step: the gradient of one batch, and what else the step has changed. Keras's ``train_step``, or the user's, computes it."""
+"""Gradient step of a worker: runs Keras's or the user's ``train_step`` on one batch, and returns the gradient and the other changes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,25 +22,25 @@ Values = Sequence[np.ndarray]
 
 @dataclass(frozen=True)
 class GradientResult:
-    """What one step gives.
+    """Results of one step.
 
     Args:
         gradients: of the trainable variables, by name.
         logs: as ``train_step`` returned them.
-        measured: what the metrics alone say, by the names of the logs.
-        others: new values of the variables that are not trained.
+        metric_logs: results of the metrics alone, by the names of the logs.
+        non_trainable: new values of the non-trainable variables.
         metrics: new values of the metrics' variables.
     """
 
     gradients: dict[str, np.ndarray]
     logs: dict[str, Any]
-    measured: dict[str, Any]
-    others: list[np.ndarray]
+    metric_logs: dict[str, Any]
+    non_trainable: list[np.ndarray]
     metrics: list[np.ndarray]
 
 
 class GradientStep:
-    """The step of one worker, on its own devices.
+    """Gradient step of one worker, on the devices of its process.
 
     Args:
         model: is built and compiled.
@@ -48,8 +48,8 @@ class GradientStep:
         placement: the worker's devices.
 
     Raises:
-        ModelError: the model is not to be compiled; or, when it is called, its ``train_step`` makes more of an update than
-            ``optimizer.stateless_apply`` does.
+        ModelError: the model must not be compiled; or, when it is called, its ``train_step`` updates variables in other ways than
+            ``optimizer.stateless_apply``.
     """
 
     def __init__(self, model: keras.Model, functions: StepFunctions, placement: Placement) -> None:
@@ -60,49 +60,49 @@ class GradientStep:
             )
         self._model, self._names, self._placement = model, names_of(model), placement
         self._keras_step = functions.build_step(functions.executor, "train")
-        self._programs = GradientPrograms(self._measuring, model, placement, donated=False)
+        self._programs = GradientPrograms(self._step_with_metric_logs, model, placement, donated=False)
         _, _, optimizer, _ = variables_of(model)
         self._optimizer = [np.asarray(variable.value) for variable in optimizer]
         counts = [number for number, one in enumerate(optimizer) if one is model.optimizer.iterations]
-        self._iterations = counts[0] if counts else None  # None where gradients are accumulated: it is computed then.
+        self._iterations = counts[0] if counts else None  # None if gradients are accumulated: Keras then computes it.
 
     def __call__(
-        self, values: Mapping[str, Any], others: Values, metrics: Values, batch: Any, version: int
+        self, values: Mapping[str, Any], non_trainable: Values, metrics: Values, batch: Any, version: int
     ) -> GradientResult:
-        """Compute; nothing is changed.
+        """Compute the gradient; the model does not change.
 
         Args:
             values: of the trainable variables, by name.
-            others: of those that are not trained.
-            metrics: of the metrics' variables.
-            batch: as Keras hands it to ``train_step``, on the host.
+            non_trainable: values of the non-trainable variables.
+            metrics: values of the metrics' variables.
+            batch: as Keras passes it to ``train_step``, on the host.
             version: number of updates in the values.
         """
         optimizer = list(self._optimizer)
         if self._iterations is not None:
             optimizer[self._iterations] = np.asarray(version, optimizer[self._iterations].dtype)
-        state = [[values[name] for name in self._names], list(others), optimizer, list(metrics)]
+        state = [[values[name] for name in self._names], list(non_trainable), optimizer, list(metrics)]
         placed = self._placement.place(batch)
         program = self._programs.program_for(state, placed)
         pairs = zip(state, program.is_used, strict=True)
         read = [[value if is_read else None for value, is_read in zip(*pair, strict=True)] for pair in pairs]
-        gradients, (logs, measured), changes = program(self._placement.put(read), placed)
+        gradients, (logs, metric_logs), changes = program(self._placement.put(read), placed)
         new = apply_changes((state[1], state[3]), changes)
-        new_others, new_metrics = [[np.asarray(value) for value in part] for part in new]
+        new_non_trainable, new_metrics = [[np.asarray(value) for value in kind] for kind in new]
         named = {name: np.asarray(gradient) for name, gradient in zip(self._names, gradients, strict=True)}
-        return GradientResult(named, _on_host(logs), _on_host(measured), new_others, new_metrics)
+        return GradientResult(named, _on_host(logs), _on_host(metric_logs), new_non_trainable, new_metrics)
 
-    def _measuring(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Keras's step, with what its metrics alone say among the logs."""
+    def _step_with_metric_logs(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Run Keras's step, and return the results of the metrics besides its logs."""
         logs, new = self._keras_step(state, batch)
         pairs = list(zip(self._model.metrics_variables, new[3], strict=True))
         with keras.StatelessScope(state_mapping=pairs):
-            measured = self._model.get_metrics_result()
-        return (logs, measured), new
+            metric_logs = self._model.get_metrics_result()
+        return (logs, metric_logs), new
 
 
 def names_of(model: keras.Model) -> list[str]:
-    """A name of its own for each trainable variable: its path, with a number where another one has the same."""
+    """Return a unique name for each trainable variable: its path, with a number if another variable has the same path."""
     names: list[str] = []
     for variable in model.trainable_variables:
         twins = sum(name.partition("#")[0] == variable.path for name in names)
@@ -111,7 +111,7 @@ def names_of(model: keras.Model) -> list[str]:
 
 
 def specs_of(model: keras.Model) -> list[VariableSpec]:
-    """The trainable variables of a model, in their order."""
+    """Return the specs of the trainable variables of a model, in their order."""
     pairs = zip(names_of(model), model.trainable_variables, strict=True)
     return [VariableSpec(name, tuple(variable.shape), str(variable.dtype)) for name, variable in pairs]
 

@@ -1,4 +1,4 @@
-"""What asynchronous training counts: updates and bytes a second, and how old the values were that a gradient was computed with."""
+"""Metrics of asynchronous training: updates and bytes per second, and the staleness of the values that gradients were computed with."""
 
 import time
 from collections import Counter
@@ -11,39 +11,43 @@ __all__ = ["StalenessMetrics", "UpdateCounters"]
 
 
 class UpdateCounters:
-    """Numbers that only grow.
+    """Counters of one call of ``fit``; they only grow.
 
     Attributes:
-        batches: that are done.
+        batches: number of finished batches.
         traffic: bytes that workers have sent to servers and received from them.
-        staleness: for each number of updates between a pull and its push, how many gradients had it, at server 0.
+        staleness: by number of updates between a pull and its push, the number of gradients at server 0.
     """
 
     def __init__(self) -> None:
         self.batches = self.traffic = 0
         self.staleness: Counter[int] = Counter()
 
-    def add(self, told: Iterable[Mapping[str, Any]]) -> None:
-        """A batch is done, of which workers have told this."""
-        self.batches += 1
-        self.traffic += sum(one["bytes"] for one in told)
+    def add(self, reports: Iterable[Mapping[str, Any]]) -> None:
+        """Count a finished batch.
 
-    def take_staleness(self, statistics: list[dict[str, Any]]) -> None:
-        """What the servers have counted."""
+        Args:
+            reports: of the workers, one for each part of the batch.
+        """
+        self.batches += 1
+        self.traffic += sum(report["bytes"] for report in reports)
+
+    def set_staleness(self, statistics: list[dict[str, Any]]) -> None:
+        """Take over what the servers have counted."""
         self.staleness = Counter(dict(statistics[0]["staleness"]))
 
     def copy(self) -> "UpdateCounters":
-        """These numbers, which do not grow."""
+        """Return a snapshot of the counters."""
         other = UpdateCounters()
         other.batches, other.traffic, other.staleness = self.batches, self.traffic, self.staleness.copy()
         return other
 
 
 class StalenessMetrics(keras.callbacks.Callback):
-    """Adds ``updates_per_sec``, ``bytes_per_sec`` and ``staleness`` (its mean) to the logs of each epoch, and tells how it is spread.
+    """Adds ``updates_per_sec``, ``bytes_per_sec`` and ``staleness`` (its mean) to the logs of each epoch, and logs its distribution.
 
     Args:
-        count: gives the numbers as they are now.
+        count: gives the current counters.
         announce: takes a line.
         clock: gives seconds, and is not set back.
     """
@@ -64,21 +68,21 @@ class StalenessMetrics(keras.callbacks.Callback):
         self._before, self._begun, self._ended = self._count().copy(), self._clock(), None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Training is over for this epoch."""
+        """Take the counters when validation begins: the training of this epoch has ended."""
         self._ended = self._count().copy(), self._clock()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""
         now, end = self._ended or (self._count().copy(), self._clock())
         batches, seconds = now.batches - self._before.batches, end - self._begun
-        spread = now.staleness - self._before.staleness
+        distribution = now.staleness - self._before.staleness
         if logs is None or not batches:
             return
         logs["updates_per_sec"] = batches / seconds
         logs["bytes_per_sec"] = (now.traffic - self._before.traffic) / seconds
-        if spread:
-            logs["staleness"] = sum(age * count for age, count in spread.items()) / spread.total()
-        shown = ", ".join(f"{age}: {count}" for age, count in sorted(spread.items()))
+        if distribution:
+            logs["staleness"] = sum(age * count for age, count in distribution.items()) / distribution.total()
+        shown = ", ".join(f"{age}: {count}" for age, count in sorted(distribution.items()))
         self._announce(
             f"epoch {epoch + 1}: {batches} updates, {logs['updates_per_sec']:.1f} a second, {logs['bytes_per_sec'] / 1e6:.3g} MB/s; "
             f"gradients by the number of updates that they missed: {shown or 'none'}"

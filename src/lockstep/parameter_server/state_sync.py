@@ -1,82 +1,266 @@
-"""The values of a model in training, as the chief spreads them over servers and workers, and as it gets them back."""
+"""Model state in training on servers: the chief broadcasts and fetches it, workers report changes, and the chief adds them up.
+
+A metric counts, and a moving average moves by a share of the way to the batch: what two workers have computed at the same time is the sum
+of both changes, in any order. The state of a seed generator at a step is computed from the number of the step alone.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
+from lockstep.execution.call_splitter import output_merge
+from lockstep.execution.replica import OutputMerge, replica_seed
 from lockstep.parameter_server.gradient_step import names_of
-from lockstep.parameter_server.state_deltas import DeltaAccumulator
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
-__all__ = ["STATE", "State", "StateSync", "differs"]
+__all__ = [
+    "STATE",
+    "DeltaAccumulator",
+    "SeedOffsets",
+    "State",
+    "StateSync",
+    "add_deltas",
+    "compute_delta",
+    "compute_deltas",
+    "differs",
+    "is_additive",
+    "merge_rules",
+]
 
-STATE = "state"  # Under this the desk tells the values of what is not trained.
+STATE = "state"  # Key under which the chief publishes the values of non-trainable variables.
+_METRIC, _OTHER, _NEW = "metric/", "other/", "new/"
 
-State = tuple[list[Any], list[Any], list[Any], list[Any]]  # trainable, other, optimizer's and metrics' values
+Arrays = Mapping[str, np.ndarray]
+Values = Sequence[np.ndarray]
+State = tuple[list[Any], list[Any], list[Any], list[Any]]  # trainable, non-trainable, optimizer's and metrics' values
+
+
+def merge_rules(model: keras.Model) -> list[OutputMerge]:
+    """Return for each non-trainable variable how the values of several parts of a batch are merged."""
+    return [output_merge(variable) for variable in model.non_trainable_variables]
+
+
+def compute_delta(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
+    """Return what must be added to the old value; None if nothing has changed, or the dtype has no sum."""
+    if new.dtype == bool or new.tobytes() == old.tobytes():
+        return None
+    return np.subtract(new, old, dtype=new.dtype)
+
+
+def compute_deltas(
+    non_trainable: tuple[Values, Values], metrics: tuple[Values, Values], no_sums: frozenset[int]
+) -> dict[str, np.ndarray]:
+    """Return what a step has changed, as the arrays that a worker sends to the chief.
+
+    Args:
+        non_trainable: values of the non-trainable variables after and before the step.
+        metrics: likewise those of the metrics' variables.
+        no_sums: numbers of the metrics' variables that do not add up.
+    """
+    found: dict[str, np.ndarray] = {}
+    for number, (new, old) in enumerate(zip(*non_trainable, strict=True)):
+        changed = compute_delta(new, old)
+        if changed is not None:
+            found[f"{_OTHER}{number}"] = changed
+        elif new.tobytes() != old.tobytes():
+            found[f"{_NEW}{number}"] = new
+    for number, (new, old) in enumerate(zip(*metrics, strict=True)):
+        changed = new if number in no_sums else compute_delta(new, old)
+        if changed is not None:
+            found[f"{_METRIC}{number}"] = changed
+    return found
+
+
+def add_deltas(total: dict[str, np.ndarray], deltas: Arrays) -> None:
+    """Add the changes of a further step to those of the steps before it, in place."""
+    for key, array in deltas.items():
+        is_sum = key in total and not key.startswith(_NEW)
+        total[key] = np.add(total[key], array, dtype=array.dtype) if is_sum else array
+
+
+def is_additive(first: np.ndarray, start: np.ndarray, second: np.ndarray) -> bool:
+    """Return whether a metric's variable is a sum: the same step adds the same to any value.
+
+    Args:
+        first: the value after a step from ``start``.
+        start: the value before.
+        second: the value after the same step from ``first``.
+    """
+    if first.dtype == bool:
+        return first.tobytes() == start.tobytes()
+    return np.allclose(
+        second.astype("float64") - first, first.astype("float64") - start, rtol=1e-3, atol=1e-5, equal_nan=True
+    )
+
+
+class DeltaAccumulator:
+    """The chief's values of non-trainable variables and metrics.
+
+    Args:
+        model: is built.
+
+    Attributes:
+        non_trainable: values of the non-trainable variables.
+        metrics: values of the metrics' variables.
+        changing: numbers of those non-trainable variables that have ever changed, without seeds.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._merge_rules = merge_rules(model)
+        self.non_trainable: list[np.ndarray] = []
+        self.metrics: list[np.ndarray] = []
+        self.changing: set[int] = set()
+
+    def set(self, non_trainable: Sequence[Any], metrics: Sequence[Any]) -> None:
+        """Replace all values."""
+        self.non_trainable, self.metrics = [np.asarray(x) for x in non_trainable], [np.asarray(x) for x in metrics]
+
+    def add(self, parts: Sequence[Arrays], weights: Sequence[float], no_sums: frozenset[int]) -> None:
+        """Add what the parts of one batch have changed, in their order.
+
+        Args:
+            parts: of each, what :func:`compute_deltas` gave.
+            weights: numbers of rows.
+            no_sums: numbers of the metrics' variables that do not add up: they get the value of the last part.
+        """
+        for number, value in enumerate(self.metrics):
+            found = [part[f"{_METRIC}{number}"] for part in parts if f"{_METRIC}{number}" in part]
+            if found:
+                self.metrics[number] = found[-1] if number in no_sums else _sum([value, *found])
+        for number, value in enumerate(self.non_trainable):
+            key = f"{_OTHER}{number}"
+            if any(key in part for part in parts):
+                own = [part.get(key, np.zeros_like(value)) for part in parts]
+                self.non_trainable[number] = _sum([value, _merge(own, weights, self._merge_rules[number])])
+            elif f"{_NEW}{number}" in parts[0]:
+                self.non_trainable[number] = parts[0][f"{_NEW}{number}"]
+            else:
+                continue
+            if self._merge_rules[number] is not OutputMerge.SEED:
+                self.changing.add(number)
+
+    def changing_values(self) -> dict[str, np.ndarray]:
+        """Return the arrays that go with each task: the newest values of the variables that change."""
+        return {f"{_OTHER}{number}": self.non_trainable[number] for number in sorted(self.changing)}
+
+    @staticmethod
+    def with_changing_values(non_trainable: Values, newest: Arrays) -> list[np.ndarray]:
+        """Return a worker's values, updated with those of :meth:`changing_values`."""
+        return [newest.get(f"{_OTHER}{number}", value) for number, value in enumerate(non_trainable)]
+
+
+def _merge(found: Values, weights: Sequence[float], rule: OutputMerge) -> np.ndarray:
+    """Return one change from those of all parts, merged as on the replicas of one process."""
+    if rule is OutputMerge.SUM:
+        return _sum(found)
+    if rule is not OutputMerge.MEAN or len(found) == 1:
+        return found[0]
+    wide = np.promote_types(found[0].dtype, np.float32)
+    total = _sum([one.astype(wide) * wide.type(weight) for one, weight in zip(found, weights, strict=True)])
+    return (total / wide.type(sum(weights))).astype(found[0].dtype)
+
+
+def _sum(values: Values) -> np.ndarray:
+    total = values[0]
+    for value in values[1:]:
+        total = np.add(total, value, dtype=total.dtype)
+    return total
+
+
+class SeedOffsets:
+    """What a step adds to the state of each seed generator, as observed in one step.
+
+    Args:
+        rules: how the values of the non-trainable variables are merged, which tells which of them are seeds.
+        after: their values after that step.
+        before: those before.
+    """
+
+    def __init__(self, rules: Sequence[OutputMerge], after: Values, before: Values) -> None:
+        three = zip(rules, after, before, strict=True)
+        self._offsets = [compute_delta(new, old) if rule is OutputMerge.SEED else None for rule, new, old in three]
+
+    def apply(self, values: Values, steps: int, part: int = 0) -> list[np.ndarray]:
+        """Return the values with the seeds advanced by a number of steps.
+
+        Args:
+            values: of the non-trainable variables, before all these steps.
+            steps: number of steps before this one.
+            part: of the step; each part draws other random numbers.
+        """
+        own = list(values)
+        for number, offset in enumerate(self._offsets):
+            if offset is not None:
+                seed = own[number] + offset * offset.dtype.type(steps)
+                own[number] = np.asarray(replica_seed(jnp.asarray(seed), jnp.int32(part)))
+        return own
 
 
 class StateSync:
-    """The chief's exchange with servers and workers.
+    """Exchange of the model's state between the chief, servers and workers.
 
     Args:
         model: is built and compiled.
-        desk: where workers come.
-        plan: where the variables are.
-        client: to the servers.
+        dispatcher: publishes to the workers.
+        plan: assignment of the variables to servers.
+        client: of the servers.
 
     Attributes:
-        totals: what is not trained, and the metrics.
-        states: how often the values of what is not trained were told; the last one has this number.
+        totals: values of non-trainable variables and metrics.
+        states: how often the values of non-trainable variables were published; the last publication has this number.
     """
 
-    def __init__(self, model: keras.Model, desk: TaskDispatcher, plan: ShardingPlan, client: VariableClient) -> None:
-        self._model, self._desk, self._plan, self._client = model, desk, plan, client
+    def __init__(
+        self, model: keras.Model, dispatcher: TaskDispatcher, plan: ShardingPlan, client: VariableClient
+    ) -> None:
+        self._model, self._dispatcher, self._plan, self._client = model, dispatcher, plan, client
         self._optimizer = OptimizerState(model.optimizer, plan)
         self.totals, self.states = DeltaAccumulator(model), 0
 
-    def spread(self, changed: Sequence[bool], state: Sequence[Sequence[Any]], update: int, task: int) -> None:
-        """Have everybody go on with other values; nobody works meanwhile.
+    def broadcast(self, changed: Sequence[bool], state: Sequence[Sequence[Any]], update: int, task: int) -> None:
+        """Send the state to servers and workers; no task may run meanwhile.
 
         Args:
-            changed: which parts of the state are others.
-            state: all of them.
+            changed: which kinds of the state have changed.
+            state: all kinds of the state.
             update: number of updates until now.
-            task: all pushes with smaller numbers are in it.
+            task: the pushes of all tasks with smaller numbers are in it.
         """
-        trainable, others, optimizer, metrics = [[np.asarray(value) for value in part] for part in state]
-        self.totals.set(others, metrics)
+        trainable, non_trainable, optimizer, metrics = [[np.asarray(value) for value in kind] for kind in state]
+        self.totals.set(non_trainable, metrics)
         if changed[0] or changed[2]:
             values = dict(zip(names_of(self._model), trainable, strict=True))
             self._client.fill(values, self._optimizer.split(optimizer), version=update, task=task)
         if changed[1]:
             self.states += 1
-            about = {"number": self.states, "update": update}
-            self._desk.tell(STATE, about, {str(n): value for n, value in enumerate(others)})
+            message = {"number": self.states, "update": update}
+            self._dispatcher.publish(STATE, message, {str(n): value for n, value in enumerate(non_trainable)})
 
-    def newest(self) -> State:
-        """The values of everything; nobody works meanwhile."""
+    def fetch(self) -> State:
+        """Return the newest state; no task may run meanwhile."""
         parts = [arrays for _, arrays in self._client.state()]
-        values = _joined(self._plan, parts)
+        values = _join_shards(self._plan, parts)
         trainable = [values[name] for name in names_of(self._model)]
-        state = trainable, self.totals.others, self._optimizer.joined(parts), self.totals.metrics
-        first, second, third, fourth = ([jax.numpy.asarray(value) for value in part] for part in state)
+        state = trainable, self.totals.non_trainable, self._optimizer.join(parts), self.totals.metrics
+        first, second, third, fourth = ([jax.numpy.asarray(value) for value in kind] for kind in state)
         return first, second, third, fourth
 
 
 def differs(new: Sequence[Any], old: Sequence[Any]) -> bool:
-    """Whether one of the values is another, to the bit."""
+    """Return whether the bits of one of the values differ."""
     pairs = zip(new, old, strict=True)
     return any(one is not other and np.asarray(one).tobytes() != np.asarray(other).tobytes() for one, other in pairs)
 
 
-def _joined(plan: ShardingPlan, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Each variable from its shards."""
+def _join_shards(plan: ShardingPlan, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
+    """Return each variable, joined from its shards."""
     found = {}
     for name, shards in plan.shards.items():
         pieces = [parts[shard.server][shard.spec.name] for shard in shards]

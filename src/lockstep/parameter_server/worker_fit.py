@@ -1,4 +1,4 @@
-"""What a worker does in a call of ``fit``: it takes batches from the chief, by number, and brings their gradients to the servers."""
+"""Worker in a call of ``fit``: takes batches from the chief by number, computes gradients and pushes them to the servers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,14 +8,19 @@ import numpy as np
 
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.batch_shards import count_batch_rows, part_of, refuse_all_but_means
+from lockstep.parameter_server.batch_shards import check_mean_loss, count_batch_rows, part_of
 from lockstep.parameter_server.gradient_step import GradientResult, GradientStep
-from lockstep.parameter_server.seed_offsets import SeedOffsets
-from lockstep.parameter_server.state_deltas import DeltaAccumulator, differences, is_sum, merges
-from lockstep.parameter_server.state_sync import STATE
-from lockstep.parameter_server.tasks.task_client import CallEnded, Task, TaskClient, work
+from lockstep.parameter_server.state_sync import (
+    STATE,
+    DeltaAccumulator,
+    SeedOffsets,
+    compute_deltas,
+    is_additive,
+    merge_rules,
+)
+from lockstep.parameter_server.tasks.task_client import CallResult, Task, TaskClient, run_tasks
 from lockstep.parameter_server.tasks.task_dispatcher import Result
-from lockstep.parameter_server.variables.sparse_rows import TouchedRows, as_rows
+from lockstep.parameter_server.variables.sparse_rows import TouchedRows, sparsify
 from lockstep.parameter_server.variables.variable_client import BatchPart, VariableClient
 
 __all__ = ["WorkerFit"]
@@ -30,10 +35,10 @@ class WorkerFit:
         model: is built and compiled.
         step: computes its gradients.
         batches: of its input.
-        desk: the chief's.
-        client: to the servers.
+        task_client: of the chief's task dispatcher.
+        client: of the servers.
         call: number of the call.
-        announce: takes a line.
+        log: takes a line.
     """
 
     def __init__(
@@ -41,88 +46,93 @@ class WorkerFit:
         model: keras.Model,
         step: GradientStep,
         batches: IndexedBatches,
-        desk: TaskClient,
+        task_client: TaskClient,
         client: VariableClient,
         call: int,
-        announce: Callable[[str], object],
+        log: Callable[[str], None],
     ) -> None:
         self._model, self._step, self._batches = model, step, batches
-        self._desk, self._client, self._call = desk, client, call
-        self._merges = merges(model)
-        self._touched = TouchedRows(model, announce)
+        self._task_client, self._client, self._call = task_client, client, call
+        self._merge_rules = merge_rules(model)
+        self._touched = TouchedRows(model, log)
         model.reset_metrics()
-        self._zero = [np.asarray(variable.value) for variable in variables_of(model)[3]]
+        self._zero_metrics = [np.asarray(variable.value) for variable in variables_of(model)[3]]
         self._pass, self._state = "", -1
-        self._others: Values = []
+        self._non_trainable: Values = []
         self._first_update = 0
-        self._draws: SeedOffsets | None = None
+        self._seed_offsets: SeedOffsets | None = None
         self._no_sums: frozenset[int] = frozenset()
         self._traffic = 0
 
-    def run(self) -> CallEnded:
-        """Work until the call is over; errors as for :func:`lockstep.parameter_server.tasks.task_client.work`."""
-        return work(self._desk, self._call, self._do, self._client.rest)
+    def run(self) -> CallResult:
+        """Run tasks until the call ends; errors as for :func:`lockstep.parameter_server.tasks.task_client.run_tasks`."""
+        return run_tasks(self._task_client, self._call, self._run_task, self._client.pause)
 
-    def _do(self, piece: Task) -> Result:
-        about = piece.what
-        batch = self._batch(about)
-        part, parts = about.get("part"), about.get("parts", 1)
+    def _run_task(self, task: Task) -> Result:
+        what = task.what
+        batch = self._batch(what)
+        part, parts = what.get("part"), what.get("parts", 1)
         if part is not None:
-            if parts > 1 and self._draws is None:
-                refuse_all_but_means(self._model, batch, parts)
+            if parts > 1 and self._seed_offsets is None:
+                check_mean_loss(self._model, batch, parts)
             batch = part_of(batch, part, parts)
         rows = count_batch_rows(batch)
-        place = None if part is None else BatchPart(about["update"], part, parts)
-        self._take_over(about, piece.arrays)
-        values = self._pulled(batch, place)
-        others = self._learned_from(values, batch).seeded(self._others, about["update"] - self._first_update, part or 0)
-        found = self._compute(values, others, self._zero, batch)
-        task = None if place else piece.number
-        self._client.push(as_rows(found.gradients), weight=rows, part=place, task=task).wait()
-        changed = differences((found.others, others), (found.metrics, self._zero), self._no_sums)
-        return self._described(rows, found), changed
+        batch_part = None if part is None else BatchPart(what["update"], part, parts)
+        self._update_state(what, task.arrays)
+        values = self._pull_values(batch, batch_part)
+        steps = what["update"] - self._first_update
+        non_trainable = self._observe_step(values, batch).apply(self._non_trainable, steps, part or 0)
+        found = self._compute(values, non_trainable, self._zero_metrics, batch)
+        number = None if batch_part else task.number
+        self._client.push(sparsify(found.gradients), weight=rows, part=batch_part, task=number).wait()
+        changed = compute_deltas(
+            (found.non_trainable, non_trainable), (found.metrics, self._zero_metrics), self._no_sums
+        )
+        return self._report(rows, found), changed
 
-    def _described(self, rows: int, found: GradientResult) -> dict[str, Any]:
-        """What goes with the differences: logs that no metric gives are those of this batch alone."""
-        own = {name: value for name, value in found.logs.items() if found.measured.get(name) != value}
+    def _report(self, rows: int, found: GradientResult) -> dict[str, Any]:
+        """Return the message that goes with the deltas; logs that no metric gives are those of this batch alone."""
+        own = {name: value for name, value in found.logs.items() if found.metric_logs.get(name) != value}
         before, self._traffic = self._traffic, sum(self._client.traffic)
-        about = {"rows": rows, "names": list(found.logs), "logs": own, "bytes": self._traffic - before}
-        return about | {"no_sums": sorted(self._no_sums)}
+        report = {"rows": rows, "names": list(found.logs), "logs": own, "bytes": self._traffic - before}
+        return report | {"no_sums": sorted(self._no_sums)}
 
-    def _pulled(self, batch: Any, place: BatchPart | None) -> dict[str, Any]:
-        """The newest values; of embeddings those rows that the batch needs."""
+    def _pull_values(self, batch: Any, batch_part: BatchPart | None) -> dict[str, Any]:
+        """Return the newest values; of embeddings the rows that the batch needs."""
         x = keras.utils.unpack_x_y_sample_weight(batch)[0]
-        rows = self._touched.needed(x)
-        found = self._client.pull(rows, at_least=place.round if place else 0, takes_part=place is None)
-        values = self._touched.whole(found, rows)
+        rows = self._touched.needed_rows(x)
+        at_least = batch_part.round if batch_part else 0
+        found = self._client.pull(rows, at_least=at_least, takes_part=batch_part is None)
+        values = self._touched.full_tables(found, rows)
         if not self._touched.is_decided:
-            self._touched.decide(values, x, lambda them: vars(self._compute(them, self._others, self._zero, batch)))
+            compute = lambda each: vars(self._compute(each, self._non_trainable, self._zero_metrics, batch))  # noqa: E731
+            self._touched.decide(values, x, compute)
         return values
 
-    def _compute(self, values: Mapping[str, Any], others: Values, metrics: Values, batch: Any) -> GradientResult:
-        return self._step(values, others, metrics, batch, max(self._client.versions, default=0))
+    def _compute(self, values: Mapping[str, Any], non_trainable: Values, metrics: Values, batch: Any) -> GradientResult:
+        return self._step(values, non_trainable, metrics, batch, max(self._client.versions, default=0))
 
-    def _batch(self, about: Mapping[str, Any]) -> Any:
-        if about["pass"] != self._pass:
-            self._batches.begin(self._desk.ask(self._call, about["pass"])[0])
-            self._pass = about["pass"]
-        return self._batches.batch(about["batch"], about["lowest"])
+    def _batch(self, what: Mapping[str, Any]) -> Any:
+        if what["pass"] != self._pass:
+            self._batches.begin(self._task_client.wait_for(self._call, what["pass"])[0])
+            self._pass = what["pass"]
+        return self._batches.batch(what["batch"], what["lowest"])
 
-    def _take_over(self, about: Mapping[str, Any], newest: Mapping[str, np.ndarray]) -> None:
-        """The chief's values of what is not trained."""
-        if about["state"] != self._state:
-            what, arrays = self._desk.ask(self._call, STATE)
-            self._state, self._first_update = what["number"], what["update"]
-            self._others = [arrays[str(number)] for number in range(len(self._merges))]
-        self._others = DeltaAccumulator.taken_over(self._others, newest)
+    def _update_state(self, what: Mapping[str, Any], newest: Mapping[str, np.ndarray]) -> None:
+        """Take over the chief's values of non-trainable variables."""
+        if what["state"] != self._state:
+            message, arrays = self._task_client.wait_for(self._call, STATE)
+            self._state, self._first_update = message["number"], message["update"]
+            self._non_trainable = [arrays[str(number)] for number in range(len(self._merge_rules))]
+        self._non_trainable = DeltaAccumulator.with_changing_values(self._non_trainable, newest)
 
-    def _learned_from(self, values: Mapping[str, Any], batch: Any) -> SeedOffsets:
-        """See from one step, and the same again, how many random numbers a step draws, and which metrics add up."""
-        if self._draws is not None:
-            return self._draws
-        first = self._compute(values, self._others, self._zero, batch)
-        second = self._compute(values, self._others, first.metrics, batch)
-        three = zip(first.metrics, self._zero, second.metrics, strict=True)
-        self._no_sums = frozenset(number for number, each in enumerate(three) if not is_sum(*each))
-        self._draws = SeedOffsets(self._merges, first.others, self._others)
-        return self._draws
+    def _observe_step(self, values: Mapping[str, Any], batch: Any) -> SeedOffsets:
+        """Find out from one step and its repetition how a step advances seeds, and which metrics add up."""
+        if self._seed_offsets is not None:
+            return self._seed_offsets
+        first = self._compute(values, self._non_trainable, self._zero_metrics, batch)
+        second = self._compute(values, self._non_trainable, first.metrics, batch)
+        three = zip(first.metrics, self._zero_metrics, second.metrics, strict=True)
+        self._no_sums = frozenset(number for number, each in enumerate(three) if not is_additive(*each))
+        self._seed_offsets = SeedOffsets(self._merge_rules, first.non_trainable, self._non_trainable)
+        return self._seed_offsets

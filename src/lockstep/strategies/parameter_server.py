@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism: variables on servers, and workers that do not wait for each other."""
+"""Parameter server strategy: asynchronous data parallelism with variables on servers."""
 
 import contextlib
 import os
@@ -31,7 +31,6 @@ from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDi
 from lockstep.parameter_server.gradient_step import GradientStep
 from lockstep.parameter_server.process_context import ProcessContext
 from lockstep.parameter_server.scheduler_base import SchedulerBase
-from lockstep.parameter_server.tasks.task_client import CallEnded
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.sharding import PartitionFunction
 from lockstep.strategies.base import Strategy
@@ -43,11 +42,11 @@ TIMEOUT_SECONDS = 60.0
 
 
 class _RemoteSteps(StepHook):
-    """The step hook that has training steps made by other processes.
+    """Step hook that replaces training steps by those of other processes.
 
     Args:
-        step: makes one, given state and batch.
-        settle: waits for all steps so far, and gives the state that they have left.
+        step: makes a step, given state and batch.
+        settle: waits for all steps so far, and returns the state that they have left.
     """
 
     def __init__(self, step: Callable[[Any, Any], Any], settle: Callable[[], Any]) -> None:
@@ -63,35 +62,36 @@ class _RemoteSteps(StepHook):
 
 
 class _NanGuardRefusal:
-    """The fit hook that refuses a NanGuard."""
+    """Fit hook that refuses a NanGuard."""
 
     def around_fit(self, context: FitContext) -> contextlib.AbstractContextManager[None]:
         """See :class:`lockstep.fit.hooks.FitHook`."""
         if single_callback(context.callbacks, NanGuard):
             raise OptionError(
-                "NanGuard looks at each update before it is made, and here servers make them. Use MirroredStrategy with it."
+                "NanGuard checks each update before it is made, and with ParameterServerStrategy servers make the updates. Use MirroredStrategy "
+                "with it."
             )
         return contextlib.nullcontext()
 
 
 class ParameterServerStrategy(SchedulingStrategy, Strategy):
-    """Trains one model on several workers that do not wait for each other; its variables are kept on servers.
+    """Trains one model on several workers that do not wait for each other; servers hold its variables.
 
     Counterpart of ``tf.distribute.ParameterServerStrategy``. The same script runs on every process: the chief runs Keras's loop, workers
-    take batches from it, pull the variables, compute a gradient and push it, and servers apply the optimizer at once. All come out of
-    ``fit`` with the chief's history and weights. ``lockstep run --workers 2 --servers 1 script.py`` starts all of them on one machine.
+    take batches from it, pull the variables, compute a gradient and push it, and servers apply the optimizer at once. All processes
+    return from ``fit`` with the chief's history and weights. ``lockstep run --workers 2 --servers 1 script.py`` starts all processes on one machine.
 
     Args:
-        cluster_resolver: who is chief, worker, ps or evaluator; by default what ``TF_CONFIG`` says.
+        cluster_resolver: tells which process is chief, worker, ps or evaluator; by default from ``TF_CONFIG``.
         variable_partitioner: cuts variables into shards on several servers, such as
             :class:`lockstep.partitioners.MinSizePartitioner`; by default each variable is on one server as a whole.
-        max_staleness: by how many updates a worker may be ahead of the slowest one. None: by any number. 0: training is synchronous, each
-            batch is divided among the workers as :class:`MirroredStrategy` divides it among as many replicas, and gives its numbers.
+        max_staleness: by how many updates a worker may be ahead of the slowest one. None: no limit. 0: training is synchronous, each
+            batch is divided among the workers as :class:`MirroredStrategy` divides it among as many replicas, with equal results.
         input_options: how batches reach the devices of a worker.
         timeout_seconds: limit of each wait for another process.
 
     Raises:
-        ClusterError: a process is missing or differently started, or the cluster has no chief, worker or ps.
+        ClusterError: a process is missing or was started differently, or the cluster has no chief, worker or ps.
         OptionError: an argument is out of its range.
 
     Example:
@@ -129,13 +129,13 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             )
         if is_deterministic():
             raise OptionError(
-                "lockstep.config.set_deterministic() and ParameterServerStrategy do not go together: workers that do not wait for each other "
-                "give other numbers in each run. Leave the setting out; with max_staleness=0 neither workers nor their order decide a bit."
+                "lockstep.config.set_deterministic() and ParameterServerStrategy cannot be combined: workers that do not wait for each other "
+                "give other numbers in each run. Leave the setting out; with max_staleness=0 the result does not depend on the workers or their order."
             )
         self._resolver = cluster_resolver or resolve(os.environ)
-        self._part = find_role(self._resolver)
-        self._member = ProcessContext(
-            self._part,
+        self._role = find_role(self._resolver)
+        self._context = ProcessContext(
+            self._role,
             describe_process() | {"generation": _generation()},
             variable_partitioner,
             max_staleness,
@@ -154,16 +154,16 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     @property
     def part(self) -> ProcessRole:
-        """What this process is, and where the others are."""
-        return self._part
+        """Role of this process, and the addresses of the other processes."""
+        return self._role
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process coordinates, and alone prints and writes."""
-        return self._part.job == "chief"
+        """Whether this process is the chief, which alone prints and writes files."""
+        return self._role.job == "chief"
 
     def close(self) -> None:
-        """End the connections to the other processes; the end of the process does so, too."""
+        """Close the connections to the other processes; also happens at the end of the process."""
         self._closing.close()
         self._guard.restore()
 
@@ -172,79 +172,77 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         return contextlib.ExitStack()
 
     @cached_property
-    def _order(self) -> "weakref.WeakKeyDictionary[keras.Model, None]":
-        """The models, in the order in which they were made."""
+    def _creation_order(self) -> "weakref.WeakKeyDictionary[keras.Model, None]":
+        """Models in the order of their creation."""
         return weakref.WeakKeyDictionary()
 
     @property
-    def _coordination(self) -> SchedulerBase:
-        return self._process_group.coordination
+    def _scheduler(self) -> SchedulerBase:
+        return self._process_group.scheduler
 
     def _join_process_group(self) -> ChiefFitDispatch | WorkerFitDispatch:
-        process_group = self._connect()
-        self._closing.callback(process_group.coordination.end)
-        return process_group
+        dispatch = self._connect()
+        self._closing.callback(dispatch.scheduler.end)
+        return dispatch
 
     def _connect(self) -> ChiefFitDispatch | WorkerFitDispatch:
         self._guard = ExitGuard()
         self._guard.install()
         if self.is_chief:
-            desk = TaskDispatcher(timeout_seconds=self._member.timeout_seconds, announce=self._log)
-            self._guard.before_end = lambda summary, code: desk.abort(f"the chief has failed: {summary}", code)
-            self._closing.callback(self._member.serve_desk(desk).stop)
-            desk.open(0)
-            desk.close({"seed": trainer.get_random_seed(), "random": capture_random_state()})
-            return ChiefFitDispatch(self._member, desk, self)
-        client = self._member.go_to_desk()
+            dispatcher = TaskDispatcher(timeout_seconds=self._context.timeout_seconds, log=self._log)
+            self._guard.before_end = lambda summary, code: dispatcher.abort(f"the chief has failed: {summary}", code)
+            self._closing.callback(self._context.serve_dispatcher(dispatcher).stop)
+            dispatcher.open(0)
+            dispatcher.close({"seed": trainer.get_random_seed(), "random": capture_random_state()})
+            return ChiefFitDispatch(self._context, dispatcher, self)
+        client = self._context.connect_to_dispatcher()
         self._closing.callback(client.close)
-        try:
-            client.enter(0)
-        except CallEnded as begun:
-            _take_over_random_numbers(self._part, begun.result)
-        return WorkerFitDispatch(self._member, client, self)
+        if (started := client.enter(0)) is not None:
+            _use_chief_random_state(self._role, started.result)
+        return WorkerFitDispatch(self._context, client, self)
 
-    # What the calls know of a model: lockstep.parameter_server.fit_dispatch.ServerTraining.
+    # Methods of lockstep.parameter_server.fit_dispatch.ServerTraining.
 
     def gradient_step(self, model: keras.Model) -> GradientStep:
-        """Computes gradients on the devices of this process."""
+        """Return the step that computes gradients on the devices of this process."""
         return GradientStep(model, self._functions_of(model), self._placement)
 
     @contextlib.contextmanager
     def steps_by(
         self, model: keras.Model, step: Callable[[Any, Any], Any], settle: Callable[[], Any] = lambda: None
     ) -> Iterator[None]:
-        """Have the training steps of a model made by ``step``; ``settle`` waits for them, and gives the state that they have left."""
+        """Make the training steps of a model with ``step``; ``settle`` waits for them, and returns the state that they have left."""
         with self._functions_of(model).hooked(_RemoteSteps(step, settle)):
             yield
 
     def model_of_loop(self) -> keras.Model:
-        """The model whose variables the servers hold while functions are scheduled: the newest one that is compiled and built.
+        """Return the model whose variables the servers hold while functions are scheduled: the newest one that is compiled and built.
 
         Raises:
-            ModelError: there is none.
+            ModelError: there is no such model.
         """
-        for model in reversed([*self._order]):
+        for model in reversed([*self._creation_order]):
             if model.compiled and model.built:
                 return model
         raise ModelError(
             "ClusterCoordinator: the strategy has no model that is compiled and built, and servers need its variables. Build and compile it "
-            "in the scope before something is scheduled."
+            "in the scope before a function is scheduled."
         )
 
     def tell(self, model: keras.Model, sentence: str) -> None:
-        """Say something about a model, once."""
+        """Log a sentence about a model, once."""
         self._functions_of(model).log(sentence)
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)
-        if model in self._models and model not in self._order:
-            self._order[model] = None
+        if model in self._models and model not in self._creation_order:
+            self._creation_order[model] = None
         if not self.is_chief:
             disable_saving(model)
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:
-        return (_RemoteSteps(_refuse_to_train_here, lambda: None),)  # until ``steps_by`` adds another
+        return (_RemoteSteps(_refuse_step, lambda: None),)  # until ``steps_by`` adds another
 
     def _log(self, message: str) -> None:
         if self.is_chief:
@@ -254,10 +252,10 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         super()._log(message)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._part.name})"
+        return f"{type(self).__name__}({self._role.name})"
 
     def _summary(self) -> str:
-        staleness, count = self._member.max_staleness, len(self._part.workers)
+        staleness, count = self._context.max_staleness, len(self._role.workers)
         how = (
             "in step"
             if staleness == 0
@@ -265,14 +263,14 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             if staleness is None
             else f"at most {staleness} updates apart"
         )
-        servers = len(self._part.servers)
+        servers = len(self._role.servers)
         return (
-            f"{type(self).__name__}: {self._part.name} ({self._part.source}); {count} worker{'s' * (count > 1)}, {how}; variables on "
+            f"{type(self).__name__}: {self._role.name} ({self._role.source}); {count} worker{'s' * (count > 1)}, {how}; variables on "
             f"{servers} server{'s' * (servers > 1)}"
         )
 
 
-def _refuse_to_train_here(state: Any, batch: Any) -> Any:
+def _refuse_step(state: Any, batch: Any) -> Any:
     raise ModelError(
         "train_on_batch: with ParameterServerStrategy workers make the training steps. Schedule a function that calls it with "
         "lockstep.ClusterCoordinator, or use fit. Of several models the newest one that is compiled can be trained so."
@@ -284,16 +282,16 @@ def _generation() -> int:
     return own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in os.environ else 0
 
 
-def _take_over_random_numbers(part: ProcessRole, told: dict[str, Any]) -> None:
-    """Draw the chief's numbers from here on: rows must come in its order.
+def _use_chief_random_state(role: ProcessRole, chief: dict[str, Any]) -> None:
+    """Set the random state of this process to the chief's, so that rows are shuffled in the same order.
 
     Raises:
         ClusterError: this process has set another seed.
     """
     own = trainer.get_random_seed()
-    if own != told["seed"]:
+    if own != chief["seed"]:
         raise ClusterError(
-            f"{part.name}: keras.utils.set_random_seed({own}) was called here, and at the chief "
-            f"{'no seed was set' if told['seed'] is None else told['seed']}. Set the same seed in all processes, or none."
+            f"{role.name}: keras.utils.set_random_seed({own}) was called here, and at the chief "
+            f"{'no seed was set' if chief['seed'] is None else chief['seed']}. Set the same seed in all processes, or none."
         )
-    restore_random_state(told["random"])
+    restore_random_state(chief["random"])

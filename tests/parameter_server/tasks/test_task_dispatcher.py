@@ -11,7 +11,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep.distributed.cluster import exit_codes
-from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient, work
+from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.array_transport import ProtocolError
 from lockstep.parameter_server.variables.rpc_client import connect
@@ -22,16 +22,16 @@ from tests.support.waiting import wait_until
 
 
 class Office(contextlib.ExitStack):
-    """A desk behind sockets in its first call, and workers that are threads."""
+    """A dispatcher behind sockets in its first call, and workers that are threads."""
 
     def __init__(self, attached=dict, **options):
         super().__init__()
         self.said, self.errors, self.results, self._threads = [], [], [], []
-        self.desk = TaskDispatcher(announce=self.said.append, **options)
-        self.desk.open(1, attached)
+        self.dispatcher = TaskDispatcher(log=self.said.append, **options)
+        self.dispatcher.open(1, attached)
         listener = socket.create_server(("127.0.0.1", 0))
         self._address = f"127.0.0.1:{listener.getsockname()[1]}"
-        self.server = ArrayServer(peer(0), self.desk, listener, announce=self.said.append)
+        self.server = ArrayServer(peer(0), self.dispatcher, listener, announce=self.said.append)
         self.server.start()
         self.callback(self.server.stop)
 
@@ -59,14 +59,14 @@ class Office(contextlib.ExitStack):
 
         def run():
             with contextlib.closing(client):  # As the end of its process does.
-                over = work(client, 1, do, **options)
+                result = run_tasks(client, 1, do, **options)
                 client.leave(1)
-                return over.result
+                return result.result
 
         self.beside(run)
 
     def end(self):
-        self.desk.close({"epochs": 3})
+        self.dispatcher.close({"epochs": 3})
         self.wait()
 
     def wait(self):
@@ -75,45 +75,45 @@ class Office(contextlib.ExitStack):
             assert not thread.is_alive()
 
 
-def doubled(piece):
-    return {"by": piece.what["name"]}, {"twice": 2 * piece.arrays["once"]}
+def doubled(task):
+    return {"by": task.what["name"]}, {"twice": 2 * task.arrays["once"]}
 
 
-def nothing(piece):
+def nothing(task):
     return {}, {}
 
 
 def test_results_come_back_to_those_who_asked_and_all_hear_the_end():
     with Office() as office:
-        results = [office.desk.schedule({"name": str(n)}, {"once": np.arange(n)}) for n in range(20)]
+        results = [office.dispatcher.schedule({"name": str(n)}, {"once": np.arange(n)}) for n in range(20)]
         for index in (1, 2, 3):
             office.start(index, doubled)
-        assert office.desk.workers == 3
-        office.desk.join()
+        assert office.dispatcher.worker_count == 3
+        office.dispatcher.join()
         for n, result in enumerate(results):
             message, arrays = result.result(0)
             assert message == {"by": str(n)}
             assert (arrays["twice"] == 2 * np.arange(n)).all()
         office.end()
         assert office.results == [{"epochs": 3}] * 3
-        assert office.desk.workers == 0
+        assert office.dispatcher.worker_count == 0
 
 
 def test_a_worker_that_comes_late_finds_work():
     with Office() as office:
         office.start(1, doubled)
-        office.desk.schedule({"name": "a"}, {"once": np.ones(1)}).result(DEADLINE)
+        office.dispatcher.schedule({"name": "a"}, {"once": np.ones(1)}).result(DEADLINE)
         office.start(2, doubled)
         for n in range(5):
-            office.desk.schedule({"name": str(n)}, {"once": np.ones(1)})
-        office.desk.join()
-        assert office.desk.is_idle
+            office.dispatcher.schedule({"name": str(n)}, {"once": np.ones(1)})
+        office.dispatcher.join()
+        assert office.dispatcher.is_idle
         office.end()
 
 
 def test_what_a_dead_worker_had_is_done_by_others_and_said_so():
     with Office() as office:
-        result = office.desk.schedule({"name": "a"}, {"once": np.ones(3)})
+        result = office.dispatcher.schedule({"name": "a"}, {"once": np.ones(3)})
         dying = office.client(1)
         assert dying.take(1).number == 0
         office.start(2, doubled)
@@ -121,17 +121,18 @@ def test_what_a_dead_worker_had_is_done_by_others_and_said_so():
         assert result.result(DEADLINE)[1]["twice"].sum() == 6
         office.end()
         assert any(
-            "worker 1 of 4 (here, process 1001) has gone: others do piece 0 of the work again" in x for x in office.said
+            "worker 1 of 4 (here, process 1001) has disconnected: task 0 will be reassigned to other workers" in x
+            for x in office.said
         )
 
 
 def test_a_worker_that_loses_a_server_leaves_its_piece_to_others():
-    def lost(piece):
+    def lost(task):
         raise ClusterError("ps 0 was lost", exit_codes.PEER_LOST)
 
     with Office() as office:
         office.start(1, lost)
-        result = office.desk.schedule({"name": "a"}, {"once": np.ones(3)})
+        result = office.dispatcher.schedule({"name": "a"}, {"once": np.ones(3)})
         office.wait()
         assert office.errors[0].exit_code == exit_codes.PEER_LOST
         office.start(2, doubled)
@@ -141,16 +142,14 @@ def test_a_worker_that_loses_a_server_leaves_its_piece_to_others():
 
 def test_work_that_fails_is_raised_at_the_chief_and_ends_all():
     with Office() as office:
-        office.start(1, lambda piece: 1 / 0)
-        result = office.desk.schedule({})
-        with pytest.raises(
-            ClusterError, match=r"worker 1 of 4 .* failed in piece 0 of the work: ZeroDivisionError"
-        ) as caught:
-            office.desk.join()
+        office.start(1, lambda task: 1 / 0)
+        result = office.dispatcher.schedule({})
+        with pytest.raises(ClusterError, match=r"worker 1 of 4 .* failed in task 0: ZeroDivisionError") as caught:
+            office.dispatcher.join()
         assert caught.value.exit_code == exit_codes.USER_ERROR
         with pytest.raises(ClusterError, match="ZeroDivisionError"):
             result.result(DEADLINE)
-        for ask in (lambda: office.desk.schedule({}), lambda: office.desk.open(2)):
+        for ask in (lambda: office.dispatcher.schedule({}), lambda: office.dispatcher.open(2)):
             with pytest.raises(ClusterError, match="ZeroDivisionError"):
                 ask()
         office.wait()
@@ -159,8 +158,8 @@ def test_work_that_fails_is_raised_at_the_chief_and_ends_all():
 
 def test_a_result_that_is_too_large_is_refused():
     with Office(result_bytes=100) as office:
-        office.desk.schedule({})
-        office.start(1, lambda piece: ({}, {"large": np.zeros(101, np.int8)}))
+        office.dispatcher.schedule({})
+        office.start(1, lambda task: ({}, {"large": np.zeros(101, np.int8)}))
         office.wait()
         assert "101 bytes follow a 'finish': at most 100 may" in str(office.errors[0])
 
@@ -168,9 +167,9 @@ def test_a_result_that_is_too_large_is_refused():
 def test_where_there_is_nothing_to_do_a_worker_may_do_something_else():
     with Office() as office:
         was_idle = threading.Event()
-        office.start(1, nothing, idle=was_idle.set)
+        office.start(1, nothing, on_idle=was_idle.set)
         assert was_idle.wait(DEADLINE)
-        office.desk.schedule({}).result(DEADLINE)
+        office.dispatcher.schedule({}).result(DEADLINE)
         office.end()
 
 
@@ -183,7 +182,7 @@ def test_work_ends_as_the_chief_says_where_a_server_has_gone_before():
         raise ClusterError("ps 0 was lost: its connection closed")
 
     with Office() as office:
-        office.start(1, doubled, idle=idle)
+        office.start(1, doubled, on_idle=idle)
         assert was_idle.wait(DEADLINE)
         office.end()
     assert office.errors == []
@@ -194,11 +193,11 @@ def test_what_is_attached_is_that_of_the_moment_in_which_a_piece_is_taken():
     number = 0
     with Office(attached=lambda: {"newest": np.int64(number)}) as office:
         for _ in range(2):
-            office.desk.schedule({}, {"own": np.ones(1)})
+            office.dispatcher.schedule({}, {"own": np.ones(1)})
         client = office.client(1)
-        for number in (7, 9):  # The desk asks for it.
-            piece = client.take(1)
-            assert (int(piece.arrays["newest"]), int(piece.arrays["own"][0])) == (number, 1)
+        for number in (7, 9):  # The dispatcher asks for it.
+            task = client.take(1)
+            assert (int(task.arrays["newest"]), int(task.arrays["own"][0])) == (number, 1)
 
 
 def test_an_abort_reaches_all_wherever_they_wait():
@@ -206,10 +205,10 @@ def test_an_abort_reaches_all_wherever_they_wait():
         taking, asking, ending, ahead = (office.client(index) for index in (1, 2, 3, 4))
         for client in (taking, asking, ending):
             client.enter(1)
-        waits = [lambda: taking.take(1), lambda: asking.ask(1, "epoch 0"), lambda: ending.end_of(1)]
+        waits = [lambda: taking.take(1), lambda: asking.wait_for(1, "epoch 0"), lambda: ending.wait_for_end(1)]
         for wait in (*waits, lambda: ahead.enter(2)):
             office.beside(wait)
-        office.desk.abort("the chief has ended: Ctrl-C", exit_codes.INTERRUPTED)
+        office.dispatcher.abort("the chief has ended: Ctrl-C", exit_codes.INTERRUPTED)
         office.wait()
         assert [(str(error), error.exit_code) for error in office.errors] == [
             ("the chief has ended: Ctrl-C", exit_codes.INTERRUPTED)
@@ -220,15 +219,15 @@ def test_an_abort_reaches_all_wherever_they_wait():
 
 def test_an_abort_waits_until_those_who_were_told_have_gone():
     """The chief's process ends after it: what they are told must be on the way by then."""
-    desk, one = opened(), visit(1)
-    told(desk, one, "enter")
-    aborting = threading.Thread(target=desk.abort, args=("the chief has ended",))
+    dispatcher, one = opened(), session(1)
+    told(dispatcher, one, "enter")
+    aborting = threading.Thread(target=dispatcher.abort, args=("the chief has ended",))
     aborting.start()
-    wait_until(lambda: desk.has_failed, "the abort")
-    assert told(desk, one, "take")[0]["kind"] == "failed"
+    wait_until(lambda: dispatcher.has_failed, "the abort")
+    assert told(dispatcher, one, "take")[0]["kind"] == "failed"
     aborting.join(0.2)
     assert aborting.is_alive()
-    desk.leave(one)
+    dispatcher.leave(one)
     aborting.join(2)
     assert not aborting.is_alive()
 
@@ -238,12 +237,12 @@ def test_who_waits_for_the_chief_goes_on_when_that_has_come_so_far(wait):
     with Office() as office:
         client = office.client(1)
         if wait == "ask":
-            office.beside(lambda: client.ask(1, "pass 1"))
-            office.desk.tell("pass 1", {"seed": 3}, {"state": np.ones(2)})
+            office.beside(lambda: client.wait_for(1, "pass 1"))
+            office.dispatcher.publish("pass 1", {"seed": 3}, {"state": np.ones(2)})
         else:
             office.beside(lambda: client.enter(2))
-            office.desk.close({})
-            office.desk.open(2)
+            office.dispatcher.close({})
+            office.dispatcher.open(2)
         office.wait()
         assert not office.errors
         if wait == "ask":
@@ -251,7 +250,7 @@ def test_who_waits_for_the_chief_goes_on_when_that_has_come_so_far(wait):
             assert (what, arrays["state"].tolist()) == ({"seed": 3}, [1, 1])
 
 
-# --- the desk without sockets ------------------------------------------------------------------------------------------
+# --- the dispatcher without sockets ------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -262,133 +261,133 @@ class Clock:
         return self.now
 
 
-def visit(index, job=None):
+def session(index, job=None):
     return ClientSession(peer(index, job=job))
 
 
-def told(desk, who, kind, call=1, **more):
-    """What the desk answers at once."""
-    return desk.answer(who, {"kind": kind, "call": call, "seconds": 0, **more}, {})
+def told(dispatcher, who, kind, call=1, **more):
+    """What the dispatcher answers at once."""
+    return dispatcher.answer(who, {"kind": kind, "call": call, "seconds": 0, **more}, {})
 
 
-def kind_of(desk, who, kind, call=1, **more):
-    return told(desk, who, kind, call, **more)[0]["kind"]
+def kind_of(dispatcher, who, kind, call=1, **more):
+    return told(dispatcher, who, kind, call, **more)[0]["kind"]
 
 
 def opened(**options):
-    desk = TaskDispatcher(**options)
-    desk.open(1)
-    return desk
+    dispatcher = TaskDispatcher(**options)
+    dispatcher.open(1)
+    return dispatcher
 
 
 def test_who_comes_late_finds_the_call_or_its_result_and_who_is_ahead_waits():
-    desk, early, late = opened(), visit(1), visit(2)
-    assert kind_of(desk, early, "enter") == "entered"
-    assert kind_of(desk, early, "enter", call=2) == "nothing"
-    assert kind_of(desk, late, "enter") == "entered"
+    dispatcher, early, late = opened(), session(1), session(2)
+    assert kind_of(dispatcher, early, "enter") == "entered"
+    assert kind_of(dispatcher, early, "enter", call=2) == "nothing"
+    assert kind_of(dispatcher, late, "enter") == "entered"
     for each in (early, late):
-        assert kind_of(desk, each, "leave") == "noted"
-    desk.close({"loss": 0.5})
-    assert told(desk, visit(3), "enter")[0] == {"kind": "over", "result": {"loss": 0.5}}
-    assert kind_of(desk, early, "enter", call=2) == "nothing"
-    desk.open(2)
-    assert kind_of(desk, early, "enter", call=2) == "entered"
+        assert kind_of(dispatcher, each, "leave") == "noted"
+    dispatcher.close({"loss": 0.5})
+    assert told(dispatcher, session(3), "enter")[0] == {"kind": "over", "result": {"loss": 0.5}}
+    assert kind_of(dispatcher, early, "enter", call=2) == "nothing"
+    dispatcher.open(2)
+    assert kind_of(dispatcher, early, "enter", call=2) == "entered"
     for kind in ("enter", "take", "ask"):
-        assert told(desk, late, kind)[0] == {"kind": "over", "result": {"loss": 0.5}}
+        assert told(dispatcher, late, kind)[0] == {"kind": "over", "result": {"loss": 0.5}}
 
 
 def test_arrays_of_a_result_are_there_until_the_next_call_ends():
-    desk = opened()
-    desk.close({"call": 1}, {"w": np.ones(3)})
-    desk.open(2)
-    assert list(told(desk, visit(1), "enter", call=1)[1]) == ["w"]
-    desk.close({"call": 2}, {"w": np.zeros(3)})
-    message, arrays = told(desk, visit(1), "enter", call=1)
+    dispatcher = opened()
+    dispatcher.close({"call": 1}, {"w": np.ones(3)})
+    dispatcher.open(2)
+    assert list(told(dispatcher, session(1), "enter", call=1)[1]) == ["w"]
+    dispatcher.close({"call": 2}, {"w": np.zeros(3)})
+    message, arrays = told(dispatcher, session(1), "enter", call=1)
     assert (message["result"], arrays) == ({"call": 1}, {})
-    assert told(desk, visit(1), "enter", call=2)[1]["w"].sum() == 0
+    assert told(dispatcher, session(1), "enter", call=2)[1]["w"].sum() == 0
 
 
 def test_a_later_fact_takes_the_place_of_an_earlier_one_and_no_call_has_those_of_another():
-    desk, worker = opened(), visit(1)
-    assert kind_of(desk, worker, "ask", key="state") == "nothing"
+    dispatcher, worker = opened(), session(1)
+    assert kind_of(dispatcher, worker, "ask", key="state") == "nothing"
     for number in (1, 2):
-        desk.tell("state", {"number": number}, {"w": np.int64(number)})
-        message, arrays = told(desk, worker, "ask", key="state")
+        dispatcher.publish("state", {"number": number}, {"w": np.int64(number)})
+        message, arrays = told(dispatcher, worker, "ask", key="state")
         assert (message, int(arrays["w"])) == ({"kind": "fact", "what": {"number": number}}, number)
-    desk.close({})
-    desk.open(2)
-    assert kind_of(desk, worker, "ask", call=2, key="state") == "nothing"
+    dispatcher.close({})
+    dispatcher.open(2)
+    assert kind_of(dispatcher, worker, "ask", call=2, key="state") == "nothing"
 
 
 def test_a_piece_that_one_worker_has_had_for_too_long_is_given_to_one_more_and_counts_once():
     clock = Clock()
-    desk, stuck, quick = opened(timeout_seconds=60, clock=clock), visit(1), visit(2)
-    result = desk.schedule({"batch": 0})
-    assert told(desk, stuck, "take")[0]["task"] == 0
+    dispatcher, stuck, quick = opened(timeout_seconds=60, clock=clock), session(1), session(2)
+    result = dispatcher.schedule({"batch": 0})
+    assert told(dispatcher, stuck, "take")[0]["task"] == 0
     clock.now += 59
-    assert kind_of(desk, quick, "take") == "nothing"
+    assert kind_of(dispatcher, quick, "take") == "nothing"
     clock.now += 1
-    assert told(desk, quick, "take")[0] == {"kind": "task", "task": 0, "what": {"batch": 0}}
-    assert kind_of(desk, visit(3), "take") == "nothing"
-    assert told(desk, quick, "finish", task=0, result={"by": "quick"})[0]["counts"]
-    assert not told(desk, stuck, "finish", task=0, result={"by": "stuck"})[0]["counts"]
+    assert told(dispatcher, quick, "take")[0] == {"kind": "task", "task": 0, "what": {"batch": 0}}
+    assert kind_of(dispatcher, session(3), "take") == "nothing"
+    assert told(dispatcher, quick, "finish", task=0, result={"by": "quick"})[0]["counts"]
+    assert not told(dispatcher, stuck, "finish", task=0, result={"by": "stuck"})[0]["counts"]
     assert result.result(0)[0] == {"by": "quick"}
-    assert desk.is_idle
+    assert dispatcher.is_idle
 
 
 def test_a_result_of_an_earlier_call_does_not_count_in_this_one():
-    desk, worker = opened(), visit(1)
-    desk.schedule({})
-    assert kind_of(desk, worker, "take") == "task"
-    desk.close({})
-    desk.open(2)
-    result = desk.schedule({})
-    assert kind_of(desk, worker, "take", call=2) == "task"
-    assert not told(desk, worker, "finish", call=1, task=0, result={})[0]["counts"]
+    dispatcher, worker = opened(), session(1)
+    dispatcher.schedule({})
+    assert kind_of(dispatcher, worker, "take") == "task"
+    dispatcher.close({})
+    dispatcher.open(2)
+    result = dispatcher.schedule({})
+    assert kind_of(dispatcher, worker, "take", call=2) == "task"
+    assert not told(dispatcher, worker, "finish", call=1, task=0, result={})[0]["counts"]
     assert not result.done()
-    assert told(desk, worker, "finish", call=2, task=0, result={})[0]["counts"]
+    assert told(dispatcher, worker, "finish", call=2, task=0, result={})[0]["counts"]
     assert result.done()
 
 
 def test_a_server_that_leaves_an_open_call_breaks_it_and_is_named():
-    desk, server = opened(), visit(1, "ps")
-    assert kind_of(desk, server, "enter") == "entered"
-    result = desk.schedule({})
-    desk.leave(server)
+    dispatcher, server = opened(), session(1, "ps")
+    assert kind_of(dispatcher, server, "enter") == "entered"
+    result = dispatcher.schedule({})
+    dispatcher.leave(server)
     with pytest.raises(
         ClusterError, match=r"^ps 1 of 4 \(here, process 1001\) was lost, and with it the vari"
     ) as caught:
-        desk.join()
+        dispatcher.join()
     assert caught.value.exit_code == exit_codes.PEER_LOST == 75
     assert isinstance(result.exception(0), ClusterError)
-    assert told(desk, visit(2), "take")[0] == {"kind": "failed", "sentence": str(caught.value), "code": 75}
+    assert told(dispatcher, session(2), "take")[0] == {"kind": "failed", "sentence": str(caught.value), "code": 75}
 
 
 @pytest.mark.parametrize("job", ["worker", "evaluator", "ps"])
 def test_nobody_else_breaks_a_call_by_leaving_and_no_server_after_the_end(job):
-    desk, one = opened(timeout_seconds=0), visit(1, job)
-    told(desk, one, "enter")
+    dispatcher, one = opened(timeout_seconds=0), session(1, job)
+    told(dispatcher, one, "enter")
     if job == "ps":
-        desk.close({})
-    desk.leave(one)
-    assert not desk.has_failed
-    desk.open(2)
+        dispatcher.close({})
+    dispatcher.leave(one)
+    assert not dispatcher.has_failed
+    dispatcher.open(2)
 
 
 def test_only_workers_are_counted_as_such():
-    desk = opened()
+    dispatcher = opened()
     for number, job in enumerate(("worker", "worker", "ps", "evaluator"), 1):
-        told(desk, visit(number, job), "enter")
-    assert desk.workers == 2
+        told(dispatcher, session(number, job), "enter")
+    assert dispatcher.worker_count == 2
 
 
 def test_the_end_waits_for_those_who_are_there():
     with Office() as office:
         client = office.client(1)
         client.enter(1)
-        closing = threading.Thread(target=lambda: office.desk.close({"epochs": 1}), daemon=True)
+        closing = threading.Thread(target=lambda: office.dispatcher.close({"epochs": 1}), daemon=True)
         closing.start()
-        assert client.end_of(1).result == {"epochs": 1}
+        assert client.wait_for_end(1).result == {"epochs": 1}
         assert closing.is_alive()  # It waits for that client to leave.
         client.leave(1)
         closing.join(DEADLINE)
@@ -400,7 +399,7 @@ def test_the_end_does_not_wait_for_those_who_die():
     with Office() as office:
         client = office.client(1)
         client.enter(1)
-        closing = threading.Thread(target=lambda: office.desk.close({}), daemon=True)
+        closing = threading.Thread(target=lambda: office.dispatcher.close({}), daemon=True)
         closing.start()
         client.close()
         closing.join(DEADLINE)
@@ -409,33 +408,33 @@ def test_the_end_does_not_wait_for_those_who_die():
 
 def test_the_end_waits_for_no_longer_than_its_limit_and_names_whom():
     said = []
-    desk = opened(timeout_seconds=0.05, announce=said.append)
-    for each in (visit(2, "ps"), visit(1)):
-        told(desk, each, "enter")
-    desk.close({})
+    dispatcher = opened(timeout_seconds=0.05, log=said.append)
+    for each in (session(2, "ps"), session(1)):
+        told(dispatcher, each, "enter")
+    dispatcher.close({})
     assert said == [
-        "ps 2 of 4 (here, process 1002) and worker 1 of 4 (here, process 1001) did not come for the end within 0.05 s; "
-        "the chief goes on"
+        "ps 2 of 4 (here, process 1002) and worker 1 of 4 (here, process 1001) did not fetch the result of the call within 0.05 s; "
+        "the chief continues"
     ]
-    desk.open(2)
-    assert desk.workers == 0
+    dispatcher.open(2)
+    assert dispatcher.worker_count == 0
 
 
 def test_work_for_which_no_worker_comes_has_a_limit():
-    desk = opened(timeout_seconds=0.05)
-    told(desk, visit(1, "ps"), "enter")
-    desk.schedule({})
-    with pytest.raises(ClusterError, match=r"finished for 0\.05 s, of 1: no worker has asked for any") as caught:
-        desk.join()
+    dispatcher = opened(timeout_seconds=0.05)
+    told(dispatcher, session(1, "ps"), "enter")
+    dispatcher.schedule({})
+    with pytest.raises(ClusterError, match=r"finished for 0\.05 s, of 1: no worker has requested one") as caught:
+        dispatcher.join()
     assert caught.value.exit_code == exit_codes.NO_PROGRESS
 
 
 def test_work_that_nobody_finishes_has_a_limit_and_a_name():
     clock = Clock()
-    desk, worker = opened(long_seconds=600, clock=clock), visit(3)
-    told(desk, worker, "enter")
-    desk.schedule({})
-    told(desk, worker, "take")
+    dispatcher, worker = opened(long_seconds=600, clock=clock), session(3)
+    told(dispatcher, worker, "enter")
+    dispatcher.schedule({})
+    told(dispatcher, worker, "take")
     looks = iter([599, 1])
 
     def until():
@@ -443,40 +442,40 @@ def test_work_that_nobody_finishes_has_a_limit_and_a_name():
         return False
 
     with pytest.raises(
-        ClusterError, match=r"for 600 s, of 1: worker 3 of 4 \(here, process 1003\) has piece 0"
+        ClusterError, match=r"for 600 s, of 1: worker 3 of 4 \(here, process 1003\) has task 0"
     ) as caught:
-        desk.wait(until)
+        dispatcher.wait_until(until)
     assert caught.value.exit_code == exit_codes.NO_PROGRESS
     assert next(looks, None) is None  # At the first look there was time left.
 
 
 def test_each_piece_that_is_done_gives_time_for_the_next():
     clock = Clock()
-    desk, worker = opened(long_seconds=600, clock=clock), visit(1)
-    told(desk, worker, "enter")
-    results = [desk.schedule({}) for _ in range(3)]
+    dispatcher, worker = opened(long_seconds=600, clock=clock), session(1)
+    told(dispatcher, worker, "enter")
+    results = [dispatcher.schedule({}) for _ in range(3)]
 
     def one_more():
         clock.now += 500
-        number = told(desk, worker, "take")[0]["task"]
-        told(desk, worker, "finish", task=number, result={})
-        return desk.is_idle
+        number = told(dispatcher, worker, "take")[0]["task"]
+        told(dispatcher, worker, "finish", task=number, result={})
+        return dispatcher.is_idle
 
-    desk.wait(one_more)
+    dispatcher.wait_until(one_more)
     assert all(result.done() for result in results)
 
 
 def test_a_worker_that_is_waited_for_is_waited_for_aloud():
     clock, said = Clock(), []
-    desk, worker = opened(clock=clock, announce=said.append), visit(1)
+    dispatcher, worker = opened(clock=clock, log=said.append), session(1)
 
     def until():
         clock.now += 3
         if said:
-            told(desk, worker, "enter")
+            told(dispatcher, worker, "enter")
         return bool(said)
 
-    desk.wait(until)
+    dispatcher.wait_until(until)
     assert said == ["waiting for a worker, 3 s"]
 
 
@@ -509,7 +508,7 @@ def test_what_cannot_be_asked_is_refused_before_its_arrays_are_read(message, giv
 )
 def test_a_question_that_lacks_something_is_refused(kind, more, reason):
     with pytest.raises(ProtocolError, match=reason):
-        told(opened(), visit(1), kind, **more)
+        told(opened(), session(1), kind, **more)
 
 
 # --- all of it together ------------------------------------------------------------------------------------------------
@@ -519,37 +518,37 @@ ROWS = np.random.default_rng(0).normal(size=(60, 16, 3)).astype("float32")
 
 
 def step(client, number, batch):
-    """One worker fits a line to one batch; whoever else does the same piece, it counts once."""
+    """One worker fits a line to one batch; whoever else does the same task, it counts once."""
     w = client.pull()["w"]
     client.push({"w": 2 * batch.T @ (batch @ w - batch @ TRUTH) / len(batch)}, task=number).wait()
 
 
 def trained(slow=None, dies=None):
-    """Three workers, one batch a piece of work; gives the error of the weights, and how many batches each worker has done."""
+    """Three workers, one batch a task of work; gives the error of the weights, and how many batches each worker has done."""
     counts = [0, 0, 0]
     specs = (VariableSpec("w", (3, 1), "float32"),)
     with Servers(1, specs=specs, optimizer=lambda: keras.optimizers.SGD(0.1)) as servers, Office() as office:
         chief = servers.client(0)
         chief.fill({"w": np.zeros((3, 1), "float32")})
         for batch in range(60):
-            office.desk.schedule({"batch": batch})
+            office.dispatcher.schedule({"batch": batch})
         for index in range(3):
             client = servers.client(index + 1)
             if index == dies:  # It has pushed its gradient, and has not said so.
                 dying = office.client(index + 1)
-                piece = dying.take(1)
-                step(client, piece.number, ROWS[piece.what["batch"]])
+                task = dying.take(1)
+                step(client, task.number, ROWS[task.what["batch"]])
                 dying.close()
                 continue
 
-            def do(piece, index=index, client=client):
-                step(client, piece.number, ROWS[piece.what["batch"]])
+            def do(task, index=index, client=client):
+                step(client, task.number, ROWS[task.what["batch"]])
                 time.sleep(0.05 if index == slow else 0.005)  # The time that a batch takes.
                 counts[index] += 1
                 return {}, {}
 
             office.start(index + 1, do)
-        office.desk.join()
+        office.dispatcher.join()
         office.end()
         assert chief.statistics()[0]["updates"] == 60
         return np.abs(chief.pull()["w"] - TRUTH).max(), counts

@@ -57,7 +57,7 @@ class Work(RuleBasedStateMachine):
     @rule(worker=WORKERS)
     def lose(self, worker):
         lost = {number for number, since in self.held.items() if list(since) == [worker]}
-        assert self.queue.lose(worker) == sorted(lost)
+        assert self.queue.release(worker) == sorted(lost)
         self.free |= lost
         for since in self.held.values():
             since.pop(worker, None)
@@ -66,7 +66,7 @@ class Work(RuleBasedStateMachine):
     @invariant()
     def is_idle_exactly_when_all_is_done(self):
         assert self.queue.is_idle == (not self.free and not self.held)
-        assert self.queue.held() == {number: list(since) for number, since in self.held.items()}
+        assert self.queue.assignments() == {number: list(since) for number, since in self.held.items()}
         assert self.queue.added == len(self.free) + len(self.held) + len(self.done)
 
 
@@ -80,7 +80,7 @@ def test_while_somebody_lives_everything_is_done(lost):
     queue.add(10)
     for worker in lost:
         queue.take(worker)
-        queue.lose(worker)
+        queue.release(worker)
     done = []
     while (number := queue.take("the last")) is not None:
         assert queue.finish("the last", number)
@@ -100,6 +100,6 @@ def test_a_piece_that_one_has_for_too_long_goes_to_one_more_and_counts_once():
     assert queue.take("fourth", 5 * PATIENCE) is None  # Two have each of them.
     assert queue.finish("quick", 0)
     assert not queue.finish("stuck", 0)
-    assert queue.lose("stuck") == []
-    assert queue.lose("quick") == []  # The third has it, too.
-    assert queue.lose("third") == [1]
+    assert queue.release("stuck") == []
+    assert queue.release("quick") == []  # The third has it, too.
+    assert queue.release("third") == [1]

@@ -7,9 +7,9 @@ import sys
 
 import keras
 
-from lockstep.parameter_server.variables.serve import serve
-from lockstep.parameter_server.variables.sharding import plan
+from lockstep.parameter_server.variables.sharding import plan_shards
 from lockstep.parameter_server.variables.variable_client import VariableClient
+from lockstep.parameter_server.variables.variable_service import serve
 from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, peer
 
 
@@ -21,10 +21,10 @@ def tell(**values):
 def main(role, address=None):
     if role == "ps":
         listener = socket.create_server(("127.0.0.1", 0))
-        serve(0, plan(SPECS, 1), keras.optimizers.SGD(0.5), listener, max_staleness=0, secret=b"known")
+        serve(0, plan_shards(SPECS, 1), keras.optimizers.SGD(0.5), listener, max_staleness=0, secret=b"known")
         tell(port=listener.getsockname()[1])
     else:
-        client = VariableClient(plan(SPECS, 1), [address], peer(1), secret=b"known", timeout_seconds=DEADLINE)
+        client = VariableClient(plan_shards(SPECS, 1), [address], peer(1), secret=b"known", timeout_seconds=DEADLINE)
         client.pull()
         tell(pulled=True)
     signal.pause()

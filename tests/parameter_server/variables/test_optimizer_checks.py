@@ -4,9 +4,8 @@ import keras
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
-from lockstep.parameter_server.variables.sharding import plan
-from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
 from tests.parameter_server.variables.threaded_servers import SPECS
 
 CUT = {"servers": 2, "partitioner": FixedShardsPartitioner(2)}
@@ -32,10 +31,10 @@ ONE = {"servers": 1}
 )
 def test_what_needs_more_than_a_server_has_is_refused(optimizer, where, message):
     with pytest.raises(OptionError, match=message):
-        check_optimizer(optimizer(), plan(SPECS, **where))
-    check_optimizer(optimizer(), plan(SPECS, **ONE))
+        check_optimizer(optimizer(), plan_shards(SPECS, **where))
+    check_optimizer(optimizer(), plan_shards(SPECS, **ONE))
 
 
 def test_what_works_on_single_numbers_may_be_cut():
     for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD(clipvalue=1.0), keras.optimizers.Lion()):
-        check_optimizer(optimizer, plan(SPECS, **CUT))
+        check_optimizer(optimizer, plan_shards(SPECS, **CUT))

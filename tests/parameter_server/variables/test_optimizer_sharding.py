@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.optimizer_checks import check_optimizer
-from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
-from lockstep.parameter_server.variables.sharding import VariableSpec, plan
-from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-from lockstep.parameter_server.variables.variable_store import Push, VariableStore, as_variable
+from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState, check_optimizer
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, VariableSpec, plan_shards
+from lockstep.parameter_server.variables.variable_store import Push, VariableStore, make_variable
 from tests.parameter_server.variables.threaded_servers import Servers, values_of
 from tests.support.marks import quick_first
 
@@ -73,7 +71,7 @@ class OnOneDevice:
     def __init__(self, made):
         self.values = values_of(SPECS)
         self.optimizer = made()
-        self.optimizer.build([as_variable(spec, self.values[spec.name]) for spec in SPECS])
+        self.optimizer.build([make_variable(spec, self.values[spec.name]) for spec in SPECS])
         self.remembered = [np.array(variable.value) for variable in self.optimizer.variables]
         self._apply = jax.jit(self.optimizer.stateless_apply)
 
@@ -90,7 +88,7 @@ class OnServers:
     def __init__(self, made, place, before):
         servers, partitioner = PLACES[place]
         self.optimizer = before.optimizer
-        self.plan = plan(SPECS, servers, partitioner)
+        self.plan = plan_shards(SPECS, servers, partitioner)
         check_optimizer(self.optimizer, self.plan)
         self._stores = [VariableStore(self.plan.specs_at(number), made()) for number in range(servers)]
         self._state = OptimizerState(self.optimizer, self.plan)
@@ -107,7 +105,7 @@ class OnServers:
 
     @property
     def remembered(self):
-        return self._state.joined([store.state()[1] for store in self._stores])
+        return self._state.join([store.state()[1] for store in self._stores])
 
     @property
     def values(self):
@@ -157,8 +155,8 @@ def test_what_is_split_and_joined_is_as_before(name, place):
     random = np.random.default_rng(0)
     values = [random.integers(0, 100, variable.shape).astype(str(variable.dtype)) for variable in optimizer.variables]
     servers, partitioner = PLACES[place]
-    state = OptimizerState(optimizer, plan(SPECS, servers, partitioner))
-    assert_same_bits(state.joined(state.split(values)), values)
+    state = OptimizerState(optimizer, plan_shards(SPECS, servers, partitioner))
+    assert_same_bits(state.join(state.split(values)), values)
 
 
 def test_it_goes_over_the_wire_to_servers_and_back():
@@ -170,18 +168,18 @@ def test_it_goes_over_the_wire_to_servers_and_back():
         state = OptimizerState(one.optimizer, servers.plan)
         values = {name: np.array(value) for name, value in one.values.items()}
         client.fill(values, state.split(one.remembered), version=2)
-        assert_same_bits(state.joined([found for _, found in client.state()]), one.remembered)
+        assert_same_bits(state.join([found for _, found in client.state()]), one.remembered)
         client.push(gradients([3])[0]).wait()
         one.train(gradients([3]))
-        assert_alike(state.joined([found for _, found in client.state()]), one.remembered)
+        assert_alike(state.join([found for _, found in client.state()]), one.remembered)
 
 
 def test_a_number_of_another_dtype_on_another_server_is_cast():
     specs = (VariableSpec("a", (2,), "float32"), VariableSpec("b", (2,), "bfloat16"))
     optimizer = O.Nadam()
-    optimizer.build([as_variable(spec) for spec in specs])
+    optimizer.build([make_variable(spec) for spec in specs])
     values = [np.array(variable.value) for variable in optimizer.variables]
-    made = plan(specs, 2)
+    made = plan_shards(specs, 2)
     for number, part in enumerate(OptimizerState(optimizer, made).split(values)):
         expected = VariableStore(made.specs_at(number), O.Nadam()).optimizer_specs
         assert [(name, value.shape, str(value.dtype)) for name, value in sorted(part.items())] == sorted(
@@ -207,23 +205,23 @@ class Pairs(O.SGD):
 
 def test_what_shards_do_not_agree_on_is_refused_by_name():
     one = OnOneDevice(lambda: Columns(0.1))
-    state = OptimizerState(one.optimizer, plan(SPECS, 2, FixedShardsPartitioner(2)))
+    state = OptimizerState(one.optimizer, plan_shards(SPECS, 2, FixedShardsPartitioner(2)))
     parts = state.split(one.remembered)
-    assert_same_bits(state.joined(parts), one.remembered)
+    assert_same_bits(state.join(parts), one.remembered)
     parts[1]["optimizer/2"] = parts[1]["optimizer/2"] + 1
     with pytest.raises(
         OptionError, match=r"one 'columns/net/a/kernel _columns' for .* into 2 shards, and these do not agree"
     ):
-        state.joined(parts)
+        state.join(parts)
 
 
 def test_what_cannot_be_divided_is_refused_by_name():
     one = OnOneDevice(lambda: Pairs(0.1))
-    OptimizerState(one.optimizer, plan(SPECS, 2))
-    with pytest.raises(OptionError, match=r"Pairs remembers 'pairs/net/a/kernel _pairs' of shape \(2, 5, 3\)"):
-        OptimizerState(one.optimizer, plan(SPECS, 2, FixedShardsPartitioner(2)))
+    OptimizerState(one.optimizer, plan_shards(SPECS, 2))
+    with pytest.raises(OptionError, match=r"Pairs has the state 'pairs/net/a/kernel _pairs' of shape \(2, 5, 3\)"):
+        OptimizerState(one.optimizer, plan_shards(SPECS, 2, FixedShardsPartitioner(2)))
 
 
 def test_an_optimizer_of_other_variables_is_refused():
     with pytest.raises(OptionError, match="a SGD that is built for the 7 trainable variables"):
-        OptimizerState(O.SGD(momentum=0.9), plan(SPECS, 1))
+        OptimizerState(O.SGD(momentum=0.9), plan_shards(SPECS, 1))

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep.distributed.cluster import exit_codes
-from lockstep.parameter_server.variables.sharding import plan
+from lockstep.parameter_server.variables.sharding import plan_shards
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, peer, values_of
 
@@ -31,7 +31,7 @@ def start(forks, tmp_path):
 def test_killed_worker_holds_up_nobody_and_killed_server_is_named(start):
     server = start("ps")
     address = f"127.0.0.1:{server.until('port')}"
-    client = VariableClient(plan(SPECS, 1), [address], peer(0), secret=b"known", timeout_seconds=DEADLINE)
+    client = VariableClient(plan_shards(SPECS, 1), [address], peer(0), secret=b"known", timeout_seconds=DEADLINE)
     with contextlib.closing(client):
         client.fill(values_of())
         worker = start("worker", address=address)

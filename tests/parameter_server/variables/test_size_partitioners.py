@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.sharding import VariableSpec, cut, plan
-from lockstep.parameter_server.variables.size_partitioners import (
+from lockstep.parameter_server.variables.sharding import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
+    VariableSpec,
+    plan_shards,
+    shard_bounds,
 )
 
 SHAPES = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
@@ -45,7 +47,7 @@ def test_shards_of_a_largest_size_are_as_few_as_can_be(shape, dtype, largest, mo
 
 @given(st.integers(0, 50), st.integers(1, 12))
 def test_rows_fall_to_shards_as_evenly_as_can_be(rows, count):
-    bounds = cut(rows, count)
+    bounds = shard_bounds(rows, count)
     assert [end - begin for begin, end in itertools.pairwise(bounds)] == [
         len(part) for part in np.array_split(np.arange(rows), count)
     ]
@@ -53,7 +55,7 @@ def test_rows_fall_to_shards_as_evenly_as_can_be(rows, count):
 
 def test_shards_go_to_one_server_after_the_other():
     specs = [VariableSpec("a", (5, 2), "float32"), VariableSpec("b", (), "float32"), VariableSpec("c", (4,), "float32")]
-    made = plan(specs, 3, FixedShardsPartitioner(2))
+    made = plan_shards(specs, 3, FixedShardsPartitioner(2))
     assert [(s.spec.name, s.server) for shards in made.shards.values() for s in shards] == [
         ("a[0:3]", 0),
         ("a[3:5]", 1),
@@ -64,19 +66,19 @@ def test_shards_go_to_one_server_after_the_other():
 
 
 def test_a_function_of_ones_own_is_a_partitioner():
-    made = plan([VariableSpec("a", (5, 2), "float32")], 2, lambda shape, dtype: (9, 1))
+    made = plan_shards([VariableSpec("a", (5, 2), "float32")], 2, lambda shape, dtype: (9, 1))
     assert [shard.spec.shape for shard in made.shards["a"]] == [(1, 2)] * 5
 
 
 @pytest.mark.parametrize("partitions", [[1, 2], [0, 1], [2], []])
 def test_only_the_first_axis_can_be_cut(partitions):
     with pytest.raises(OptionError, match=r"variable_partitioner: a of shape \(5, 2\): expected 2 numbers"):
-        plan([VariableSpec("a", (5, 2), "float32")], 2, lambda shape, dtype: partitions)
+        plan_shards([VariableSpec("a", (5, 2), "float32")], 2, lambda shape, dtype: partitions)
 
 
 def test_two_variables_of_one_name_are_refused():
     with pytest.raises(OptionError, match="Two variables have the name 'a'"):
-        plan([VariableSpec("a", (), "float32")] * 2, 1)
+        plan_shards([VariableSpec("a", (), "float32")] * 2, 1)
 
 
 @pytest.mark.parametrize(

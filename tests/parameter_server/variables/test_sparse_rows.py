@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from lockstep.parameter_server.gradient_step import specs_of
-from lockstep.parameter_server.variables.embedding_rows import EmbeddingRows, tables_of
-from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner
 from lockstep.parameter_server.variables.sparse_gradients import SparseGradient
-from lockstep.parameter_server.variables.sparse_rows import TouchedRows, as_rows
+from lockstep.parameter_server.variables.sparse_rows import EmbeddingRows, TouchedRows, sparsify, tables_of
 from tests.parameter_server.variables.threaded_servers import Servers
 from tests.support.marks import quick_first
 
@@ -133,15 +132,15 @@ class Worker:
         return jnp.mean((out - 1) ** 2) + sum(losses)
 
     def step(self, x):
-        rows = self.touched.needed(x) if self.touched else {}
+        rows = self.touched.needed_rows(x) if self.touched else {}
         before = np.array(self.client.traffic)
         found = self.client.pull(rows)
-        values = self.touched.whole(found, rows) if self.touched else found
+        values = self.touched.full_tables(found, rows) if self.touched else found
         if self.touched and not self.touched.is_decided:
             self.touched.decide(values, x, lambda values: self._gradient(values, x))
         loss, gradients = self._gradient(values, x)
         gradients = {name: np.asarray(gradient) for name, gradient in gradients.items()}
-        pushed = as_rows(gradients) if self.touched else gradients
+        pushed = sparsify(gradients) if self.touched else gradients
         self.client.push(pushed).wait()
         sent, received = np.array(self.client.traffic) - before
         self.traffic.append((int(sent), int(received)))
@@ -265,7 +264,7 @@ def test_a_model_that_is_not_called_on_a_batch_alone_is_pulled_whole():
     touched = TouchedRows(model, said.append)
     touched.decide({"net/words/embeddings": np.ones((HEIGHT, WIDTH))}, ids_of(0), lambda values: 0.0)
     assert touched.is_decided
-    assert touched.needed(ids_of(0)) == {}
+    assert touched.needed_rows(ids_of(0)) == {}
     assert "the model cannot be called on a batch alone" in said[0]
 
 
@@ -327,8 +326,10 @@ def test_a_row_that_was_not_pulled_is_no_number():
     table = values["words/embeddings"]
     touched.decide(values, x, lambda values: values["words/embeddings"][x].sum())
     for seed in range(3):
-        rows = touched.needed(ids_of(seed))
-        found = touched.whole(values | {"words/embeddings": table[rows["words/embeddings"]]}, rows)["words/embeddings"]
+        rows = touched.needed_rows(ids_of(seed))
+        found = touched.full_tables(values | {"words/embeddings": table[rows["words/embeddings"]]}, rows)[
+            "words/embeddings"
+        ]
         expected = np.full_like(table, np.nan)
         expected[ids_of(seed)] = table[ids_of(seed)]
         np.testing.assert_array_equal(np.asarray(found), expected)
@@ -363,7 +364,7 @@ def test_only_large_gradients_with_many_zero_rows_become_rows():
 
     gradients = {"few": table(1024, 512), "most": table(1024, 513), "small": table(1023, 1), "none": table(2000, 0)}
     gradients |= {"vector": np.zeros(5000, "float32"), "number": np.zeros((), "float32")}
-    found = as_rows(gradients)
+    found = sparsify(gradients)
     assert [name for name, each in found.items() if isinstance(each, SparseGradient)] == ["few", "none"]
     for name in ("few", "none"):
         dense = np.zeros_like(gradients[name])

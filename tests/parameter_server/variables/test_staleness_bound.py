@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
-from lockstep.parameter_server.tasks.completed_ids import CompletedIds
+from lockstep.parameter_server.tasks.task_queue import CompletedIds
 from lockstep.parameter_server.variables.staleness_bound import StalenessBound
-from lockstep.parameter_server.variables.sync_aggregator import SyncAggregator
+from lockstep.parameter_server.variables.variable_service import SyncAggregator
 from lockstep.parameter_server.variables.variable_store import Push
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["step", "rest", "leave"]), st.integers(0, 3)), max_size=120)
@@ -19,12 +19,12 @@ def test_somebody_can_always_go_on(events, bound):
     for event, worker in events:
         if event == "step":
             here.add(worker)
-            if not clocks.holds_up(worker):
+            if not clocks.blocking_workers(worker):
                 clocks.tick(worker)
         else:
             here.discard(worker)
             {"rest": clocks.rest, "leave": clocks.leave}[event](worker)
-        assert not here or any(not clocks.holds_up(worker) for worker in here)
+        assert not here or any(not clocks.blocking_workers(worker) for worker in here)
 
 
 @given(st.lists(st.integers(0, 2), max_size=100), st.integers(0, 3))
@@ -33,7 +33,7 @@ def test_those_who_start_together_differ_by_the_bound_and_one_step_at_most(order
     for worker in range(3):
         clocks.join(worker)
     for worker in order:
-        waits = clocks.holds_up(worker)
+        waits = clocks.blocking_workers(worker)
         assert bool(waits) == (steps[worker] - min(steps) > bound)
         if not waits:
             clocks.tick(worker)
@@ -46,7 +46,7 @@ def test_without_a_bound_nobody_waits():
     clocks.join(0)
     for _ in range(1000):
         clocks.tick(1)
-    assert clocks.holds_up(1) == []
+    assert clocks.blocking_workers(1) == []
 
 
 def test_who_dies_or_rests_is_waited_for_no_more():
@@ -55,23 +55,23 @@ def test_who_dies_or_rests_is_waited_for_no_more():
         for worker in (0, 1):
             clocks.join(worker)
         clocks.tick(0)
-        assert clocks.holds_up(0) == ["1"]
+        assert clocks.blocking_workers(0) == ["1"]
         goes(clocks, 1)
-        assert clocks.holds_up(0) == []
+        assert clocks.blocking_workers(0) == []
 
 
 def test_who_comes_late_or_comes_back_stands_where_the_slowest_is():
     clocks = StalenessBound(0)
     clocks.join("early")
-    clocks.rest("early")
+    clocks.pause("early")
     for _ in range(5):
         clocks.join("busy")
         clocks.tick("busy")
     clocks.join("late")
     clocks.join("early")
-    assert clocks.holds_up("busy") == []
+    assert clocks.blocking_workers("busy") == []
     clocks.tick("busy")
-    assert sorted(clocks.holds_up("busy")) == ["early", "late"]
+    assert sorted(clocks.blocking_workers("busy")) == ["early", "late"]
 
 
 @pytest.mark.parametrize("bound", [-1, 1.5, "2", True])

@@ -11,8 +11,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep.distributed.cluster import exit_codes
-from lockstep.parameter_server.variables.sharding import VariableSpec, plan
-from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, VariableSpec, plan_shards
 from lockstep.parameter_server.variables.sparse_gradients import SparseGradient
 from lockstep.parameter_server.variables.variable_client import BatchPart
 from lockstep.parameter_server.variables.variable_store import OPTIMIZER, Push, VariableStore
@@ -161,7 +160,7 @@ def test_a_worker_that_disappears_or_rests_is_waited_for_no_more():
         fast.pull()
         fast.push(values_of(seed=1)).wait()
         waiting = in_thread(fast.pull)
-        idle.rest()
+        idle.pause()
         slow.close()
         waiting()
 
@@ -319,7 +318,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_trusted():
 
 def test_a_worker_with_another_model_or_other_servers_is_not_let_in():
     with Servers(2) as servers:
-        other = plan((*SPECS[1:], VariableSpec("more", (2,), "float32")), 2)
+        other = plan_shards((*SPECS[1:], VariableSpec("more", (2,), "float32")), 2)
         with pytest.raises(ClusterError, match=r"its variables is '[0-9a-f]+', that of the server '"):
             servers.client(1, plan=other)
         with pytest.raises(ClusterError, match="its number is 0, that of the server 1"):
@@ -359,7 +358,7 @@ def test_a_wrong_message_closes_that_connection_and_harms_nothing_else(message, 
         arrays = {f"gradient/{name}": value for name, value in values_of().items()} | change
         arrays = {name: array for name, array in arrays.items() if array is not None}
         message = {"pulled": 0} | message
-        answer = wrong._couriers[0].ask(message, arrays, lambda reply, given: None)
+        answer = wrong._rpc_clients[0].ask(message, arrays, lambda reply, given: None)
         with pytest.raises(ClusterError, match=f"ps 0 at .* has refused a '{message['kind']}': .*{reason}"):
             answer.result(DEADLINE)
         with pytest.raises(ClusterError, match="has refused"):
@@ -383,8 +382,8 @@ def test_half_a_gradient_is_none():
         described = [
             [f"gradient/{spec.name}", spec.dtype, list(spec.shape), 4 * int(np.prod(spec.shape))] for spec in SPECS
         ]
-        dying._couriers[0]._link.send_frame(framed({"kind": "push", "arrays": described}) + b"\1" * 20)
-        dying._couriers[0]._link.close()
+        dying._rpc_clients[0]._link.send_frame(framed({"kind": "push", "arrays": described}) + b"\1" * 20)
+        dying._rpc_clients[0]._link.close()
         client.pull()
         client.push(values_of(seed=1)).wait()
         client.pull()

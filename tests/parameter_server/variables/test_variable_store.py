@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.sharding import VariableSpec, plan
-from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-from lockstep.parameter_server.variables.sparse_gradients import SparseGradient, share, summed
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, VariableSpec, plan_shards
+from lockstep.parameter_server.variables.sparse_gradients import SparseGradient, gradient_of_shard, sum_rows
 from lockstep.parameter_server.variables.variable_store import Push, VariableStore
 from tests.parameter_server.variables.threaded_servers import SPECS, values_of
 from tests.support.marks import quick_first
@@ -41,7 +40,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("name", quick_first(OPTIMIZERS))
 @pytest.mark.parametrize(("servers", "partitioner"), [(1, None), (2, None), (2, FixedShardsPartitioner(3))])
 def test_updates_are_those_of_keras_wherever_the_shards_are(name, servers, partitioner):
-    made = plan(SPECS, servers, partitioner)
+    made = plan_shards(SPECS, servers, partitioner)
     stores = [VariableStore(made.specs_at(number), OPTIMIZERS[name]()) for number in range(servers)]
     for store, part in zip(stores, made.split(values_of()), strict=True):
         store.fill(part)
@@ -130,10 +129,10 @@ def test_an_optimizer_of_other_variables_is_refused():
 
 
 def test_rows_that_are_named_twice_are_added_up_and_fall_to_their_shards():
-    rows = summed(np.array([[6, 2], [6, 0]]), np.float32([[[1, 1], [2, 2]], [[3, 3], [4, 4]]]))
+    rows = sum_rows(np.array([[6, 2], [6, 0]]), np.float32([[[1, 1], [2, 2]], [[3, 3], [4, 4]]]))
     assert rows.indices.tolist() == [0, 2, 6]
     assert rows.values.tolist() == [[4, 4], [2, 2], [4, 4]]
-    shards = plan(SPECS, 2, FixedShardsPartitioner(2)).shards["table"]
-    parts = [share(rows, shard) for shard in shards]
+    shards = plan_shards(SPECS, 2, FixedShardsPartitioner(2)).shards["table"]
+    parts = [gradient_of_shard(rows, shard) for shard in shards]
     assert [part.indices.tolist() for part in parts] == [[0, 2], [2]]
     assert [part.values.tolist() for part in parts] == [[[4, 4], [2, 2]], [[4, 4]]]

@@ -7,9 +7,9 @@ import keras
 import numpy as np
 
 from lockstep.distributed.control.peer import Peer
-from lockstep.parameter_server.variables.serve import serve
-from lockstep.parameter_server.variables.sharding import VariableSpec, plan
+from lockstep.parameter_server.variables.sharding import VariableSpec, plan_shards
 from lockstep.parameter_server.variables.variable_client import VariableClient
+from lockstep.parameter_server.variables.variable_service import serve
 
 DEADLINE = 30.0  # seconds, of each wait of a test
 
@@ -44,7 +44,7 @@ class Servers(contextlib.ExitStack):
         max_staleness=None,
     ):
         super().__init__()
-        self.plan = plan(specs, count, partitioner)
+        self.plan = plan_shards(specs, count, partitioner)
         self.secret, self.said = secret, []
         self.servers, self.addresses = [], []
         for number in range(count):
@@ -57,7 +57,7 @@ class Servers(contextlib.ExitStack):
                 listener,
                 max_staleness=max_staleness,
                 secret=secret,
-                announce=self.said.append,
+                log=self.said.append,
             )
             self.callback(server.stop)
             self.servers.append(server)

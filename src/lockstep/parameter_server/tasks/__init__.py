@@ -1,1 +1,1 @@
-"""The task queue of the chief and the clients that take tasks from it."""
+"""Task queue of the chief, and the clients that take tasks from it."""

@@ -1,10 +1,10 @@
-"""The way of a worker, a server or an evaluator to the chief's desk: it enters a call, does what is to be done, and hears the end."""
+"""Client of the chief's task dispatcher, for a worker, a server or an evaluator: enters a call, runs tasks, and waits for the result."""
 
 import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -13,25 +13,28 @@ from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.failures import summary_of
 from lockstep.parameter_server.tasks.task_dispatcher import Result
 from lockstep.parameter_server.variables.array_transport import Message, ProtocolError, payload_bytes
-from lockstep.parameter_server.variables.messages import no_arrays
+from lockstep.parameter_server.variables.messages import check_no_arrays
 from lockstep.parameter_server.variables.rpc_client import Response, RpcClient
 from lockstep.parameter_server.variables.sharding import VariableSpec
 
-__all__ = ["CallEnded", "StopCondition", "SyncPointReached", "Task", "TaskClient", "work"]
+__all__ = ["CallEnded", "CallResult", "StopCondition", "SyncPoint", "Task", "TaskClient", "run_tasks"]
 
-_NEVER = "what nobody tells"
-_MOST_BYTES = 2**31  # Of the arrays of one answer.
+_UNUSED_KEY = (
+    "what nobody tells"  # The dispatcher never publishes it, so a request for it lasts until the end of the call.
+)
+_MOST_BYTES = 2**31  # Of the arrays of one response.
+_IDLE_SECONDS = 0.05  # A worker that waits longer for a task counts as idle.
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be done.
+    """Unit of work for one worker.
 
     Args:
-        number: of this piece in its call.
-        what: says what, in values of JSON.
-        arrays: that go with it.
-        below: all pieces with smaller numbers were done when this one was given out.
+        number: of the task in its call.
+        what: description, as JSON values.
+        arrays: that belong to it.
+        below: all tasks with smaller numbers were done when this one was assigned.
     """
 
     number: int
@@ -42,196 +45,242 @@ class Task:
 
 @dataclass(frozen=True)
 class StopCondition:
-    """How long a worker works in a call that it sees piece by piece, as its own script comes to them.
+    """End of a worker's loop over tasks, if its own script has come to a sync point before the call ends.
 
     Args:
-        point: of the script: when the chief has told what follows there, and nothing else is to be done.
-        known: pieces with smaller numbers are known here; others are not asked for.
+        point: number of the sync point: the loop stops when the chief has passed it and no known task is left.
+        known: the script has scheduled the tasks with smaller numbers; the worker does not take others.
     """
 
     point: int
     known: int
 
 
-Do = Callable[[Task], Result]
+@dataclass(frozen=True)
+class CallResult:
+    """Result of a call that the chief has ended.
+
+    Args:
+        result: as JSON values.
+        arrays: that belong to it.
+    """
+
+    result: Any
+    arrays: Mapping[str, np.ndarray]
 
 
-class CallEnded(Exception):  # noqa: N818 # It is no error: a call comes to its end so.
-    """The call has ended at the chief.
+@dataclass(frozen=True)
+class SyncPoint:
+    """What the chief has published at a sync point of the script.
+
+    Args:
+        what: description, as JSON values.
+        arrays: that belong to it.
+    """
+
+    what: Message
+    arrays: Mapping[str, np.ndarray]
+
+
+RunTask = Callable[[Task], Result]
+
+
+class CallEnded(Exception):  # noqa: N818 # Control flow, like StopIteration: it interrupts a wait of any depth.
+    """Raised by a wait if the chief has ended the call.
 
     Args:
         result: of the call.
-        arrays: that go with it.
     """
 
-    def __init__(self, result: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, result: CallResult) -> None:
         super().__init__("the call is over")
-        self.result, self.arrays = result, arrays
-
-
-class SyncPointReached(Exception):  # noqa: N818 # It is no error: work for one point comes to its end so.
-    """The chief has told what follows at a point of the script.
-
-    Args:
-        what: it has told.
-        arrays: that go with it.
-    """
-
-    def __init__(self, what: Message, arrays: Mapping[str, np.ndarray]) -> None:
-        super().__init__("the point is reached")
-        self.what, self.arrays = what, arrays
+        self.result = result
 
 
 class TaskClient:
-    """Asks the chief; used by one thread at a time.
+    """Connection to the chief's task dispatcher; used by one thread at a time.
 
     Args:
-        courier: to the chief.
+        rpc_client: connected to the chief.
     """
 
-    def __init__(self, courier: RpcClient) -> None:
-        self._courier = courier
+    def __init__(self, rpc_client: RpcClient) -> None:
+        self._rpc_client = rpc_client
 
-    def enter(self, call: int) -> None:
-        """Wait until the chief has begun a call.
+    def enter(self, call: int) -> CallResult | None:
+        """Wait until the chief has begun a call; return its result if the chief has already ended it.
 
         Raises:
-            CallEnded: it has ended it already.
             ClusterError: the chief is lost, or has failed.
         """
-        self._wait({"kind": "enter", "call": call}, "entered")
+        try:
+            self._wait({"kind": "enter", "call": call}, "entered")
+        except CallEnded as ended:
+            return ended.result
+        return None
 
-    def ask(self, call: int, key: str) -> Result:
-        """Wait for what the chief tells to whoever asks; errors as for :meth:`enter`."""
+    def wait_for(self, call: int, key: str) -> Result:
+        """Wait for what the chief publishes under a key.
+
+        Raises:
+            CallEnded: the chief has ended the call.
+            ClusterError: the chief is lost, or has failed.
+        """
         message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "fact")
         return message["what"], arrays
 
-    def at_point(self, call: int, point: int) -> Result:
-        """Wait for what the chief tells at a point of the script; errors as for :meth:`enter`."""
+    def wait_for_sync_point(self, call: int, point: int) -> SyncPoint:
+        """Wait for what the chief publishes at a sync point of the script; errors as for :meth:`wait_for`."""
         message, arrays = self._wait({"kind": "ask", "call": call, "point": point}, "fact")
-        return message["what"], arrays
+        return SyncPoint(message["what"], arrays)
 
-    def end_of(self, call: int) -> CallEnded:
-        """Wait until a call is over; other errors as for :meth:`enter`."""
+    def wait_for_end(self, call: int) -> CallResult:
+        """Wait until the chief ends a call; ClusterError as for :meth:`enter`."""
         try:
             while True:
-                self._wait({"kind": "ask", "call": call, "key": _NEVER}, "fact")
-        except CallEnded as over:
-            return over
+                self._wait({"kind": "ask", "call": call, "key": _UNUSED_KEY}, "fact")
+        except CallEnded as ended:
+            return ended.result
 
-    def take(self, call: int, after: "Future[Response] | None" = None, until: StopCondition | None = None) -> Task:
-        """Wait for a piece of work; other errors as for :meth:`enter`.
+    def take(
+        self, call: int, requested: "Future[Response] | None" = None, until: StopCondition | None = None
+    ) -> Task | SyncPoint:
+        """Wait for a task, or for the sync point of ``until``; errors as for :meth:`wait_for`.
 
         Args:
             call: its number.
-            after: the answer to a first question that was asked already.
-            until: which pieces, and how long; None: all, until the call is over.
-
-        Raises:
-            SyncPointReached: there is nothing more to do until then.
+            requested: response to :meth:`request_task`, if that was called before.
+            until: limits the tasks and the wait; None: all tasks, until the call ends.
         """
-        message, arrays = self._wait(self._take(call, until), "task", after)
+        message, arrays = self._wait(_take_message(call, until), ("task", "fact"), requested)
+        if message["kind"] == "fact":
+            return SyncPoint(message["what"], arrays)
         return Task(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
 
-    def asked_for_piece(self, call: int, until: StopCondition | None = None) -> "Future[Response]":
-        """Ask for a piece of work without waiting, for :meth:`take`."""
-        return self._ask(self._take(call, until))
+    def request_task(self, call: int, until: StopCondition | None = None) -> "Future[Response]":
+        """Request a task without waiting, for :meth:`take`."""
+        return self._request(_take_message(call, until))
 
-    def finish(self, call: int, piece: Task, result: Result) -> "Future[Response]":
-        """Bring a result; does not wait."""
-        about = {"kind": "finish", "call": call, "task": piece.number, "result": result[0]}
-        return self._courier.ask(about, result[1], no_arrays)
+    def finish(self, call: int, task: Task, result: Result) -> "Future[Response]":
+        """Send the result of a task; does not wait."""
+        message = {"kind": "finish", "call": call, "task": task.number, "result": result[0]}
+        return self._rpc_client.ask(message, result[1], check_no_arrays)
 
-    def fail(self, call: int, error: BaseException, piece: Task | None = None) -> None:
-        """Tell what this process, or a piece, has ended with; then nobody goes on. Of who is lost the chief hears by itself."""
+    def report_failure(self, call: int, error: BaseException, task: Task | None = None) -> None:
+        """Report an error of this process or of a task to the chief, which then fails the call.
+
+        A lost process is not reported, because the chief detects that itself.
+        """
         is_stuck = isinstance(error, ClusterError) and error.exit_code == exit_codes.NO_PROGRESS
         if isinstance(error, ClusterError) and not is_stuck:
             return
-        about = {"kind": "fail", "call": call, "summary": summary_of(error), "is_stuck": is_stuck}
-        about |= {} if piece is None else {"task": piece.number}
+        message = {"kind": "fail", "call": call, "summary": summary_of(error), "is_stuck": is_stuck}
+        message |= {} if task is None else {"task": task.number}
         with contextlib.suppress(ClusterError):  # The chief may have ended because of another process.
-            self._courier.ask(about, {}, no_arrays).result()
+            self._rpc_client.ask(message, {}, check_no_arrays).result()
 
     def leave(self, call: int) -> None:
-        """Tell that this process has all that it needs of a call."""
-        self._courier.ask({"kind": "leave", "call": call}, {}, no_arrays).result()
+        """Tell the chief that this process needs nothing more of a call."""
+        self._rpc_client.ask({"kind": "leave", "call": call}, {}, check_no_arrays).result()
 
     def close(self) -> None:
-        """End the connection."""
-        self._courier.close()
+        """Close the connection."""
+        self._rpc_client.close()
 
-    def _take(self, call: int, until: StopCondition | None) -> Message:
-        return {"kind": "take", "call": call} | ({} if until is None else vars(until))
+    def _request(self, message: Message) -> "Future[Response]":
+        message = message | {"seconds": self._rpc_client.timeout_seconds}
+        return self._rpc_client.ask(message, {}, _check_response_size)
 
-    def _ask(self, message: Message) -> "Future[Response]":
-        return self._courier.ask(message | {"seconds": self._courier.timeout_seconds}, {}, _some_bytes)
-
-    def _wait(self, message: Message, kind: str, after: "Future[Response] | None" = None) -> Response:
-        """As long as the chief is there: what it does may take as long as it likes."""
-        found = (after or self._ask(message)).result()
-        while found[0]["kind"] != kind:
-            if found[0]["kind"] == "over":
-                raise CallEnded(found[0]["result"], found[1])
-            if found[0]["kind"] == "fact":
-                raise SyncPointReached(found[0]["what"], found[1])
-            if found[0]["kind"] == "failed":
+    def _wait(
+        self, message: Message, kinds: str | tuple[str, ...], requested: "Future[Response] | None" = None
+    ) -> Response:
+        """Repeat a request until its response has one of the kinds; there is no limit while the chief responds."""
+        found = (requested or self._request(message)).result()
+        while (kind := found[0]["kind"]) not in ((kinds,) if isinstance(kinds, str) else kinds):
+            if kind == "over":
+                raise CallEnded(CallResult(found[0]["result"], found[1]))
+            if kind == "failed":
                 raise ClusterError(str(found[0]["sentence"]), int(found[0]["code"]))
-            found = self._ask(message).result()
+            found = self._request(message).result()
         return found
 
 
-def work(
-    desk: TaskClient, call: int, do: Do, idle: Callable[[], object] = lambda: None, until: StopCondition | None = None
-) -> CallEnded:
-    """Do what the chief hands out until the call is over.
+@overload
+def run_tasks(
+    client: TaskClient, call: int, run: RunTask, on_idle: Callable[[], object] = ..., until: None = None
+) -> CallResult: ...
+
+
+@overload
+def run_tasks(
+    client: TaskClient, call: int, run: RunTask, on_idle: Callable[[], object], until: StopCondition
+) -> CallResult | SyncPoint: ...
+
+
+def run_tasks(
+    client: TaskClient,
+    call: int,
+    run: RunTask,
+    on_idle: Callable[[], object] = lambda: None,
+    until: StopCondition | None = None,
+) -> CallResult | SyncPoint:
+    """Run the tasks that the chief assigns to this worker until the call ends, or up to a sync point.
+
+    The next task is requested before the result of the last one is acknowledged, so the worker does not wait for a round trip.
 
     Args:
-        desk: the chief's.
+        client: of the chief's task dispatcher.
         call: its number.
-        do: does one piece.
-        idle: is called where there is nothing to do for a moment.
-        until: which pieces, and how long; None: all, until the call is over.
+        run: runs one task.
+        on_idle: is called if there is no task for a moment.
+        until: where to stop; None: when the call ends.
 
     Returns:
-        The end of the call, with its result.
+        The result of the call, or the sync point of ``until``.
 
     Raises:
-        SyncPointReached: there is nothing more to do ``until`` then.
         ClusterError: the chief is lost, or has failed.
-        Exception: what ``do`` has raised; the chief knows of it then, unless it was a loss.
+        Exception: what ``run`` has raised; it was reported to the chief, unless it was the loss of a process.
     """
-    asked = desk.asked_for_piece(call, until)
+    requested = client.request_task(call, until)
     try:
         while True:
-            piece = _next(desk, call, asked, idle, until)
+            task = _next_task(client, call, requested, on_idle, until)
+            if isinstance(task, SyncPoint):
+                return task
             try:
-                result = do(piece)
-            except Exception as error:
-                desk.fail(call, error, piece)
+                result = run(task)
+            except CallEnded:  # The task was reassigned, and the call has ended without this worker.
                 raise
-            noted = desk.finish(call, piece, result)
-            asked = desk.asked_for_piece(call, until)
-            noted.result()
-    except CallEnded as over:
-        return over
+            except Exception as error:
+                client.report_failure(call, error, task)
+                raise
+            acknowledged = client.finish(call, task, result)
+            requested = client.request_task(call, until)
+            acknowledged.result()
+    except CallEnded as ended:
+        return ended.result
 
 
-_SOON_SECONDS = 0.05
-
-
-def _next(
-    desk: TaskClient, call: int, asked: "Future[Response]", idle: Callable[[], object], until: StopCondition | None
-) -> Task:
+def _next_task(
+    client: TaskClient,
+    call: int,
+    requested: "Future[Response]",
+    on_idle: Callable[[], object],
+    until: StopCondition | None,
+) -> Task | SyncPoint:
     try:
-        asked.result(_SOON_SECONDS)
+        requested.result(_IDLE_SECONDS)
     except TimeoutError:
-        with contextlib.suppress(
-            ClusterError
-        ):  # A server ends with the call; if one was lost, the chief says that, too.
-            idle()
-    return desk.take(call, asked, until)
+        with contextlib.suppress(ClusterError):  # A server ends with the call; the chief reports a lost one.
+            on_idle()
+    return client.take(call, requested, until)
 
 
-def _some_bytes(message: Message, given: tuple[VariableSpec, ...]) -> None:
+def _take_message(call: int, until: StopCondition | None) -> Message:
+    return {"kind": "take", "call": call} | ({} if until is None else vars(until))
+
+
+def _check_response_size(message: Message, given: tuple[VariableSpec, ...]) -> None:
     if payload_bytes(given) > _MOST_BYTES:
-        raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one answer: at most {_MOST_BYTES:,}")
+        raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one response: at most {_MOST_BYTES:,}")

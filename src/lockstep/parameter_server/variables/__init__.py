@@ -1,1 +1,1 @@
-"""Variables that are kept in one place: servers hold them and apply the optimizer, workers push gradients and pull values."""
+"""Variables on parameter servers: servers hold them and apply the optimizer; workers pull values and push gradients."""

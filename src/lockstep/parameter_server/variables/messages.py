@@ -1,7 +1,7 @@
-"""What workers ask of a server of variables, as messages, and what may be said: shapes are compared before memory is taken.
+"""Messages between workers and a variable server: encoding, and checks of shapes before memory is taken for arrays.
 
-A gradient of a whole variable travels as ``gradient/NAME``; one of some rows as ``indices/NAME`` and ``rows/NAME``; values as
-``value/NAME``, or ``rows/NAME`` where ``indices/NAME`` were asked for.
+The gradient of a whole variable travels as ``gradient/NAME``, one of some rows as ``indices/NAME`` and ``rows/NAME``; values as
+``value/NAME``, or as ``rows/NAME`` if ``indices/NAME`` were requested.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,32 +17,32 @@ __all__ = [
     "INDICES",
     "ROWS",
     "VALUE",
-    "as_arrays",
-    "as_gradients",
-    "asked_rows",
-    "judge",
-    "judge_of_values",
-    "no_arrays",
-    "only_values",
-    "value_of",
-    "whole",
+    "check_no_arrays",
+    "check_only_values",
+    "check_request",
+    "decode_gradients",
+    "decode_row_request",
+    "encode_gradients",
+    "pull_response_check",
+    "read_whole_number",
+    "strip_prefixes",
 ]
 
 GRADIENT, INDICES, ROWS, VALUE = "gradient/", "indices/", "rows/", "value/"
 _INDEX_DTYPE = "int32"
-_MOST_INDICES = 2**24  # Of one message that asks for rows: 64 MB.
+_MOST_INDICES = 2**24  # Rows that one pull may name: 64 MB.
 
 
-def judge(
+def check_request(
     message: Message, given: Sequence[VariableSpec], held: Sequence[VariableSpec], state: Sequence[VariableSpec]
 ) -> None:
-    """Refuse what a server does not want, by ProtocolError.
+    """Raise ProtocolError if the arrays of a request are not those that its kind needs.
 
     Args:
         message: from a worker.
         given: arrays that follow it.
         held: the variables of the server.
-        state: what a message to fill the server may bring besides values: variables of the optimizer.
+        state: the optimizer's variables, which a ``fill`` may bring besides values.
     """
     names = {spec.name: spec for spec in given}
     match message["kind"]:
@@ -56,41 +56,41 @@ def judge(
             for spec in (*held, *state):
                 found = names.pop(VALUE + spec.name, None)
                 if spec in held or found is not None:
-                    _compare(VALUE + spec.name, found, spec.shape, spec.dtype)
+                    _check_spec(VALUE + spec.name, found, spec.shape, spec.dtype)
     if names:
         raise ProtocolError(f"{next(iter(names))!r} is not wanted in a {message['kind']!r}")
 
 
 def _take_gradient(spec: VariableSpec, names: dict[str, VariableSpec]) -> None:
     if GRADIENT + spec.name in names:
-        _compare(GRADIENT + spec.name, names.pop(GRADIENT + spec.name), spec.shape, spec.dtype)
+        _check_spec(GRADIENT + spec.name, names.pop(GRADIENT + spec.name), spec.shape, spec.dtype)
         return
     count = _take_indices(spec, names, spec.shape[0] if spec.shape else 0)
     if count is None:
         raise ProtocolError(f"a 'push' lacks the gradient of {spec.name!r}")
-    _compare(ROWS + spec.name, names.pop(ROWS + spec.name, None), (count, *spec.shape[1:]), spec.dtype)
+    _check_spec(ROWS + spec.name, names.pop(ROWS + spec.name, None), (count, *spec.shape[1:]), spec.dtype)
 
 
 def _take_indices(spec: VariableSpec, names: dict[str, VariableSpec], most: int) -> int | None:
-    """How many rows of a variable are named; None: it is not named."""
+    """Return how many rows of a variable are named, or None if the variable is not."""
     found = names.pop(INDICES + spec.name, None)
     if found is None:
         return None
     count = found.shape[0] if len(found.shape) == 1 else most + 1
     if not spec.shape or count > most:
         raise ProtocolError(f"{INDICES + spec.name!r} of shape {found.shape}: at most {most} rows can be named")
-    _compare(INDICES + spec.name, found, (count,), _INDEX_DTYPE)
+    _check_spec(INDICES + spec.name, found, (count,), _INDEX_DTYPE)
     return count
 
 
-def _compare(name: str, found: VariableSpec | None, shape: tuple[int, ...], dtype: str) -> None:
+def _check_spec(name: str, found: VariableSpec | None, shape: tuple[int, ...], dtype: str) -> None:
     if found is None or (found.shape, found.dtype) != (shape, dtype):
         got = "nothing" if found is None else f"{found.dtype} of shape {found.shape}"
         raise ProtocolError(f"{name!r}: expected {dtype} of shape {shape}, got {got}")
 
 
-def as_arrays(gradients: Mapping[str, Gradient]) -> dict[str, np.ndarray]:
-    """Gradients as they travel."""
+def encode_gradients(gradients: Mapping[str, Gradient]) -> dict[str, np.ndarray]:
+    """Return gradients as the arrays of a push."""
     arrays: dict[str, np.ndarray] = {}
     for name, gradient in gradients.items():
         if isinstance(gradient, SparseGradient):
@@ -100,23 +100,23 @@ def as_arrays(gradients: Mapping[str, Gradient]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def as_gradients(arrays: Mapping[str, np.ndarray], held: Sequence[VariableSpec]) -> dict[str, Gradient]:
-    """What :func:`as_arrays` was given; ProtocolError where a row is none of its variable."""
+def decode_gradients(arrays: Mapping[str, np.ndarray], held: Sequence[VariableSpec]) -> dict[str, Gradient]:
+    """Return the gradients of a push; raise ProtocolError if a row is outside its variable."""
     found: dict[str, Gradient] = {}
     for spec in held:
         if GRADIENT + spec.name in arrays:
             found[spec.name] = arrays[GRADIENT + spec.name]
         else:
-            found[spec.name] = SparseGradient(_checked(spec, arrays[INDICES + spec.name]), arrays[ROWS + spec.name])
+            found[spec.name] = SparseGradient(_check_rows(spec, arrays[INDICES + spec.name]), arrays[ROWS + spec.name])
     return found
 
 
-def asked_rows(arrays: Mapping[str, np.ndarray], held: Sequence[VariableSpec]) -> dict[str, np.ndarray]:
-    """Of which variables only some rows are asked for, and which; ProtocolError where a row is none of its variable."""
-    return {spec.name: _checked(spec, arrays[INDICES + spec.name]) for spec in held if INDICES + spec.name in arrays}
+def decode_row_request(arrays: Mapping[str, np.ndarray], held: Sequence[VariableSpec]) -> dict[str, np.ndarray]:
+    """Return by variable the rows that a pull requests, if not all; raise ProtocolError if a row is outside its variable."""
+    return {spec.name: _check_rows(spec, arrays[INDICES + spec.name]) for spec in held if INDICES + spec.name in arrays}
 
 
-def _checked(spec: VariableSpec, indices: np.ndarray) -> np.ndarray:
+def _check_rows(spec: VariableSpec, indices: np.ndarray) -> np.ndarray:
     if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < spec.shape[0]:
         raise ProtocolError(
             f"{spec.name!r} has {spec.shape[0]} rows, and one of {indices.min()} to {indices.max()} was named"
@@ -124,48 +124,48 @@ def _checked(spec: VariableSpec, indices: np.ndarray) -> np.ndarray:
     return indices
 
 
-def no_arrays(message: Message, given: Sequence[VariableSpec]) -> None:
-    """Refuse an answer with arrays, where none were asked for."""
+def check_no_arrays(message: Message, given: Sequence[VariableSpec]) -> None:
+    """Raise ProtocolError if arrays follow a response."""
     if given:
         raise ProtocolError(f"arrays follow a {message['kind']!r}")
 
 
-def only_values(message: Message, given: Sequence[VariableSpec]) -> None:
-    """Refuse an answer that brings anything else than values."""
-    strange = [spec.name for spec in given if not spec.name.startswith(VALUE)]
-    if strange:
-        raise ProtocolError(f"{strange[0]!r} is not wanted in a {message['kind']!r}")
+def check_only_values(message: Message, given: Sequence[VariableSpec]) -> None:
+    """Raise ProtocolError if arrays other than values follow a response."""
+    unexpected = [spec.name for spec in given if not spec.name.startswith(VALUE)]
+    if unexpected:
+        raise ProtocolError(f"{unexpected[0]!r} is not wanted in a {message['kind']!r}")
 
 
-def judge_of_values(
-    asked: Mapping[str, np.ndarray], held: Sequence[VariableSpec]
+def pull_response_check(
+    requested: Mapping[str, np.ndarray], held: Sequence[VariableSpec]
 ) -> Callable[[Message, tuple[VariableSpec, ...]], None]:
-    """What refuses an answer to a pull that brings anything else than was asked for.
+    """Return a function that raises ProtocolError if the arrays of a pull's response are not those that were requested.
 
     Args:
-        asked: the arrays of the question.
+        requested: the arrays of the request.
         held: the variables of the server.
     """
     expected = []
     for spec in held:
-        indices = asked.get(INDICES + spec.name)
+        indices = requested.get(INDICES + spec.name)
         shape = spec.shape if indices is None else (len(indices), *spec.shape[1:])
         expected.append(VariableSpec((VALUE if indices is None else ROWS) + spec.name, shape, spec.dtype))
 
-    def judge_values(message: Message, given: tuple[VariableSpec, ...]) -> None:
+    def check(message: Message, given: tuple[VariableSpec, ...]) -> None:
         if given != tuple(expected):
-            raise ProtocolError("the arrays are not those that were asked for")
+            raise ProtocolError("the arrays are not those that were requested")
 
-    return judge_values
+    return check
 
 
-def value_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What came in an answer, by the names of the variables."""
+def strip_prefixes(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of a response by the names of their variables."""
     return {name.partition("/")[2]: array for name, array in arrays.items()}
 
 
-def whole(message: Message, name: str) -> int:
-    """A whole number of at least 0 in a message; ProtocolError where it is not there or something else."""
+def read_whole_number(message: Message, name: str) -> int:
+    """Return a whole number of at least 0 from a message; raise ProtocolError if it is missing or something else."""
     value = message.get(name)
     if type(value) is int and value >= 0:
         return value

@@ -1,13 +1,13 @@
-"""What a model's optimizer remembers, as the optimizers of servers hold it, and back.
+"""Optimizers on variable servers: which optimizers are supported there, and how their state is split over servers and joined again.
 
-Which of an optimizer's variables belongs to which of the model's is seen, not read from names: optimizers of the same configuration are
-built in the abstract, for the whole variables and for the shards of each server, and what each makes for each is noted. What it makes for
-none, such as its count of steps, is the same everywhere.
+Names of optimizer variables do not tell which variable of the model they belong to. So optimizers of the same configuration are built
+abstractly, for the whole variables and for the shards of each server, and the variables that each build makes for each variable are recorded.
+Variables that belong to none of them, such as the count of steps, are the same everywhere.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +18,60 @@ import numpy as np
 from lockstep._errors import OptionError
 from lockstep._keras.patches import OPTIMIZER_SLOTS, install
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan, VariableSpec
-from lockstep.parameter_server.variables.variable_store import OPTIMIZER, as_variable
+from lockstep.parameter_server.variables.variable_store import OPTIMIZER, make_variable
 
-__all__ = ["OptimizerState"]
+__all__ = ["OptimizerState", "check_optimizer"]
 
 _MARK = re.compile(r"<(\d+)>")  # In a name: number of the variable that it was made from.
+_NEED_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
+
+
+def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: ShardingPlan) -> None:
+    """Refuse an optimizer whose update of one element depends on elements that another server holds.
+
+    Args:
+        optimizer: of the model.
+        plan: assignment of its variables to servers.
+
+    Raises:
+        OptionError: the optimizer has such an update.
+    """
+    cut = [name for name, shards in plan.shards.items() if len(shards) > 1]
+    if cut and isinstance(optimizer, _NEED_WHOLE_VARIABLES):
+        raise OptionError(
+            f"{type(optimizer).__name__} needs each variable as a whole, and variable_partitioner cuts {cut[0]!r} into "
+            f"{len(plan.shards[cut[0]])} shards. Leave the partitioner out, or take another optimizer."
+        )
+    if cut and optimizer.clipnorm is not None:
+        raise OptionError(
+            f"clipnorm needs the norm of each variable as a whole, and variable_partitioner cuts {cut[0]!r}. Leave the partitioner "
+            f"out, or use clipvalue."
+        )
+    if plan.servers > 1 and optimizer.global_clipnorm is not None:
+        raise OptionError(
+            f"global_clipnorm needs the gradients of all variables at once, and they are on {plan.servers} servers. Use one server, "
+            f"or clipnorm."
+        )
+    if plan.servers > 1 and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise OptionError(
+            f"LossScaleOptimizer skips an update if one gradient is not finite, and {plan.servers} servers would not agree on that. "
+            f"Use one server, or bfloat16, which needs no loss scale."
+        )
+    if (cut or plan.servers > 1) and isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise OptionError(
+            "MultiOptimizer counts the steps of each of its optimizers, and a server may have no variable of one of them. Use one "
+            f"server without variable_partitioner, or one optimizer; got {plan.servers} servers."
+        )
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A variable of an optimizer.
+    """One variable of an optimizer.
 
     Args:
-        number: among all of the optimizer.
+        number: among all variables of the optimizer.
         spec: of it.
-        owner: number of the variable that it belongs to, among those for which the optimizer is built; None: to none.
+        owner: number of the variable that it belongs to, among those for which the optimizer is built; None: it belongs to none.
     """
 
     number: int
@@ -42,12 +81,12 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _SlotLocation:
-    """Where a variable of the whole model's optimizer is.
+    """Servers that hold one variable of the whole model's optimizer.
 
     Args:
         slot: the variable.
-        held: for each server that has it, or some of its rows, the server's number and what that has.
-        rows: of which shards each has the rows; none: each has all of it.
+        held: number and slot of each server that holds it, or some of its rows.
+        rows: the shards whose rows the servers hold; none: each holds all of it.
     """
 
     slot: _Slot
@@ -56,26 +95,29 @@ class _SlotLocation:
 
 
 class OptimizerState:
-    """How the values of a model's optimizer fall to servers; made once, before training, and takes no memory for values.
+    """Mapping between the state of a model's optimizer and those of the servers' optimizers.
+
+    It is made once, before training, and allocates no memory for values.
 
     Args:
         optimizer: of the model, built for the variables of the plan in their order.
-        plan: where these are.
+        plan: assignment of these variables to servers.
 
     Raises:
-        OptionError: the optimizer is built for others, or remembers something that cannot be divided.
+        OptionError: the optimizer is built for other variables, or a variable of its state cannot be divided.
 
     Example:
         >>> import keras, numpy as np
         >>> from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
-        >>> from lockstep.parameter_server.variables.sharding import VariableSpec, plan
+        >>> from lockstep.parameter_server.variables.sharding import VariableSpec, plan_shards
         >>> optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
         >>> optimizer.build([keras.Variable(np.zeros((4, 2), "float32"), name="w")])
-        >>> state = OptimizerState(optimizer, plan([VariableSpec("w", (4, 2), "float32")], 2, lambda shape, dtype: [2, 1]))
+        >>> plan = plan_shards([VariableSpec("w", (4, 2), "float32")], 2, lambda shape, dtype: [2, 1])
+        >>> state = OptimizerState(optimizer, plan)
         >>> parts = state.split([variable.numpy() for variable in optimizer.variables])
         >>> [part["optimizer/2"].shape for part in parts]
         [(2, 2), (2, 2)]
-        >>> [value.shape for value in state.joined(parts)]
+        >>> [value.shape for value in state.join(parts)]
         [(), (), (4, 2)]
     """
 
@@ -89,72 +131,74 @@ class OptimizerState:
                 f"{len(slots)} variables of its own; got {len(shapes)}, or other shapes. Build the model before."
             )
         self._servers = [_slots_of(optimizer, plan.specs_at(number)) for number in range(plan.servers)]
-        self._places = sorted(self._placed(slots, plan), key=lambda place: place.slot.number)
+        self._locations = sorted(self._locate(slots, plan), key=lambda location: location.slot.number)
 
     def split(self, values: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-        """For each server what :meth:`lockstep.parameter_server.variables.variable_store.VariableStore.fill` takes besides values of variables.
+        """Return for each server what :meth:`lockstep.parameter_server.variables.variable_store.VariableStore.fill` takes besides values.
 
         Args:
             values: of ``optimizer.variables``, in their order.
         """
         parts: list[dict[str, np.ndarray]] = [{} for _ in self._servers]
-        for given, place in zip(values, self._places, strict=True):
+        for given, location in zip(values, self._locations, strict=True):
             value = np.asarray(given)
-            pieces = [shard.of(value) for shard in place.rows] or [value] * len(place.held)
-            for (server, there), piece in zip(place.held, pieces, strict=True):
-                parts[server][_name(there)] = piece.astype(there.spec.dtype, copy=False)
+            pieces = [shard.slice(value) for shard in location.rows] or [value] * len(location.held)
+            for (server, slot), piece in zip(location.held, pieces, strict=True):
+                parts[server][_name(slot)] = piece.astype(slot.spec.dtype, copy=False)
         return parts
 
-    def joined(self, states: Sequence[Mapping[str, np.ndarray]]) -> list[np.ndarray]:
-        """The values of ``optimizer.variables``, in their order. What belongs to no variable is taken from server 0.
+    def join(self, states: Sequence[Mapping[str, np.ndarray]]) -> list[np.ndarray]:
+        """Return the values of ``optimizer.variables``, in their order. Those that belong to no variable are taken from server 0.
 
         Args:
             states: for each server its arrays by name, as :meth:`lockstep.parameter_server.variables.variable_client.VariableClient.state` gives them.
 
         Raises:
-            OptionError: shards of one variable remember different values of what is one for the whole variable.
+            OptionError: shards of one variable have different values of a slot that exists once for the whole variable.
         """
-        return [self._value(place, [states[n][_name(there)] for n, there in place.held]) for place in self._places]
+        return [self._join_slot(each, [states[n][_name(slot)] for n, slot in each.held]) for each in self._locations]
 
-    def _value(self, place: _SlotLocation, found: list[np.ndarray]) -> np.ndarray:
-        if place.rows:
+    def _join_slot(self, location: _SlotLocation, found: list[np.ndarray]) -> np.ndarray:
+        if location.rows:
             return np.concatenate(found)
-        if place.slot.owner is not None and any(one.tobytes() != found[0].tobytes() for one in found[1:]):
+        if location.slot.owner is not None and any(one.tobytes() != found[0].tobytes() for one in found[1:]):
             raise OptionError(
-                f"{self._kind} has one {place.slot.spec.name!r} for a variable that variable_partitioner cuts into {len(found)} "
+                f"{self._kind} has one {location.slot.spec.name!r} for a variable that variable_partitioner cuts into {len(found)} "
                 f"shards, and these do not agree on its value. Leave the partitioner out, or take another optimizer."
             )
         return found[0]
 
-    def _placed(self, slots: Sequence[_Slot], plan: ShardingPlan) -> Iterator[_SlotLocation]:
-        there = [_by_owner(each) for each in self._servers]
+    def _locate(self, slots: Sequence[_Slot], plan: ShardingPlan) -> Iterator[_SlotLocation]:
+        by_server = [_by_owner(each) for each in self._servers]
         for owner, mine in _by_owner(slots).items():
             shards = () if owner is None else plan.shards[plan.variables[owner].name]
-            held = [(shard.server, there[shard.server][plan.at(shard.server).index(shard)]) for shard in shards]
-            held = held or [(number, each[None]) for number, each in enumerate(there)]
+            held = [
+                (shard.server, by_server[shard.server][plan.shards_at(shard.server).index(shard)]) for shard in shards
+            ]
+            held = held or [(number, each[None]) for number, each in enumerate(by_server)]
             for turn, slot in enumerate(mine):
                 if any(len(theirs) != len(mine) for _, theirs in held):
-                    raise self._indivisible(slot)
-                yield self._place(slot, tuple((server, theirs[turn]) for server, theirs in held), shards)
+                    raise self._indivisible_error(slot)
+                yield self._location(slot, tuple((server, theirs[turn]) for server, theirs in held), shards)
 
-    def _place(self, slot: _Slot, held: tuple[tuple[int, _Slot], ...], shards: Sequence[Shard]) -> _SlotLocation:
-        shape, shapes = slot.spec.shape, [there.spec.shape for _, there in held]
+    def _location(self, slot: _Slot, held: tuple[tuple[int, _Slot], ...], shards: Sequence[Shard]) -> _SlotLocation:
+        shape, shapes = slot.spec.shape, [part.spec.shape for _, part in held]
         if all(each == shape for each in shapes):
             return _SlotLocation(slot, held, ())
         by_rows = [(shard.end - shard.begin, *shape[1:]) for shard in shards]
         if shape and shapes == by_rows and shape[0] == shards[0].variable.shape[0]:
             return _SlotLocation(slot, held, tuple(shards))
-        raise self._indivisible(slot)
+        raise self._indivisible_error(slot)
 
-    def _indivisible(self, slot: _Slot) -> OptionError:
+    def _indivisible_error(self, slot: _Slot) -> OptionError:
         return OptionError(
-            f"{self._kind} remembers {slot.spec.name!r} of shape {slot.spec.shape}, which cannot be divided among {len(self._servers)} "
-            f"servers. Use one server without variable_partitioner, or another optimizer."
+            f"{self._kind} has the state {slot.spec.name!r} of shape {slot.spec.shape}, which cannot be divided among "
+            f"{len(self._servers)} servers. Fix: use one server without variable_partitioner, or another optimizer."
         )
 
 
 class _Reference(keras.Variable):
-    """A variable whose name, but not its path, is a mark: optimizers choose by paths and take over names."""
+    """Variable whose name, but not its path, is a mark: optimizers select variables by path and copy their names."""
 
     mark = ""
 
@@ -164,16 +208,19 @@ class _Reference(keras.Variable):
 
 
 def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[VariableSpec]) -> list[_Slot]:
-    """What an optimizer of this configuration makes for these variables, in its order."""
+    """Return the variables that an optimizer of this configuration makes for these variables, in its order."""
     config, found = optimizer.get_config(), []
 
     def build() -> None:
         another = type(optimizer).from_config(config)
         variables = []
         for number, spec in enumerate(specs):
-            variables.append(as_variable(spec, kind=_Reference))
+            variables.append(make_variable(spec, kind=_Reference))
             variables[-1].mark = f"<{number}>"
-        install(OPTIMIZER_SLOTS, [(each, "add_variable_from_reference", _marking(each)) for each in _all_of(another)])
+        marked = [
+            (each, "add_variable_from_reference", _marked_add_variable(each)) for each in _nested_optimizers(another)
+        ]
+        install(OPTIMIZER_SLOTS, marked)
         another.build(variables)
         for number, variable in enumerate(another.variables):
             mark = _MARK.search(variable.name)
@@ -185,21 +232,23 @@ def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[VariableSpe
     return found
 
 
-def _all_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """An optimizer, and those inside it."""
+def _nested_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Return an optimizer and those inside it."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return [optimizer, *_all_of(optimizer.inner_optimizer)]
+        return [optimizer, *_nested_optimizers(optimizer.inner_optimizer)]
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return [optimizer, *optimizer.optimizers]
     return [optimizer]
 
 
-def _marking(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The optimizer's ``add_variable_from_reference``, whose names begin with the mark of the reference in place of its path."""
+def _marked_add_variable(optimizer: keras.optimizers.Optimizer) -> Callable[..., keras.Variable]:
+    """Return the optimizer's ``add_variable_from_reference``, with names that begin with the reference's mark instead of its path."""
 
     def add(reference_variable: keras.Variable, name: str | None = None, initializer: Any = "zeros") -> keras.Variable:
-        of, named = reference_variable, f"{reference_variable.name}{name or 'var'}"
-        return optimizer.add_variable(of.shape, initializer, dtype=of.dtype, name=named)
+        marked = f"{reference_variable.name}{name or 'var'}"
+        return optimizer.add_variable(
+            reference_variable.shape, initializer, dtype=reference_variable.dtype, name=marked
+        )
 
     return add
 

@@ -1,23 +1,40 @@
-"""Which server holds which rows of which variable, and how a whole value becomes shards and back."""
+"""Sharding plan: which server holds which rows of which variable, and the partitioners that choose the number of shards.
 
+A partitioner is any function ``(shape, dtype) -> [shards along each axis]``; only the first axis may be cut. The classes here are those of
+``tf.distribute.experimental.partitioners``.
+"""
+
+import abc
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from lockstep._arrays import ArraySpec
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, whole_number
 
-__all__ = ["Shard", "ShardingPlan", "VariableSpec", "cut", "plan", "whole_name"]
+__all__ = [
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "PartitionFunction",
+    "Partitioner",
+    "Shard",
+    "ShardingPlan",
+    "VariableSpec",
+    "plan_shards",
+    "shard_bounds",
+    "variable_name",
+]
 
 PartitionFunction = Callable[[Sequence[int], str], Sequence[int]]
 
 
-VariableSpec = ArraySpec  # A variable, or what one server holds of it, without its value.
+VariableSpec = ArraySpec  # Name, shape and dtype of a variable, or of a shard.
 
 
 @dataclass(frozen=True)
@@ -25,11 +42,11 @@ class Shard:
     """Rows of a variable that one server holds.
 
     Args:
-        variable: which.
+        variable: the whole variable.
         begin: the first row.
         end: the row after the last.
         server: number of the server.
-        is_whole: whether this is all of the variable, which may have no rows then: a number.
+        is_whole: whether the shard is the whole variable, which may then be a scalar without rows.
     """
 
     variable: VariableSpec
@@ -40,28 +57,28 @@ class Shard:
 
     @property
     def spec(self) -> VariableSpec:
-        """What the server holds."""
+        """Name, shape and dtype of the shard."""
         if self.is_whole:
             return self.variable
         shape = (self.end - self.begin, *self.variable.shape[1:])
         return VariableSpec(f"{self.variable.name}[{self.begin}:{self.end}]", shape, self.variable.dtype)
 
-    def of(self, value: np.ndarray) -> np.ndarray:
-        """This shard of the variable's value; a view."""
+    def slice(self, value: np.ndarray) -> np.ndarray:
+        """Return a view of the shard's rows of the variable's value."""
         return value if self.is_whole else value[self.begin : self.end]
 
-    def are_here(self, rows: np.ndarray) -> np.ndarray:
-        """Which of these rows of the variable are in this shard, as a mask."""
+    def mask(self, rows: np.ndarray) -> np.ndarray:
+        """Return a mask of those row numbers of the variable that are in this shard."""
         return (rows >= self.begin) & (rows < self.end)
 
-    def rows_here(self, rows: np.ndarray) -> np.ndarray:
-        """The rows of the variable that are in this shard, as the shard counts them."""
-        return rows if self.is_whole else rows[self.are_here(rows)] - self.begin
+    def local_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return those of the variable's row numbers that are in this shard, counted from its first row."""
+        return rows if self.is_whole else rows[self.mask(rows)] - self.begin
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Where all variables are.
+    """Assignment of all variables to servers.
 
     Args:
         variables: in the order in which they were made.
@@ -73,43 +90,44 @@ class ShardingPlan:
     shards: Mapping[str, tuple[Shard, ...]]
     servers: int
 
-    def at(self, server: int) -> tuple[Shard, ...]:
-        """The shards that one server holds, in the order of the variables."""
+    def shards_at(self, server: int) -> tuple[Shard, ...]:
+        """Return the shards that one server holds, in the order of the variables."""
         return tuple(shard for shards in self.shards.values() for shard in shards if shard.server == server)
 
     def specs_at(self, server: int) -> tuple[VariableSpec, ...]:
-        """What one server holds."""
-        return tuple(shard.spec for shard in self.at(server))
+        """Return the specs of the shards that one server holds."""
+        return tuple(shard.spec for shard in self.shards_at(server))
 
-    def identity_of(self, server: int) -> dict[str, Any]:
-        """What a worker and a server must have in common: the variables, and which of the servers it is."""
-        said = repr((self.variables, self.shards)).encode()
-        return {"number": server, "of": self.servers, "variables": hashlib.sha256(said).hexdigest()[:16]}
+    def identity_of(self, server: int) -> dict[str, int | str]:
+        """Return what a worker and a server must have in common: a digest of the plan, and the number of the server."""
+        described = repr((self.variables, self.shards)).encode()
+        return {"number": server, "of": self.servers, "variables": hashlib.sha256(described).hexdigest()[:16]}
 
     def split(self, values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-        """For each server the values of its shards, by name."""
+        """Return for each server the values of its shards, by name."""
         return [
-            {shard.spec.name: shard.of(values[shard.variable.name]) for shard in self.at(n)}
-            for n in range(self.servers)
+            {shard.spec.name: shard.slice(values[shard.variable.name]) for shard in self.shards_at(number)}
+            for number in range(self.servers)
         ]
 
 
-def plan(variables: Iterable[VariableSpec], servers: int, partitioner: PartitionFunction | None = None) -> ShardingPlan:
-    """Give each variable to servers, one shard after the other to one server after the other, as ``tf.distribute`` does.
+def plan_shards(
+    variables: Iterable[VariableSpec], servers: int, partitioner: PartitionFunction | None = None
+) -> ShardingPlan:
+    """Assign shards to servers in turn, as ``tf.distribute`` does.
 
     Args:
         variables: in the order in which they were made.
         servers: number of servers.
-        partitioner: into how many shards a variable is cut; None: none is.
+        partitioner: gives the number of shards of a variable; None: each variable is one shard.
 
     Raises:
         OptionError: the partitioner cuts along another axis than the first, or two variables have one name.
 
     Example:
-        >>> from lockstep.parameter_server.variables.size_partitioners import FixedShardsPartitioner
-        >>> from lockstep.parameter_server.variables.sharding import VariableSpec, plan
+        >>> from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, VariableSpec, plan_shards
         >>> table = VariableSpec("table", (5, 2), "float32")
-        >>> [shard.spec.shape for shard in plan([table], 2, FixedShardsPartitioner(2)).shards["table"]]
+        >>> [shard.spec.shape for shard in plan_shards([table], 2, FixedShardsPartitioner(2)).shards["table"]]
         [(3, 2), (2, 2)]
     """
     variables = tuple(variables)
@@ -117,26 +135,28 @@ def plan(variables: Iterable[VariableSpec], servers: int, partitioner: Partition
     shards: dict[str, tuple[Shard, ...]] = {}
     for variable in variables:
         if variable.name in shards:
-            raise OptionError(f"Two variables have the name {variable.name!r}: give one of their layers another one.")
-        shards[variable.name] = tuple(_shards(variable, _count(variable, partitioner), turn))
+            raise OptionError(
+                f"Two variables have the name {variable.name!r}. Fix: give one of their layers another name."
+            )
+        shards[variable.name] = tuple(_shards(variable, _shard_count(variable, partitioner), turn))
     return ShardingPlan(variables, shards, servers)
 
 
-def whole_name(spec: VariableSpec) -> str:
-    """The name of the variable that this is, or of which it is a shard.
+def variable_name(spec: VariableSpec) -> str:
+    """Return the name of the whole variable of a spec, which may be that of a shard.
 
     Example:
-        >>> whole_name(VariableSpec("net/table[3:5]", (2, 4), "float32"))
+        >>> variable_name(VariableSpec("net/table[3:5]", (2, 4), "float32"))
         'net/table'
     """
     return re.sub(r"\[\d+:\d+\]$", "", spec.name)
 
 
-def cut(rows: int, count: int) -> list[int]:
-    """The bounds of ``count`` shards of ``rows`` rows: the first ``rows % count`` have one row more.
+def shard_bounds(rows: int, count: int) -> list[int]:
+    """Return the bounds of ``count`` shards of ``rows`` rows: the first ``rows % count`` have one row more.
 
     Example:
-        >>> cut(8, 3)
+        >>> shard_bounds(8, 3)
         [0, 3, 6, 8]
     """
     base, extra = divmod(rows, count)
@@ -144,12 +164,12 @@ def cut(rows: int, count: int) -> list[int]:
 
 
 def _shards(variable: VariableSpec, count: int, turn: Iterable[int]) -> Iterable[Shard]:
-    bounds = cut(variable.shape[0], count) if variable.shape else [0, 0]
+    bounds = shard_bounds(variable.shape[0], count) if variable.shape else [0, 0]
     for (begin, end), server in zip(itertools.pairwise(bounds), turn, strict=False):
         yield Shard(variable, begin, end, server, is_whole=count == 1)
 
 
-def _count(variable: VariableSpec, partitioner: PartitionFunction | None) -> int:
+def _shard_count(variable: VariableSpec, partitioner: PartitionFunction | None) -> int:
     if partitioner is None or not variable.shape:
         return 1
     given = partitioner(variable.shape, variable.dtype)
@@ -160,3 +180,130 @@ def _count(variable: VariableSpec, partitioner: PartitionFunction | None) -> int
             f"least 1 and all others 1, as only the first axis can be cut; got {given!r}."
         )
     return max(1, min(partitions[0], variable.shape[0]))
+
+
+class Partitioner(abc.ABC):
+    """Base class of partitioners: chooses how many shards a variable has along each axis.
+
+    Example:
+        >>> from lockstep.partitioners import Partitioner
+        >>> class OneForEachRow(Partitioner):
+        ...     def shards(self, rows, row_bytes):
+        ...         return rows
+        >>> OneForEachRow()((6, 2), "float32"), OneForEachRow().shards(6, 8)
+        ([6, 1], 6)
+    """
+
+    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
+        """Return the number of shards along each axis: 1, except along ``axis``.
+
+        Args:
+            shape: of the variable, with at least one axis.
+            dtype: of the variable, by name.
+            axis: to cut along.
+
+        Returns:
+            One number for each axis.
+
+        Raises:
+            OptionError: there is no such axis.
+        """
+        if not 0 <= axis < len(shape):
+            raise OptionError(f"{type(self).__name__}: axis: expected one of the {len(shape)} of {shape}, got {axis}.")
+        partitions = [1] * len(shape)
+        rows = shape[axis]
+        row_bytes = math.prod(shape) // max(1, rows) * np.dtype(dtype).itemsize
+        partitions[axis] = max(1, min(rows, self.shards(rows, row_bytes)))
+        return partitions
+
+    @abc.abstractmethod
+    def shards(self, rows: int, row_bytes: int) -> int:
+        """Return the number of shards of a variable.
+
+        Args:
+            rows: along the axis that is cut.
+            row_bytes: bytes of each row.
+
+        Returns:
+            The number; less than 1 counts as 1, and more than ``rows`` as ``rows``.
+        """
+
+
+class FixedShardsPartitioner(Partitioner):
+    """Cuts each variable into the same number of shards, but into no more than it has rows.
+
+    Args:
+        num_shards: number of shards.
+
+    Raises:
+        OptionError: ``num_shards`` is not a whole number of at least 1.
+
+    Example:
+        >>> from lockstep.partitioners import FixedShardsPartitioner
+        >>> FixedShardsPartitioner(2)((10, 3), "float32"), FixedShardsPartitioner(2)((1, 3), "float32")
+        ([2, 1], [1, 1])
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = whole_number("FixedShardsPartitioner: num_shards", num_shards)
+
+    def shards(self, rows: int, row_bytes: int) -> int:
+        """See :class:`Partitioner`."""
+        return self.num_shards
+
+
+class MinSizePartitioner(Partitioner):
+    """Cuts a variable into as many shards as possible of at least ``min_shard_bytes`` each, as TensorFlow documents it.
+
+    TensorFlow's implementation can make smaller shards: it cuts 3 rows of 4 bytes into 2 shards for ``min_shard_bytes=8``.
+
+    Args:
+        min_shard_bytes: least size of a shard, unless the whole variable is smaller.
+        max_shards: largest number of shards.
+
+    Raises:
+        OptionError: one of them is not a whole number of at least 1.
+
+    Example:
+        >>> from lockstep.partitioners import MinSizePartitioner
+        >>> MinSizePartitioner(4, max_shards=2)((6, 1), "float32"), MinSizePartitioner(4, max_shards=10)((6, 1), "float32")
+        ([2, 1], [6, 1])
+    """
+
+    def __init__(self, min_shard_bytes: int = 256 * 2**10, max_shards: int = 1) -> None:
+        self.min_shard_bytes = whole_number("MinSizePartitioner: min_shard_bytes", min_shard_bytes)
+        self.max_shards = whole_number("MinSizePartitioner: max_shards", max_shards)
+
+    def shards(self, rows: int, row_bytes: int) -> int:
+        """See :class:`Partitioner`."""
+        rows_needed = math.ceil(self.min_shard_bytes / max(1, row_bytes))
+        return min(self.max_shards, rows // rows_needed)
+
+
+class MaxSizePartitioner(Partitioner):
+    """Cuts a variable into as few shards as possible of at most ``max_shard_bytes`` each.
+
+    A single row may be larger, and shards may be larger if ``max_shards`` does not allow enough of them.
+
+    Args:
+        max_shard_bytes: largest size of a shard.
+        max_shards: largest number of shards; None: no limit.
+
+    Raises:
+        OptionError: one of them is not a whole number of at least 1.
+
+    Example:
+        >>> from lockstep.partitioners import MaxSizePartitioner
+        >>> MaxSizePartitioner(4)((6, 1), "float32"), MaxSizePartitioner(1024)((6, 1), "float32")
+        ([6, 1], [1, 1])
+    """
+
+    def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:
+        self.max_shard_bytes = whole_number("MaxSizePartitioner: max_shard_bytes", max_shard_bytes)
+        self.max_shards = None if max_shards is None else whole_number("MaxSizePartitioner: max_shards", max_shards)
+
+    def shards(self, rows: int, row_bytes: int) -> int:
+        """See :class:`Partitioner`."""
+        rows_that_fit = max(1, self.max_shard_bytes // max(1, row_bytes))
+        needed = math.ceil(rows / rows_that_fit)
+        return needed if self.max_shards is None else min(self.max_shards, needed)

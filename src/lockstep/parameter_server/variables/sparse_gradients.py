@@ -1,4 +1,4 @@
-"""Gradients as they are pushed: of a whole variable, or of those rows of it that a batch has touched."""
+"""Gradients as workers push them: dense, or sparse with only those rows of a variable that a batch has touched."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,15 +9,15 @@ import numpy as np
 
 from lockstep.parameter_server.variables.sharding import Shard
 
-__all__ = ["Gradient", "SparseGradient", "as_update", "padded", "share", "summed"]
+__all__ = ["Gradient", "SparseGradient", "gradient_of_shard", "mean_gradient", "pad_rows", "sum_rows"]
 
 
 class SparseGradient(NamedTuple):
-    """The gradient of some rows of a variable; of all others it is zero.
+    """Gradient of some rows of a variable; that of all other rows is zero.
 
     Args:
-        indices: numbers of the rows, int32; one that is named twice counts twice.
-        values: the gradient of each, in their order.
+        indices: numbers of the rows, int32; the gradients of a row that is named twice are added.
+        values: the gradient of each row, in the order of ``indices``.
     """
 
     indices: np.ndarray
@@ -27,54 +27,54 @@ class SparseGradient(NamedTuple):
 Gradient = np.ndarray | SparseGradient
 
 
-def summed(indices: np.ndarray, values: np.ndarray) -> SparseGradient:
-    """Rows of which each is named once, rising.
+def sum_rows(indices: np.ndarray, values: np.ndarray) -> SparseGradient:
+    """Add up the gradients of equal rows: the result names each row once, in rising order.
 
     Args:
-        indices: numbers of rows, in any shape, some maybe more than once.
+        indices: numbers of rows, in any shape, with repetitions.
         values: the gradient of each, of shape ``indices.shape + (sizes of a row)``.
 
     Example:
-        >>> summed(np.array([[4, 1], [1, 1]]), np.array([[[1.0], [2.0]], [[4.0], [8.0]]])).values.tolist()
+        >>> sum_rows(np.array([[4, 1], [1, 1]]), np.array([[[1.0], [2.0]], [[4.0], [8.0]]])).values.tolist()
         [[14.0], [1.0]]
     """
-    unique, places = np.unique(indices, return_inverse=True)
+    unique, positions = np.unique(indices, return_inverse=True)
     values = values.reshape(indices.size, *values.shape[indices.ndim :])
     total = np.zeros((len(unique), *values.shape[1:]), values.dtype)
-    np.add.at(total, places.reshape(-1), values)
+    np.add.at(total, positions.reshape(-1), values)
     return SparseGradient(unique.astype(np.int32), total)
 
 
-def share(gradient: Gradient, shard: Shard) -> Gradient:
-    """What of a variable's gradient belongs to one shard of it."""
+def gradient_of_shard(gradient: Gradient, shard: Shard) -> Gradient:
+    """Return the part of a variable's gradient that belongs to one shard."""
     if not isinstance(gradient, SparseGradient):
-        return shard.of(gradient)
-    values = gradient.values if shard.is_whole else gradient.values[shard.are_here(gradient.indices)]
-    return SparseGradient(shard.rows_here(gradient.indices), values)
+        return shard.slice(gradient)
+    values = gradient.values if shard.is_whole else gradient.values[shard.mask(gradient.indices)]
+    return SparseGradient(shard.local_rows(gradient.indices), values)
 
 
-def padded(rows: SparseGradient, of: int) -> SparseGradient:
-    """With more rows, up to a power of two, that lie outside the variable: one compiled program serves many numbers of rows.
+def pad_rows(rows: SparseGradient, height: int) -> SparseGradient:
+    """Pad to a power of two with rows outside the variable, so that one compiled program serves many numbers of rows.
 
     Args:
-        rows: of which numbers.
-        of: number of rows of the variable.
+        rows: the rows to pad.
+        height: number of rows of the variable.
     """
     missing = (1 << max(0, len(rows.indices) - 1).bit_length()) - len(rows.indices)
-    nothing = np.zeros((missing, *rows.values.shape[1:]), rows.values.dtype)
-    indices = np.concatenate([rows.indices, np.full(missing, of, np.int32)])
-    return SparseGradient(indices, np.concatenate([rows.values, nothing]))
+    padding = np.zeros((missing, *rows.values.shape[1:]), rows.values.dtype)
+    indices = np.concatenate([rows.indices, np.full(missing, height, np.int32)])
+    return SparseGradient(indices, np.concatenate([rows.values, padding]))
 
 
-def as_update(value: jax.Array, weights: Sequence[jax.Array], gradients: Sequence[Gradient]) -> jax.Array:
-    """The mean of the gradients of one variable, in their order; traced.
+def mean_gradient(value: jax.Array, weights: Sequence[jax.Array], gradients: Sequence[Gradient]) -> jax.Array:
+    """Return the weighted mean of the gradients of one variable, added in their order; traced.
 
     Args:
-        value: the variable's.
-        weights: of each gradient.
-        gradients: of the same variable.
+        value: of the variable.
+        weights: of the gradients.
+        gradients: of the variable.
     """
-    first, *others = [_dense(value, gradient) for gradient in gradients]
+    first, *others = [_to_dense(value, gradient) for gradient in gradients]
     if not others:
         return first
     total = first * weights[0].astype(value.dtype)
@@ -83,7 +83,7 @@ def as_update(value: jax.Array, weights: Sequence[jax.Array], gradients: Sequenc
     return total / sum(weights[1:], weights[0]).astype(value.dtype)
 
 
-def _dense(value: jax.Array, gradient: Gradient) -> jax.Array:
+def _to_dense(value: jax.Array, gradient: Gradient) -> jax.Array:
     if isinstance(gradient, SparseGradient):
         return jnp.zeros_like(value).at[gradient.indices].add(gradient.values, mode="drop")
     return jnp.asarray(gradient)

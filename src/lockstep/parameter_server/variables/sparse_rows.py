@@ -1,11 +1,13 @@
-"""Which rows of embeddings a batch needs: only these are pulled, and only those that have a gradient are pushed.
+"""Sparse pulls and pushes of embeddings: only the rows that a batch looks up are pulled, and only rows with a gradient are pushed.
 
-A worker's step still sees tables of their full size; a row that was not pulled is NaN there. So what needs other rows than the layer looks
-up (a table that is also the last layer's kernel, a regularizer) cannot pass unseen: the first batch is computed with all rows and
-with these, and a table for which that makes a difference is pulled whole from then on.
+The rows are found by tracing the model on the batch before any value is there. A worker's step still gets tables of their full size, in which
+rows that were not pulled are NaN. A step that needs other rows than the layer looks up (the table is also the last layer's kernel, or has a
+regularizer) is detected: the first batch is computed with all rows and with these, and a table for which the results differ is pulled whole
+from then on.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,24 +16,146 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from lockstep._keras.layers import operations_of
+from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._logging import log_info
-from lockstep.parameter_server.variables.embedding_rows import EmbeddingRows, tables_of
-from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, padded
+from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, pad_rows
 
-__all__ = ["LEAST_ROWS", "TouchedRows", "as_rows"]
+__all__ = ["LEAST_ROWS", "EmbeddingRows", "TouchedRows", "sparsify", "tables_of"]
 
-LEAST_ROWS = 1024  # A variable with fewer always travels whole.
-_TOLERANCE = 1e-3  # NaN in one place is NaN or another number elsewhere; devices add in another order each time.
+LEAST_ROWS = 1024  # A variable with fewer rows always travels whole.
+_TOLERANCE = 1e-3  # Devices add in another order each time.
 
 Compute = Callable[[dict[str, Any]], Any]
+Ids = dict[str, list[jax.Array]]
+
+
+def tables_of(model: keras.Model) -> dict[str, keras.layers.Embedding]:
+    """Return by the path of its table each trainable embedding layer with Keras's own ``call``."""
+    trained = {id(variable) for variable in model.trainable_variables}
+    layers = [each for each in operations_of(model) if isinstance(each, keras.layers.Embedding) and each.built]
+    layers = [each for each in layers if inspect.unwrap(type(each).call) is inspect.unwrap(keras.layers.Embedding.call)]
+    return {each.embeddings.path: each for each in layers if id(each.embeddings) in trained}
+
+
+class EmbeddingRows:
+    """Rows that a model looks up in its embedding tables for a batch. Only what leads to the row numbers is computed.
+
+    Args:
+        model: is built.
+        tables: by path, as :func:`tables_of` gives them.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from lockstep.parameter_server.variables.sparse_rows import EmbeddingRows, tables_of
+        >>> model = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 1, name="words")])
+        >>> [rows.tolist() for rows in EmbeddingRows(model, tables_of(model)).rows(np.array([[7, 3], [3, -1]])).values()]
+        [[3, 7, 8]]
+    """
+
+    def __init__(self, model: keras.Model, tables: Mapping[str, keras.layers.Embedding]) -> None:
+        self._model, self._tables = model, dict(tables)
+        self._takes_training = "training" in inspect.signature(model.call).parameters
+        self._reasons: dict[Any, dict[str, str]] = {}
+        self._program = jax.jit(lambda x: self._ids(*self._zeros(), x))
+
+    def rows(self, x: Any) -> dict[str, np.ndarray]:
+        """Return by path the rows, rising, int32, of each table whose rows can be known before the step.
+
+        Args:
+            x: of the batch.
+        """
+        unknown = self.unknown_tables(x)
+        if len(unknown) == len(self._tables):
+            return {}
+        found = self._program(x)
+        return {name: _unique(np.asarray(found[name]), self.height(name)) for name in found if name not in unknown}
+
+    def height(self, name: str) -> int:
+        """Return the number of rows of a table."""
+        return self._tables[name].input_dim
+
+    def unknown_tables(self, x: Any) -> dict[str, str]:
+        """Return by path the reason why the rows of a table cannot be known before a step.
+
+        Args:
+            x: of the batch, or of one with the same shapes and dtypes.
+        """
+        leaves, structure = jax.tree.flatten(x)
+        signature = (structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
+        if signature not in self._reasons:
+            self._reasons[signature] = self._find_unknown_tables(x)
+        return self._reasons[signature]
+
+    def _find_unknown_tables(self, x: Any) -> dict[str, str]:
+        kinds = self._model.trainable_variables, self._model.non_trainable_variables
+        values = [[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in kind] for kind in kinds]
+        try:
+            traced = jax.make_jaxpr(self._ids)(*values, x).jaxpr
+        except Exception as error:  # The user's model; its own train_step may call it in another way.
+            return dict.fromkeys(self._tables, f"the model cannot be called on a batch alone ({error})")
+        count = sum(map(len, values))
+        depend = [_depends_on(traced, each, traced.invars[:count]) for each in traced.outvars]
+        reason = "which rows are looked up depends on variables of the model"
+        return {name: reason for name, depends in zip(sorted(self._tables), depend, strict=True) if depends}
+
+    def _zeros(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        trainable, others = self._model.trainable_variables, self._model.non_trainable_variables
+        return [jnp.zeros(each.shape, each.dtype) for each in trainable], [
+            jnp.zeros(each.shape, each.dtype) for each in others
+        ]
+
+    def _ids(self, trainable: list[Any], non_trainable: list[Any], x: Any) -> dict[str, jax.Array]:
+        """Return for each table the numbers of its rows, in any order; the table's height stands for no row."""
+        found: Ids = {name: [jnp.zeros((0,), "int32")] for name in self._tables}
+        options = {"training": True} if self._takes_training else {}
+        with patched_method(LAYER_CALL, self._tables.values(), self._recording_call(found)):
+            self._model.stateless_call(trainable, non_trainable, x, **options)
+        return {name: jnp.concatenate(each) for name, each in found.items()}
+
+    def _recording_call(self, found: Ids) -> Callable[[Any, Any], Any]:
+        names = {id(layer): name for name, layer in self._tables.items()}
+
+        def around(layer: keras.layers.Embedding, call: Callable[..., Any]) -> Callable[..., Any]:
+            def recording(inputs: Any) -> Any:
+                found[names[id(layer)]].append(_rows_of(inputs, layer.input_dim))
+                return call(inputs)
+
+            return recording
+
+        return around
+
+
+def _rows_of(inputs: Any, count: int) -> jax.Array:
+    """Return the rows that ``Embedding`` takes on JAX: negative numbers count from the end; one outside the table is no row, and gives NaN."""
+    ids = jnp.ravel(jnp.asarray(inputs))
+    ids = ids if ids.dtype in (jnp.int32, jnp.int64) else keras.ops.cast(ids, "int32")
+    ids = jnp.where(ids < 0, ids + count, ids)
+    return jnp.where((ids >= 0) & (ids < count), ids, count).astype("int32")
+
+
+def _unique(ids: np.ndarray, count: int) -> np.ndarray:
+    """Return the distinct numbers below ``count``, rising; a mask is faster than sorting."""
+    is_named = np.zeros(count + 1, bool)
+    is_named[ids] = True
+    return np.flatnonzero(is_named[:count]).astype(np.int32)
+
+
+def _depends_on(traced: Any, output: Any, inputs: list[Any]) -> bool:
+    """Return whether an output of a traced program is computed from one of these inputs."""
+    wanted = {id(output)}
+    for equation in reversed(traced.eqns):
+        if any(id(each) in wanted for each in equation.outvars):
+            wanted.update(id(each) for each in equation.invars)
+    return any(id(each) in wanted for each in inputs)
 
 
 class TouchedRows:
-    """The rows that one worker needs, batch by batch; used by one thread.
+    """Rows that one worker needs, batch by batch; used by one thread.
 
     Args:
         model: is built; its trainable variables are on servers.
-        announce: takes a line for each table that is pulled whole, with the reason.
+        log: takes a line for each table that is pulled whole, with the reason.
 
     Example:
         >>> import keras, numpy as np
@@ -40,111 +164,113 @@ class TouchedRows:
         >>> touched, (name,) = TouchedRows(model), [variable.path for variable in model.trainable_variables]
         >>> x, table = np.array([[7, 3], [3, 4999]], "int32"), np.ones((5000, 1), "float32")
         >>> touched.decide({name: table}, x, lambda values: values[name][x].sum())
-        >>> rows = touched.needed(x)
+        >>> rows = touched.needed_rows(x)
         >>> rows[name].tolist()
         [3, 7, 4999]
-        >>> touched.whole({name: table[rows[name]]}, rows)[name].shape
+        >>> touched.full_tables({name: table[rows[name]]}, rows)[name].shape
         (5000, 1)
     """
 
-    def __init__(self, model: keras.Model, announce: Callable[[str], Any] = log_info) -> None:
-        self._announce = announce
+    def __init__(self, model: keras.Model, log: Callable[[str], None] = log_info) -> None:
+        self._log = log
         tables = {path: layer for path, layer in tables_of(model).items() if layer.input_dim >= LEAST_ROWS}
-        self._undecided, self._by_rows = set(tables), set[str]()
-        self._looked_up = EmbeddingRows(model, tables)
+        self._undecided, self._sparse = set(tables), set[str]()
+        self._embedding_rows = EmbeddingRows(model, tables)
         self._tables: dict[str, _SparseTable] = {}
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is known of each table how it is pulled; until then each batch goes to :meth:`decide`."""
+        """Whether it is decided for each table how to pull it; until then each batch must be passed to :meth:`decide`."""
         return not self._undecided
 
     def decide(self, values: Mapping[str, Any], x: Any, compute: Compute) -> None:
-        """See whether rows are enough, of tables that were pulled whole until now.
+        """Test whether the step needs only the looked-up rows of tables that were pulled whole until now.
 
         Args:
-            values: of all trainable variables, by path, as :meth:`whole` gives them.
+            values: of all trainable variables, by path, as :meth:`full_tables` gives them.
             x: of the batch.
-            compute: gives all that the step gives for such values of variables, always the same for the same.
+            compute: returns all results of the step for such values of variables; deterministic.
         """
-        for name, reason in self._looked_up.impossible(x).items():
-            self._give_up(name, reason)
-        rows = {name: each for name, each in self._looked_up.rows(x).items() if name in self._undecided}
+        for name, reason in self._embedding_rows.unknown_tables(x).items():
+            self._pull_whole(name, reason)
+        rows = {name: each for name, each in self._embedding_rows.rows(x).items() if name in self._undecided}
         rows = {name: each for name, each in rows.items() if len(each) < len(values[name])}
         expected = _leaves(compute(dict(values))) if rows else []
         if not rows or not all(np.isfinite(leaf).all() for leaf in expected):
-            return  # Nothing can be seen: no row is left out, or one more NaN makes no difference. The next batch may be another.
-        together = _are_alike(_leaves(compute(_poisoned(values, rows, list(rows)))), expected)
+            return  # Inconclusive: no row is left out, or NaN would make no difference. Try the next batch.
+        together = _all_close(_leaves(compute(_with_nan_rows(values, rows, list(rows)))), expected)
         for name in rows:
-            if together or _are_alike(_leaves(compute(_poisoned(values, rows, [name]))), expected):
-                self._by_rows.add(name)
+            if together or _all_close(_leaves(compute(_with_nan_rows(values, rows, [name]))), expected):
+                self._sparse.add(name)
                 self._undecided.discard(name)
             else:
-                self._give_up(name, "the step uses rows that its layer does not look up")
+                self._pull_whole(name, "the step uses rows that its layer does not look up")
 
-    def needed(self, x: Any) -> dict[str, np.ndarray]:
-        """By path the rows that a batch needs, rising, int32; of variables that are not named all are.
+    def needed_rows(self, x: Any) -> dict[str, np.ndarray]:
+        """Return by path the rows that a batch needs, rising, int32; a variable that is not in it is needed whole.
 
         Args:
             x: of the batch.
         """
-        rows = self._looked_up.rows(x) if self._by_rows else {}
-        return {name: each for name, each in rows.items() if name in self._by_rows and self._is_worth(name, each)}
+        rows = self._embedding_rows.rows(x) if self._sparse else {}
+        return {name: each for name, each in rows.items() if name in self._sparse and self._is_worthwhile(name, each)}
 
-    def whole(self, found: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Values for the step: tables of their full size, in which rows that were not pulled are NaN.
+    def full_tables(self, found: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Return values for the step: tables of their full size, in which rows that were not pulled are NaN.
 
-        A table that this gives is overwritten by the next call.
+        The next call overwrites the returned tables.
 
         Args:
-            found: what was pulled, by path.
-            rows: which rows of which variables that is, as :meth:`needed` gave them.
+            found: the pulled values, by path.
+            rows: the pulled rows of those variables that were not pulled whole, as :meth:`needed_rows` gave them.
         """
-        return {name: self._filled(name, value, rows[name]) if name in rows else value for name, value in found.items()}
+        return {
+            name: self._fill_table(name, value, rows[name]) if name in rows else value for name, value in found.items()
+        }
 
-    def _is_worth(self, name: str, rows: np.ndarray) -> bool:
-        return 2 * len(rows) <= self._looked_up.height(name)
+    def _is_worthwhile(self, name: str, rows: np.ndarray) -> bool:
+        return 2 * len(rows) <= self._embedding_rows.height(name)
 
-    def _give_up(self, name: str, reason: str) -> None:
+    def _pull_whole(self, name: str, reason: str) -> None:
         if name in self._undecided:
             self._undecided.discard(name)
-            self._announce(f"{name} is pulled whole for each batch: {reason}.")
+            self._log(f"{name} is pulled whole for each batch: {reason}.")
 
-    def _filled(self, name: str, values: np.ndarray, rows: np.ndarray) -> jax.Array:
+    def _fill_table(self, name: str, values: np.ndarray, rows: np.ndarray) -> jax.Array:
         if name not in self._tables:
-            self._tables[name] = _SparseTable((self._looked_up.height(name), *values.shape[1:]), values.dtype)
-        return self._tables[name].filled(SparseGradient(rows, values))
+            self._tables[name] = _SparseTable((self._embedding_rows.height(name), *values.shape[1:]), values.dtype)
+        return self._tables[name].fill(SparseGradient(rows, values))
 
 
 class _SparseTable:
-    """Memory of a whole table, in which the rows of one batch have values, and all others are NaN.
+    """Memory of a whole table that holds the rows of one batch, and NaN in all other rows.
 
     Args:
         shape: of the table.
-        dtype: of it.
+        dtype: of the table.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
+    def __init__(self, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
         self._value = jnp.full(shape, jnp.nan, dtype)
         self._last = np.zeros(0, np.int32)
 
-    def filled(self, rows: SparseGradient) -> jax.Array:
-        """With these rows; what was given before is overwritten."""
+    def fill(self, rows: SparseGradient) -> jax.Array:
+        """Return the table with these rows, in the memory of the table that was returned before."""
         height = self._value.shape[0]
-        last = padded(SparseGradient(self._last, np.zeros((len(self._last), 0), np.float32)), height).indices
-        self._value = _exchanged(self._value, last, *padded(rows, height))
+        last = pad_rows(SparseGradient(self._last, np.zeros((len(self._last), 0), np.float32)), height).indices
+        self._value = _replace_rows(self._value, last, *pad_rows(rows, height))
         self._last = rows.indices
         return self._value
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _exchanged(table: jax.Array, last: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+def _replace_rows(table: jax.Array, last: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
     table = table.at[last].set(jnp.nan, mode="drop")
     return table.at[indices].set(values, mode="drop")
 
 
-def as_rows(gradients: Mapping[str, np.ndarray]) -> dict[str, Gradient]:
-    """Gradients as they are pushed: of large variables only the rows that are not zero, where these are at most half of them.
+def sparsify(gradients: Mapping[str, np.ndarray]) -> dict[str, Gradient]:
+    """Return gradients as they are pushed: of large variables only the rows that are not zero, if these are at most half of them.
 
     Args:
         gradients: of whole variables, by name.
@@ -152,26 +278,26 @@ def as_rows(gradients: Mapping[str, np.ndarray]) -> dict[str, Gradient]:
     Example:
         >>> table = np.zeros((5000, 1), "float32")
         >>> table[[7, 3]] = 1
-        >>> as_rows({"table": table})["table"].indices.tolist()
+        >>> sparsify({"table": table})["table"].indices.tolist()
         [3, 7]
     """
-    return {name: _as_rows(np.asarray(gradient)) for name, gradient in gradients.items()}
+    return {name: _sparsify(np.asarray(gradient)) for name, gradient in gradients.items()}
 
 
-def _as_rows(gradient: np.ndarray) -> Gradient:
+def _sparsify(gradient: np.ndarray) -> Gradient:
     if gradient.ndim < 2 or len(gradient) < LEAST_ROWS:
         return gradient
     size = gradient[0].size
     is_set = gradient.reshape(-1) != 0
     if 2 * np.count_nonzero(is_set) > gradient.size:
-        return gradient  # More than half of the numbers are in more than half of the rows.
+        return gradient  # More than half of the elements are in more than half of the rows.
     rows = np.flatnonzero(is_set) // size
     touched = rows[np.flatnonzero(np.diff(rows, prepend=-1))]
     return gradient if 2 * len(touched) > len(gradient) else SparseGradient(touched.astype(np.int32), gradient[touched])
 
 
-def _poisoned(values: Mapping[str, Any], rows: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:
-    """Values, of which the named tables have NaN in all other rows."""
+def _with_nan_rows(values: Mapping[str, Any], rows: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, Any]:
+    """Return the values, with NaN in all other rows of the named tables."""
     found = dict(values)
     for name in names:
         whole = np.asarray(values[name])
@@ -181,11 +307,11 @@ def _poisoned(values: Mapping[str, Any], rows: Mapping[str, np.ndarray], names: 
 
 
 def _leaves(results: Any) -> list[np.ndarray]:
-    """Numbers, in a precision in which they can be compared."""
+    """Return all arrays as float64, in which they can be compared."""
     return [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(results)]
 
 
-def _are_alike(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool:
-    """Whether finite numbers are the same but for their rounding."""
+def _all_close(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool:
+    """Return whether finite arrays are equal except for rounding."""
     pairs = zip(found, expected, strict=True)
     return all(np.allclose(one, other, _TOLERANCE, _TOLERANCE * np.abs(other).max(initial=0)) for one, other in pairs)

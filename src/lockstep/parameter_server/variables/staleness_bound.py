@@ -1,7 +1,7 @@
-"""How far workers may run ahead of each other: the clocks of stale-synchronous training (Ho et al., NIPS 2013), without sockets.
+"""Staleness bound of stale-synchronous training (SSP; Ho et al., NIPS 2013): which workers may run ahead of others, without sockets.
 
-A worker's clock is the number of gradients that it has pushed. With a bound ``s`` it may go on while the slowest worker that takes part
-is at most ``s`` behind. The slowest one may always go on, so somebody always can. Who dies or has nothing to do takes no part.
+A worker's clock is the number of gradients that it has pushed. With a bound ``s`` a worker may continue while the slowest active worker is at
+most ``s`` behind. The slowest worker may always continue, so there is no deadlock. Workers that are lost or idle are not active.
 """
 
 from collections.abc import Callable
@@ -12,23 +12,23 @@ __all__ = ["StalenessBound"]
 
 
 class StalenessBound:
-    """The clocks of all workers, as one server sees them; used under its lock.
+    """Clocks of all workers, as one server sees them; used under the lock of its owner.
 
     Args:
-        max_staleness: by how many gradients a worker may be ahead of the slowest; None: by any number.
+        max_staleness: by how many gradients a worker may be ahead of the slowest; None: no limit.
 
     Raises:
-        OptionError: it is no whole number of at least 0.
+        OptionError: ``max_staleness`` is not a whole number of at least 0.
 
     Example:
-        >>> clocks = StalenessBound(max_staleness=1)
+        >>> bound = StalenessBound(max_staleness=1)
         >>> for name in ("worker 0", "worker 1"):
-        ...     clocks.join(name)
-        >>> clocks.tick("worker 0")
-        >>> clocks.holds_up("worker 0")
+        ...     bound.join(name)
+        >>> bound.tick("worker 0")
+        >>> bound.blocking_workers("worker 0")
         []
-        >>> clocks.tick("worker 0")
-        >>> clocks.holds_up("worker 0")
+        >>> bound.tick("worker 0")
+        >>> bound.blocking_workers("worker 0")
         ['worker 1']
     """
 
@@ -37,33 +37,33 @@ class StalenessBound:
         if max_staleness is not None:
             self.max_staleness = whole_number("max_staleness", max_staleness, least=0)
         self._clocks: dict[object, int] = {}
-        self._resting: dict[object, int] = {}
+        self._paused: dict[object, int] = {}
         self._newest = 0
 
     def join(self, worker: object) -> None:
-        """A worker takes part, from where the slowest one is; one that has rested, from where it was if that is further."""
+        """Make a worker active, with the clock of the slowest one, or with its own clock before a pause if that is larger."""
         slowest = min(self._clocks.values(), default=self._newest)
-        self._clocks[worker] = max(slowest, self._resting.pop(worker, 0))
+        self._clocks[worker] = max(slowest, self._paused.pop(worker, 0))
 
-    def rest(self, worker: object) -> None:
-        """A worker has nothing to do for a while: nobody waits for it, until it joins again."""
+    def pause(self, worker: object) -> None:
+        """Make a worker inactive while it has no task: no other worker waits for it until it joins again."""
         if worker in self._clocks:
-            self._resting[worker] = self._clocks.pop(worker)
+            self._paused[worker] = self._clocks.pop(worker)
 
     def leave(self, worker: object) -> None:
-        """A worker does not come back: nobody waits for it."""
+        """Forget a worker that does not come back."""
         self._clocks.pop(worker, None)
-        self._resting.pop(worker, None)
+        self._paused.pop(worker, None)
 
     def tick(self, worker: object) -> None:
-        """A worker has pushed a gradient."""
+        """Count a gradient that a worker has pushed."""
         if worker not in self._clocks:
             self.join(worker)
         self._clocks[worker] += 1
         self._newest = max(self._newest, self._clocks[worker])
 
-    def holds_up(self, worker: object, name: Callable[[object], str] = str) -> list[str]:
-        """Names of those for whom a worker has to wait before it goes on; none: it may."""
+    def blocking_workers(self, worker: object, name: Callable[[object], str] = str) -> list[str]:
+        """Return the names of the workers that a worker has to wait for; if there are none, it may continue."""
         if worker not in self._clocks:
             self.join(worker)
         if self.max_staleness is None:

@@ -1,9 +1,8 @@
-"""What a worker does with variables that are kept on servers: fill, pull, push. All servers are asked at the same time."""
+"""Client of the variable servers: fill, pull and push. Requests go to all servers at the same time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -14,28 +13,26 @@ from lockstep.parameter_server.variables.array_transport import CheckRequest, Me
 from lockstep.parameter_server.variables.messages import (
     INDICES,
     VALUE,
-    as_arrays,
-    judge_of_values,
-    no_arrays,
-    only_values,
-    value_of,
+    check_no_arrays,
+    check_only_values,
+    encode_gradients,
+    pull_response_check,
+    strip_prefixes,
 )
 from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, connect
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
-from lockstep.parameter_server.variables.sparse_gradients import Gradient, share
+from lockstep.parameter_server.variables.sparse_gradients import Gradient, gradient_of_shard
 
 __all__ = ["BatchPart", "PendingPush", "VariableClient"]
-
-RowsAsked = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """What a gradient is part of, in synchronous training: see :class:`lockstep.parameter_server.variables.sync_aggregator.SyncAggregator`.
+    """Part of a global batch in synchronous training: see :class:`lockstep.parameter_server.variables.variable_service.SyncAggregator`.
 
     Args:
         round: number of the update.
-        part: which part of its global batch.
+        part: number of the part.
         parts: number of parts.
     """
 
@@ -45,42 +42,42 @@ class BatchPart:
 
 
 class PendingPush:
-    """A gradient on its way.
+    """Push that was sent to all servers.
 
     Args:
-        answers: of all servers.
+        responses: of all servers.
     """
 
-    def __init__(self, answers: "Sequence[Future[Response]]") -> None:
-        self._answers = answers
+    def __init__(self, responses: "Sequence[Future[Response]]") -> None:
+        self._responses = responses
 
     @property
     def is_done(self) -> bool:
-        """Whether all servers have answered, or will not."""
-        return all(answer.done() for answer in self._answers)
+        """Whether all servers have responded, or cannot."""
+        return all(response.done() for response in self._responses)
 
     def wait(self) -> list[Message]:
-        """What each server has said.
+        """Return the responses of all servers.
 
         Raises:
-            ClusterError: one of them did not take it; it is named.
+            ClusterError: a server did not accept the push; the message names it.
         """
-        return [answer.result()[0] for answer in self._answers]
+        return [response.result()[0] for response in self._responses]
 
 
 class VariableClient:
-    """The way of one process to all servers; used by one thread at a time.
+    """Connections of one process to all servers; used by one thread at a time.
 
     Args:
-        plan: where all variables are.
+        plan: assignment of all variables to servers.
         addresses: ``host:port`` of each server.
         me: this process.
         secret: of the job.
-        timeout_seconds: limit of every wait.
-        announce: takes a line while this waits for a server to start.
+        timeout_seconds: limit of each wait.
+        log: takes a line while this waits for a server to start.
 
     Raises:
-        ClusterError: a server cannot be reached in time, or is none of this job.
+        ClusterError: a server cannot be reached in time, or belongs to another job.
 
     Attributes:
         versions: for each server the number of updates in the values that were pulled last.
@@ -94,15 +91,15 @@ class VariableClient:
         *,
         secret: bytes | None = None,
         timeout_seconds: float = 60.0,
-        announce: Callable[[str], Any] = log_info,
+        log: Callable[[str], None] = log_info,
     ) -> None:
         self._plan, self._timeout = plan, timeout_seconds
-        self._couriers: list[RpcClient] = []
+        self._rpc_clients: list[RpcClient] = []
         self.versions = [0] * plan.servers
         try:
             for number, address in enumerate(addresses):
                 known = replace(me, identity=plan.identity_of(number) | dict(me.identity))
-                self._couriers.append(connect(f"ps {number}", address, known, secret, timeout_seconds, announce))
+                self._rpc_clients.append(connect(f"ps {number}", address, known, secret, timeout_seconds, log))
         except ClusterError:
             self.close()
             raise
@@ -110,7 +107,7 @@ class VariableClient:
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes that were sent and received."""
-        sent, received = zip(*(courier.traffic for courier in self._couriers), strict=True)
+        sent, received = zip(*(rpc_client.traffic for rpc_client in self._rpc_clients), strict=True)
         return sum(sent), sum(received)
 
     def fill(
@@ -121,45 +118,45 @@ class VariableClient:
         version: int = 0,
         task: int = 0,
     ) -> None:
-        """Set all values; the chief may.
+        """Set all values; only the chief may.
 
         Args:
             values: of all variables, by name.
-            optimizers: for each server what its optimizer knows; none: they begin anew.
-            version: number of updates that made all this.
-            task: all batches with smaller numbers are in it.
+            optimizers: for each server the state of its optimizer; none: the initial state.
+            version: number of updates that made this state.
+            task: the pushes of all tasks with smaller numbers are in it.
         """
         parts = self._plan.split(values)
         if optimizers:
             parts = [part | dict(known) for part, known in zip(parts, optimizers, strict=True)]
-        about = {"kind": "fill", "version": version, "task": task}
+        message = {"kind": "fill", "version": version, "task": task}
         arrays = [{VALUE + name: array for name, array in part.items()} for part in parts]
-        PendingPush(self._ask([about] * len(parts), arrays, [no_arrays] * len(parts))).wait()
+        PendingPush(self._send_all([message] * len(parts), arrays, [check_no_arrays] * len(parts))).wait()
 
     def pull(
-        self, rows: RowsAsked | None = None, *, at_least: int = 0, takes_part: bool = True
+        self, rows: Mapping[str, np.ndarray] | None = None, *, at_least: int = 0, takes_part: bool = True
     ) -> dict[str, np.ndarray]:
-        """The newest values; waits while this worker is too far ahead of the slowest.
+        """Return the newest values; waits while this worker is too far ahead of the slowest one.
 
         Args:
-            rows: of which variables only some rows are needed, and which: a vector of their numbers.
+            rows: numbers of the rows, as vectors, of those variables of which only some rows are needed.
             at_least: number of updates that must have been made.
-            takes_part: whether this worker is about to push a gradient, so that others may have to wait for it.
+            takes_part: whether this worker will push a gradient, so that the staleness bound counts it as active.
 
         Returns:
-            By name the whole values, or the rows in the order in which they were asked for.
+            By name the whole values, or the rows in the requested order.
 
         Raises:
-            ClusterError: a server is lost, or had to wait for too long; it is named, and for whom it has waited.
+            ClusterError: a server is lost, or had to wait too long; the message names it and the workers it waited for.
         """
         rows = rows or {}
         message = {"kind": "pull", "at_least": at_least, "seconds": self._timeout, "takes_part": takes_part}
-        asked = [_asked(self._plan.at(number), rows) for number in range(self._plan.servers)]
-        judges = [judge_of_values(one, self._plan.specs_at(number)) for number, one in enumerate(asked)]
-        replies = [answer.result() for answer in self._ask([message] * len(asked), asked, judges)]
+        requested = [_encode_row_request(self._plan.shards_at(n), rows) for n in range(self._plan.servers)]
+        checks = [pull_response_check(one, self._plan.specs_at(number)) for number, one in enumerate(requested)]
+        replies = [response.result() for response in self._send_all([message] * len(requested), requested, checks)]
         self.versions = [int(reply["version"]) for reply, _ in replies]
-        parts = [value_of(arrays) for _, arrays in replies]
-        return {name: _joined(shards, parts, rows.get(name)) for name, shards in self._plan.shards.items()}
+        parts = [strip_prefixes(arrays) for _, arrays in replies]
+        return {name: _join_shards(shards, parts, rows.get(name)) for name, shards in self._plan.shards.items()}
 
     def push(
         self,
@@ -173,63 +170,67 @@ class VariableClient:
         """Send a gradient to the servers, which apply it at once; does not wait for that.
 
         Args:
-            gradients: of all variables, by name; arrays must not change until they are there.
-            weight: of this part among those of its round.
-            part: what it is part of; None: an update of its own.
-            task: number of the batch. A server applies the gradient of a number once, whoever computed it.
-            below: all batches with smaller numbers are done, so that servers need not remember which.
+            gradients: of all variables, by name; the arrays must not change until the push is done.
+            weight: of this part among those of its update.
+            part: part of a synchronous update; None: the gradient is an update by itself.
+            task: number of the task. A server applies the gradient of a task once, even if two workers push it.
+            below: all tasks with smaller numbers are done, so servers need not remember them.
         """
         arrays = [
-            as_arrays({one.spec.name: share(gradients[one.variable.name], one) for one in self._plan.at(number)})
+            encode_gradients(
+                {
+                    shard.spec.name: gradient_of_shard(gradients[shard.variable.name], shard)
+                    for shard in self._plan.shards_at(number)
+                }
+            )
             for number in range(self._plan.servers)
         ]
         about = {} if part is None else {"round": part.round, "part": part.part, "parts": part.parts}
         about |= {} if task is None else {"task": task, "below": below}
         messages = [{"kind": "push", "weight": weight, "pulled": version, **about} for version in self.versions]
-        return PendingPush(self._ask(messages, arrays, [no_arrays] * len(arrays)))
+        return PendingPush(self._send_all(messages, arrays, [check_no_arrays] * len(arrays)))
 
-    def rest(self) -> None:
-        """This worker has nothing to do until it pulls again: nobody waits for it."""
-        self._tell("rest")
+    def pause(self) -> None:
+        """Tell the servers that this worker has no task until it pulls again, so that the staleness bound ignores it."""
+        self._request_all("rest")
 
     def state(self) -> list[tuple[int, dict[str, np.ndarray]]]:
-        """For each server the number of its updates, and all its arrays, of variables and optimizer: for a checkpoint."""
+        """Return for each server the number of its updates, and all arrays of its variables and optimizer."""
         count = self._plan.servers
-        replies = [
-            each.result() for each in self._ask([{"kind": "state"}] * count, [{}] * count, [only_values] * count)
-        ]
-        return [(int(reply["version"]), value_of(arrays)) for reply, arrays in replies]
+        responses = self._send_all([{"kind": "state"}] * count, [{}] * count, [check_only_values] * count)
+        replies = [response.result() for response in responses]
+        return [(int(reply["version"]), strip_prefixes(arrays)) for reply, arrays in replies]
 
     def statistics(self) -> list[Message]:
-        """For each server ``updates``, and ``staleness``: pairs of a staleness and how many gradients had it."""
-        return self._tell("statistics")
+        """Return for each server ``updates``, and ``staleness``: pairs of a staleness and the number of gradients that had it."""
+        return self._request_all("statistics")
 
     def close(self) -> None:
-        """Say what is still to be said, and end."""
-        for courier in self._couriers:
-            courier.close()
+        """Send what is still queued, and close the connections."""
+        for rpc_client in self._rpc_clients:
+            rpc_client.close()
 
-    def _tell(self, kind: str) -> list[Message]:
+    def _request_all(self, kind: str) -> list[Message]:
         count = self._plan.servers
-        return PendingPush(self._ask([{"kind": kind}] * count, [{}] * count, [no_arrays] * count)).wait()
+        return PendingPush(self._send_all([{"kind": kind}] * count, [{}] * count, [check_no_arrays] * count)).wait()
 
-    def _ask(
-        self, messages: Iterable[Message], arrays: Iterable[Mapping[str, np.ndarray]], judges: Iterable[CheckRequest]
+    def _send_all(
+        self, messages: Iterable[Message], arrays: Iterable[Mapping[str, np.ndarray]], checks: Iterable[CheckRequest]
     ) -> "list[Future[Response]]":
-        asked = zip(self._couriers, messages, arrays, judges, strict=True)
-        return [courier.ask(message, each, judge) for courier, message, each, judge in asked]
+        requests = zip(self._rpc_clients, messages, arrays, checks, strict=True)
+        return [rpc_client.ask(message, each, check) for rpc_client, message, each, check in requests]
 
 
-def _asked(shards: Iterable[Shard], rows: RowsAsked) -> dict[str, np.ndarray]:
-    """Of one server's shards the rows that are asked for, as they travel."""
+def _encode_row_request(shards: Iterable[Shard], rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the requested rows of one server's shards as the arrays of a pull."""
     numbers = {one: np.asarray(rows[one.variable.name], np.int32) for one in shards if one.variable.name in rows}
-    return {INDICES + one.spec.name: one.rows_here(each) for one, each in numbers.items()}
+    return {INDICES + one.spec.name: one.local_rows(each) for one, each in numbers.items()}
 
 
-def _joined(
+def _join_shards(
     shards: Sequence[Shard], parts: Sequence[Mapping[str, np.ndarray]], indices: np.ndarray | None
 ) -> np.ndarray:
-    """A variable from its shards: whole, or the rows ``indices``."""
+    """Return a variable from its shards: all of it, or the rows ``indices``."""
     pieces = [parts[one.server][one.spec.name] for one in shards]
     if len(pieces) == 1:
         return pieces[0]
@@ -237,5 +238,5 @@ def _joined(
         return np.concatenate(pieces)
     found = np.empty((len(indices), *pieces[0].shape[1:]), pieces[0].dtype)
     for shard, piece in zip(shards, pieces, strict=True):
-        found[shard.are_here(indices)] = piece
+        found[shard.mask(indices)] = piece
     return found

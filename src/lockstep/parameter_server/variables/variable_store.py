@@ -1,4 +1,4 @@
-"""The variables of one server, and the optimizer that is applied to them. It knows nothing of sockets and workers."""
+"""Variables of one server and the optimizer that is applied to them, without sockets and without knowledge of workers."""
 
 import contextlib
 import threading
@@ -11,17 +11,17 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep.parameter_server.variables.sharding import VariableSpec, whole_name
-from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, as_update, padded
+from lockstep.parameter_server.variables.sharding import VariableSpec, variable_name
+from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, mean_gradient, pad_rows
 
-__all__ = ["OPTIMIZER", "Push", "VariableSnapshot", "VariableStore", "as_variable"]
+__all__ = ["OPTIMIZER", "InitialState", "Push", "VariableSnapshot", "VariableStore", "make_variable"]
 
-OPTIMIZER = "optimizer/"  # Before the numbers of its variables, among names of variables.
+OPTIMIZER = "optimizer/"  # Prefix of the optimizer's variables, which are numbered, among the names of variables.
 
 
 @dataclass(frozen=True)
 class VariableSnapshot:
-    """All values at one moment: none is older or newer than another.
+    """All values after the same update.
 
     Args:
         version: number of updates that made them.
@@ -33,12 +33,25 @@ class VariableSnapshot:
 
 
 @dataclass(frozen=True)
+class InitialState:
+    """State that :meth:`VariableStore.load` sets.
+
+    Args:
+        snapshot: values of the variables.
+        optimizer: values of the optimizer's variables.
+    """
+
+    snapshot: VariableSnapshot
+    optimizer: list[jax.Array]
+
+
+@dataclass(frozen=True)
 class Push:
-    """What one worker adds to an update.
+    """Contribution of one worker to an update.
 
     Args:
         gradients: of each variable, by name.
-        weight: of this among those that make one update together, such as its number of rows.
+        weight: of this push among those that make one update together, such as its number of rows.
     """
 
     gradients: Mapping[str, Gradient]
@@ -46,23 +59,23 @@ class Push:
 
 
 class VariableStore:
-    """Variables of a server. Updates follow one another; who reads gets a snapshot at once, also while an update runs.
+    """Variables of a server. Updates run one after another; a reader gets the newest snapshot at once, even during an update.
 
     Args:
         specs: the variables.
-        optimizer: is built for them, so it must not be built yet. It runs on ``device``, compiled.
-        device: where values are; None: the first CPU device.
+        optimizer: not built yet; it is built for ``specs``, and runs on ``device``, compiled.
+        device: for the values; None: the first CPU device.
 
     Raises:
-        OptionError: the optimizer is built for other variables already.
+        OptionError: the optimizer is already built for other variables.
 
     Attributes:
         snapshot: the newest values.
-        is_filled: whether there are any yet; a server may have no variables at all.
+        is_filled: whether values were set; needed because a server may hold no variables at all.
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep.parameter_server.variables.sharding import VariableSpec, whole_name
+        >>> from lockstep.parameter_server.variables.sharding import VariableSpec
         >>> from lockstep.parameter_server.variables.variable_store import Push, VariableStore
         >>> store = VariableStore([VariableSpec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
         >>> store.fill({"w": np.float32([1, 2])})
@@ -77,21 +90,21 @@ class VariableStore:
     ) -> None:
         if optimizer.built:
             raise OptionError(
-                f"optimizer: {optimizer.name} is built for other variables; give each server one of its own."
+                f"optimizer: {optimizer.name} is already built for other variables. Fix: give each server an optimizer of its own."
             )
         self.specs = tuple(specs)
         self._optimizer, self._device = optimizer, device or jax.devices("cpu")[0]
         self._names = [spec.name for spec in self.specs]
-        self._updating = threading.Lock()
+        self._update_lock = threading.Lock()
         with jax.default_device(self._device):
-            optimizer.build([as_variable(spec) for spec in self.specs])
+            optimizer.build([make_variable(spec) for spec in self.specs])
         self._optimizer_values: list[jax.Array] = []
-        self._update = jax.jit(self._updated, donate_argnums=1)
+        self._compiled_update = jax.jit(self._apply_optimizer, donate_argnums=1)
         self.snapshot, self.is_filled = VariableSnapshot(0, {}), False
 
     @property
     def optimizer_specs(self) -> tuple[VariableSpec, ...]:
-        """What :meth:`fill` takes besides the variables."""
+        """Specs of the optimizer's variables, which :meth:`fill` takes besides the values."""
         variables = enumerate(self._optimizer.variables)
         return tuple(
             VariableSpec(f"{OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables
@@ -101,68 +114,82 @@ class VariableStore:
         """Set all values.
 
         Args:
-            state: by name; the optimizer's too, as :meth:`state` gives them, or it begins anew.
+            state: by name; with the optimizer's variables, as :meth:`state` gives them, or these get their initial values.
             version: number of updates that made them.
         """
-        with self._updating:
-            is_new = not all(spec.name in state for spec in self.optimizer_specs)
-            known = self._fresh(state) if is_new else [state[spec.name] for spec in self.optimizer_specs]
-            self._optimizer_values = [self._copied(value) for value in known]
-            self.snapshot = VariableSnapshot(version, {name: self._copied(state[name]) for name in self._names})
-            self.is_filled = True
+        self.load(self.prepare(state, version))
+
+    def prepare(self, state: Mapping[str, np.ndarray], version: int = 0) -> InitialState:
+        """Copy the arguments of :meth:`fill` to the device, and initialize the optimizer's variables if they are missing.
+
+        Runs code of the optimizer's class, so it is separate from :meth:`load`, which callers may call under a lock.
+        """
+        is_new = not all(spec.name in state for spec in self.optimizer_specs)
+        known = self._initial_optimizer_values(state) if is_new else [state[spec.name] for spec in self.optimizer_specs]
+        snapshot = VariableSnapshot(version, {name: self._copy_to_device(state[name]) for name in self._names})
+        return InitialState(snapshot, [self._copy_to_device(value) for value in known])
+
+    def load(self, state: InitialState) -> None:
+        """Set all values to those of :meth:`prepare`."""
+        with self._update_lock:
+            self._optimizer_values, self.snapshot, self.is_filled = state.optimizer, state.snapshot, True
 
     def apply(self, pushes: Sequence[Push]) -> int:
-        """Apply the optimizer once, to the mean of what was pushed; gives the number of updates so far.
+        """Apply the optimizer once, to the weighted mean of the gradients, and return the number of updates so far.
 
         Args:
-            pushes: added in this order, so the same ones in the same order make the same bits.
+            pushes: added in this order, so equal pushes in the same order give the same bits.
         """
-        with self._updating, jax.default_device(self._device):
+        with self._update_lock, jax.default_device(self._device):
             values = [self.snapshot.values[name] for name in self._names]
-            gradients = [[self._fitted(spec, push.gradients[spec.name]) for push in pushes] for spec in self.specs]
+            gradients = [
+                [self._pad_gradient(spec, push.gradients[spec.name]) for push in pushes] for spec in self.specs
+            ]
             weights = [np.float32(push.weight) for push in pushes]
-            values, self._optimizer_values = self._update(values, self._optimizer_values, weights, gradients)
+            values, self._optimizer_values = self._compiled_update(values, self._optimizer_values, weights, gradients)
             jax.block_until_ready(values)
             self.snapshot = VariableSnapshot(self.snapshot.version + 1, dict(zip(self._names, values, strict=True)))
             return self.snapshot.version
 
     def state(self) -> tuple[int, dict[str, np.ndarray]]:
-        """The version, and all that :meth:`fill` needs to go on from here, as copies."""
-        with self._updating:
+        """Return the version, and copies of all arrays that :meth:`fill` needs to restore this state."""
+        with self._update_lock:
             values = {name: np.array(value) for name, value in self.snapshot.values.items()}
             optimizer = {f"{OPTIMIZER}{n}": np.array(value) for n, value in enumerate(self._optimizer_values)}
             return self.snapshot.version, values | optimizer
 
-    def _updated(self, values: list[Any], optimizer_values: list[Any], weights: list[Any], gradients: list[Any]) -> Any:
-        means = [as_update(value, weights, each) for value, each in zip(values, gradients, strict=True)]
+    def _apply_optimizer(
+        self, values: list[Any], optimizer_values: list[Any], weights: list[Any], gradients: list[Any]
+    ) -> Any:
+        means = [mean_gradient(value, weights, each) for value, each in zip(values, gradients, strict=True)]
         return self._optimizer.stateless_apply(optimizer_values, means, values)
 
-    def _fresh(self, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """What the optimizer knows before its first update; some begin with the values of the variables (ScheduleFreeAdamW)."""
+    def _initial_optimizer_values(self, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Return the optimizer's state before its first update, which may depend on the variables (ScheduleFreeAdamW)."""
         another = type(self._optimizer).from_config(self._optimizer.get_config())
         with jax.default_device(self._device):
-            another.build([as_variable(spec, state[spec.name]) for spec in self.specs])
+            another.build([make_variable(spec, state[spec.name]) for spec in self.specs])
         return [np.array(variable.value) for variable in another.variables]
 
-    def _copied(self, value: Any) -> jax.Array:
-        """On the device; JAX would share the memory of an array that somebody else may write to."""
+    def _copy_to_device(self, value: np.ndarray) -> jax.Array:
+        """Copy first: JAX would share the memory of an array that the caller may change later."""
         return jax.device_put(np.array(value), self._device)
 
-    def _fitted(self, spec: VariableSpec, gradient: Gradient) -> Gradient:
-        return padded(gradient, spec.shape[0]) if isinstance(gradient, SparseGradient) else gradient
+    def _pad_gradient(self, spec: VariableSpec, gradient: Gradient) -> Gradient:
+        return pad_rows(gradient, spec.shape[0]) if isinstance(gradient, SparseGradient) else gradient
 
 
-def as_variable(
+def make_variable(
     spec: VariableSpec, value: np.ndarray | str = "zeros", kind: type[keras.Variable] = keras.Variable
 ) -> keras.Variable:
-    """What an optimizer is built for; it has the path and the name that the variable has in its model, by which some optimizers go.
+    """Return a variable to build an optimizer for, with the path and name that it has in its model: some optimizers select by them.
 
     Args:
         spec: of the variable, or of a shard.
-        value: of the variable, or how it begins.
-        kind: its class.
+        value: of the variable, or its initializer.
+        kind: class of the variable.
     """
-    *scopes, name = whole_name(spec).split("/")
+    *scopes, name = variable_name(spec).split("/")
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))

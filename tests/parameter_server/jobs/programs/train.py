@@ -141,7 +141,7 @@ class Awaits(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         deadline = time.monotonic() + 100
-        while self.strategy._process_group._desk.workers < self.workers:
+        while self.strategy._process_group._dispatcher.worker_count < self.workers:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -157,7 +157,7 @@ def stop_at(strategy, at, signal):
     from lockstep.parameter_server.variables.variable_service import VariableService
     from lockstep.parameter_server.worker_fit import WorkerFit
 
-    owner, name = (WorkerFit, "_do") if strategy.part.job == "worker" else (VariableService, "_push")
+    owner, name = (WorkerFit, "_run_task") if strategy.part.job == "worker" else (VariableService, "_push")
     original, count = getattr(owner, name), [0]
 
     def counting(self, *arguments):
