@@ -23,7 +23,7 @@ def test_somebody_can_always_go_on(events, bound):
                 clocks.tick(worker)
         else:
             here.discard(worker)
-            {"rest": clocks.rest, "leave": clocks.leave}[event](worker)
+            {"rest": clocks.pause, "leave": clocks.leave}[event](worker)
         assert not here or any(not clocks.blocking_workers(worker) for worker in here)
 
 
@@ -50,7 +50,7 @@ def test_without_a_bound_nobody_waits():
 
 
 def test_who_dies_or_rests_is_waited_for_no_more():
-    for goes in (StalenessBound.leave, StalenessBound.rest):
+    for goes in (StalenessBound.leave, StalenessBound.pause):
         clocks = StalenessBound(0)
         for worker in (0, 1):
             clocks.join(worker)

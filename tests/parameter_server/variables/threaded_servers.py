@@ -63,7 +63,7 @@ class Servers(contextlib.ExitStack):
             self.servers.append(server)
 
     def client(self, index=0, *, job=None, plan=None, addresses=None, timeout_seconds=DEADLINE, **options):
-        options = {"secret": self.secret, "announce": self.said.append, "timeout_seconds": timeout_seconds} | options
+        options = {"secret": self.secret, "log": self.said.append, "timeout_seconds": timeout_seconds} | options
         client = VariableClient(plan or self.plan, addresses or self.addresses, peer(index, job=job), **options)
         self.callback(client.close)
         return client
