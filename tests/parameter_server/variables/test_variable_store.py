@@ -124,7 +124,9 @@ def test_an_optimizer_sees_paths_and_names_of_the_model_also_of_shards():
 def test_an_optimizer_of_other_variables_is_refused():
     optimizer = OPTIMIZERS["SGD"]()
     VariableStore(SPECS, optimizer)
-    with pytest.raises(OptionError, match="is already built for other variables. Fix: give each server an optimizer of its own"):
+    with pytest.raises(
+        OptionError, match=r"is already built for other variables\. Fix: give each server an optimizer of its own"
+    ):
         VariableStore(SPECS, optimizer)
 
 
