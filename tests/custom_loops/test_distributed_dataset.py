@@ -116,7 +116,7 @@ def test_fit_trains_on_a_last_round_that_not_all_replicas_have_a_batch_for():
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 2, 5])
 @pytest.mark.parametrize("kind", ["generator", "iterator"])
-def test_a_loop_that_is_broken_off_goes_on_where_it_stopped(kind, prefetch, own):
+def test_a_loop_resumes_at_the_next_batch(kind, prefetch, own):
     strategy = make(2)
     options = lockstep.InputOptions(prefetch=prefetch)
     numbers = (np.full(2, number) for number in range(12))
@@ -146,7 +146,7 @@ def test_no_thread_is_left():
     assert not reading_threads()
 
 
-def test_it_is_read_ahead_and_not_further_than_said():
+def test_batches_are_prefetched_up_to_the_limit():
     asked, enough = [], threading.Event()
 
     def batch_of_step(step):
@@ -247,7 +247,7 @@ def test_fit_evaluate_and_predict_take_a_distributed_data_set(own):
     assert list(ours.history.history) == ["loss", "val_loss"]
 
 
-def test_a_number_of_batches_is_told_where_the_input_tells_it():
+def test_len_is_the_number_of_batches_if_the_input_has_one():
     strategy = make(2)
     batches = [np.ones(4), np.ones(3), np.ones(2)]
     assert len(strategy.experimental_distribute_dataset(batches)) == 3

@@ -9,7 +9,7 @@ from tests.laws.compare import assert_close
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_tools_give_on_each_worker_what_they_give_in_one_process(job, tmp_path, devices):
+def test_methods_give_the_results_of_one_process_on_each_worker(job, tmp_path, devices):
     told = job(2).run("loop", devices=devices, folder=str(tmp_path))
     alone = lockstep.MirroredStrategy([f"cpu:{number}" for number in range(2 * devices)], replicas=4)
     expected = brought_together(alone) | {f"trained {n}": value for n, value in enumerate(trained(alone))}

@@ -131,7 +131,7 @@ def test_sum_mean_gather_and_merge_call(strategy):
     assert numbers(found["own"]) == list(range(replicas))
 
 
-def test_meetings_can_be_differentiated(strategy):
+def test_sync_points_can_be_differentiated(strategy):
     """The gradient of a sum over replicas is the sum of the replicas' gradients."""
     replicas = strategy.num_replicas_in_sync
 
@@ -211,7 +211,7 @@ def bad_derivative(context, rows):
         (lambda context, rows: context.strategy.reduce("SUM", rows, axis=None), lockstep.ScopeError, "strategy.reduce"),
     ],
 )
-def test_what_replicas_cannot_do_is_an_error_that_says_so(step, error, says):
+def test_run_refuses_what_replicas_cannot_do(step, error, says):
     strategy = make(2)
     batch = one_batch(strategy, np.ones(7, "float32"))
     with pytest.raises(error, match=says):
@@ -226,7 +226,7 @@ def test_what_replicas_cannot_do_is_an_error_that_says_so(step, error, says):
         lambda context: context.merge_call(lambda strategy, x: x, args=(np.ones(3),)),
     ],
 )
-def test_a_replica_that_does_not_run_now_cannot_meet_others(use):
+def test_a_replica_that_is_not_running_cannot_sync(use):
     strategy, kept = make(2), []
     batch = one_batch(strategy, np.ones(7, "float32"))
     strategy.run(lambda rows: kept.append(get_replica_context()) or rows, args=(batch,))
@@ -317,7 +317,7 @@ def test_local_results():
 # --- contexts --------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_context_says_where_the_code_is():
+def test_context_functions_return_the_current_context():
     strategy = make(2)
     seen = []
 
@@ -598,6 +598,6 @@ def test_texts_reach_a_function_that_merges():
         (lambda x: 1, ({1, 2},), "args: a set is not a tree of arrays and is not hashable"),
     ],
 )
-def test_what_no_device_can_hold_is_refused(step, args, says):
+def test_run_refuses_values_that_no_device_can_hold(step, args, says):
     with pytest.raises(lockstep.OptionError, match=says):
         make(2).run(step, args)

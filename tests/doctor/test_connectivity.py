@@ -28,36 +28,36 @@ def names_and_texts(*peers, **options):
     return [(finding.name, finding.what) for finding in check_network(peers, **options)]
 
 
-def test_a_worker_that_listens_is_reached(listener):
+def test_check_network_reaches_a_worker_that_listens(listener):
     assert names_and_texts(ClusterPeer("worker 0", listener, is_own=False, listens=True)) == []
 
 
-def test_a_worker_that_has_not_started_is_said_to_be_such(free):
+def test_check_network_reports_a_worker_that_is_not_started(free):
     ((name, what),) = names_and_texts(ClusterPeer("worker 0", free, is_own=False, listens=True))
     assert name == "worker-not-reached"
     assert what == f"worker 0 at {free} refused: nothing listens there yet"
     assert names_and_texts(ClusterPeer("worker 1", free, is_own=False, listens=False)) == []  # Its machine is there.
 
 
-def test_a_name_that_leads_nowhere_is_told():
+def test_check_network_reports_a_name_without_an_address():
     ((name, what),) = names_and_texts(ClusterPeer("worker 0", "no-such-host.invalid:2222", is_own=False, listens=True))
     assert (name, what) == ("worker-not-reached", "worker 0: the name 'no-such-host.invalid' has no address")
 
 
-def test_an_own_port_that_somebody_uses_is_told(listener, free):
+def test_check_network_reports_an_own_port_in_use(listener, free):
     ((name, what),) = names_and_texts(ClusterPeer("worker 0", listener, is_own=True, listens=True))
     assert (name, what) == ("port-not-free", f"worker 0, which is this process, cannot listen at {listener}")
     assert names_and_texts(ClusterPeer("worker 0", free, is_own=True, listens=True)) == []
     assert names_and_texts(ClusterPeer("worker 1", listener, is_own=True, listens=False)) == []
 
 
-def test_a_loopback_address_among_several_machines_is_told(listener):
+def test_check_network_reports_a_loopback_address_among_several_machines(listener):
     own = ClusterPeer("worker 0", "10.255.255.1:2222", is_own=True, listens=False)
     ((name, _),) = names_and_texts(own, ClusterPeer("worker 1", listener, is_own=False, listens=False))
     assert name == "loopback-in-cluster"
 
 
-def test_all_are_asked_at_once(monkeypatch):
+def test_check_network_connects_in_parallel(monkeypatch):
     asked = threading.Barrier(19)
 
     def silent(address, timeout):
@@ -70,7 +70,7 @@ def test_all_are_asked_at_once(monkeypatch):
     assert [name for name, _ in found] == ["worker-not-reached"] * 19
 
 
-def test_silence_has_a_limit(monkeypatch):
+def test_check_network_has_a_time_limit(monkeypatch):
     answered = threading.Event()
 
     def silent(address, timeout):
@@ -89,7 +89,7 @@ def peers_elsewhere(number):
     return [ClusterPeer(f"worker {n}", f"10.0.0.{n}:2222", is_own=False, listens=n == 0) for n in range(number)]
 
 
-def test_who_is_called_follows_from_the_jobs():
+def test_peers_of_marks_the_processes_that_listen():
     def called(cluster, task):
         resolver = SimpleClusterResolver(cluster, task_type=task, task_id=0, environ={})
         peers = peers_of(resolver.membership)

@@ -27,14 +27,14 @@ def strategy():
 
 
 @pytest.fixture
-def told(caplog):
+def reported(caplog):
     caplog.set_level(logging.INFO, "lockstep")
     lines = lambda: " | ".join(record.getMessage() for record in caplog.records)  # noqa: E731
     return lambda: [name for name in NAMES if f": {name}: " in lines()]
 
 
 class EnoughError(Exception):
-    """What is told is told by now."""
+    """The checks of fit have run by now."""
 
 
 class Stop(keras.callbacks.Callback):
@@ -59,9 +59,9 @@ def fit(strategy, make):
         for n, make in enumerate(wrong)
     ],
 )
-def test_a_program_that_is_wrong_is_told_so(name, make, strategy, told):
+def test_fit_checks_report_a_wrong_program(name, make, strategy, reported):
     fit(strategy, make)
-    assert told() == [name]
+    assert reported() == [name]
 
 
 @pytest.mark.parametrize(
@@ -72,23 +72,23 @@ def test_a_program_that_is_wrong_is_told_so(name, make, strategy, told):
         for n, make in enumerate(right)
     ],
 )
-def test_a_near_by_program_that_is_right_is_told_nothing(name, make, strategy, told):
+def test_fit_checks_report_nothing_for_a_right_program(name, make, strategy, reported):
     fit(strategy, make)
-    assert told() == []
+    assert reported() == []
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "right"), [(name, *both) for name, both in REFUSED.items()], ids=list(REFUSED)
 )
-def test_labels_of_another_form_are_named_before_keras_refuses_their_shapes(name, wrong, right, strategy, told):
+def test_fit_checks_report_the_label_format_before_keras_raises(name, wrong, right, strategy, reported):
     with pytest.raises(ValueError, match="must have the same shape"):
         fit(strategy, wrong)
-    assert told() == [name]
+    assert reported() == [name]
     fit(strategy, right)
-    assert told() == [name]
+    assert reported() == [name]
 
 
-def test_of_an_input_that_is_read_its_first_batch_is_looked_at_and_none_is_lost(strategy, told):
+def test_fit_checks_check_the_first_batch_of_a_generator_and_lose_none(strategy, reported):
     batches = [(X[start : start + 32], Y[start : start + 32] + 1) for start in range(0, 96, 32)]
     seen = []
 
@@ -101,11 +101,11 @@ def test_of_an_input_that_is_read_its_first_batch_is_looked_at_and_none_is_lost(
         model = net(dense(), loss=FROM_LOGITS)
     count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
     model.fit(read(), shuffle=False, verbose=0, callbacks=[count])
-    assert told() == ["labels-out-of-range"]
+    assert reported() == ["labels-out-of-range"]
     assert [number for number in seen if isinstance(number, int)] == [0, 1, 2]
 
 
-def test_a_finding_is_told_once_a_model_with_its_place(strategy, caplog):
+def test_fit_checks_log_a_finding_once_for_a_model_with_its_location(strategy, caplog):
     caplog.set_level(logging.INFO, "lockstep")
     model = fit(strategy, PROGRAMS["softmax-from-logits"][0][0])
     model.fit(X, Y, verbose=0)
@@ -115,7 +115,7 @@ def test_a_finding_is_told_once_a_model_with_its_place(strategy, caplog):
     assert "from_logits=False" in line
 
 
-def test_it_can_be_switched_off_for_the_process_and_by_the_environment(strategy, told, monkeypatch):
+def test_fit_checks_are_switched_off_by_config_and_environment(strategy, reported, monkeypatch):
     lockstep.config.set_doctor(False)
     try:
         fit(strategy, PROGRAMS["softmax-from-logits"][0][0])
@@ -123,7 +123,7 @@ def test_it_can_be_switched_off_for_the_process_and_by_the_environment(strategy,
         lockstep.config.set_doctor(True)
     monkeypatch.setitem(os.environ, "LOCKSTEP_DOCTOR", "0")
     fit(strategy, PROGRAMS["softmax-from-logits"][0][0])
-    assert told() == []
+    assert reported() == []
 
 
 def fitted_twice(first, second, rate=None, **options):
@@ -147,21 +147,21 @@ def fitted_twice(first, second, rate=None, **options):
         ((16, 64), {"callbacks": [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)]}, []),
     ],
 )
-def test_a_batch_that_changes_without_the_rate_is_told(batches, options, names, told, monkeypatch):
+def test_check_changed_batch_reports_a_batch_size_without_its_rate(batches, options, names, reported, monkeypatch):
     monkeypatch.setattr("lockstep.doctor.data_checks._is_known", lambda kind: True)  # Stop is a class of our own.
     fitted_twice(*batches, **options)
-    assert told() == names
+    assert reported() == names
 
 
-def test_a_batch_that_changes_in_an_input_that_is_read_is_told(strategy, told):
+def test_check_changed_batch_reports_a_change_in_a_generator(strategy, reported):
     with strategy.scope():
         model = net(dense(), loss=FROM_LOGITS)
     for rows in (16, 48):
         model.fit(((X[:rows], Y[:rows]) for _ in range(2)), shuffle=False, verbose=0)
-    assert told() == ["batch-without-rate"]
+    assert reported() == ["batch-without-rate"]
 
 
-def test_what_cannot_be_looked_at_is_told_and_training_goes_on(strategy, caplog, monkeypatch):
+def test_fit_checks_log_a_check_that_fails_and_train(strategy, caplog, monkeypatch):
     def broken(program):
         raise ZeroDivisionError("in a check")
 
@@ -186,20 +186,20 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_any_optimizer_trains(make, strategy):
+def test_fit_checks_accept_any_optimizer(make, strategy):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(make(), "mse")
     assert len(model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0).history["loss"]) == 1
 
 
-def test_a_callback_of_somebodys_own_may_set_the_rate(told):
+def test_check_changed_batch_ignores_runs_with_user_defined_callbacks(reported):
     fitted_twice(16, 64)
-    assert told() == []
+    assert reported() == []
 
 
-@pytest.mark.parametrize(("batch", "is_told"), [(48, True), (16, False)])
-def test_a_run_that_goes_on_with_another_batch_is_told(batch, is_told, caplog, tmp_path):
+@pytest.mark.parametrize(("batch", "is_reported"), [(48, True), (16, False)])
+def test_check_changed_batch_reports_a_resumed_run(batch, is_reported, caplog, tmp_path):
     caplog.set_level(logging.INFO, "lockstep")
     strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
     for size, epochs in ((16, 1), (batch, 2)):
@@ -208,15 +208,15 @@ def test_a_run_that_goes_on_with_another_batch_is_told(batch, is_told, caplog, t
         backup = lockstep.callbacks.BackupAndRestore(tmp_path, allow_changes=True)
         model.fit(X, Y, batch_size=size, epochs=epochs, verbose=0, callbacks=[backup])
     lines = [record.getMessage() for record in caplog.records if "batch-without-rate" in record.getMessage()]
-    assert len(lines) == is_told
-    assert not is_told or "48 rows, 16 in the resumed run, and the learning rate is 0.01 as before" in lines[0]
+    assert len(lines) == is_reported
+    assert not is_reported or "48 rows, 16 in the resumed run, and the learning rate is 0.01 as before" in lines[0]
 
 
 def test_sample_rows_spreads_the_rows_evenly():
     large = np.broadcast_to(np.float32(0), (10**7, 100))  # 4 GB, were it there.
-    found, said = sample_rows(large, 10**6)
+    found, which_rows = sample_rows(large, 10**6)
     assert found.size <= 10**6
-    assert said == "10,000 of 10,000,000 rows, evenly spread"
+    assert which_rows == "10,000 of 10,000,000 rows, evenly spread"
 
 
 def test_fit_checks_read_a_bounded_number_of_rows(strategy, monkeypatch):
@@ -240,7 +240,7 @@ def logits(model):
 
 
 @pytest.mark.slow
-def test_the_cures_of_the_loss_help(strategy):
+def test_remedies_of_loss_findings_improve_training(strategy):
     optimizer = keras.optimizers.SGD
     with strategy.scope():
         kernel = {"kernel_initializer": keras.initializers.GlorotUniform(1)}

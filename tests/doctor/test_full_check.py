@@ -72,7 +72,7 @@ class Batches(keras.utils.PyDataset):
         pytest.param(lambda: (X, Y), {"deterministic": True}, marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_changed_and_what_follows_has_the_same_bits(given, options):
+def test_doctor_changes_no_bit_of_the_training_that_follows(given, options):
     found = []
     for is_looked_at in (False, True):
         keras.utils.set_random_seed(1)
@@ -92,7 +92,7 @@ def test_nothing_is_changed_and_what_follows_has_the_same_bits(given, options):
 
 
 @pytest.mark.slow
-def test_no_row_of_a_generator_is_lost():
+def test_doctor_loses_no_row_of_a_generator():
     asked, trained = [], []
 
     def read():
@@ -115,7 +115,7 @@ def test_no_row_of_a_generator_is_lost():
     assert asked == trained == list(range(12))
 
 
-def test_an_input_that_is_slower_than_the_steps_is_measured():
+def test_doctor_reports_an_input_slower_than_the_steps():
     def read():
         while True:
             time.sleep(0.1)
@@ -133,13 +133,13 @@ def test_an_input_that_is_slower_than_the_steps_is_measured():
     ("reads", "runs", "is_prefetched", "told"),
     [(0.1, 0.01, True, "90 %"), (0.01, 0.1, True, None), (0.1, 0.01, False, None), (0.0011, 0.0001, True, None)],
 )
-def test_an_input_is_slow_where_it_takes_longer_than_the_step(reads, runs, is_prefetched, told):
+def test_check_input_speed_compares_the_input_with_the_step(reads, runs, is_prefetched, told):
     found = check_input_speed(ProbedBatches([], reads, is_prefetched, "input", None), StepTimings(runs, None), "fit")
     assert names_of(found) == ["input-bound"] * bool(told)
     assert not told or found[0].what == f"{told} of the time is spent waiting for data"
 
 
-def test_the_report_says_plainly_that_nothing_was_found_and_what_was_looked_at():
+def test_report_without_findings_lists_what_was_checked():
     strategy = strategy_of()
     with strategy.scope():
         model = net(dense(), loss=FROM_LOGITS)
@@ -149,7 +149,7 @@ def test_the_report_says_plainly_that_nothing_was_found_and_what_was_looked_at()
     assert report.as_dict()["findings"] == []
 
 
-def test_a_finding_is_a_block_with_its_place_its_reason_and_its_cure():
+def test_report_shows_location_reason_and_remedy_of_a_finding():
     strategy = strategy_of()
     with strategy.scope():
         model, data = PROGRAMS["softmax-from-logits"][0][0]()
@@ -160,7 +160,7 @@ def test_a_finding_is_a_block_with_its_place_its_reason_and_its_cure():
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_was_found_is_told_where_the_training_step_fails(name):
+def test_doctor_reports_findings_if_the_training_step_fails(name):
     strategy = strategy_of()
     with strategy.scope():
         model, data = REFUSED[name][0]()
@@ -171,7 +171,7 @@ def test_what_was_found_is_told_where_the_training_step_fails(name):
     )
 
 
-def test_a_training_step_that_fails_for_a_reason_nobody_knows_is_an_error():
+def test_doctor_raises_if_a_step_fails_without_findings():
     strategy = strategy_of()
     with strategy.scope():
         model = net(dense(), loss=FROM_LOGITS)
@@ -179,7 +179,7 @@ def test_a_training_step_that_fails_for_a_reason_nobody_knows_is_an_error():
         strategy.doctor(model, X[:, :1], Y)
 
 
-def test_a_model_without_weights_is_looked_at_as_far_as_that_goes():
+def test_doctor_checks_a_model_without_weights_without_steps():
     strategy = strategy_of()
     with strategy.scope():
         model = keras.Sequential([dense("softmax")])
@@ -189,7 +189,7 @@ def test_a_model_without_weights_is_looked_at_as_far_as_that_goes():
     assert "left out:\n  steps, their memory and their wait for data: the model has no weights yet" in str(report)
 
 
-def test_a_model_of_another_strategy_or_that_is_not_compiled_is_refused():
+def test_doctor_refuses_foreign_and_uncompiled_models():
     strategy = strategy_of()
     with strategy_of().scope():
         other = net(dense(), loss=FROM_LOGITS)
@@ -225,7 +225,7 @@ def names_of(findings):
         (None, 1000, None, None, []),
     ],
 )
-def test_more_memory_than_there_is_is_told(cache, of_a_step, batches, free, names):
+def test_check_memory_reports_too_little_host_memory(cache, of_a_step, batches, free, names):
     host = HostMemory(10**12, None, free)
     assert names_of(check_memory(program(cache), of_a_step, batches, host)) == names
 
@@ -238,7 +238,7 @@ class Accelerator:
 
 
 @pytest.mark.parametrize(("of_a_step", "names"), [(1600, ["device-memory"]), (1400, [])])
-def test_more_memory_than_an_accelerator_has_is_told(of_a_step, names):
+def test_check_memory_reports_too_little_accelerator_memory(of_a_step, names):
     setting = RuntimeSettings(2, (Accelerator(), Accelerator()))
     found = check_memory(
         FitCall(net(dense(), loss=FROM_LOGITS), X, Y, settings=setting), of_a_step, None, HostMemory(1, None, 1)
@@ -247,7 +247,7 @@ def test_more_memory_than_an_accelerator_has_is_told(of_a_step, names):
 
 
 @pytest.mark.slow
-def test_a_memory_of_a_step_is_what_jax_says_of_its_program():
+def test_measure_steps_returns_the_memory_that_jax_reports():
     strategy = strategy_of()
     with strategy.scope():
         small, large = (net(dense(units=n), dense(), loss=FROM_LOGITS) for n in (4, 100_000))
@@ -256,7 +256,7 @@ def test_a_memory_of_a_step_is_what_jax_says_of_its_program():
     assert float(sizes[1].split()[0]) > 32 * 100_000 * 4 / 2**20  # The activations alone are so large.
 
 
-def test_versions_that_are_bad_are_those_of_the_table():
+def test_bad_version_includes_the_versions_of_the_table():
     bad = BadVersion("keras", (3, 15), (3, 16), "why", "source")
     assert [bad.includes(version) for version in ((3, 14), (3, 15), (3, 16))] == [True, False, True]
     assert not BadVersion("jax", (0, 10), (), "why", "source").includes((1, 0))
@@ -284,23 +284,23 @@ DatasetV2.__module__ = "tensorflow.python.data.ops.dataset_ops"
         (("Range", "Shuffle", "Cache", "Shuffle", "Batch"), []),  # The second shuffles anew in each epoch.
     ],
 )
-def test_an_order_that_defeats_a_cache_is_told(steps, told):
+def test_check_tf_data_order_reports_an_order_that_defeats_a_cache(steps, told):
     assert names_of(check_tf_data_order(FitCall(None, DatasetV2(*steps)))) == told
 
 
-def test_an_allocator_that_gives_memory_back_is_told():
+def test_check_allocator_reports_returned_memory():
     assert names_of(check_allocator(program(), {"LOCKSTEP_KEEP_MEMORY": "0"})) == ["memory-given-back"]
     for chosen in ({}, {"LOCKSTEP_KEEP_MEMORY": "0", "LD_PRELOAD": "libjemalloc.so"}):
         assert names_of(check_allocator(program(), chosen)) == []
 
 
 @pytest.mark.parametrize(("devices", "cores", "told"), [(2, 2, True), (2, 8, False), (1, 1, False)])
-def test_cpu_devices_without_cores_of_their_own_are_told(devices, cores, told):
+def test_check_cores_reports_more_cpu_devices_than_cores(devices, cores, told):
     found = names_of(check_cores(program(devices=devices), {}, cores))
     assert found == ["cpu-devices-without-cores"] * told
 
 
-def test_a_system_that_does_not_say_which_cores_are_usable_has_all(monkeypatch):
+def test_usable_cores_are_all_cores_without_affinity(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -308,7 +308,7 @@ def test_a_system_that_does_not_say_which_cores_are_usable_has_all(monkeypatch):
     assert found.what == "2 CPU devices on 2 cores"
 
 
-def test_plain_keras_on_cpu_devices_that_would_dead_lock_is_told():
+def test_check_thread_pool_size_reports_a_deadlock_of_plain_keras():
     plain = program(has_strategy=False)
     assert names_of(check_thread_pool_size(plain, {"PJRT_NPROC": "4"})) == []
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))

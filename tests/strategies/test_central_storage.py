@@ -133,7 +133,7 @@ def test_the_optimizers_variables_are_sent_nowhere(programs, home):
         assert {array.is_deleted() for array in trainable} == {home == "cpu:4"}
 
 
-def test_but_for_those_that_a_step_reads(programs):
+def test_optimizer_variables_that_a_step_reads_are_sent(programs):
     _, model = made(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
     model.fit(X, Y, batch_size=8, verbose=0)
     names = [variable.name for variable in model.optimizer.variables]
@@ -178,7 +178,7 @@ def test_self_check_passes_and_changes_nothing():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_loop_of_ones_own_takes_the_variables_from_where_they_are():
+def test_a_custom_loop_reads_the_variables_on_the_parameter_device():
     strategy, model = made()
     model.fit(X, Y, verbose=0)
     (batch,) = strategy.experimental_distribute_dataset([X])
@@ -311,7 +311,7 @@ def test_central_storage_makes_cpu_devices_for_the_variables_too(python):
     assert done.stdout == "cpu:2\n"
 
 
-def test_a_promise_of_the_same_bits_is_refused():
+def test_central_storage_refuses_set_deterministic():
     lockstep.config.set_deterministic(cpu_threads=32)
     try:
         with pytest.raises(lockstep.OptionError, match="use MirroredStrategy"):
@@ -320,7 +320,7 @@ def test_a_promise_of_the_same_bits_is_refused():
         lockstep.config.set_deterministic(False)
 
 
-def test_by_default_the_first_device_holds_the_variables_and_the_line_says_so(caplog):
+def test_the_first_device_holds_the_variables_by_default(caplog):
     with caplog.at_level("INFO", logger="lockstep"):
         strategy = lockstep.experimental.CentralStorageStrategy(["cpu:2", "cpu:1"])
     assert strategy.parameter_device == "cpu:2"

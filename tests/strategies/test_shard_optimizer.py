@@ -98,6 +98,6 @@ def test_gradients_are_scattered_and_not_summed_everywhere(monkeypatch):
         ({"communication_options": lockstep.CommunicationOptions(implementation="NCCL")}, "not by NcclAllReduce"),
     ],
 )
-def test_what_does_not_go_together_is_an_error(options, says):
+def test_shard_optimizer_refuses_deterministic_and_operations(options, says):
     with pytest.raises(lockstep.OptionError, match=says):
         lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard_optimizer=True, **options)

@@ -59,7 +59,7 @@ SLOW = ("deterministic", "central storage")  # to compile
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in STRATEGIES])
-def test_the_bits_of_everything_stay(kind):
+def test_batch_size_finder_changes_no_bit(kind):
     strategy = STRATEGIES[kind]()
     assert trained(strategy, is_looked_for=True) == trained(strategy, is_looked_for=False)
 
@@ -86,7 +86,7 @@ def naive(model, strategy, rows):
 @pytest.mark.parametrize(
     "kind", ["one device", *(pytest.param(k, marks=pytest.mark.slow) for k in ("plain Keras", "two devices"))]
 )
-def test_the_largest_is_that_of_a_search_that_compiles_each_size(kind):
+def test_largest_equals_that_of_compiling_each_size(kind):
     strategy = STRATEGIES[kind]()
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.Dense(3)])
@@ -105,7 +105,7 @@ def test_the_largest_is_that_of_a_search_that_compiles_each_size(kind):
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("largest", [0, 7, 8, 31, 33, 100, 640, 641, 999, 1000])
-def test_the_search_finds_what_trying_each_size_finds(largest, replicas):
+def test_find_largest_equals_trying_each_size(largest, replicas):
     asked = []
 
     def fits(size):
@@ -131,7 +131,7 @@ def test_few_rows_and_many_replicas():
     assert powers_of_two(40, 12) == [16, 32, 40]
 
 
-def test_a_device_without_memory_is_no_error_and_others_are():
+def test_batch_size_finder_handles_a_lack_of_memory_and_raises_other_errors():
     model = model_of(STRATEGIES["plain Keras"]())
     found = lockstep.batch_size_finder(model, X, Y, batch_sizes=[8], steps=1)
     step = model.train_step
@@ -217,7 +217,7 @@ def test_the_control_groups_of_a_container_limit_the_memory(tmp_path):
         ({}, {"jit_compile": False}, lockstep.ModelError, "runs uncompiled"),
     ],
 )
-def test_what_cannot_be_looked_for_is_refused(given, options, error, message):
+def test_batch_size_finder_refuses_wrong_arguments(given, options, error, message):
     with pytest.raises(error, match=message):
         lockstep.batch_size_finder(model_of(**options), X, Y, **given)
 
@@ -229,7 +229,7 @@ def test_a_model_that_is_not_compiled_and_an_input_of_another_kind():
         lockstep.batch_size_finder(model_of(), (batch for batch in ()))
 
 
-def test_other_distributions_are_refused():
+def test_batch_size_finder_refuses_a_keras_distribution():
     model = model_of()
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"]))
     try:
@@ -239,7 +239,7 @@ def test_other_distributions_are_refused():
         keras.distribution.set_distribution(None)
 
 
-def test_servers_are_refused():
+def test_batch_size_finder_refuses_parameter_servers():
     model = model_of()
     strategy = object.__new__(lockstep.ParameterServerStrategy)  # One that has met its cluster needs processes.
     lockstep._keras.trainer.attach_strategy(model, strategy, lambda kind: None)

@@ -85,7 +85,7 @@ def test_the_weights_are_those_of_a_loop_that_sets_the_rate_by_hand(rule, epochs
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_plain_keras_with_the_batch_said_is_the_same():
+def test_scaling_in_plain_keras_with_global_batch_is_the_same():
     model = plain()
     fit(model, LearningRateScaling(BASE, warmup_epochs=2, global_batch=BATCH))
     for ours, theirs in zip(model.get_weights(), trained_by_hand(by_hand(4, 2 * STEPS)), strict=True):
@@ -108,7 +108,7 @@ def batches():
 
 
 @pytest.mark.parametrize("is_built", [False, True], ids=["new", "used"])
-def test_the_batch_of_a_generator_is_seen_and_none_is_lost(is_built):
+def test_scaling_reads_the_batch_of_a_generator_and_loses_none(is_built):
     models = [model_of(), model_of()]
     scaling = LearningRateScaling(BASE, warmup_epochs=0)
     for model, callbacks in zip(models, ([scaling], []), strict=True):
@@ -135,7 +135,7 @@ def test_a_loss_scale_is_left_alone():
     assert float(inner.learning_rate) == pytest.approx(4 * RATE)
 
 
-def test_a_second_fit_goes_on_and_does_not_scale_again():
+def test_a_second_fit_continues_without_scaling_again():
     model, scaling = model_of(), LearningRateScaling(BASE, warmup_epochs=2)
     seen = [rate for _ in range(EPOCHS) for rate in fit(model, scaling, epochs=1)]
     assert seen == pytest.approx(by_hand(4, 2 * STEPS))
@@ -146,19 +146,19 @@ def test_a_second_fit_goes_on_and_does_not_scale_again():
     assert fit(model_of(), scaling, epochs=1)[0] == pytest.approx(RATE)  # another optimizer: anew
 
 
-def test_what_reduces_the_rate_after_the_warm_up_goes_on_from_the_scaled_one():
+def test_callbacks_after_the_warm_up_start_from_the_scaled_rate():
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
     seen = fit(model_of(), LearningRateScaling(BASE, warmup_epochs=1), plateau, epochs=4)
     assert [seen[epoch * STEPS] for epoch in range(4)] == pytest.approx([RATE, 4 * RATE, 2 * RATE, RATE])
 
 
-def test_a_scheduler_that_takes_the_rate_as_it_finds_it_goes_with_the_warm_up():
+def test_a_scheduler_that_keeps_the_rate_works_with_the_warm_up():
     later = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate if epoch < 2 else rate / 10)
     seen = fit(model_of(), LearningRateScaling(BASE, warmup_epochs=2), later)
     assert seen == pytest.approx([*by_hand(4, 2 * STEPS)[:-STEPS], *[RATE * 4 / 10] * STEPS])
 
 
-def test_who_else_sets_the_rate_in_the_warm_up_ends_it_with_a_line(caplog):
+def test_a_callback_that_sets_the_rate_ends_the_warm_up(caplog):
     other = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.05 if epoch == 1 else rate)
     with caplog.at_level(logging.INFO):
         seen = fit(model_of(), LearningRateScaling(BASE, warmup_epochs=2), other)
@@ -182,13 +182,13 @@ def resumed(stop, folder=None):
 
 
 @pytest.mark.parametrize("stop", [3, 5, 8], ids=["in the warm-up", "later in it", "after it"])
-def test_broken_off_and_taken_up_the_bits_are_the_same(stop, whole, tmp_path):
+def test_scaling_resumes_with_the_same_bits(stop, whole, tmp_path):
     assert resumed(stop, tmp_path)[0] == []
     assert resumed(None, tmp_path) == whole
 
 
 @pytest.mark.slow
-def test_the_devices_decide_no_bit():
+def test_scaling_gives_the_same_bits_on_any_devices():
     trained = []
     for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
         model = model_of(strategy=lockstep.MirroredStrategy(devices, replicas=2, deterministic=True))
@@ -215,7 +215,7 @@ SCHEDULE = keras.optimizers.schedules.ExponentialDecay(RATE, 10, 0.9)
     ],
     ids=["schedule", "function", "several", "no length"],
 )
-def test_what_cannot_be_scaled_is_refused_and_changes_nothing(optimizer, data, message):
+def test_scaling_refuses_unsupported_optimizers_and_changes_nothing(optimizer, data, message):
     model = model_of(optimizer())
     before = [weight.tobytes() for weight in model.get_weights()]
     given = {"x": (batch for batch in data["x"])} if data else {"x": X, "y": Y}
@@ -224,12 +224,12 @@ def test_what_cannot_be_scaled_is_refused_and_changes_nothing(optimizer, data, m
     assert [weight.tobytes() for weight in model.get_weights()] == before
 
 
-def test_in_plain_keras_the_batch_must_be_said():
+def test_scaling_in_plain_keras_needs_global_batch():
     with pytest.raises(lockstep.ScopeError, match=r"use LearningRateScaling\(…, global_batch=512\)"):
         fit(plain(), LearningRateScaling(BASE))
 
 
-def test_where_servers_keep_the_variables_it_is_refused():
+def test_scaling_refuses_parameter_servers():
     model = plain()
     strategy = object.__new__(ParameterServerStrategy)  # One that has met its cluster needs processes.
     trainer.attach_strategy(model, strategy, lambda kind: None)
@@ -237,7 +237,7 @@ def test_where_servers_keep_the_variables_it_is_refused():
         fit(model, LearningRateScaling(BASE))
 
 
-def test_an_input_without_a_batch_is_told():
+def test_scaling_refuses_an_input_without_a_batch():
     model = model_of()
     fit(model, epochs=1)
     with pytest.raises(lockstep.OptionError, match="the rows of a batch are unknown"):
