@@ -87,7 +87,7 @@ model.fit(np.load(folder + "/x.npy"), np.zeros(29), verbose=0)
 
 
 @pytest.mark.slow
-def test_load_model_in_a_scope_goes_on_where_the_saved_one_stood(tmp_path):
+def test_load_model_in_a_scope_continues_the_training(tmp_path):
     model = mirrored()
     model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
     model.save(tmp_path / "model.keras")

@@ -17,7 +17,7 @@ DIFFERENCES = (
     ),
     (
         r"test_fit_with_data_adapter_generator$",
-        "A generator that has ended is an error in the next epoch, and not a warning. Keras goes on with the two batches that it has read before to "
+        "A generator that has ended is an error in the next epoch, and not a warning. Keras continues with the two batches that it has read before to "
         "see their shapes, and trains on them a second time.",
     ),
     (

@@ -104,7 +104,7 @@ def fails_in_a_merge_call():
     ids=["run", "merge", "run in merge", "merge in run in merge"],
 )
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_an_error_of_the_function_comes_out_as_it_is_and_the_strategy_goes_on(function, replicas):
+def test_an_error_of_the_function_comes_out_as_it_is_and_the_strategy_continues(function, replicas):
     strategy = make(replicas)
     with pytest.raises(ZeroDivisionError, match="of the user"):
         strategy.run(function)
@@ -987,7 +987,7 @@ def saved_and_loaded(tmp_path, first, second):
     ("first", "second"),
     [("none", "two"), ("two", "none"), ("two", "three on two"), ("two", "central"), ("central", "two")],
 )
-def test_a_model_and_its_optimizer_go_on_under_another_strategy(tmp_path, first, second):
+def test_a_model_and_its_optimizer_continue_under_another_strategy(tmp_path, first, second):
     kinds = STRATEGIES | {"none": lockstep.get_strategy}
     (ours, theirs), loaded = saved_and_loaded(tmp_path, kinds[first](), kinds[second]())
     assert int(loaded.optimizer.iterations) == 2

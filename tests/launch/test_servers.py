@@ -84,7 +84,7 @@ LOSSES = ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(75)", "sys.exit(4)"]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_lost_worker_is_started_again_alone_and_the_others_go_on(tmp_path, loss):
+def test_a_lost_worker_is_started_again_alone_and_the_others_continue(tmp_path, loss):
     died = f"if {part('worker', 1)}:\n    print(os.environ['TF_CONFIG'])\n    if not is_there('died'):\n        write('died'); {loss}"
     came = f"write(task['type'] + str(task['index']) + ('again' if {part('worker', 1)} else ''))"
     once = "if is_there(f'once{task}'): print('twice')\nelse: write(f'once{task}')"

@@ -132,7 +132,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_whatever_is_different_on_one_worker_is_named_and_all_can_go_on(job, workers):
+def test_whatever_is_different_on_one_worker_is_named_and_all_can_continue(job, workers):
     run = job(workers)
     told = run.run("alike", timeout=LONG)
     assert all(one == told[0] for one in told)

@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.xdist_group(__name__)
 
 
-def test_an_input_that_is_left_in_the_middle_goes_on_where_it_was(job):
+def test_an_input_that_is_left_in_the_middle_continues_where_it_was(job):
     for told in job(2).run("stops", timeout=20):
         for kind in ("fit", "loop", "own"):
             assert told[kind] == [0, 1, 2, 3]

@@ -212,7 +212,7 @@ def test_two_of_them_are_refused(tmp_path):
         model.fit(x, y, callbacks=backups, verbose=0)
 
 
-def test_a_loop_of_ones_own_goes_on(tmp_path):
+def test_a_custom_loop_resumes(tmp_path):
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
     begin = {"weights": [np.zeros(3, "float32"), np.ones(2, "float32")], "moment": np.float32(1)}
 

@@ -15,7 +15,7 @@ def only(task, index, **options):
     return lambda *which: options if which == (task, index) else {}
 
 
-def test_a_worker_that_comes_late_takes_part_and_has_all_that_the_others_have(job):
+def test_a_worker_that_comes_late_participates_and_has_all_that_the_others_have(job):
     made = job(workers=2, servers=1)
     made.start_all(but=["worker1"], cases=["long", "counted"], strategy={}, awaits=2)
     made.processes["chief0"].until("epoch")
@@ -49,7 +49,7 @@ def test_with_a_bound_a_worker_that_stands_still_ends_the_job_by_name(job):
     assert "it waits for worker 1 of 2" in made.processes["chief0"].said
 
 
-def test_a_server_that_dies_ends_the_job_by_name_and_the_next_start_goes_on_to_the_same_bits(job, tmp_path):
+def test_a_server_that_dies_ends_the_job_by_name_and_the_next_start_resumes_to_the_same_bits(job, tmp_path):
     options = {"cases": ["mixed"], "strategy": {}}
     expected = bits(train(job(workers=1, servers=2), **options))
     made = job(workers=1, servers=2)

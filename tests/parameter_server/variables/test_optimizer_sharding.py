@@ -134,7 +134,7 @@ def assert_same_bits(found, expected):
 
 
 @pytest.mark.parametrize(("name", "place"), quick_first(CASES))
-def test_servers_remember_what_one_device_does_and_others_go_on_from_it(name, place):
+def test_servers_remember_what_one_device_does_and_others_continue_from_it(name, place):
     made = OPTIMIZERS[name]
     one = OnOneDevice(made)
     servers = OnServers(made, place, one)

@@ -96,7 +96,7 @@ def test_a_snapshot_stays_what_it_was():
         assert (np.array(before.values[name]) == value).all()
 
 
-def test_a_store_goes_on_from_the_state_of_another_bit_for_bit():
+def test_a_store_continues_from_the_state_of_another_bit_for_bit():
     one, other = VariableStore(SPECS, OPTIMIZERS["Adam"]()), VariableStore(SPECS, OPTIMIZERS["Adam"]())
     one.fill(values_of())
     one.apply([Push(values_of(seed=1))])
