@@ -62,12 +62,12 @@ class FitContext:
 
 @runtime_checkable
 class FitHook(Protocol):
-    """Has work to do before and after a call of ``fit``."""
+    """Surrounds a call of ``fit``."""
 
     def around_fit(self, context: FitContext) -> AbstractContextManager[Any]:
         """Return a context manager that is open during the call.
 
-        All hooks of a call are asked before the first of these contexts is entered. A hook that refuses an argument raises here.
+        It is called for all hooks before the first context is entered, so a hook that refuses an argument raises here.
         """
 
 

@@ -1,4 +1,4 @@
-"""The callback that asks for checkpoints, and its schedule; ``CheckpointHook`` writes and restores them around each call of ``fit``."""
+"""The BackupAndRestore callback, with its schedule of checkpoints; ``CheckpointHook`` writes and restores them around each call of ``fit``."""
 
 import os
 import re

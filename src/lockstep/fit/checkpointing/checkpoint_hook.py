@@ -10,7 +10,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from lockstep.fit.checkpointing.preemption import Preemption
-from lockstep.fit.checkpointing.train_position import Found
+from lockstep.fit.checkpointing.train_position import Found, ResumedRun
 from lockstep.fit.hooks import FitContext, single_callback
 
 __all__ = ["CheckpointHook"]
@@ -37,9 +37,10 @@ def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[Non
     store = CheckpointStore(backup.directory, backup.keep, log=context.log) if is_writer else None
     with store or nullcontext(), Preemption(context.process_group) as preemption:
         found = context.process_group.broadcast_from_chief(_newest(store))
+        resumed = ResumedRun.from_checkpoint(found).for_epochs(context.arguments.get("epochs", 1), backup.extend)
         setup = context.setup | {"steps of an epoch": data.steps}
-        run = FitCheckpoint(backup, context.functions, data, setup, found, store, preemption, context.log)
-        _start_at_resume_position(run, backup, context)
+        run = FitCheckpoint(backup, context.functions, data, setup, resumed, store, preemption, context.log)
+        _start_at_resume_position(run, context)
         backup.is_attached, context.checkpoint = True, run
         try:
             with context.functions.hooked(run):
@@ -54,28 +55,23 @@ def _newest(store: CheckpointStore | None) -> Found | None:
     return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
 
 
-def _start_at_resume_position(run: FitCheckpoint, backup: BackupAndRestore, context: FitContext) -> None:
-    arguments, resumed = context.arguments, run.resumed
-    epochs, verbose = arguments.get("epochs", 1), arguments.get("verbose", "auto")
-    if backup.extend and resumed.is_finished:
-        epochs += resumed.position.epoch
-        run.is_stopped = False
-    run.epochs = epochs
-    arguments["epochs"] = min(epochs, resumed.position.epoch) if run.is_stopped else epochs
+def _start_at_resume_position(run: FitCheckpoint, context: FitContext) -> None:
+    arguments, resumed, verbose = context.arguments, run.resumed, context.arguments.get("verbose", "auto")
+    arguments["epochs"] = min(resumed.epochs, resumed.position.epoch) if resumed.is_stopped else resumed.epochs
     arguments["initial_epoch"] = max(resumed.position.epoch, arguments.get("initial_epoch", 0))
     arguments["callbacks"] = CheckpointCallbackList(
         run,
         arguments["callbacks"],
         add_progbar=verbose != 0,
         verbose=verbose,
-        epochs=epochs,
+        epochs=resumed.epochs,
         steps=context.data.steps,
         model=context.model,
     )
 
 
 class CheckpointCallbackList(keras.callbacks.CallbackList):
-    """Keras's list of callbacks, without the steps that an earlier process has done; the checkpoint hears of the other steps last.
+    """Keras's list of callbacks, that skips the steps that an earlier process has done, and calls the checkpoint after all callbacks.
 
     Args:
         run: the checkpoints of the call.

@@ -1,7 +1,7 @@
 """Checkpoints of one call of ``fit``: what is saved, when, and how a run is resumed.
 
-Keras's loop runs as always. Steps that an earlier process has done are skipped: the step function returns at once, and callbacks do not
-hear of them. The state is restored when training begins, and once more when the epoch of the checkpoint begins, because Keras resets
+Keras's loop runs as always. Steps that an earlier process has done are skipped: the step function returns at once, and callbacks are not
+called. The state is restored when training begins, and once more when the epoch of the checkpoint begins, because Keras resets
 the metrics there.
 """
 
@@ -64,20 +64,18 @@ class FitCheckpoint(StepHook):
     """Restores and saves the state of one call of ``fit``.
 
     Args:
-        backup: the callback that asks for it.
+        backup: the callback with the options.
         functions: run the steps of a compiled model.
         data: the input.
         setup: settings that a resumed run must share with the run before.
-        found: the checkpoint to resume from, or None.
+        resumed: the run to resume; a new run if there is no checkpoint.
         store: takes checkpoints; None on workers that do not write.
-        preemption: says when all processes stop.
+        preemption: finds the step after which all processes stop.
         log: takes a line for the user.
 
     Attributes:
         callbacks: all callbacks of the call.
-        resumed: the run that is resumed.
-        epochs: number of epochs that this call asks for, those of the earlier run included.
-        is_stopped: whether a callback stopped the earlier run, so that nothing is left to train.
+        resumed: see above.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class FitCheckpoint(StepHook):
         functions: StepFunctions,
         data: KerasInput,
         setup: dict[str, Any],
-        found: Found | None,
+        resumed: ResumedRun,
         store: CheckpointStore | None,
         preemption: Preemption,
         log: Callable[[str], None],
@@ -97,17 +95,15 @@ class FitCheckpoint(StepHook):
         self._variables, self._versions = ModelVariables(self._model), used_versions()
         self.callbacks: list[keras.callbacks.Callback] = []
         self._first_attributes: list[dict[str, Any]] = []  # of the other callbacks, when training began
-        self.resumed, self.epochs = ResumedRun.from_checkpoint(found), 0
-        self.is_stopped = self.resumed.was_stopped
-        self._position, self._logs = self.resumed.position, self.resumed.logs
+        self.resumed, self._position, self._logs = resumed, resumed.position, resumed.logs
         self._current: tuple[int, int] | None = None  # epoch and batch of the step that Keras is at
         self._unreported_steps = 0  # steps that were started since a batch ended; with steps_per_execution several
         self._before_validation: _SavePoint | None = None
         self._earlier_fit: FitRecord | None = None  # how the earlier run was trained, until it was compared
-        if found:
+        if not resumed.is_new:
             self._check_setup()
             self._check_replay()
-        data.track_state(self.resumed.iterator, awaits_state=found is not None)
+        data.track_state(resumed.iterator, awaits_state=not resumed.is_new)
 
     @property
     def _other_callbacks(self) -> list[keras.callbacks.Callback]:
@@ -132,23 +128,23 @@ class FitCheckpoint(StepHook):
     # Keras's loop.
 
     def train_begins(self) -> None:
-        """Restore the state, after all callbacks have begun."""
+        """Restore the state, after ``on_train_begin`` of all callbacks."""
         self._first_attributes = [packed_attributes(callback, "", None) for callback in self._other_callbacks]
         resumed = self.resumed
-        if not resumed.metadata:
+        if resumed.is_new:
             return
         self._data.set_state(InputState(resumed.iterator, tuple(resumed.metadata["hooks"])), resumed.position.batch)
         self._restore()
         given = {"callbacks": self._other_callbacks}  # The learning rate is that of the checkpoint now.
         call = FitCall(self._model, None, arguments=given, rows_read=resumed.metadata.get("rows"))
         self._earlier_fit = fit_record(call, learning_rate_of(call))
-        self._log(resume_message(resumed.position, self.epochs, self.is_stopped, self._backup.directory))
+        self._log(resume_message(resumed, self._backup.directory))
         changed = changed_versions_message(resumed.metadata.get("versions", self._versions), self._versions)
         if changed:
             self._log(changed)
 
     def epoch_begins(self, epoch: int) -> None:
-        """Restore the state of an epoch that is resumed, after all callbacks have heard of it."""
+        """Restore the state of an epoch that is resumed, after ``on_epoch_begin`` of all callbacks."""
         batch = self.resumed.position.batch if epoch == self.resumed.position.epoch else 0
         self._position = self._position._replace(epoch=epoch, batch=batch)
         if batch:  # Keras has reset the metrics, and callbacks have begun the epoch anew.
@@ -176,7 +172,7 @@ class FitCheckpoint(StepHook):
         self._before_validation = self._save_point(self._position, True, _CHANGED_BY_VALIDATION)
 
     def is_preempted(self) -> bool:
-        """Whether all processes stop now; to be asked after each step of a validation."""
+        """Return whether all processes stop now; called after each step of a validation."""
         return self._preemption.is_now()
 
     def validation_ended(self, is_whole: bool) -> None:
@@ -284,15 +280,15 @@ class FitCheckpoint(StepHook):
             lines = "; ".join(f"{name}: {then.get(name)} then, {self._setup[name]} now" for name in changed)
             raise CheckpointError(
                 f"{self._checkpoint_name} is from a run with another set-up, and resuming it would give other numbers than either: "
-                f"{lines}. Fix: make the set-up the same, say BackupAndRestore(allow_changes=True), or take another directory."
+                f"{lines}. Fix: make the set-up the same, use BackupAndRestore(allow_changes=True), or take another directory."
             )
 
     def _check_replay(self) -> None:
         position = self.resumed.iterator
         if position and not self._backup.replay and not self._data.can_seek:
             raise InputError(
-                f"The {self._data.name} stands at batch {position.batches}, and its place can be found only by reading it again from its "
-                "beginning. Fix: say BackupAndRestore(replay=True), or use arrays, a keras.utils.PyDataset or a function step -> batch."
+                f"The {self._data.name} stands at batch {position.batches}, and its position can be restored only by reading it again from its "
+                "beginning. Fix: use BackupAndRestore(replay=True), arrays, a keras.utils.PyDataset or a function step -> batch."
             )
 
     def _report_changed_batch(self) -> None:
@@ -317,6 +313,8 @@ class FitCheckpoint(StepHook):
             if entry:
                 entries.remove(entry)
                 unpacked_attributes(callback, entry[1], arrays, first)
-        self._model.stop_training = self.is_stopped or (metadata["stop_training"] and self.resumed.position.batch > 0)
+        self._model.stop_training = self.resumed.is_stopped or (
+            metadata["stop_training"] and self.resumed.position.batch > 0
+        )
         if self.resumed.iterator is None:  # Else the pass restores the random state.
             restore_random_state(metadata["random"])

@@ -1,7 +1,7 @@
-"""Positions in a training, what a checkpoint says of the run that wrote it, and the line about a resume."""
+"""Positions in a training, the run that a checkpoint resumes, and the log lines about a resume."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,17 +31,21 @@ class TrainPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """The checkpoint of an earlier run; without one, the begin of a new run.
+    """The checkpoint of an earlier run, and the epochs to train now; without a checkpoint, the begin of a new run.
 
     Args:
         position: of the checkpoint.
         arrays: of the checkpoint, by name.
         metadata: of the checkpoint; empty for a new run.
+        epochs: number of epochs that ``fit`` trains in all, those of the earlier run included.
+        is_stopped: whether a callback stopped the earlier run at the end of an epoch, so that nothing is left to train.
     """
 
     position: TrainPosition = field(default_factory=TrainPosition)
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    epochs: int = 0
+    is_stopped: bool = False
 
     @classmethod
     def from_checkpoint(cls, found: Found | None) -> "ResumedRun":
@@ -49,17 +53,19 @@ class ResumedRun:
         if found is None:
             return cls()
         step, arrays, metadata = found
-        return cls(TrainPosition(step, metadata.get("epoch", 0), metadata.get("batch", 0)), arrays, metadata)
+        position = TrainPosition(step, metadata.get("epoch", 0), metadata.get("batch", 0))
+        return cls(position, arrays, metadata, is_stopped=bool(metadata.get("stop_training")) and not position.batch)
+
+    def for_epochs(self, epochs: int, extend: bool) -> "ResumedRun":
+        """Return the run with the epochs of a call of ``fit``; ``extend``: they come after those of an earlier run that has finished."""
+        if extend and self.metadata.get("is_finished"):
+            return replace(self, epochs=self.position.epoch + epochs, is_stopped=False)
+        return replace(self, epochs=epochs)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether all epochs of the earlier run were trained."""
-        return bool(self.metadata.get("is_finished"))
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether a callback stopped the earlier run at the end of an epoch."""
-        return bool(self.metadata.get("stop_training")) and not self.position.batch
+    def is_new(self) -> bool:
+        """Whether there was no checkpoint."""
+        return not self.metadata
 
     @property
     def iterator(self) -> IteratorState | None:
@@ -82,29 +88,28 @@ class ResumedRun:
         return self.has_done(epoch, batch) and batch >= self.position.batch
 
 
-def resume_message(position: TrainPosition, epochs: int, is_stopped: bool, directory: Path) -> str:
-    """The line that says where training resumes, or why nothing is left to train.
+def resume_message(resumed: ResumedRun, directory: Path) -> str:
+    """Return the line about the resume position, or why nothing is left to train.
 
     Args:
-        position: of the checkpoint.
-        epochs: number of epochs that ``fit`` asks for now, those of the earlier run included.
-        is_stopped: whether a callback stopped the earlier run.
+        resumed: the earlier run.
         directory: of the checkpoints.
 
     Example:
-        >>> resume_message(TrainPosition(step=56, epoch=3, batch=8), epochs=5, is_stopped=False, directory=Path("run"))
+        >>> resume_message(ResumedRun(TrainPosition(step=56, epoch=3, batch=8), epochs=5), Path("run"))
         'resumes from run at step 56: epoch 4, after 8 of its steps'
     """
-    has = f"{directory} has {position.epoch} of {epochs} epochs, {position.step} steps"
-    if is_stopped:
-        return f"{has}, and a callback has ended it: nothing is left to train. To train more, say BackupAndRestore(extend=True); to begin anew, take another directory."
-    if position.epoch >= epochs:
+    position = resumed.position
+    has = f"{directory} has {position.epoch} of {resumed.epochs} epochs, {position.step} steps"
+    if resumed.is_stopped:
+        return f"{has}, and a callback has ended it: nothing is left to train. To train more, use BackupAndRestore(extend=True); to begin anew, take another directory."
+    if position.epoch >= resumed.epochs:
         return f"{has}: nothing is left to train. To train more, give fit more epochs; to begin anew, take another directory."
     return f"resumes from {directory} at step {position.step}: epoch {position.epoch + 1}, after {position.batch} of its steps"
 
 
 def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """A line about packages that have changed since a checkpoint was written; None if none has.
+    """Return a line about packages that have changed since a checkpoint was written; None if none has.
 
     Example:
         >>> changed_versions_message({"jax": "0.10.0"}, {"jax": "0.10.2"})

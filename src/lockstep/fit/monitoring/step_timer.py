@@ -177,7 +177,7 @@ class Attachment:
         timer: of the call.
         devices: of all processes process_group.
         flop_counter: counts the operations of a step.
-        is_resumed: says whether training resumes an earlier run, once the first epoch begins.
+        is_resumed: returns whether training resumes an earlier run, once the first epoch begins.
         is_chief: whether this process prints and writes.
         log: takes a line for the user.
         add_step_hook: adds a hook until the call ends.

@@ -27,7 +27,7 @@ class TensorBoard(MonitorCallback):
 
     Counterpart of ``keras.callbacks.TensorBoard``, with its arguments, folders (``train``, ``validation``) and tags: ``epoch_loss``, ``epoch_accuracy``,
     ``epoch_learning_rate``, … by epoch, ``batch_loss``, … and ``evaluation_loss_vs_iterations`` by step. In addition it writes ``throughput/samples_per_sec``,
-    ``throughput/device/samples_per_sec``, ``time/step`` and ``time/data_wait`` by step (:class:`ThroughputMonitor` says what they are). Files can be read
+    ``throughput/device/samples_per_sec``, ``time/step`` and ``time/data_wait`` by step (see :class:`ThroughputMonitor`). Files can be read
     during the run, and after a kill. Of several workers only the chief writes. A run that :class:`BackupAndRestore`
     resumes continues to count its steps, and no step is written twice.
 

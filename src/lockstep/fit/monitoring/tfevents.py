@@ -1,4 +1,4 @@
-"""Writes and reads the files of TensorBoard: records with checksums, each of which is an ``Event`` of its protocol buffers.
+"""Writes and reads TensorBoard event files: records with checksums, each of which is an ``Event`` protocol buffer.
 
 Formats: https://github.com/tensorflow/tensorboard/tree/master/tensorboard/compat/proto (``event.proto``, ``summary.proto``, ``tensor.proto``),
 https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details and, for the polynomial, RFC 3720. Values are written as
@@ -41,7 +41,7 @@ _TABLE = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum of Castagnoli.
+    """Return the CRC-32C (Castagnoli) checksum.
 
     Example:
         >>> hex(crc32c(b"123456789"))
@@ -54,12 +54,12 @@ def crc32c(data: bytes) -> int:
 
 
 def scalar(tag: str, number: float) -> Value:
-    """A number."""
+    """Encode a number."""
     return _value(tag, "scalars", _SCALARS, _tensor(_FLOAT, np.asarray(number, "<f4")))
 
 
 def histogram(tag: str, numbers: np.ndarray) -> Value:
-    """How finite numbers are spread, in buckets of one width: rows of left edge, right edge and count."""
+    """Encode a histogram of the finite numbers, in buckets of one width: rows of left edge, right edge and count."""
     numbers = np.asarray(numbers, np.float64).ravel()
     numbers = numbers[np.isfinite(numbers)]
     counts, edges = np.histogram(numbers, BUCKETS) if numbers.size else (np.zeros(0), np.zeros(1))
@@ -68,21 +68,21 @@ def histogram(tag: str, numbers: np.ndarray) -> Value:
 
 
 def graph(tag: str, description: str) -> Value:
-    """A Keras model, as its JSON."""
+    """Encode a Keras model, given its JSON."""
     tensor = _number(1, _STRING) + _bytes(2, b"") + _bytes(8, description.encode())
     return _value(tag, "graph_keras_model", _BLOBS, tensor, content=b"1")
 
 
 class EventFile:
-    """A file of events. Each write is with the operating system when it returns, so that others may read it, also after a kill.
+    """A file of events. A write has reached the operating system when it returns, so that other processes can read it, also after a kill.
 
     Args:
-        folder: where the file is; it is made.
-        known: steps by tag up to which there are values already, which are not written again.
+        folder: of the file; it is made if necessary.
+        known: by tag the last step that is written already, up to which nothing is written again.
         clock: gives the seconds since 1970.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be made.
 
     Example:
         >>> import tempfile
@@ -107,14 +107,14 @@ class EventFile:
         """Write values of one step.
 
         Raises:
-            OSError: that cannot be done; what was written before can be read.
+            OSError: the write has failed; earlier writes can be read.
         """
         new = [packed for tag, packed in values if step > self._known.get(tag, -1)]
         if new:
             self._write(_number(2, step) + _bytes(5, b"".join(_bytes(1, packed) for packed in new)))
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the file."""
         self._file.close()
 
     def _write(self, event: bytes) -> None:
@@ -124,7 +124,7 @@ class EventFile:
 
 
 def newest_steps(folder: str | Path) -> dict[str, int]:
-    """The largest step of each tag in a folder's files; a record that was torn by a kill ends its file."""
+    """Return the largest step of each tag in a folder's files; a file ends at a record that a kill has cut off."""
     found: dict[str, int] = {}
     for path in sorted(Path(folder).glob("events.out.tfevents.*")):
         for event in _records(path.read_bytes()):

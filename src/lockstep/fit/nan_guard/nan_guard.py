@@ -1,4 +1,4 @@
-"""The NaN guard: a callback that asks for it, and the hook that checks the training steps of a call of ``fit``.
+"""The NaN guard: the callback with its options, and the hook that checks the training steps of a call of ``fit``.
 
 The host checks step t while the devices already compute step t + 1. If t was not finite, the gate has closed, so t + 1 has changed
 nothing either, and the state is still that before t. After the guard's action t + 1 is computed again, with the same batch.
@@ -261,7 +261,7 @@ class StepGuard(StepHook):
     def _reason_to_stop(self, has_checkpoint: bool) -> str | None:
         options = self.guard.asked
         if options.action == "stop":
-            return 'To continue without such steps, say NanGuard("skip") or NanGuard("rollback").'
+            return 'To continue without such steps, use NanGuard("skip") or NanGuard("rollback").'
         if self._in_a_row >= options.max_in_a_row:
             return f"It is the {_ordinal(self._in_a_row)} such step in a row (max_in_a_row={options.max_in_a_row})."
         if options.action == "rollback" and self.guard.rollbacks >= options.max_rollbacks:
