@@ -68,14 +68,14 @@ def is_in_step() -> bool:
 
 
 class StepHook:
-    """Methods that :class:`StepFunctions` calls around the steps of one model, in the thread that starts them; here all do nothing.
+    """Methods that :class:`StepFunctions` calls around each step of a model, in the thread that starts it. The base class does nothing.
 
-    Hooks are called in the order of ``StepFunctions.hooks``. Where a method may return something, the last hook comes first, as it is
-    nearest to the step, and the first result that is not None counts.
+    Methods named ``on_…`` are called in the order of ``StepFunctions.hooks``. Methods that may return a replacement are called in the
+    reverse order, as the last hook is nearest to the step, until one does not return None.
     """
 
     def replayed_logs(self) -> Any:
-        """Return the logs of a training step that an earlier process has made, so that it is not made again; None: make it.
+        """Return the logs of a training step that an earlier process has done, to skip the step; None: do the step.
 
         Raises:
             StopIteration: the earlier process has found the end of the input here.
@@ -83,31 +83,31 @@ class StepHook:
         return None
 
     def on_fetch(self) -> None:
-        """The next batch is about to be fetched, which may wait."""
+        """Called before the next batch is fetched from the input."""
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
-        """A step of ``kind`` ("train", "test" or "predict") is about to be started, or compiled first."""
+        """Called before a step of ``kind`` ("train", "test" or "predict") is started, or compiled first."""
 
     def replaced_step(self, gated_step: Callable[[], GatedStep]) -> KerasStep | None:
-        """Return what makes the next training step in place of the compiled step; None: the compiled step makes it.
+        """Return a function that does the next training step in place of the compiled step; None: keep the compiled step.
 
         Args:
-            gated_step: gives the compiled step with a :class:`NonFiniteGate`; it is compiled when this is first called.
+            gated_step: returns the compiled step with a :class:`NonFiniteGate`, and compiles it when it is first called.
         """
         return None
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
-        """A step was started; ``state`` is its new state, and ``logs`` its logs or outputs. Both may still be computed."""
+        """Called after a step was started; ``state`` and ``logs`` (or outputs) are its results, which may not be computed yet."""
 
     def on_pause(self) -> None:
-        """Something else than a step is done now, which may take as long as compiling does."""
+        """Called before other work than a step, which may take as long as compiling does."""
 
     def allows_checkpoint(self) -> bool:
         """Return whether a checkpoint may be written now."""
         return True
 
     def newest_state(self) -> Any:
-        """Return the training state if other processes hold a newer one than this process, else None."""
+        """Return the newest training state if other processes hold it, else None; called before a checkpoint."""
         return None
 
 
@@ -147,16 +147,16 @@ class StepFunctions:
             self.hooks = before
 
     def pause(self) -> None:
-        """Report to all hooks that something else than a step comes."""
+        """Call ``on_pause`` of all hooks."""
         for hook in self.hooks:
             hook.on_pause()
 
     def allows_checkpoint(self) -> bool:
-        """Return whether all hooks allow that a checkpoint is written now."""
+        """Return whether all hooks allow a checkpoint now."""
         return all(hook.allows_checkpoint() for hook in self.hooks)
 
     def newest_state(self) -> Any:
-        """Return the training state if other processes hold a newer one, else None."""
+        """Return the newest training state if other processes hold it, else None."""
         return _first_result([hook.newest_state for hook in reversed(self.hooks)])
 
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
@@ -349,7 +349,7 @@ def _keras_step(model: keras.Model, kind: str) -> KerasStep:
 
 
 def _first_result(calls: Iterable[Callable[[], Any]]) -> Any:
-    """Return the first result that is not None. A StopIteration of a call gets through, which it would not from a generator."""
+    """Return the first result that is not None. A StopIteration of a call propagates, as it would not from a generator."""
     for call in calls:
         found = call()
         if found is not None:
