@@ -1,19 +1,19 @@
 """Every error that Lockstep raises on purpose.
 
 LockstepError
-├── BackendError      Keras is not what we need: another backend, an unknown version        (RuntimeError)
+├── BackendError      Keras has another backend or an unknown version                       (RuntimeError)
 ├── CheckpointError   a checkpoint cannot be written, or none can be read                    (OSError)
-├── ClusterError      the workers of a job cannot start, agree or go on together          (RuntimeError)
-├── ContractError     a cross-device operation does not do what it promises                  (AssertionError)
+├── ClusterError      the workers of a job cannot start, agree or continue                  (RuntimeError)
+├── ContractError     a cross-device operation breaks its contract                           (AssertionError)
 ├── DeterminismError  the same step gave different bits                                     (RuntimeError)
 ├── DeviceError       a device is unknown, absent, named twice, or it is too late to make it  (ValueError)
 ├── InputError        a batch cannot be split into replicas                                   (ValueError)
 ├── ModelError        a model cannot be split into replicas                                   (ValueError)
 ├── NonFiniteError    a training step gave NaN or Inf                                  (FloatingPointError)
 ├── OptionError       an argument is out of its range                                         (ValueError)
-└── ScopeError        strategies are mixed, or a scope is used where it cannot work           (RuntimeError)
+└── ScopeError        strategies are mixed, or a scope is used in a place that does not allow it (RuntimeError)
 
-Each message says what happened, where, what was expected, what was found and what to do.
+Each message names the component, what failed, what was expected and found, and a fix.
 """
 
 import enum
@@ -28,14 +28,14 @@ class LockstepError(Exception):
 
 
 class BackendError(LockstepError, RuntimeError):
-    """Keras runs on another backend, or has a shape that this version of Lockstep does not know."""
+    """Keras runs on another backend, or its trainer differs from the one that this version of Lockstep knows."""
 
 
 class CheckpointError(LockstepError, OSError):
     """A checkpoint cannot be written, or cannot be read, or is not what was written.
 
     Attributes:
-        errno: what the operating system said, as in every OSError; None where it is no failure of it.
+        errno: error number of the operating system, as in every OSError; None if the system reported no failure.
     """
 
     def __init__(self, message: str, errno: int | None = None) -> None:
@@ -44,10 +44,10 @@ class CheckpointError(LockstepError, OSError):
 
 
 class ClusterError(LockstepError, RuntimeError):
-    """The workers of a job cannot start, agree or go on together.
+    """The workers of a job cannot start, agree or continue.
 
     Attributes:
-        exit_code: what the process ends with where nobody catches this; None: as after any error of the program.
+        exit_code: exit code of the process if this error is not caught; None: as after any other error.
     """
 
     def __init__(self, message: str, exit_code: int | None = None) -> None:
@@ -56,7 +56,7 @@ class ClusterError(LockstepError, RuntimeError):
 
 
 class ContractError(LockstepError, AssertionError):
-    """A cross-device operation does not do what it promises: ``lockstep.testing``."""
+    """A cross-device operation breaks its contract: ``lockstep.testing``."""
 
 
 class DeterminismError(LockstepError, RuntimeError):
@@ -79,12 +79,12 @@ class NonFiniteError(LockstepError, FloatingPointError):
     """A training step gave NaN or Inf.
 
     Attributes:
-        epoch: number of the epoch, from 0, as callbacks hear it.
+        epoch: number of the epoch, from 0, as callbacks get it.
         batch: number of the batch in it, from 0.
-        replicas: whose numbers were bad; empty where that cannot be told.
-        layer: path of the first bad layer, or None.
-        variable: path of the variable whose gradient was bad first, or None.
-        rows: rows of the batch that were bad, from 0, where they can be told.
+        replicas: replicas with non-finite numbers; empty if they are not known.
+        layer: path of the first layer with non-finite outputs, or None.
+        variable: path of the first variable with a non-finite gradient, or None.
+        rows: rows of the batch with non-finite numbers, from 0; empty if they are not known.
     """
 
     def __init__(
@@ -107,13 +107,17 @@ class OptionError(LockstepError, ValueError):
 
 
 class ScopeError(LockstepError, RuntimeError):
-    """Strategies are mixed, or a scope is used where it cannot work."""
+    """Strategies are mixed, or a scope is used in a place that does not allow it."""
 
 
 def whole_number(name: str, value: object, least: int = 1) -> int:
-    """``value`` as an int where it is a whole number of at least ``least``, NumPy's too; else an error that names it."""
+    """Return ``value`` as an int if it is a whole number of at least ``least``, also of NumPy.
+
+    Raises:
+        OptionError: it is not; the message names the argument.
+    """
     try:
-        number = -1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]  # index refuses what it must
+        number = -1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]  # index raises TypeError for other types
     except TypeError:
         number = -1
     if number < least:
@@ -122,7 +126,11 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
 
 
 def member_of(kind: type[Member], name: str, value: object) -> Member:
-    """A member of an enumeration, given as such or by its name in any case; else an error that lists the names."""
+    """Return a member of an enumeration, given as such or by its name in upper or lower case.
+
+    Raises:
+        OptionError: it is neither; the message lists the names.
+    """
     if isinstance(value, kind):
         return value
     names = list(kind.__members__)

@@ -1,7 +1,7 @@
-"""What Lockstep tells: one line a strategy, through the logger ``lockstep``.
+"""Log lines of Lockstep, through the logger ``lockstep``.
 
-A library leaves handlers to the program. Where the program has set up none, the line would be lost, so it then goes to
-standard error. ``logging.getLogger("lockstep").setLevel("WARNING")`` switches it off.
+A library leaves handlers to the program. If the program has configured none, lines are written to standard error instead of
+being lost. ``logging.getLogger("lockstep").setLevel("WARNING")`` switches them off.
 """
 
 import logging
@@ -12,7 +12,7 @@ _logger = logging.getLogger("lockstep")
 
 
 def log_info(message: str) -> None:
-    """Log one line of level INFO that is visible unless the program has decided otherwise."""
+    """Log one line of level INFO, which is visible unless the program has configured logging otherwise."""
     if _logger.level == logging.NOTSET and not _logger.hasHandlers():
         _print(message)
     else:

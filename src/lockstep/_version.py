@@ -1,4 +1,4 @@
-"""The version, stated once; the build reads it here. And the versions of all that decides bits."""
+"""The version of Lockstep, which the build reads here, and the versions of all packages that determine results."""
 
 import platform
 from importlib.metadata import version
@@ -11,6 +11,6 @@ _PACKAGES = ("keras", "jax", "jaxlib", "numpy")
 
 
 def used_versions() -> dict[str, str]:
-    """Lockstep, Python and the packages that compute, by name."""
+    """Return the versions of Lockstep, Python and the packages that compute, by name."""
     found = {"lockstep": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     return found | {name: version(name) for name in _PACKAGES}

@@ -1,4 +1,4 @@
-"""Settings of the process, to be made before anything else: ``lockstep.config``."""
+"""Settings of the process, to be made before JAX starts: ``lockstep.config``."""
 
 from lockstep.devices.cpu_devices import set_logical_cpu_devices
 from lockstep.devices.determinism import set_deterministic

@@ -1,7 +1,7 @@
-"""Readers of the data sets that the examples use: from a folder, else through ``keras.datasets``, which downloads.
+"""Readers of the data sets of the examples: from a folder, else through ``keras.datasets``, which downloads.
 
-``$LOCKSTEP_DATA`` may name a folder that holds ``mnist/`` (the four IDX files, gzipped), ``cifar10/`` (the binary
-version, xz-compressed) and ``reuters/`` (token ranks in one ``.npz``). Nothing of it is part of Lockstep.
+``$LOCKSTEP_DATA`` may name a folder with ``mnist/`` (the four IDX files, gzipped), ``cifar10/`` (the binary version,
+xz-compressed) and ``reuters/`` (token ranks in one ``.npz``). The data are not part of Lockstep.
 """
 
 import gzip
@@ -27,15 +27,15 @@ def mnist(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
     Source: LeCun, Cortes and Burges; the IDX format is described with the data set.
 
     Args:
-        environment: where ``LOCKSTEP_DATA`` may stand.
+        environment: environment variables; ``LOCKSTEP_DATA`` may be among them.
 
     Returns:
         Pictures ``uint8 (60000, 28, 28)`` and labels ``(60000,)`` for training, then 10,000 for testing.
 
     Raises:
         FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
-        InputError: it names none, and Keras could not fetch the data.
-        ValueError: a file there is something else.
+        InputError: ``LOCKSTEP_DATA`` is not set, and Keras could not fetch the data.
+        ValueError: a file there has another format.
     """
     folder = _folder("mnist", environment)
     if folder is None:
@@ -50,14 +50,14 @@ def cifar10(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
     Source: Krizhevsky, "Learning multiple layers of features from tiny images" (2009).
 
     Args:
-        environment: where ``LOCKSTEP_DATA`` may stand.
+        environment: environment variables; ``LOCKSTEP_DATA`` may be among them.
 
     Returns:
         Pictures ``uint8 (n, 32, 32, 3)`` and labels ``(n,)`` for training, then 10,000 for testing.
 
     Raises:
         FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
-        InputError: it names none, and Keras could not fetch the data.
+        InputError: ``LOCKSTEP_DATA`` is not set, and Keras could not fetch the data.
     """
     folder = _folder("cifar10", environment)
     if folder is None:
@@ -68,21 +68,21 @@ def cifar10(environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
 
 
 def reuters(length: int, environment: Mapping[str, str] = os.environ) -> tuple[Split, Split]:
-    """Newswires as numbers of words: Reuters.
+    """Newswires as word indices: Reuters.
 
-    Numbers, order and split are those of ``keras.datasets.reuters.load_data()``; texts are cut and filled at their
+    Indices, order and split are those of ``keras.datasets.reuters.load_data()``; texts are truncated and padded at their
     beginning, as ``keras.utils.pad_sequences`` does.
 
     Args:
         length: number of words of each text.
-        environment: where ``LOCKSTEP_DATA`` may stand.
+        environment: environment variables; ``LOCKSTEP_DATA`` may be among them.
 
     Returns:
         Texts ``int32 (8982, length)`` and topics ``(8982,)`` for training, then 2,246 for testing.
 
     Raises:
         FileNotFoundError: ``LOCKSTEP_DATA`` names a folder without this data set.
-        InputError: it names none, and Keras could not fetch the data.
+        InputError: ``LOCKSTEP_DATA`` is not set, and Keras could not fetch the data.
     """
     folder = _folder("reuters", environment)
     if folder is None:
@@ -92,7 +92,7 @@ def reuters(length: int, environment: Mapping[str, str] = os.environ) -> tuple[S
         tokens, offsets, labels = (archive[name] for name in ("tokens", "offsets", "labels"))
     order = np.arange(len(labels))
     np.random.RandomState(113).shuffle(order)
-    # Keras numbers words from 4 on: 0 fills, 1 begins a text, 2 stands for unknown words, of which the rarest is one.
+    # Keras numbers words from 4 on: 0 is padding, 1 begins a text, 2 stands for unknown words, to which the rarest belongs.
     words = tokens.astype(np.int32) + 3
     words[words == words.max()] = 2
     texts = [np.concatenate([[1], words[offsets[row] : offsets[row + 1]]]) for row in order]
@@ -102,7 +102,7 @@ def reuters(length: int, environment: Mapping[str, str] = os.environ) -> tuple[S
 
 
 def _folder(name: str, environment: Mapping[str, str]) -> Path | None:
-    """The folder of a data set, or None where there is no such folder and Keras must fetch it."""
+    """Return the folder of a data set, or None if ``LOCKSTEP_DATA`` is not set and Keras must fetch it."""
     root = environment.get("LOCKSTEP_DATA")
     folder = Path(root) / name if root else None
     if folder and not folder.is_dir():
@@ -119,7 +119,7 @@ def _fetched(module: Any) -> Any:
     name = module.__name__.rpartition(".")[2]
     try:
         return module.load_data()
-    except Exception as error:  # Keras raises no class of its own.
+    except Exception as error:  # Keras raises a plain Exception.
         raise InputError(
             f"{name}: Keras could not fetch it: {error}. Set LOCKSTEP_DATA to a folder in which there is {name}/, as "
             "lockstep.datasets says, or try again with a network."
@@ -131,7 +131,7 @@ def _idx_split(folder: Path, name: str) -> Split:
 
 
 def _idx(path: Path) -> np.ndarray:
-    """An IDX file of bytes: 2 zero bytes, type 8, number of axes, the lengths as big-endian int32, the bytes."""
+    """Read an IDX file of bytes: 2 zero bytes, type 8, number of axes, the lengths as big-endian int32, the bytes."""
     content = gzip.decompress(path.read_bytes())
     axes = content[3]
     if content[:3] != b"\x00\x00\x08":
@@ -141,7 +141,7 @@ def _idx(path: Path) -> np.ndarray:
 
 
 def _cifar_file(path: Path) -> Split:
-    """10,000 records of 1 byte label and 3 × 1,024 bytes of red, green and blue."""
+    """Read 10,000 records of 1 byte label and 3 × 1,024 bytes of red, green and blue."""
     records = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8).reshape(-1, 3073)
     pictures = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(pictures), records[:, 0]

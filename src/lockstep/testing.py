@@ -1,4 +1,4 @@
-"""What anybody can ask of a cross-device operation of their own: is it right, and what does it send?"""
+"""Checks of a custom cross-device operation: its results against the naive sum, and the messages that it sends."""
 
 from collections.abc import Sequence
 
@@ -32,21 +32,21 @@ def check_cross_device_ops(
     """Run a cross-device operation on 1, 2, … devices and compare with the naive sum in NumPy.
 
     For each number of devices: the sum of arrays of all ``dtypes`` and ``shapes`` in one call is within the operation's
-    ``error_bound``, keeps shape and dtype, has the same bits on every device and the same bits a second time; what is
-    not finite stays so. Numbers of 64 bits are switched on meanwhile.
+    ``error_bound``, keeps shape and dtype, has the same bits on every device and the same bits a second time;
+    non-finite numbers stay non-finite. 64-bit types are enabled during the check.
 
     Args:
-        ops: whatever a strategy takes as ``cross_device_ops``.
+        ops: any value that a strategy accepts as ``cross_device_ops``.
         devices: names or JAX devices; the check runs on the first, the first two, and so on. By default all of JAX's
             default platform.
-        dtypes: of the arrays; names that ``jax.numpy`` has.
-        shapes: of the arrays.
+        dtypes: names of the arrays' dtypes in ``jax.numpy``.
+        shapes: shapes of the arrays.
 
     Raises:
-        ContractError: the operation does something else; the message has the array, the number of devices, what was
-            expected and what was found.
+        ContractError: a result is wrong; the message has the array, the number of devices, what was expected and
+            what was found.
         DeviceError: a device is unknown.
-        OptionError: ``ops`` is no operation, or one of ``dtypes`` is unknown.
+        OptionError: ``ops`` is not an operation, or one of ``dtypes`` is unknown.
 
     Example:
         >>> import jax, lockstep
@@ -64,19 +64,19 @@ def check_cross_device_ops(
 
 
 def count_traffic(ops: Ops, values: Sequence[jax.ShapeDtypeStruct | jax.Array], devices: int) -> MessageTrace:
-    """Count what a cross-device operation sends, in its program: nothing runs, and no device is needed.
+    """Count the messages of a cross-device operation in its program; nothing runs, and no device is needed.
 
     Args:
-        ops: whatever a strategy takes as ``cross_device_ops``.
-        values: what each device holds; shapes and dtypes suffice.
+        ops: any value that a strategy accepts as ``cross_device_ops``.
+        values: arrays of each device; shapes and dtypes suffice.
         devices: number of devices.
 
     Returns:
-        The rounds of messages. The platform's own collectives, which may do otherwise, are counted as rings, and
+        The rounds of messages. The platform's collectives, which may use other algorithms, are counted as rings, and
         ``all_to_all`` as exchanges in pairs.
 
     Raises:
-        OptionError: ``ops`` is no operation, or its rounds are not known beforehand.
+        OptionError: ``ops`` is not an operation, or its rounds are not known beforehand.
 
     Example:
         >>> import jax, lockstep
@@ -98,7 +98,7 @@ def _dtypes(names: Sequence[str]) -> list[np.dtype]:
 
 
 def _pieces(dtype: np.dtype, shape: tuple[int, ...], count: int) -> np.ndarray:
-    """What the devices hold, ``(devices, *shape)``: random numbers, the same in every run."""
+    """Return the arrays of the devices, ``(devices, *shape)``: random numbers, the same in every run."""
     rng = np.random.default_rng([count, *shape])
     size = (count, *shape)
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -117,10 +117,10 @@ def _pieces(dtype: np.dtype, shape: tuple[int, ...], count: int) -> np.ndarray:
 def _reduced_twice(
     ops: CrossDeviceOps, leaves: list[np.ndarray], devices: Sequence[jax.Device]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Each device holds one row of each leaf; returns what every device holds afterwards, ``(devices, …)``, twice."""
+    """Reduce twice; each device holds one row of each leaf. Return the results of all devices, ``(devices, …)``, of both runs."""
     mesh, cut = Mesh(np.asarray(devices), (_AXIS,)), PartitionSpec(_AXIS)
 
-    def meet(values: list[jax.Array]) -> list[jax.Array]:
+    def reduce_own(values: list[jax.Array]) -> list[jax.Array]:
         own = [value[0] for value in values]
         sums = all_reduce(ReduceOp.SUM, own, _AXIS, devices, ops)
         if len(sums) != len(own):
@@ -128,41 +128,41 @@ def _reduced_twice(
                 f"Expected one sum for each of {len(own)} arrays, got {len(sums)} sums. Return one for each array that all_reduce is given."
             )
         for value, total in zip(own, sums, strict=True):
-            _same_kind(value, total, len(devices))
+            _check_shape_and_dtype(value, total, len(devices))
         return [total[None] for total in sums]
 
-    run = jax.jit(jax.shard_map(meet, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
+    run = jax.jit(jax.shard_map(reduce_own, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
     placed = jax.device_put(leaves, NamedSharding(mesh, cut))
     return [np.asarray(total) for total in run(placed)], [np.asarray(total) for total in run(placed)]
 
 
-def _same_kind(value: jax.Array, total: jax.Array, count: int) -> None:
+def _check_shape_and_dtype(value: jax.Array, total: jax.Array, count: int) -> None:
     if (total.shape, total.dtype) != (value.shape, value.dtype):
         raise ContractError(
-            f"{_where(value.dtype, value.shape, count)}: expected a sum of the same dtype and shape, got "
+            f"{_describe(value.dtype, value.shape, count)}: expected a sum of the same dtype and shape, got "
             f"{total.dtype} of shape {total.shape}."
         )
 
 
 def _compare(ops: CrossDeviceOps, pieces: np.ndarray, copies: np.ndarray, again: np.ndarray) -> None:
-    where = _where(pieces.dtype, pieces.shape[1:], len(pieces))
+    prefix = _describe(pieces.dtype, pieces.shape[1:], len(pieces))
     for device, copy in enumerate(copies):
         different = _bits(copy) != _bits(copies[0])
         if different.any():
-            index = _first(different.any(axis=-1).reshape(copy.shape))
+            index = _first_index(different.any(axis=-1).reshape(copy.shape))
             raise ContractError(
-                f"{where}: expected the same bits on every device, but device 0 has {copies[0][index]} and device "
+                f"{prefix}: expected the same bits on every device, but device 0 has {copies[0][index]} and device "
                 f"{device} has {copy[index]} at index {index}."
             )
     if (_bits(copies) != _bits(again)).any():
-        raise ContractError(f"{where}: expected the same bits when the operation runs again, got others.")
+        raise ContractError(f"{prefix}: expected the same bits when the operation runs again, got others.")
     exact, found, bound = _naive_sum(pieces), _widened(copies[0]), ops.error_bound(pieces)
     wrong = _is_wrong(found, exact, bound)
     if wrong.any():
-        index = _first(wrong)
+        index = _first_index(wrong)
         held = [piece[index] for piece in pieces]
         raise ContractError(
-            f"{where}: expected {exact[index]} within {bound[index]:.3g} at index {index}, the sum of "
+            f"{prefix}: expected {exact[index]} within {bound[index]:.3g} at index {index}, the sum of "
             f"{', '.join(map(str, held))}; got {found[index]}."
         )
 
@@ -184,14 +184,14 @@ def _naive_sum(pieces: np.ndarray) -> np.ndarray:
 
 
 def _widened(values: np.ndarray) -> np.ndarray:
-    """Floating-point numbers in the longest format that the machine has; integers, which wrap around, as they are."""
+    """Return floating-point numbers in the machine's longest format; integers, which wrap around, as they are."""
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
         return values.astype("clongdouble")
     return values.astype("longdouble") if jnp.issubdtype(values.dtype, jnp.floating) else values
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """The bytes of each number, ``(numbers, bytes)``: they tell 0 from -0."""
+    """Return the bytes of each number, ``(numbers, bytes)``, in which 0 and -0 differ."""
     return np.frombuffer(values.tobytes(), "uint8").reshape(values.size, values.dtype.itemsize)
 
 
@@ -199,9 +199,9 @@ def _is_nan(values: np.ndarray) -> np.ndarray:
     return np.asarray(values != values)
 
 
-def _first(wrong: np.ndarray) -> tuple[int, ...]:
+def _first_index(wrong: np.ndarray) -> tuple[int, ...]:
     return tuple(int(position) for position in np.argwhere(wrong)[0])
 
 
-def _where(dtype: np.dtype, shape: tuple[int, ...], count: int) -> str:
+def _describe(dtype: np.dtype, shape: tuple[int, ...], count: int) -> str:
     return f"{dtype} of shape {shape} on {count} device{'s' * (count > 1)}"

@@ -51,7 +51,7 @@ def platform_sum(values: Sequence[jax.Array], axis: str) -> list[jax.Array]:
 
 
 def platform_sum_bucketed(values: Sequence[jax.Array], axis: str, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """Return the sums as :func:`platform_sum`, in few collectives between processes on CPUs, where XLA starts one for each array."""
+    """Return the sums as :func:`platform_sum`, with few collectives between processes on CPUs, for which XLA would start one for each array."""
     between_processes = len({device.process_index for device in devices}) > 1
     if not between_processes or platform_of(devices[0]) != "cpu":
         return platform_sum(values, axis)

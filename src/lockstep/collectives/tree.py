@@ -36,7 +36,7 @@ class TreeAllReduce(CrossDeviceOps):
     """All-reduce that adds the devices' values in a fixed binary tree: the same bits in every run and on every platform.
 
     Each device gets a slice of every value, adds the slices in the order of the tree, and sends the sum to all: with n
-    devices it sends 2(n-1)/n of the bytes. Values below 4,096 elements travel whole, n-1 times. Source: see the module.
+    devices it sends 2(n-1)/n of the bytes. Values below 4,096 elements are sent whole, n-1 times. Source: see the module.
 
     This operation alone makes the sum over *devices* reproducible. For the same bits on another number of devices use
     ``deterministic=True``, which adds the replicas in this tree.

@@ -1,1 +1,1 @@
-"""How a batch reaches the devices."""
+"""Inputs: sources, caches, prefetch, placement on the devices, and the adapter that Keras reads."""

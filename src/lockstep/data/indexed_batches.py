@@ -12,7 +12,7 @@ __all__ = ["IndexedBatches", "UnreadBatchCounter", "run_epoch_hook"]
 
 
 def run_epoch_hook(source: InputSource, hook: EpochHook) -> None:
-    """Repeat a hook of the data that another process ran where an epoch began or ended, with the same random state."""
+    """Repeat a hook that another process ran at the begin or end of an epoch, with the same random state."""
     kind, state = hook
     restore_random_state(state)
     (source.begin_epoch if kind == "begin" else source.end_epoch)()

@@ -1,1 +1,1 @@
-"""Which devices there are and which rows go where."""
+"""Devices: names, logical CPU devices, memory, determinism settings, and the layout of rows on them."""

@@ -1,7 +1,7 @@
-"""Several logical CPU devices in one process, with a thread pool that cannot dead-lock.
+"""Logical CPU devices of one process, a thread pool that cannot deadlock, and XLA options for CPUs.
 
 XLA runs all CPU devices of a process on one pool of max(cores, devices) threads, and a collective blocks the thread
-that it runs on. With too few threads two devices wait for each other for ever (XLA aborts the process after 40 s).
+that it runs on. With too few threads two devices wait for each other forever (XLA aborts the process after 40 s).
 ``PJRT_NPROC`` (or ``NPROC``) in the environment sets the size of the pool, once, when JAX starts its backend.
 """
 
@@ -36,7 +36,7 @@ _COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 def set_logical_cpu_devices(count: int) -> None:
     """Make this process see ``count`` CPU devices, named ``cpu:0`` … .
 
-    A strategy that names CPU devices makes what it needs by itself; call this first where a later strategy of the
+    A strategy that names CPU devices creates those that it needs; call this function first if a later strategy of the
     same process needs more. It is the counterpart of ``tf.config.set_logical_device_configuration``.
 
     Args:
@@ -52,29 +52,33 @@ def set_logical_cpu_devices(count: int) -> None:
         2
     """
     count = whole_number("count", count)
-    _start_with(count, os.environ)
+    _configure(count, os.environ)
     found = len(jax.local_devices(backend="cpu"))
     if found != count:
-        raise _too_late(count, found)
+        raise _already_started_error(count, found)
     check_thread_pool(count, os.environ)
 
 
 def ensure_cpu_devices(count: int) -> None:
-    """Make sure that at least ``count`` CPU devices exist, and say what to do where it is too late."""
-    _start_with(max(count, _configured_count(os.environ)), os.environ)
+    """Start JAX with at least ``count`` CPU devices.
+
+    Raises:
+        DeviceError: JAX has started with fewer.
+    """
+    _configure(max(count, _configured_count(os.environ)), os.environ)
     found = len(jax.local_devices(backend="cpu"))
     if found < count:
-        raise _too_late(count, found)
+        raise _already_started_error(count, found)
 
 
 def reserve_devices(count: int) -> None:
-    """Have JAX start with at least ``count`` CPU devices; it need not start yet."""
-    _start_with(max(count, _configured_count(os.environ)), os.environ)
+    """Configure at least ``count`` CPU devices without starting JAX."""
+    _configure(max(count, _configured_count(os.environ)), os.environ)
 
 
 def reserve_threads(devices: int) -> None:
-    """Have JAX start with threads enough for ``devices`` CPU devices that wait for those of other processes."""
-    _start_with(
+    """Configure threads enough for ``devices`` CPU devices that wait for those of other processes."""
+    _configure(
         max(devices, _configured_count(os.environ)),
         os.environ,
         max(os.cpu_count() or 1, THREADS_PER_DEVICE, _threads_for(devices)),
@@ -82,14 +86,18 @@ def reserve_threads(devices: int) -> None:
 
 
 def start_with_threads(threads: int, xla_flags: str) -> None:
-    """Have JAX start with a pool of ``threads`` threads and these flags; nothing happens where it has started."""
+    """Configure a pool of ``threads`` threads and these flags, unless JAX has started."""
     present = os.environ.get("XLA_FLAGS", "")
-    if _start_with(_configured_count(os.environ), os.environ, threads) and xla_flags not in present:
+    if _configure(_configured_count(os.environ), os.environ, threads) and xla_flags not in present:
         os.environ["XLA_FLAGS"] = f"{present} {xla_flags}".strip()
 
 
 def check_thread_pool(devices: int, environment: Mapping[str, str]) -> None:
-    """Refuse ``devices`` CPU devices on a thread pool that would dead-lock."""
+    """Refuse ``devices`` CPU devices on a thread pool that would deadlock.
+
+    Raises:
+        DeviceError: it would.
+    """
     needed = _threads_for(devices)
     threads = pool_threads(environment)
     if threads < needed:
@@ -106,7 +114,7 @@ def _threads_for(devices: int) -> int:
 
 
 def pool_threads(environment: Mapping[str, str]) -> int:
-    """Number of threads that XLA runs the CPU devices of this process on."""
+    """Return the number of threads on which XLA runs the CPU devices of this process."""
     for name in POOL_VARIABLES:
         if environment.get(name, "").isdigit():
             return int(environment[name])
@@ -119,8 +127,8 @@ def _configured_count(environment: Mapping[str, str]) -> int:
     return max(1, configured, int(flag.group(1)) if flag else 0)
 
 
-def _start_with(count: int, environment: MutableMapping[str, str], threads: int | None = None) -> bool:
-    """Configure JAX for ``count`` CPU devices; False, and nothing happens, where the backend has started."""
+def _configure(count: int, environment: MutableMapping[str, str], threads: int | None = None) -> bool:
+    """Configure JAX for ``count`` CPU devices and return True; do nothing and return False if the backend has started."""
     if has_started():
         return False
     jax.config.update("jax_num_cpu_devices", count)
@@ -130,7 +138,7 @@ def _start_with(count: int, environment: MutableMapping[str, str], threads: int 
 
 
 def has_started() -> bool:
-    """Whether JAX's backends run: it then refuses another number of CPU devices."""
+    """Return whether JAX's backends have started: JAX then refuses another number of CPU devices."""
     configured: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     try:
         jax.config.update("jax_num_cpu_devices", max(1, configured) + 1)
@@ -140,7 +148,7 @@ def has_started() -> bool:
     return False
 
 
-def _too_late(wanted: int, found: int) -> DeviceError:
+def _already_started_error(wanted: int, found: int) -> DeviceError:
     return DeviceError(
         f"{wanted} CPU devices were asked for, but JAX has already started with {found}. JAX starts with the first "
         f"array, model or optimizer: make the strategy before those, or call lockstep.config.set_logical_cpu_devices"
@@ -150,27 +158,27 @@ def _too_late(wanted: int, found: int) -> DeviceError:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, where the system says that; else all."""
+    """Return the number of cores that this process may use; on systems without that information, of all cores."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 # XLA's own routine for convolutions on CPUs is faster than that of YNNPACK, which jaxlib 0.10 takes for some of them: see
 # docs/decisions/0028. Products of matrices stay with the latter.
-_ON_CPUS = {"xla_cpu_experimental_ynn_fusion_type": "-individual_convolution"}
+_CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "-individual_convolution"}
 
 
 @functools.cache
 def compiler_options(platform: str) -> dict[str, str]:
-    """For ``jax.jit``; empty where this version of XLA does not know them.
+    """Return the compiler options of steps for ``jax.jit``; none if this version of XLA does not know them.
 
     Args:
-        platform: of the devices, "cpu" for example.
+        platform: platform of the devices, for example "cpu".
     """
     if platform != "cpu":
         return {}
     number = jax.device_put(1.0, jax.local_devices(backend="cpu")[0])
     try:
-        jax.jit(lambda x: x, compiler_options=_ON_CPUS).lower(number).compile()
+        jax.jit(lambda x: x, compiler_options=_CPU_OPTIONS).lower(number).compile()
     except (jax.errors.JaxRuntimeError, TypeError):
         return {}
-    return _ON_CPUS
+    return _CPU_OPTIONS

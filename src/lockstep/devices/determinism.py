@@ -1,4 +1,4 @@
-"""What the process must settle before JAX starts so that runs can be repeated bit for bit.
+"""Process settings for deterministic runs, which must be made before JAX starts.
 
 On CPU the bits of a convolution depend on the size of XLA's thread pool, which follows the cores and devices of a machine
 unless it is fixed. On GPUs XLA chooses among kernels some of which add in the order in which threads finish.
@@ -15,7 +15,7 @@ from lockstep.devices.names import platform_of
 
 __all__ = ["CPU_THREADS", "describe_determinism", "is_deterministic", "prepare_determinism", "set_deterministic"]
 
-CPU_THREADS = 16  # Enough for 4 logical CPU devices; it says nothing of the number of cores.
+CPU_THREADS = 16  # Enough for 4 logical CPU devices, independent of the number of cores.
 GPU_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
@@ -29,7 +29,7 @@ _setting = _DeterminismSetting()  # of the process; only set_deterministic chang
 
 
 def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -> None:
-    """Make every strategy from now on deterministic, as if it were given ``deterministic=True``.
+    """Make every strategy from now on deterministic, as with the argument ``deterministic=True``.
 
     Call it at the top of the script. Counterpart of ``tf.config.experimental.enable_op_determinism``.
 
@@ -63,17 +63,17 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
 
 
 def is_deterministic() -> bool:
-    """Whether strategies are deterministic unless they say otherwise."""
+    """Return whether strategies are deterministic by default."""
     return _setting.enabled
 
 
 def prepare_determinism() -> None:
-    """Settle what a deterministic strategy needs, where JAX has not started yet."""
+    """Make the settings that a deterministic strategy needs, unless JAX has started."""
     start_with_threads(_setting.cpu_threads, GPU_FLAG)
 
 
 def describe_determinism(device: jax.Device) -> str:
-    """What the bits depend on besides the replicas, and what to do where it is not the usual."""
+    """Return a description of what the bits depend on besides the replicas, with a fix if that is not the default."""
     if platform_of(device) == "cpu":
         threads = pool_threads(os.environ)
         text = f"deterministic, on a pool of {threads} CPU threads"

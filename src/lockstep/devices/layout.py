@@ -1,6 +1,6 @@
-"""Which rows of a global batch belong to which replica, and which device runs it: arithmetic only.
+"""Layout of a global batch: which rows belong to which replica, and which device runs the replica. Arithmetic only.
 
-Replicas decide the numbers, devices only the time. The split is that of ``tf.distribute``: contiguous chunks of
+Replicas determine the results, devices only the speed. The split is that of ``tf.distribute``: contiguous chunks of
 ``ceil(rows / replicas)`` rows, so the last replicas may hold fewer rows or none.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["Layout", "rows_of_replicas"]
 
 
 def rows_of_replicas(rows: int, replicas: int) -> tuple[int, ...]:
-    """Number of rows of each replica: 7 rows on 2 replicas are (4, 3), 6 rows on 4 are (2, 2, 2, 0)."""
+    """Return the number of rows of each replica: 7 rows on 2 replicas are (4, 3), 6 rows on 4 are (2, 2, 2, 0)."""
     chunk = -(-rows // replicas)
     return tuple(min(chunk, max(0, rows - replica * chunk)) for replica in range(replicas))
 
@@ -46,24 +46,24 @@ class Layout:
 
     @property
     def capacity(self) -> int:
-        """Rows that every device has room for: arrays on several devices are cut into equal pieces."""
+        """Rows of each device's shard, padding included: arrays on several devices are sharded into equal parts."""
         return max(self.device_rows)
 
     @property
     def busy_replicas(self) -> tuple[int, ...]:
-        """Rows of each replica that has some."""
+        """Number of rows of each replica that has rows."""
         return tuple(rows for device in self.per_device for rows in device if rows)
 
     @property
     def is_full(self) -> bool:
-        """True where no device has a free place, so that the rows need not be moved to be placed."""
+        """Whether no shard has padding, so that the rows need not be reordered to be placed."""
         return self.capacity * self.devices == self.rows
 
     def row_index(self) -> np.ndarray:
-        """The row at each place of the devices, shape ``(devices * capacity,)``.
+        """Return the row at each place of the shards, shape ``(devices * capacity,)``.
 
-        A free place repeats a row of the batch: nothing reads the result, but the arithmetic done on it meanwhile is
-        as safe as that on real rows (zeros could turn a normalization into NaN).
+        Padding repeats a row of the batch: its result is not read, but the arithmetic on it is as safe as that on
+        other rows (zeros could turn a normalization into NaN).
         """
         starts = accumulate(self.device_rows[:-1], initial=0)
         return np.concatenate([(start + np.arange(self.capacity)) % self.rows for start in starts])

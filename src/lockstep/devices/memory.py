@@ -1,4 +1,9 @@
-"""How much memory this machine has, and how much of it this process may still have."""
+"""Memory of the host: size and free bytes, and glibc settings that keep freed memory in the process.
+
+In each step XLA allocates and frees large blocks. By default glibc maps blocks of that size from the system and unmaps them,
+so that every step pays for thousands of page faults. ``mallopt`` makes glibc keep them, which a process may do at any time;
+the earlier, the more of its threads share one heap. ``docs/decisions/0027`` has the figures.
+"""
 
 import ctypes
 import os
@@ -12,12 +17,12 @@ __all__ = ["NVIDIA_GPUS", "SWITCH", "HostMemory", "first_line", "host_memory", "
 
 @dataclass(frozen=True)
 class HostMemory:
-    """In bytes.
+    """Memory of this machine, in bytes.
 
     Args:
-        total: of the machine.
-        limit: the least that the control groups around this process allow, where they do not allow all.
-        free: what may still be asked for, within these limits; None where the system does not say.
+        total: memory of the machine.
+        limit: the lowest limit of the control groups of this process, or None if they have no limit.
+        free: memory that may still be allocated within these limits; None if the system does not report it.
     """
 
     total: int
@@ -26,10 +31,10 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """The memory of this machine; control groups are those of version 2 on Linux.
+    """Return the memory of this machine, with the limits of control groups (version 2, on Linux).
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: the directory that has ``proc`` and ``sys``.
 
     Example:
         >>> from lockstep.devices.memory import host_memory
@@ -44,7 +49,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of this process's control group and of those around it."""
+    """Yield limit and use, in bytes, of this process's control group and of its parents."""
     groups = root / "sys/fs/cgroup"
     own = next((line[4:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::/")), "")
     for folder in (groups / own, *(groups / parent for parent in Path(own).parents)):
@@ -54,12 +59,12 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _reclaimable(lines: Iterable[str]) -> int:
-    """Bytes of files that the kernel gives up where memory is short."""
+    """Return the bytes of file cache that the kernel frees if memory is short."""
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def first_line(path: Path) -> str:
-    """The first line of a file; "" where it cannot be read."""
+    """Return the first line of a file; "" if it cannot be read."""
     return next(iter(_lines(path)), "")
 
 
@@ -71,7 +76,7 @@ def _lines(path: Path) -> list[str]:
 
 
 SWITCH = "LOCKSTEP_KEEP_MEMORY"  # "0" leaves the allocator as it is
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # A machine that has some trains on them.
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # A machine with GPUs trains on them.
 _ARENAS, _MAPPINGS, _TRIM_ABOVE, _GROW_BY = (
     -8,
     -4,
@@ -82,30 +87,30 @@ _SETTINGS = {_ARENAS: 1, _MAPPINGS: 0, _TRIM_ABOVE: 2**31 - 1, _GROW_BY: 2**26}
 
 
 def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Have glibc keep freed memory; nothing happens with another allocator, or where the user has set this one.
+    """Make glibc keep freed memory, unless the user has chosen another allocator or configured this one.
 
     Args:
-        environ: may say so: ``LOCKSTEP_KEEP_MEMORY=0``, ``LD_PRELOAD``, ``MALLOC_…`` or ``GLIBC_TUNABLES``.
+        environ: the user's settings: ``LOCKSTEP_KEEP_MEMORY=0``, ``LD_PRELOAD``, ``MALLOC_…`` or ``GLIBC_TUNABLES``.
 
     Returns:
-        Whether it does now.
+        Whether glibc keeps freed memory now.
     """
-    if platform.libc_ver()[0] != "glibc" or NVIDIA_GPUS.exists() or _is_set_by_the_user(environ):
+    if platform.libc_ver()[0] != "glibc" or NVIDIA_GPUS.exists() or _is_configured(environ):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(parameter, value) for parameter, value in _SETTINGS.items()])
 
 
 def returned_memory_reason(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why this process returns freed memory to the system, though it could keep it; None where it keeps it, or the user has chosen."""
+    """Return why this process returns freed memory to the system though it could keep it; None if it keeps it or the user chose so."""
     if environ.get(SWITCH) == "0":
-        return None if _is_set_by_the_user({**environ, SWITCH: ""}) else f"{SWITCH}=0"
+        return None if _is_configured({**environ, SWITCH: ""}) else f"{SWITCH}=0"
     if platform.libc_ver()[0] != "glibc" and "malloc" not in environ.get("LD_PRELOAD", ""):
         return f"the C library is {platform.libc_ver()[0] or 'none that keeps it'}"
     return None
 
 
-def _is_set_by_the_user(environ: Mapping[str, str]) -> bool:
+def _is_configured(environ: Mapping[str, str]) -> bool:
     return (
         environ.get(SWITCH) == "0"
         or "malloc" in environ.get("LD_PRELOAD", "")

@@ -18,12 +18,12 @@ __all__ = [
     "resolve_with_parameter_device",
 ]
 
-# "/job:localhost/replica:0/task:0/device:GPU:0" is what TensorFlow prints, so people paste it.
+# "/job:localhost/replica:0/task:0/device:GPU:0" is the form that TensorFlow prints.
 _NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d+)", re.IGNORECASE)
 
 
 def parse_device_name(name: str) -> tuple[str, int]:
-    """Platform and index of a device name: ``"/device:GPU:0"``, ``"gpu:0"`` and ``"/gpu:0"`` are ``("gpu", 0)``."""
+    """Return platform and index of a device name: ``"/device:GPU:0"``, ``"gpu:0"`` and ``"/gpu:0"`` are ``("gpu", 0)``."""
     match = _NAME.fullmatch(name.strip())
     if match is None:
         raise DeviceError(f"Unknown device name {name!r}: expected something like 'gpu:0', '/gpu:0', 'cpu:1'.")
@@ -31,14 +31,14 @@ def parse_device_name(name: str) -> tuple[str, int]:
 
 
 def device_name(device: jax.Device) -> str:
-    """The short name of a device, as it may be given to a strategy: ``gpu:0``; ``worker:1/gpu:0`` in another process."""
+    """Return the short name of a device, as strategies accept it: ``gpu:0``; ``worker:1/gpu:0`` in another process."""
     platform, process = platform_of(device), device.process_index
     number = jax.local_devices(process, platform).index(device)
     return f"{platform}:{number}" if process == jax.process_index() else f"worker:{process}/{platform}:{number}"
 
 
 def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Device, ...]:
-    """The JAX devices that ``devices`` names; None means every local device of JAX's default platform.
+    """Return the JAX devices that ``devices`` names; None means every local device of JAX's default platform.
 
     Raises:
         DeviceError: a name is unknown, absent or used twice; the platforms are mixed; it is too late to make the CPU
@@ -61,31 +61,31 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
 
 
 def resolve_with_parameter_device(
-    devices: Sequence[str | jax.Device] | None, home: str | jax.Device | None
+    devices: Sequence[str | jax.Device] | None, parameter_device: str | jax.Device | None
 ) -> tuple[tuple[jax.Device, ...], jax.Device]:
-    """The devices that compute, as :func:`resolve_devices`, and the one that the variables are on.
+    """Return the devices that compute, as :func:`resolve_devices`, and the device of the variables.
 
     Args:
-        devices: that compute.
-        home: by default the CPU if ``devices`` are several accelerators, else the first of them.
+        devices: the devices that compute.
+        parameter_device: the device of the variables; by default the CPU if ``devices`` are several accelerators, else the first of them.
 
     Raises:
         DeviceError: see :func:`resolve_devices`.
     """
-    if home is not None and not isinstance(home, (str, jax.Device)):
-        raise DeviceError(f"parameter_device: {home!r} is neither a name such as 'cpu:0' nor a JAX device.")
-    named = [home] if isinstance(home, str) else []
+    if parameter_device is not None and not isinstance(parameter_device, (str, jax.Device)):
+        raise DeviceError(f"parameter_device: {parameter_device!r} is neither a name such as 'cpu:0' nor a JAX device.")
+    named = [parameter_device] if isinstance(parameter_device, str) else []
     if any(parse_device_name(name)[0] == "cpu" for name in named):  # JAX makes all CPU devices at once, when it starts.
         ensure_cpu_devices(max(count_cpu_devices(devices), count_cpu_devices(named)))
     found = resolve_devices(devices)
-    if home is None:
+    if parameter_device is None:
         several = len(found) > 1 and platform_of(found[0]) != "cpu"
         return found, _lookup("cpu:0") if several else found[0]
-    return found, _named([home])[0]
+    return found, _named([parameter_device])[0]
 
 
 def count_cpu_devices(devices: Sequence[str | jax.Device] | None) -> int:
-    """How many logical CPU devices there must be for those that are named; at least 1."""
+    """Return how many logical CPU devices the names need; at least 1."""
     names = [] if devices is None or isinstance(devices, str) else [x for x in devices if isinstance(x, str)]
     parsed = [parse_device_name(name) for name in names]
     return max((index + 1 for platform, index in parsed if platform == "cpu"), default=1)
@@ -131,5 +131,5 @@ def _all_names() -> list[str]:
 
 
 def platform_of(device: jax.Device) -> str:
-    """``gpu`` for every make of GPU, else JAX's own word."""
+    """Return "gpu" for GPUs of every vendor, else JAX's name of the platform."""
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
