@@ -94,8 +94,8 @@ def test_replicas_do_what_the_written_out_loop_does(build, replicas, caplog):
     expected = state_of(expected)
     for devices in DEVICES if build in NETWORKS[:2] else (2,):
         found = trained(build, Topology(replicas, devices))
-        told = [record.getMessage() for record in caplog.records]
-        assert not [line for line in told if "global batch" in line]
+        messages = [record.getMessage() for record in caplog.records]
+        assert not [line for line in messages if "global batch" in line]
         for (name, value), theirs in zip(state_of(found).items(), expected.values(), strict=False):
             if "loss/" not in name:
                 assert_close(value, theirs, 1e-5, f"{name} on {devices} devices")

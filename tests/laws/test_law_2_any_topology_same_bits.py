@@ -513,7 +513,7 @@ def test_self_check_names_what_differs():
         strategy.self_check(model, np.ones((4, 3), "float32"), np.ones((4, 1), "float32"))
 
 
-def test_self_check_refuses_a_model_of_somebody_else():
+def test_self_check_refuses_a_model_of_another_strategy():
     model = mlp()
     model.compile("sgd", "mse")
     with pytest.raises(lockstep.ModelError, match="is not a compiled model of MirroredStrategy"):

@@ -1,6 +1,6 @@
 """Law 3: a run that is interrupted anywhere and resumed ends with the same bits.
 
-With arrays a net of convolutions is trained, and the run that nobody broke off compiles everything for itself.
+With arrays a net of convolutions is trained, and the uninterrupted run compiles everything separately.
 """
 
 import contextlib

@@ -13,12 +13,12 @@ SHAPES = [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
 @pytest.mark.parametrize(("workers", "devices"), SHAPES)
 def test_each_row_once_an_epoch_and_who_reads_something_else_is_named(job, workers, devices):
     run = job(workers)
-    told = run.run("rows", devices=devices)
-    assert all(one == told[0] for one in told)
+    reports = run.run("rows", devices=devices)
+    assert all(one == reports[0] for one in reports)
     for kind in ("arrays", "generator", "dataset", "function", "again"):
-        np.testing.assert_array_equal(told[0][kind], np.ones((2, 37)), err_msg=kind)
-    slope, start = told[0]["line"]
-    np.testing.assert_allclose(told[0]["rows"], start + slope * np.arange(37) / 37, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(reports[0][kind], np.ones((2, 37)), err_msg=kind)
+    slope, start = reports[0]["line"]
+    np.testing.assert_allclose(reports[0]["rows"], start + slope * np.arange(37) / 37, rtol=1e-5, atol=1e-6)
     odd = f"worker {workers - 1} of {workers} ({socket.gethostname()}, process {run.processes[f'worker{workers - 1}'].pid}) differs"
     expected = {
         "other_rows": f"'batch 1 of ndarray': {odd}: it has \"",
@@ -29,5 +29,5 @@ def test_each_row_once_an_epoch_and_who_reads_something_else_is_named(job, worke
         "other_validation": f"'batch 1 of ndarray': {odd}: it has \"",
     }
     for key, sentence in expected.items():
-        assert told[0][key].startswith(f"The workers do not agree on {sentence}"), told[0][key]
-    assert "Give shuffling a seed" in told[0]["other_order"]
+        assert reports[0][key].startswith(f"The workers do not agree on {sentence}"), reports[0][key]
+    assert "Give shuffling a seed" in reports[0]["other_order"]

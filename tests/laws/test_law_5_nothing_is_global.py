@@ -262,7 +262,7 @@ def test_clear_session_breaks_nothing():
     assert devices_of(model) == 2
 
 
-def test_a_model_that_nobody_uses_any_more_is_freed():
+def test_an_unreferenced_model_is_freed():
     strategy = Topology(2, 1).strategy()
 
     def trained():
@@ -328,7 +328,7 @@ def test_the_line_shows_without_any_set_up_and_can_be_switched_off(python):
     assert "lockstep" not in hidden
 
 
-def test_a_model_that_runs_on_the_global_batch_is_told_once(caplog):
+def test_a_model_that_runs_on_the_global_batch_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="lockstep"), Topology(2, 2).strategy().scope():
         layers = [keras.layers.BatchNormalization(synchronized=True, name="shared"), keras.layers.Dense(1)]
         model = compiled(keras.Sequential([keras.Input((4,)), *layers], name="net"))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group(__name__)
 
 HOST = socket.gethostname()
 LONG, SHORT = 60, 3  # limits in seconds: what ends sooner than the long one was not ended by it
-SOON = 30  # A death is told at once and the grace takes 1.5 s; a busy machine may need much longer.
+SOON = 30  # A death is reported at once and the grace takes 1.5 s; a busy machine may need much longer.
 GRACE = 1.5
 
 
@@ -39,7 +39,7 @@ def ends(processes, code, within):
     return seconds
 
 
-def nobody_is_left(processes):
+def assert_no_process_is_left(processes):
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
@@ -57,7 +57,7 @@ def test_a_worker_that_is_killed_in_the_middle_is_named_at_once(job, workers, vi
     for other in others:
         assert f"worker {victim} of {workers} ({HOST}, process {processes[victim].pid}) died: " in last_line(other)
     assert processes[victim].end() == -signal.SIGKILL
-    nobody_is_left(processes)
+    assert_no_process_is_left(processes)
 
 
 @pytest.mark.parametrize("stopped", [1, pytest.param(0, marks=pytest.mark.nightly)])
@@ -70,7 +70,7 @@ def test_a_worker_that_is_stopped_is_named_at_the_limit(job, stopped):
     assert who in last_line(other)
     processes[stopped].send(signal.SIGCONT)  # It finds the others gone, and ends, too.
     assert processes[stopped].end() == 75, processes[stopped].said
-    nobody_is_left(processes)
+    assert_no_process_is_left(processes)
 
 
 @pytest.mark.parametrize("fails", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -87,7 +87,7 @@ def test_an_exception_on_one_worker_ends_all_and_is_told_to_all(job, fails, does
     assert last_line(processes[fails]) == error
     sentence = f"worker {fails} of 2 ({HOST}, process {processes[fails].pid}) failed: {error}."
     assert last_line(processes[1 - fails]) == f"lockstep: {sentence} This process ends with code 13."
-    nobody_is_left(processes)
+    assert_no_process_is_left(processes)
 
 
 @pytest.mark.parametrize("does", ["stick in the data", pytest.param("stick in a callback", marks=pytest.mark.nightly)])
@@ -98,7 +98,7 @@ def test_a_worker_that_is_stuck_is_named_at_the_limit_and_shows_where(job, does)
         assert f"worker 1 of 2 ({HOST}, process {processes[1].pid}) is stuck: in '" in last_line(process)
     assert 'programs/faults.py", line' in processes[1].said
     assert "in batches" in processes[1].said if does == "stick in the data" else "in act" in processes[1].said
-    nobody_is_left(processes)
+    assert_no_process_is_left(processes)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_worker_that_exits_in_the_middle_keeps_its_code_and_is_named(job, leav
     assert processes[leaves].end() == 3
     sentence = f"worker {leaves} of 2 ({HOST}, process {processes[leaves].pid}) came to its end after step 5; "
     assert f"{sentence}worker {1 - leaves} waits for it in step 6." in last_line(processes[1 - leaves])
-    nobody_is_left(processes)
+    assert_no_process_is_left(processes)
 
 
 @pytest.mark.parametrize(

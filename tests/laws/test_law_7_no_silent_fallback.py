@@ -214,7 +214,7 @@ def test_a_model_that_is_not_compiled_runs_on_the_first_device_and_says_so(caplo
     assert {device.id for device in model.trainable_variables[0].value.devices()} == {2}
 
 
-def test_a_sum_over_the_rows_in_a_variable_without_aggregation_is_told(caplog):
+def test_a_sum_over_the_rows_in_a_variable_without_aggregation_is_logged(caplog):
     class Total(keras.layers.Layer):
         def build(self, shape):
             self.total = self.add_weight(shape=(), initializer="zeros", trainable=False, name="total")
@@ -227,6 +227,6 @@ def test_a_sum_over_the_rows_in_a_variable_without_aggregation_is_told(caplog):
         model = keras.Sequential([keras.Input((4,)), Total(), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         model.fit(X, Y, verbose=0)
-    told = [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
-    assert len(told) == 1
-    assert "/total' has no aggregation, and add works on a sum over the rows, layer 'total', test_law_7" in told[0]
+    messages = [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
+    assert len(messages) == 1
+    assert "/total' has no aggregation, and add works on a sum over the rows, layer 'total', test_law_7" in messages[0]

@@ -120,7 +120,7 @@ def test_large_model_compiles_equal_replicas_of_a_cpu_once_with_the_same_results
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_warnings_appear_as_often_as_with_plain_keras(replicas):
-    def told(scope):
+    def warnings_of(scope):
         with scope:
             first, second = keras.Input((3,), name="first"), keras.Input((3,), name="second")
             model = keras.Model({"first": first, "second": second}, layers.Dense(1)(first + second))
@@ -130,9 +130,9 @@ def test_warnings_appear_as_often_as_with_plain_keras(replicas):
             model.fit([x, x], np.ones((8, 1)), batch_size=8, verbose=0)
         return [str(warning.message) for warning in found if "structure of `inputs`" in str(warning.message)]
 
-    expected = told(contextlib.nullcontext())
+    expected = warnings_of(contextlib.nullcontext())
     assert expected
-    assert told(lockstep.MirroredStrategy(["cpu:0"], replicas=replicas).scope()) == expected
+    assert warnings_of(lockstep.MirroredStrategy(["cpu:0"], replicas=replicas).scope()) == expected
 
 
 class WarnsWhereItIsTraced(layers.Layer):
