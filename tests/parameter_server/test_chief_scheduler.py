@@ -9,7 +9,7 @@ import pytest
 import lockstep
 from lockstep.distributed.control.peer import Peer
 from lockstep.execution.replica import OutputMerge
-from lockstep.parameter_server.result_codec import decode, encode
+from lockstep.parameter_server.scheduler_base import decode_result, encode_result
 from lockstep.parameter_server.state_sync import SeedOffsets
 from lockstep.parameter_server.tasks.task_dispatcher import SyncPointLog, TaskDispatcher
 from lockstep.parameter_server.tasks.task_queue import CompletedIds, TaskQueue
@@ -138,14 +138,14 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_results_come_as_they_were_returned(value):
-    found = decode(encode([value], "f"))[0]
+    found = decode_result(encode_result([value], "f"))[0]
     assert type(found) is type(value)
     np.testing.assert_equal(found, value)
 
 
 def test_arrays_of_jax_come_as_numpys():
     variable = keras.Variable(np.ones((2,), "float32"), dtype="bfloat16")
-    found = decode(encode({"v": variable, "a": keras.ops.ones((3,))}, "f"))
+    found = decode_result(encode_result({"v": variable, "a": keras.ops.ones((3,))}, "f"))
     assert {name: (type(array), str(array.dtype), array.shape) for name, array in found.items()} == {
         "v": (np.ndarray, "bfloat16", (2,)),
         "a": (np.ndarray, "float32", (3,)),
@@ -158,7 +158,7 @@ def test_arrays_of_jax_come_as_numpys():
 )
 def test_what_cannot_travel_is_named(value, what):
     with pytest.raises(lockstep.OptionError, match=what):
-        encode(value, "step")
+        encode_result(value, "step")
 
 
 def fact(what, arrays=None):
@@ -211,14 +211,14 @@ def test_at_a_point_work_comes_first_and_what_was_told_outlasts_the_call():
     dispatcher.schedule({"n": 0})
     dispatcher.publish_sync_point({"value": 5})
     take = {"kind": "take", "call": 1, "point": 0, "known": 1, "seconds": 0}
-    task, _ = dispatcher.answer(session, take, {})
+    task, _ = dispatcher.handle(session, take, {})
     assert (task["kind"], task["task"], task["below"]) == ("task", 0, 0)
-    assert dispatcher.answer(session, take, {}) == fact({"value": 5})
-    assert dispatcher.answer(session, take | {"point": 1}, {})[0]["kind"] == "nothing"
+    assert dispatcher.handle(session, take, {}) == fact({"value": 5})
+    assert dispatcher.handle(session, take | {"point": 1}, {})[0]["kind"] == "nothing"
     dispatcher.close({})
     dispatcher.open(2)
-    assert dispatcher.answer(session, take, {}) == fact({"value": 5})
-    assert dispatcher.answer(session, take | {"point": 1}, {})[0]["kind"] == "over"
+    assert dispatcher.handle(session, take, {}) == fact({"value": 5})
+    assert dispatcher.handle(session, take | {"point": 1}, {})[0]["kind"] == "over"
 
 
 def test_what_was_never_added_is_done_where_all_below_is():

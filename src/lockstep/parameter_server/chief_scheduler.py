@@ -12,12 +12,14 @@ from lockstep._errors import ScopeError
 from lockstep.distributed.control.failures import summary_of
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.process_context import ProcessContext
-from lockstep.parameter_server.result_codec import VALUE, decode, encode
 from lockstep.parameter_server.scheduler_base import (
+    VALUE,
     Arguments,
     Outcome,
     SchedulerBase,
     TrainingModels,
+    decode_result,
+    encode_result,
     push_number,
     weights_of,
 )
@@ -109,8 +111,8 @@ class ChiefScheduler(SchedulerBase):
         self.begin()
         own = [outcome for outcome in outcomes if outcome is not None]
         self._dispatcher.wait_until(lambda: all(outcome.done() for outcome in own))
-        found = [decode(outcome.result()) for outcome in own]
-        self._dispatcher.publish_sync_point({}, encode(found, "fetch"))
+        found = [decode_result(outcome.result()) for outcome in own]
+        self._dispatcher.publish_sync_point({}, encode_result(found, "fetch"))
         return found
 
     def evaluate(self, proceed: Callable[[], Any]) -> Any:
@@ -120,7 +122,7 @@ class ChiefScheduler(SchedulerBase):
         except Exception as error:
             self._dispatcher.publish_sync_point({"error": summary_of(error)})
             raise
-        self._dispatcher.publish_sync_point({}, encode(found, "evaluate"))
+        self._dispatcher.publish_sync_point({}, encode_result(found, "evaluate"))
         return found
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:

@@ -6,6 +6,7 @@ published is kept for processes that come late. Code is never transferred.
 """
 
 import atexit
+import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +14,30 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import jax
 import keras
 import numpy as np
 
+from lockstep._arrays import decode_tree, encode_tree
 from lockstep._errors import OptionError, ScopeError
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep
 from lockstep.parameter_server.process_context import ProcessContext
 
-__all__ = ["Arguments", "Outcome", "SchedulerBase", "TrainingModels", "push_number", "set_weights", "weights_of"]
+__all__ = [
+    "VALUE",
+    "Arguments",
+    "Outcome",
+    "SchedulerBase",
+    "TrainingModels",
+    "decode_result",
+    "encode_result",
+    "push_number",
+    "set_weights",
+    "weights_of",
+]
 
+VALUE = "value/"  # Prefix of the names of the arrays of an encoded result.
 _PUSHES_PER_FUNCTION = 2**20  # more than any function makes
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -65,7 +80,10 @@ class SchedulerBase(ABC):
     def __init__(self, context: ProcessContext, training: TrainingModels, next_call: Callable[[], int]) -> None:
         self._context, self._training, self._next_call = context, training, next_call
         self.is_open = self.is_in_function = False
-        self._trained: tuple[Any, Any] = None, None  # the model and its optimizer, while it is open
+        self._trained: tuple[keras.Model | None, keras.optimizers.Optimizer | None] = (
+            None,
+            None,
+        )  # the model and its optimizer, while it is open
         self._scheduled = 0
 
     def begin(self) -> None:
@@ -150,3 +168,41 @@ def set_weights(model: keras.Model, weights: Mapping[str, np.ndarray]) -> None:
     for number, variable in enumerate([*trainable, *non_trainable]):
         if str(number) in weights:
             variable.assign(weights[str(number)])
+
+
+def encode_result(value: Any, source: str) -> dict[str, np.ndarray]:
+    """Return the result of a scheduled function as arrays.
+
+    Its structure is JSON in an array of bytes, so it may be as large as arrays may be.
+
+    Args:
+        value: a number, a string, None, an array, or dicts, lists and tuples of these.
+        source: the function that returned it, for errors.
+
+    Raises:
+        OptionError: the value holds something else.
+
+    Example:
+        >>> decode_result(encode_result({"loss": 0.5, "rows": (np.arange(2), [True, None])}, "step"))
+        {'loss': 0.5, 'rows': (array([0, 1]), [True, None])}
+    """
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        text = json.dumps(encode_tree(value, VALUE, arrays, _as_array))
+    except TypeError as error:
+        raise OptionError(
+            f"{source} returned {error}. What a scheduled function returns travels to the chief, so it may be None, numbers, "
+            "strings and arrays, in dicts, lists and tuples."
+        ) from None
+    return {VALUE: np.frombuffer(text.encode(), np.uint8), **arrays}
+
+
+def decode_result(arrays: Mapping[str, np.ndarray]) -> Any:
+    """Return the value that :func:`encode_result` was given; arrays of JAX and variables become NumPy's arrays."""
+    return decode_tree(json.loads(arrays[VALUE].tobytes()), arrays)
+
+
+def _as_array(leaf: Any) -> Any:
+    if isinstance(leaf, (jax.Array, keras.Variable)):
+        return np.asarray(leaf.value if isinstance(leaf, keras.Variable) else leaf)
+    return leaf

@@ -14,12 +14,13 @@ from lockstep.execution.replica import OutputMerge
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.gradient_step import GradientStep, names_of
 from lockstep.parameter_server.process_context import ProcessContext
-from lockstep.parameter_server.result_codec import decode, encode
 from lockstep.parameter_server.scheduler_base import (
     Arguments,
     Outcome,
     SchedulerBase,
     TrainingModels,
+    decode_result,
+    encode_result,
     push_number,
     set_weights,
 )
@@ -119,7 +120,7 @@ class WorkerScheduler(SchedulerBase):
     def fetch(self, outcomes: Sequence[Outcome | None]) -> list[Any]:
         """See :class:`SchedulerBase`."""
         self.begin()
-        found: list[Any] = decode(self._wait_for_sync_point().arrays)
+        found: list[Any] = decode_result(self._wait_for_sync_point().arrays)
         return found
 
     def evaluate(self, proceed: Callable[[], Any]) -> Any:
@@ -127,7 +128,7 @@ class WorkerScheduler(SchedulerBase):
         reached = self._wait_for_sync_point()
         if "error" in reached.what:
             raise ClusterError(f"the chief's evaluate has failed: {reached.what['error']}", exit_codes.USER_ERROR)
-        return decode(reached.arrays)
+        return decode_result(reached.arrays)
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:
         """See :class:`SchedulerBase`."""
@@ -230,7 +231,7 @@ class FunctionRunner:
             self._task = None
         if self._has_pulled:
             self.pause()
-        return {}, encode(found, name) | self._changed
+        return {}, encode_result(found, name) | self._changed
 
     def pull(self, model: keras.Model) -> Values:
         """See :meth:`lockstep.ParameterServerStrategy.pull`."""

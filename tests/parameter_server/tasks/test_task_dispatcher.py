@@ -267,7 +267,7 @@ def session(index, job=None):
 
 def told(dispatcher, who, kind, call=1, **more):
     """What the dispatcher answers at once."""
-    return dispatcher.answer(who, {"kind": kind, "call": call, "seconds": 0, **more}, {})
+    return dispatcher.handle(who, {"kind": kind, "call": call, "seconds": 0, **more}, {})
 
 
 def kind_of(dispatcher, who, kind, call=1, **more):
@@ -493,7 +493,7 @@ WRONG = {
 @pytest.mark.parametrize(("message", "given", "reason"), WRONG.values(), ids=WRONG)
 def test_what_cannot_be_asked_is_refused_before_its_arrays_are_read(message, given, reason):
     with pytest.raises(ProtocolError, match=reason):
-        opened().judge(message, given)
+        opened().check(message, given)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from lockstep.parameter_server.variables.sharding import VariableSpec
 __all__ = ["CallEnded", "CallResult", "StopCondition", "SyncPoint", "Task", "TaskClient", "run_tasks"]
 
 _UNUSED_KEY = (
-    "what nobody tells"  # The dispatcher never publishes it, so a request for it lasts until the end of the call.
+    "end of the call"  # The dispatcher never publishes it, so a request for it lasts until the end of the call.
 )
 _MOST_BYTES = 2**31  # Of the arrays of one response.
 _IDLE_SECONDS = 0.05  # A worker that waits longer for a task counts as idle.
@@ -65,7 +65,7 @@ class CallResult:
         arrays: that belong to it.
     """
 
-    result: Any
+    result: Message
     arrays: Mapping[str, np.ndarray]
 
 

@@ -282,7 +282,7 @@ class TaskDispatcher:
 
     # Request handler, called by the thread of each connection.
 
-    def judge(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
+    def check(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
         """Raise ProtocolError if a request is invalid, before its arrays are received."""
         if message["kind"] not in self._handlers:
             raise ProtocolError(f"there is no {message['kind']!r}")
@@ -290,7 +290,7 @@ class TaskDispatcher:
         if payload_bytes(given) > limit or (given and not limit):
             raise ProtocolError(f"{payload_bytes(given):,} bytes follow a {message['kind']!r}: at most {limit:,} may")
 
-    def answer(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
+    def handle(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         """Return the response to a request; raise ProtocolError if the request is invalid."""
         return self._handlers[message["kind"]](session, message, arrays)
 

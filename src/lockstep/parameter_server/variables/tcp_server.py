@@ -56,10 +56,10 @@ def seconds_of(message: Message) -> float:
 class RequestHandler(Protocol):
     """The service behind a server: :class:`lockstep.parameter_server.variables.variable_service.VariableService` or :class:`lockstep.parameter_server.tasks.task_dispatcher.TaskDispatcher`."""
 
-    def judge(self, message: Message, given: tuple[ArraySpec, ...]) -> None:
+    def check(self, message: Message, given: tuple[ArraySpec, ...]) -> None:
         """Refuse a request by ProtocolError, before its arrays are received."""
 
-    def answer(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def handle(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         """Return the response to a request, after any wait that it needs; ProtocolError if the request is not allowed."""
 
     def leave(self, session: ClientSession) -> None:
@@ -161,7 +161,7 @@ class ArrayServer:
                 link.set_timeout(None)  # A worker may compute for as long as it likes.
                 link.wait_for_message()
                 link.set_timeout(_MESSAGE_SECONDS)
-                link.send(*self._handler.answer(session, *link.receive(self._handler.judge)))
+                link.send(*self._handler.handle(session, *link.receive(self._handler.check)))
         except ConnectionLostError:
             pass  # The client has ended, or died: its launcher knows.
         except ProtocolError as error:

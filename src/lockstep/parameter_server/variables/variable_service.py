@@ -1,6 +1,6 @@
 """Variable server: pulls, pushes, staleness bound and synchronous updates without sockets, and the function that starts a server.
 
-Each worker's connection has a thread of its own, which calls :meth:`VariableService.answer` and may wait in it.
+Each worker's connection has a thread of its own, which calls :meth:`VariableService.handle` and may wait in it.
 """
 
 import os
@@ -117,14 +117,14 @@ class VariableService:
             "statistics": self._statistics,
         }
 
-    def judge(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
+    def check(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
         """Raise ProtocolError if a request is invalid, before its arrays are received."""
         if message["kind"] not in self._handlers:
             raise ProtocolError(f"there is no {message['kind']!r}")
         state = self._store.optimizer_specs if message["kind"] == "fill" else ()
         check_request(message, given, self._store.specs, state)
 
-    def answer(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
+    def handle(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         """Return the response to a worker's request; raise ProtocolError if the request is invalid."""
         return self._handlers[message["kind"]](session, message, arrays)
 
