@@ -19,9 +19,7 @@ from lockstep.parameter_server.variables.sharding import VariableSpec
 
 __all__ = ["CallEnded", "CallResult", "StopCondition", "SyncPoint", "Task", "TaskClient", "run_tasks"]
 
-_UNUSED_KEY = (
-    "end of the call"  # The dispatcher never publishes it, so a request for it lasts until the end of the call.
-)
+_UNUSED_KEY = "end of the call"  # The dispatcher never publishes it, so a request for it lasts until then.
 _MOST_BYTES = 2**31  # Of the arrays of one response.
 _IDLE_SECONDS = 0.05  # A worker that waits longer for a task counts as idle.
 
