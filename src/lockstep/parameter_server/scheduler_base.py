@@ -80,10 +80,7 @@ class SchedulerBase(ABC):
     def __init__(self, context: ProcessContext, training: TrainingModels, next_call: Callable[[], int]) -> None:
         self._context, self._training, self._next_call = context, training, next_call
         self.is_open = self.is_in_function = False
-        self._trained: tuple[keras.Model | None, keras.optimizers.Optimizer | None] = (
-            None,
-            None,
-        )  # the model and its optimizer, while it is open
+        self._trained: tuple[Any, Any] = None, None  # the model and its optimizer, while it is open
         self._scheduled = 0
 
     def begin(self) -> None:
