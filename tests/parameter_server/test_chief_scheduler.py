@@ -59,7 +59,7 @@ def test_a_strategy_has_one_coordinator_under_both_names(chief):
     assert lockstep.ClusterCoordinator(chief()) is not coordinator
 
 
-def test_where_nothing_was_scheduled_nothing_is_waited_for(chief):
+def test_join_without_scheduled_functions_returns_at_once(chief):
     coordinator = lockstep.ClusterCoordinator(chief())
     coordinator.join()
     assert coordinator.done()
@@ -78,7 +78,7 @@ def test_synchronous_training_is_for_fit(chief):
         lockstep.ClusterCoordinator(chief(max_staleness=0)).schedule(print)
 
 
-def test_who_does_not_come_is_named(chief):
+def test_a_missing_process_is_named(chief):
     strategy = chief()
     with strategy.scope():
         model = net()
@@ -156,7 +156,7 @@ def test_arrays_of_jax_come_as_numpys():
     ("value", "what"),
     [({"x": object()}, "step returned a object"), (np.array(["a"]), "an array of <U1"), ({(1, 2): 3}, "the key")],
 )
-def test_what_cannot_travel_is_named(value, what):
+def test_results_that_cannot_be_encoded_are_named(value, what):
     with pytest.raises(lockstep.OptionError, match=what):
         encode_result(value, "step")
 
@@ -165,7 +165,7 @@ def fact(what, arrays=None):
     return {"kind": "fact", "what": what}, arrays or {}
 
 
-def test_points_are_kept_up_to_their_limit_and_the_newest_always():
+def test_sync_points_are_kept_up_to_their_limit_and_the_newest_always():
     points = SyncPointLog(limit_bytes=2000)
     for number in range(4):
         points.add({"number": number}, {"a": np.zeros(64)})
@@ -182,7 +182,7 @@ def test_points_are_kept_up_to_their_limit_and_the_newest_always():
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, [2]), (20_000, [1, 2]), (2**26, [0, 1, 2])])
-def test_whoever_is_late_gets_the_weights_of_the_point_itself_while_they_are_kept(limit, kept):
+def test_a_late_process_gets_the_weights_of_the_sync_point_while_they_are_kept(limit, kept):
     points = SyncPointLog(limit_bytes=limit)
     for number in range(3):
         points.add({}, {}, {"w": np.full(1000, float(number))})
@@ -193,7 +193,7 @@ def test_whoever_is_late_gets_the_weights_of_the_point_itself_while_they_are_kep
     assert points.response_to({"kind": "ask", "point": 3}) == fact({"value": True})
 
 
-def test_a_worker_gets_only_pieces_that_it_knows():
+def test_a_worker_gets_only_known_tasks():
     queue = TaskQueue(patience=1.0)
     queue.add(3)
     assert [queue.take("worker 0", known=number) for number in (0, 1, 1, 9)] == [None, 0, None, 1]
@@ -205,7 +205,7 @@ def test_a_worker_gets_only_pieces_that_it_knows():
     assert queue.below == 1
 
 
-def test_at_a_point_work_comes_first_and_what_was_told_outlasts_the_call():
+def test_tasks_come_before_a_sync_point_which_outlasts_its_call():
     dispatcher, session = TaskDispatcher(), ClientSession(Peer(0, 1, "here", 1, information={"job": "worker"}))
     dispatcher.open(1)
     dispatcher.schedule({"n": 0})
@@ -221,7 +221,7 @@ def test_at_a_point_work_comes_first_and_what_was_told_outlasts_the_call():
     assert dispatcher.handle(session, take | {"point": 1}, {})[0]["kind"] == "over"
 
 
-def test_what_was_never_added_is_done_where_all_below_is():
+def test_raising_the_bound_completes_numbers_that_were_never_added():
     done = CompletedIds()
     done.add(5), done.add(9)
     done.raise_to(5)
@@ -230,7 +230,7 @@ def test_what_was_never_added_is_done_where_all_below_is():
     assert done.below == 6
 
 
-def test_steps_draw_other_numbers_and_those_of_one_after_the_other():
+def test_seed_offsets_give_the_numbers_of_sequential_steps():
     seed, average = np.array([7, 10], "uint32"), np.zeros(2, "float32")
     draws = SeedOffsets(
         [OutputMerge.SEED, OutputMerge.MEAN], [np.array([7, 13], "uint32"), average + 1], [seed, average]

@@ -186,7 +186,7 @@ def counted(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_workers_do_each_piece_once_and_all_hear_the_same(counted):
+def test_two_workers_run_each_function_once_and_all_processes_get_the_same(counted):
     _, said, _ = counted
     assert sorted(said) == ["chief0", "ps0", "worker0", "worker1"]
     chief = said["chief0"]

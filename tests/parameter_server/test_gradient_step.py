@@ -150,7 +150,7 @@ class Twins(keras.Model):
         return x
 
 
-def test_variables_of_one_path_have_names_of_their_own():
+def test_variables_of_one_path_have_unique_names():
     model = Twins()
     model(np.zeros((1, 2), "float32"))
     assert len({variable.path for variable in model.trainable_variables}) == 2

@@ -128,7 +128,7 @@ def test_metrics_of_batches_in_any_order_are_those_of_one_after_the_other(order)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
-def test_who_takes_the_newest_values_moves_averages_and_counters_as_one_process_does(order):
+def test_the_newest_values_give_the_averages_and_counters_of_one_process(order):
     model = made(Counts())
     step, state = compiled(model), state_of(model)
     batches = [BATCHES[number] for number in order]
@@ -142,7 +142,7 @@ def test_who_takes_the_newest_values_moves_averages_and_counters_as_one_process_
     assert {number for number, value in enumerate(expected[1]) if (value != state[1][number]).any()} == totals.changing
 
 
-def test_what_several_have_counted_at_the_same_time_is_all_counted_whoever_was_first():
+def test_concurrent_changes_add_up_in_any_order():
     model = made(Counts())
     step, state = compiled(model), state_of(model)
     expected = one_after_the_other(step, state, BATCHES)[1]
@@ -165,7 +165,7 @@ def test_what_several_have_counted_at_the_same_time_is_all_counted_whoever_was_f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [3, 5])
-def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
+def test_parts_of_a_batch_are_merged_as_the_replicas_of_one_process(parts):
     strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=parts)
     more = lambda: (Counts(), layers.Dropout(0.3, seed=3))  # noqa: E731
     with strategy.scope():
@@ -188,7 +188,7 @@ def test_parts_of_a_batch_meet_as_the_replicas_of_one_process(parts):
     assert_close(totals.non_trainable, state_of(mirrored)[1])
 
 
-def test_seeds_go_on_and_are_not_sent_with_each_piece():
+def test_seeds_advance_and_are_not_sent_with_each_task():
     model = made(layers.Dropout(0.3, seed=3))
     step, state = compiled(model), state_of(model)
     totals = DeltaAccumulator(model)
@@ -246,11 +246,11 @@ def test_a_metric_that_does_not_add_up_is_seen_and_shows_the_last_batch():
         (np.bool_(True), np.bool_(True), np.bool_(True), True),
     ],
 )
-def test_a_sum_is_what_the_same_step_adds_again(first, start, second, expected):
+def test_a_metric_is_additive_if_a_step_adds_the_same_again(first, start, second, expected):
     assert is_additive(*map(np.asarray, (first, start, second))) == expected
 
 
-def test_a_difference_of_whole_numbers_goes_round_and_that_of_nothing_is_none():
+def test_integer_deltas_wrap_around_and_equal_values_have_none():
     new, old = np.uint32([1, 5]), np.uint32([4, 5])
     changed = compute_delta(new, old)
     assert changed.dtype == "uint32"
@@ -259,7 +259,7 @@ def test_a_difference_of_whole_numbers_goes_round_and_that_of_nothing_is_none():
     assert compute_delta(np.array(True), np.array(False)) is None
 
 
-def test_what_did_not_change_does_not_travel():
+def test_unchanged_values_are_not_sent():
     same, new, old = np.ones(3, "float32"), np.zeros((2,), "float32"), np.ones((2,), "float32")
     found = compute_deltas(
         ([same, np.array(True), new], [same.copy(), np.array(False), old]), ([same], [same.copy()]), NONE

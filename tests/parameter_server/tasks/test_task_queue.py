@@ -75,7 +75,7 @@ TestWork.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 @given(st.lists(WORKERS, min_size=1, max_size=30))
-def test_while_somebody_lives_everything_is_done(lost):
+def test_all_tasks_are_done_while_one_worker_lives(lost):
     queue = TaskQueue()
     queue.add(10)
     for worker in lost:
@@ -89,7 +89,7 @@ def test_while_somebody_lives_everything_is_done(lost):
     assert queue.is_idle
 
 
-def test_a_piece_that_one_has_for_too_long_goes_to_one_more_and_counts_once():
+def test_an_overdue_task_is_assigned_twice_and_counts_once():
     queue = TaskQueue(PATIENCE)
     queue.add(2)
     assert queue.take("stuck", 0.0) == 0

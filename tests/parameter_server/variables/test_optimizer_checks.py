@@ -29,12 +29,12 @@ ONE = {"servers": 1}
         ),
     ],
 )
-def test_what_needs_more_than_a_server_has_is_refused(optimizer, where, message):
+def test_optimizers_that_need_whole_variables_are_refused(optimizer, where, message):
     with pytest.raises(OptionError, match=message):
         check_optimizer(optimizer(), plan_shards(SPECS, **where))
     check_optimizer(optimizer(), plan_shards(SPECS, **ONE))
 
 
-def test_what_works_on_single_numbers_may_be_cut():
+def test_elementwise_optimizers_may_be_sharded():
     for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD(clipvalue=1.0), keras.optimizers.Lion()):
         check_optimizer(optimizer, plan_shards(SPECS, **CUT))

@@ -134,7 +134,7 @@ def assert_same_bits(found, expected):
 
 
 @pytest.mark.parametrize(("name", "place"), quick_first(CASES))
-def test_servers_remember_what_one_device_does_and_others_continue_from_it(name, place):
+def test_servers_have_the_optimizer_state_of_one_device_and_others_continue_from_it(name, place):
     made = OPTIMIZERS[name]
     one = OnOneDevice(made)
     servers = OnServers(made, place, one)
@@ -150,7 +150,7 @@ def test_servers_remember_what_one_device_does_and_others_continue_from_it(name,
 
 
 @pytest.mark.parametrize(("name", "place"), CASES)
-def test_what_is_split_and_joined_is_as_before(name, place):
+def test_splitting_and_joining_optimizer_state_keeps_its_bits(name, place):
     optimizer = OnOneDevice(OPTIMIZERS[name]).optimizer
     random = np.random.default_rng(0)
     values = [random.integers(0, 100, variable.shape).astype(str(variable.dtype)) for variable in optimizer.variables]
@@ -159,7 +159,7 @@ def test_what_is_split_and_joined_is_as_before(name, place):
     assert_same_bits(state.join(state.split(values)), values)
 
 
-def test_it_goes_over_the_wire_to_servers_and_back():
+def test_optimizer_state_goes_to_servers_and_back():
     made = OPTIMIZERS["Adam"]
     one = OnOneDevice(made)
     one.train(gradients((1, 2)))
@@ -203,7 +203,7 @@ class Pairs(O.SGD):
         self.pairs = [self.add_variable((2, *v.shape), name=f"{v.name}_pairs") for v in variables]
 
 
-def test_what_shards_do_not_agree_on_is_refused_by_name():
+def test_slots_on_which_shards_disagree_are_refused_by_name():
     one = OnOneDevice(lambda: Columns(0.1))
     state = OptimizerState(one.optimizer, plan_shards(SPECS, 2, FixedShardsPartitioner(2)))
     parts = state.split(one.remembered)

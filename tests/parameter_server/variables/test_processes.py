@@ -28,7 +28,7 @@ def start(forks, tmp_path):
         yield begin
 
 
-def test_killed_worker_holds_up_nobody_and_killed_server_is_named(start):
+def test_killed_worker_blocks_no_worker_and_killed_server_is_named(start):
     server = start("ps")
     address = f"127.0.0.1:{server.until('port')}"
     client = VariableClient(plan_shards(SPECS, 1), [address], peer(0), secret=b"known", timeout_seconds=DEADLINE)

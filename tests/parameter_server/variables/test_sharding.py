@@ -65,7 +65,7 @@ def test_shards_go_to_one_server_after_the_other():
     ]
 
 
-def test_a_function_of_ones_own_is_a_partitioner():
+def test_a_function_may_be_a_partitioner():
     made = plan_shards([VariableSpec("a", (5, 2), "float32")], 2, lambda shape, dtype: (9, 1))
     assert [shard.spec.shape for shard in made.shards["a"]] == [(1, 2)] * 5
 

@@ -224,7 +224,7 @@ WHOLE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_table_of_which_other_rows_are_used_is_pulled_whole_and_a_line_says_so(name):
+def test_a_table_whose_other_rows_are_used_is_pulled_whole_and_logged(name):
     build, sentence = WHOLE[name]
     model = made(build)
     batches = [ids_of(seed) for seed in range(3)]
@@ -235,7 +235,7 @@ def test_a_table_of_which_other_rows_are_used_is_pulled_whole_and_a_line_says_so
     assert [bool(re.search(sentence, line)) for line in said] == [True]
 
 
-def test_of_two_tables_only_the_one_that_is_used_elsewhere_is_pulled_whole():
+def test_of_two_tables_only_the_one_with_other_uses_is_pulled_whole():
     def build():
         inputs = keras.Input((LENGTH,), dtype="int32")
         others = embedding("others", embeddings_regularizer="l2")
@@ -268,7 +268,7 @@ def test_a_model_that_is_not_called_on_a_batch_alone_is_pulled_whole():
     assert "the model cannot be called on a batch alone" in said[0]
 
 
-def test_what_is_no_trained_table_of_many_rows_is_not_looked_at():
+def test_only_trained_tables_with_many_rows_are_sparse():
     def build():
         inputs = keras.Input((LENGTH,), dtype="int32")
         adapted, frozen = embedding("adapted"), embedding("frozen", trainable=False)
@@ -309,7 +309,7 @@ def test_batches_of_other_lengths_and_batches_that_need_most_of_a_table():
     assert [len(rows) for rows in found[2]] == [0, 2, 1, 2, 2]  # "others" has no ids above a half.
 
 
-def test_batches_that_are_no_numbers_decide_nothing():
+def test_nonfinite_batches_decide_nothing():
     model, x = made(plain), ids_of(0)
     touched = TouchedRows(model)
     values = {variable.path: variable.numpy() for variable in model.trainable_variables}
@@ -319,7 +319,7 @@ def test_batches_that_are_no_numbers_decide_nothing():
     assert touched.is_decided
 
 
-def test_a_row_that_was_not_pulled_is_no_number():
+def test_a_row_that_was_not_pulled_is_nan():
     model, x = made(plain), ids_of(0)
     touched = TouchedRows(model)
     values = {variable.path: variable.numpy() for variable in model.trainable_variables}

@@ -14,7 +14,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["step", "rest", "leave"]), st.integ
 
 
 @given(EVENTS, st.integers(0, 3))
-def test_somebody_can_always_go_on(events, bound):
+def test_the_slowest_worker_can_always_continue(events, bound):
     clocks, here = StalenessBound(bound), set()
     for event, worker in events:
         if event == "step":
@@ -28,7 +28,7 @@ def test_somebody_can_always_go_on(events, bound):
 
 
 @given(st.lists(st.integers(0, 2), max_size=100), st.integers(0, 3))
-def test_those_who_start_together_differ_by_the_bound_and_one_step_at_most(order, bound):
+def test_workers_that_start_together_differ_by_at_most_the_bound_and_one_step(order, bound):
     clocks, steps = StalenessBound(bound), [0, 0, 0]
     for worker in range(3):
         clocks.join(worker)
@@ -41,7 +41,7 @@ def test_those_who_start_together_differ_by_the_bound_and_one_step_at_most(order
         assert max(steps) - min(steps) <= bound + 1
 
 
-def test_without_a_bound_nobody_waits():
+def test_without_a_bound_no_worker_waits():
     clocks = StalenessBound(None)
     clocks.join(0)
     for _ in range(1000):
@@ -49,7 +49,7 @@ def test_without_a_bound_nobody_waits():
     assert clocks.blocking_workers(1) == []
 
 
-def test_who_dies_or_rests_is_waited_for_no_more():
+def test_lost_and_paused_workers_block_no_worker():
     for goes in (StalenessBound.leave, StalenessBound.pause):
         clocks = StalenessBound(0)
         for worker in (0, 1):
@@ -60,7 +60,7 @@ def test_who_dies_or_rests_is_waited_for_no_more():
         assert clocks.blocking_workers(0) == []
 
 
-def test_who_comes_late_or_comes_back_stands_where_the_slowest_is():
+def test_a_late_or_resumed_worker_has_the_clock_of_the_slowest():
     clocks = StalenessBound(0)
     clocks.join("early")
     clocks.pause("early")
@@ -81,7 +81,7 @@ def test_a_bound_is_a_whole_number(bound):
 
 
 @given(st.lists(st.integers(0, 20)))
-def test_numbers_that_are_done_are_a_set(numbers):
+def test_completed_ids_are_a_set(numbers):
     done, naive = CompletedIds(), set()
     for number in numbers:
         assert done.add(number) == (number not in naive)
@@ -92,7 +92,7 @@ def test_numbers_that_are_done_are_a_set(numbers):
 
 
 @given(st.integers(1, 5).flatmap(lambda parts: st.lists(st.integers(0, parts - 1)).map(lambda order: (parts, order))))
-def test_a_round_ends_once_with_its_parts_in_their_order(case):
+def test_a_synchronous_update_has_its_parts_in_their_order_once(case):
     parts, order = case
     rounds, pushes, here = SyncAggregator(), [Push({}, weight=n + 1) for n in range(parts)], set()
     for part in order:
@@ -104,7 +104,7 @@ def test_a_round_ends_once_with_its_parts_in_their_order(case):
 
 
 @pytest.mark.parametrize(("number", "part", "parts"), [(1, 0, 2), (0, 2, 2), (0, 1, 3)])
-def test_a_part_that_cannot_be_is_refused(number, part, parts):
+def test_an_invalid_part_is_refused(number, part, parts):
     rounds = SyncAggregator()
     rounds.add(0, 0, 2, Push({}))
     with pytest.raises(

@@ -61,7 +61,7 @@ def test_what_is_pushed_is_applied_and_pulled(count, partitioner):
         assert chief.traffic[0] > sum(value.nbytes for value in expected.values())
 
 
-def test_a_server_without_variables_does_as_the_others():
+def test_a_server_without_variables_serves():
     with Servers(2, specs=SPECS[:1]) as servers:
         chief = servers.client(0)
         chief.fill(values_of(SPECS[:1]))
@@ -109,7 +109,7 @@ def test_every_push_of_many_workers_is_applied_once():
             assert max(staleness for staleness, _ in each["staleness"]) <= 29
 
 
-def test_a_batch_that_is_done_again_counts_once_on_each_server():
+def test_a_reassigned_batch_counts_once_on_each_server():
     with Servers(2) as servers:
         chief, worker = servers.client(0), servers.client(1)
         chief.fill(values_of())
@@ -137,7 +137,7 @@ def test_parts_of_a_round_make_one_update_whoever_pushes_them_in_whatever_order(
         assert all(found[name].tobytes() == np.array(value).tobytes() for name, value in alone.snapshot.values.items())
 
 
-def test_with_a_bound_a_fast_worker_waits_for_the_slowest_and_goes_on_when_that_has_pushed():
+def test_with_a_bound_a_fast_worker_waits_until_the_slowest_has_pushed():
     with Servers(2, max_staleness=1) as servers:
         fast, slow = servers.client(0), servers.client(1)
         fast.fill(values_of())
@@ -151,7 +151,7 @@ def test_with_a_bound_a_fast_worker_waits_for_the_slowest_and_goes_on_when_that_
         assert fast.versions == [3, 3]
 
 
-def test_a_worker_that_disappears_or_rests_is_waited_for_no_more():
+def test_a_lost_or_paused_worker_blocks_no_worker():
     with Servers(1, max_staleness=0) as servers:
         fast, slow, idle = (servers.client(index) for index in range(3))
         fast.fill(values_of())
@@ -165,7 +165,7 @@ def test_a_worker_that_disappears_or_rests_is_waited_for_no_more():
         waiting()
 
 
-def test_who_waits_too_long_is_told_for_whom():
+def test_a_pull_that_waits_too_long_names_the_slow_workers():
     with Servers(1, max_staleness=0) as servers:
         fast, slow = servers.client(0, timeout_seconds=0.1), servers.client(2)
         fast.fill(values_of())
@@ -202,7 +202,7 @@ def test_values_that_the_chief_sets_take_the_place_of_others():
         assert [each["updates"] for each in chief.statistics()] == [8, 8]
 
 
-def test_rounds_go_on_from_the_number_of_updates_that_the_chief_sets():
+def test_synchronous_updates_continue_from_the_number_that_the_chief_sets():
     with Servers(1, max_staleness=0) as servers:
         chief, worker = servers.client(0), servers.client(1)
         chief.fill(values_of(), version=3)
@@ -210,7 +210,7 @@ def test_rounds_go_on_from_the_number_of_updates_that_the_chief_sets():
         assert worker.push(values_of(seed=1), part=BatchPart(3, 0, 1)).wait()[0]["version"] == 4
 
 
-def test_a_job_goes_on_from_the_state_of_another():
+def test_a_job_continues_from_the_state_of_another():
     adam = lambda: keras.optimizers.Adam(0.1)  # noqa: E731
     with Servers(2, optimizer=adam) as first, Servers(2, optimizer=adam) as second:
         one, other = first.client(0), second.client(0)
@@ -238,7 +238,7 @@ def test_a_server_that_dies_is_named():
             worker.push(values_of()).wait()
 
 
-def test_a_server_that_dies_while_it_lets_a_worker_wait_is_named():
+def test_a_server_that_dies_during_a_pull_is_named():
     with Servers(1) as servers:
         waiting = in_thread(servers.client(1).pull)
         servers.servers[0].stop()
@@ -274,7 +274,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("sent", STRANGE.values(), ids=STRANGE)
-def test_a_stranger_is_turned_away_and_harms_nobody(sent):
+def test_an_unauthenticated_connection_is_refused_and_harms_no_other(sent):
     with Servers(1, secret=b"known") as servers:
         client = servers.client(0)
         client.fill(values_of())
@@ -304,7 +304,7 @@ def test_a_server_that_starts_late_is_waited_for():
 
 
 @pytest.mark.parametrize("secret", [None, b"another"])
-def test_who_does_not_know_the_secret_is_not_let_in(secret):
+def test_a_worker_without_the_secret_is_refused(secret):
     with Servers(1, secret=b"known") as servers:
         with pytest.raises(ClusterError, match=r"no server of variables for this worker: .*secret"):
             servers.client(1, secret=secret)
@@ -316,7 +316,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_trusted():
         servers.client(1, secret=b"known")
 
 
-def test_a_worker_with_another_model_or_other_servers_is_not_let_in():
+def test_a_worker_with_another_plan_is_refused():
     with Servers(2) as servers:
         other = plan_shards((*SPECS[1:], VariableSpec("more", (2,), "float32")), 2)
         with pytest.raises(ClusterError, match=r"its variables is '[0-9a-f]+', that of the server '"):

@@ -59,7 +59,7 @@ def test_updates_are_those_of_keras_wherever_the_shards_are(name, servers, parti
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_a_gradient_of_rows_is_one_that_is_zero_elsewhere(name):
+def test_a_sparse_gradient_equals_a_dense_one_with_zero_rows(name):
     store = VariableStore(SPECS, OPTIMIZERS[name]())
     store.fill(values_of())
     gradients = []
@@ -84,7 +84,7 @@ def test_parts_of_an_update_are_averaged_by_their_weight():
     assert_close(dict(store.snapshot.values), by_keras(OPTIMIZERS["Adam"](), [mean]))
 
 
-def test_a_snapshot_stays_what_it_was():
+def test_a_snapshot_does_not_change():
     store = VariableStore(SPECS, OPTIMIZERS["Adam"]())
     given = values_of()
     store.fill(given)
