@@ -74,7 +74,7 @@ def drive(index, workers, ports, seconds, start, results):
     dispatcher = TaskClient(connect("chief", f"127.0.0.1:{ports[1]}", me, None, 60.0, print))
     arrays = gradient()
     dispatcher.enter(1)
-    client.pull(takes_part=False)
+    client.pull(will_push=False)
     start.wait(100)
     begin, count, before = time.perf_counter(), 0, sum(client.traffic)
     while time.perf_counter() - begin < SECONDS:

@@ -199,7 +199,7 @@ def test_parts_of_a_batch_on_several_workers_train_as_the_batch_on_one_device(pa
             rows = np.array_split(np.arange(len(x)), parts)
             for index in np.random.default_rng(number).permutation(parts):  # Whoever is first.
                 mine = rows[index]
-                values = clients[index].pull(at_least=number, takes_part=False)
+                values = clients[index].pull(at_least=number, will_push=False)
                 found = step(values, others, metrics, (x[mine], y[mine]), number)
                 part = BatchPart(number, int(index), parts)
                 clients[index].push(found.gradients, weight=len(mine), part=part).wait()

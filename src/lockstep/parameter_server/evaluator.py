@@ -50,7 +50,7 @@ def run_evaluator(
             epoch = what["epoch"] + 1
             newest, _ = task_client.wait_for(call, NEWEST_EPOCH)
             if newest["epoch"] < epoch and validation_data is not None:
-                values = client.pull(takes_part=False)
+                values = client.pull(will_push=False)
                 trainable = [values[name] for name in names_of(model)]
                 updates = f" and {max(client.versions)} updates"
                 evaluator.evaluate(trainable, _numbered(non_trainable, ""), epoch, updates)

@@ -122,7 +122,7 @@ class RpcClient:
 
     def _late(self, reply: Message, message: Message) -> str:
         waits_for = reply.get("waits_for")
-        whom = listed(map(str, waits_for)) if isinstance(waits_for, list) and waits_for else "somebody"
+        whom = listed(map(str, waits_for)) if isinstance(waits_for, list) and waits_for else "another process"
         return (
             f"{self.name} could not answer a {message['kind']!r} within {message.get('seconds')} s: it waits for {whom}. Is that "
             f"stuck, or slower than the limit allows?"

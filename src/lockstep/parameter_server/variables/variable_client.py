@@ -134,14 +134,14 @@ class VariableClient:
         PendingPush(self._send_all([message] * len(parts), arrays, [check_no_arrays] * len(parts))).wait()
 
     def pull(
-        self, rows: Mapping[str, np.ndarray] | None = None, *, at_least: int = 0, takes_part: bool = True
+        self, rows: Mapping[str, np.ndarray] | None = None, *, at_least: int = 0, will_push: bool = True
     ) -> dict[str, np.ndarray]:
         """Return the newest values; waits while this worker is too far ahead of the slowest one.
 
         Args:
             rows: numbers of the rows, as vectors, of those variables of which only some rows are needed.
             at_least: number of updates that must have been made.
-            takes_part: whether this worker will push a gradient, so that the staleness bound counts it as active.
+            will_push: whether a push of this worker follows, so that the staleness bound counts it as active.
 
         Returns:
             By name the whole values, or the rows in the requested order.
@@ -150,7 +150,7 @@ class VariableClient:
             ClusterError: a server is lost, or had to wait too long; the message names it and the workers it waited for.
         """
         rows = rows or {}
-        message = {"kind": "pull", "at_least": at_least, "seconds": self._timeout, "takes_part": takes_part}
+        message = {"kind": "pull", "at_least": at_least, "seconds": self._timeout, "will_push": will_push}
         requested = [_encode_row_request(self._plan.shards_at(n), rows) for n in range(self._plan.servers)]
         checks = [pull_response_check(one, self._plan.specs_at(number)) for number, one in enumerate(requested)]
         replies = [response.result() for response in self._send_all([message] * len(requested), requested, checks)]

@@ -179,7 +179,7 @@ class VariableService:
         requested = decode_row_request(arrays, self._store.specs)
         at_least = read_whole_number(message, "at_least")
         deadline = self._clock() + seconds_of(message)
-        worker = None if message.get("takes_part") is False else session
+        worker = None if message.get("will_push") is False else session
         with self._changed:
             while waits_for := self._waits_for(worker, at_least):
                 left = deadline - self._clock()
