@@ -201,7 +201,7 @@ def test_two_workers_run_each_function_once_and_all_processes_get_the_same(count
 def test_what_a_function_raises_is_named_at_the_chief(counted):
     folder, _, done = counted
     error = (folder / "error-chief0").read_text()
-    assert re.match(r"worker [01] .* failed in piece 35 of the work: ValueError: two is too much", error)
+    assert re.match(r"worker [01] .* failed in task 35: ValueError: two is too much", error)
     assert "raise ValueError('two is too much')" in done.stdout  # The traceback is where it was raised.
 
 
@@ -230,7 +230,7 @@ say(first=[one["number"] for one in first], who=[one["who"] for one in coordinat
     assert said["chief0"]["first"] == list(range(8))
     assert set(said["chief0"]["who"]) == {"worker0", "worker1"}
     assert said["chief0"]["weights"] == [20.0] * 3
-    assert "has gone: others do piece" in done.stdout
+    assert "will be reassigned to other workers" in done.stdout
 
 
 @pytest.mark.slow

@@ -101,8 +101,8 @@ def test_a_chief_whom_no_worker_comes_to_ends_with_a_reason(job):
     made = job(workers=1, servers=1)
     made.start_all(but=["worker0"], cases=["plain"], strategy=PROMPT)
     assert made.processes["chief0"].end() == 124
-    assert "No piece of work was finished for 3 s" in made.processes["chief0"].said
-    assert "no worker has asked for any. Are the workers started" in made.processes["chief0"].said
+    assert "No task was finished for 3 s" in made.processes["chief0"].said
+    assert "no worker has requested one. Fix: check whether the workers are started" in made.processes["chief0"].said
 
 
 def test_a_worker_whom_no_chief_awaits_ends_with_a_reason(job):

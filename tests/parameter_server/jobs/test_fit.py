@@ -51,7 +51,7 @@ def test_fit_without_staleness_has_same_bits_if_a_worker_dies(job, without_stale
     dying.start_all(each=lambda task, index: {"stop": [5, 9]} if (task, index) == ("worker", 1) else {}, **options)
     dying.end(but=["worker1"])
     assert dying.processes["worker1"].end() == -9
-    assert "others do piece" in dying.processes["chief0"].said
+    assert "will be reassigned to other workers" in dying.processes["chief0"].said
     assert bits(arrays(dying, "chief", 0)) == expected
 
 
