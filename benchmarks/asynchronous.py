@@ -1,10 +1,10 @@
-"""Claims: workers that do not wait for each other reach the accuracy of synchronous training in as many rows; and a slow one costs the others nothing.
+"""Claims: asynchronous training needs no more rows for the accuracy of synchronous training; a slow worker does not delay the others.
 
-Every case is a job of its own, ``lockstep run --workers W --servers 1``, which runs this file again (``--train``); the synchronous cases are
-one process with as many replicas. Data, seed, epochs, batch and optimizer are the same. Accuracy is that on the test data. Needs LOCKSTEP_DATA.
+Each case is a job, ``lockstep run --workers W --servers 1``, which runs this file again (``--train``); the synchronous cases are one
+process with as many replicas. Data, seed, epochs, batch and optimizer are the same. Accuracy is that on the test data. Needs LOCKSTEP_DATA.
 
-For slow workers a batch takes its time by sleeping inside ``train_step``, between pull and push, so that two cores suffice for four workers.
-Rates are those of the last epoch, in which nothing is compiled any more.
+For a slow worker each batch sleeps inside ``train_step``, between pull and push, so that two cores suffice for four workers. Rates are
+those of the last epoch, after all compilation.
 """
 
 import argparse

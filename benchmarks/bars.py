@@ -1,4 +1,4 @@
-"""Horizontal bars of ratios on a logarithmic axis as an SVG picture, by hand: readable on a light and on a dark page."""
+"""Draw horizontal bars of ratios on a logarithmic axis as SVG, readable on light and dark pages."""
 
 import math
 from pathlib import Path

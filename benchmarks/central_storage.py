@@ -1,9 +1,9 @@
-"""Claim: with the variables on one device, no other holds any, and between logical CPU devices a step takes no longer.
+"""Claim: with the variables on one device, other devices hold none, and a step between logical CPU devices takes no longer.
 
-Two of them compute, two replicas, an MLP of 19 MB of weights with Adam. A ``MirroredStrategy`` and two ``CentralStorageStrategy``, with the
-variables on a device that computes and on one that does not, take turns, a step at a time; the median of the ratios of their times
-counts. Decision 23 rests on this. The devices are the same cores and the same memory: what it costs to send weights to an accelerator
-is not measured here.
+Two devices compute two replicas of an MLP with 19 MB of weights and Adam. A ``MirroredStrategy`` and two ``CentralStorageStrategy``,
+with the variables on a device that computes and on one that does not, take turns, one step at a time; the result is the median of the
+ratios of their times. Decision 23 is based on this. The devices share cores and memory: the cost of sending weights to an accelerator
+is not measured.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Claim: deflating a checkpoint costs far more than it saves, and sha256 costs less than writing it.
+"""Claim: compressing a checkpoint costs far more time than it saves, and sha256 costs less than writing.
 
-Weights and Adam's two moments, 96 MB of float32 in 12 arrays, are written to the disk (with fsync) and read back in several ways in
-turn, five rounds; the best time of each, and its ratio to a plain ``numpy.savez`` in the same run. Decision 16 rests on this.
+Weights and the two moments of Adam, 96 MB of float32 in 12 arrays, are written to disk (with fsync) and read back in several formats
+in turn, for five rounds. The result is the best time of each, and its ratio to ``numpy.savez`` in the same run. Decision 16 is based on this.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""Claim: each all-reduce costs what its bytes and rounds say; ``jax.lax.psum`` in the same run is the yardstick.
+"""Claim: the time of each all-reduce follows from its bytes and rounds; ``jax.lax.psum`` in the same run is the reference.
 
-Four logical CPU devices. Sizes and algorithms in turn, in rounds; the median of each. A program that adds nothing is timed
-beside them, and what it takes is subtracted before the cost model is fitted. Then the model, with values of a network that
-are stated here, predicts 8 to 4,096 devices.
+Four logical CPU devices. Sizes and algorithms take turns in rounds; the result is the median of each. The time of a program without an
+all-reduce is subtracted before the cost model is fitted. The model then predicts 8 to 4,096 devices on a network whose values are
+stated below.
 """
 
 import statistics

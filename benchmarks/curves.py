@@ -1,4 +1,4 @@
-"""Curves over two logarithmic axes as an SVG picture, by hand: readable on a light and on a dark page."""
+"""Draw curves over two logarithmic axes as SVG, readable on light and dark pages."""
 
 import math
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Claim: what the same bits on any number of devices cost, against the default executor, on two logical CPU devices.
+"""Claim: the cost of ``deterministic=True`` against the default executor, on two logical CPU devices.
 
-Each executor runs in a separate process, started as a user would start it (so on its own thread pool); the two take turns, a
-few steps at a time, and the median of the ratios counts. Then the parts of a deterministic step are timed one by one, which
-says where the time goes; waiting for each part makes the sum a little longer than the step.
+Each executor runs in a separate process, started as a user would start it (with its own thread pool). The two take turns, a few steps at
+a time; the result is the median of the ratios. The parts of a deterministic step are then timed one by one; as each part is waited for,
+their sum is slightly longer than the step.
 """
 
 import json

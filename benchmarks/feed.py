@@ -1,8 +1,8 @@
-"""What reading ahead costs and gains on CPU devices: time a step, as ratios to placing each batch when its step is due.
+"""Cost and gain of prefetching on CPU devices: time per step, relative to placing each batch when its step is due.
 
-All ways run in turn in one process, several times, on a tiny net where the input weighs most; the fastest of each is
-compared, because others may use the machine, too.
-"ready" returns arrays in memory; "reading" waits 2 ms for each batch, as a disk does; "working" computes 2 ms for each batch.
+All variants take turns in one process, several times, on a tiny net that makes the input dominant; the fastest run of each counts,
+as other programs may use the machine. "ready" returns arrays in memory; "reading" waits 2 ms per batch, like a disk; "working"
+computes 2 ms per batch.
 """
 
 import os

@@ -1,11 +1,10 @@
-"""A regression of speed fails here: a step of Lockstep against one of plain Keras, and what a step is made of; CI runs it.
+"""Performance regression test: the ratio of a Lockstep step to a plain Keras step, and the parts of a step; run by CI.
 
-Only ratios of times that were taken in turns in this process count, and numbers of programs and collectives, so the machine
-does not matter. A time that is above its limit is taken again, up to three times in all, and the best one counts. Limits of times are
-about one and a half of what was measured on two shared cores; those of counts are what was counted. Who makes a step better
-lowers its limit, who raises one says why.
+Only ratios of times measured in turns in this process count, and numbers of programs and collectives, so the limits do not depend on the
+machine. A time above its limit is measured again, up to three times in all; the best one counts. Limits of times are about 1.5 times the
+values on two shared cores; limits of counts are exact. If you speed up a step, lower its limit; if you raise a limit, give the reason.
 
-Ends with exit code 1 where a limit is exceeded, after less than a minute.
+Exits with code 1 if a limit is exceeded. Takes less than a minute.
 """
 
 import functools

@@ -1,11 +1,11 @@
-"""What a large batch costs in accuracy, and how much of that a scaled learning rate gives back.
+"""Accuracy lost with a large batch, and the part that a scaled learning rate recovers.
 
-MNIST with the net of the tutorial's table (784-256-256-10): Adam with the root of the batches' ratio, and SGD with momentum 0.9 with the
-ratio itself, each against the rate that stays. The first 10,000 pictures of CIFAR-10 with the CNN of ``examples/cifar10``: Adam alone. All runs of a data set
-go through the same rows equally often, so a larger batch makes fewer steps. Two replicas on one device. Accuracy is that on the 10,000
-test pictures after the last epoch: the mean of the seeds, and in brackets the lowest and the highest. Needs LOCKSTEP_DATA.
+MNIST with the net of the tutorial's table (784-256-256-10): Adam with the square root of the batch ratio and SGD with momentum 0.9 with
+the batch ratio, each against an unscaled rate. The first 10,000 images of CIFAR-10 with the CNN of ``examples/cifar10``: Adam only. All
+runs of a data set train on the same rows equally often, so a larger batch makes fewer steps. Two replicas on one device. Accuracy is that
+on the 10,000 test images after the last epoch: the mean of the seeds, in brackets minimum and maximum. Needs LOCKSTEP_DATA.
 
-``--net mnist`` or ``--net cifar10`` runs one of them; ``--quick`` one batch and one seed, and nothing is kept.
+``--net mnist`` or ``--net cifar10`` runs one of them; ``--quick`` runs one batch and one seed, and keeps no results.
 """
 
 import argparse

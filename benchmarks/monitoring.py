@@ -1,7 +1,7 @@
-"""Claim: what shows and writes how a run goes takes some microseconds a step.
+"""Claim: monitoring costs some microseconds per step.
 
-The smallest step of ``fit`` where that is seen best: an MLP with 32 rows on one CPU device. Each way to watch it takes its turn in one process; the
-median of the ratios to the turn without any counts.
+A small step of ``fit`` shows it best: an MLP with 32 rows on one CPU device. The kinds of monitoring take turns in one process; the result
+is the median of the ratios to the turn without monitoring.
 """
 
 import os

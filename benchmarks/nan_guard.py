@@ -1,7 +1,7 @@
-"""Claim: a guarded training step takes little more time than one that is not.
+"""Claim: a step with ``NanGuard`` takes little more time than one without.
 
-Two logical CPU devices, two replicas. The guarded and the unguarded step of the same model take turns, each on a state of its own; the
-median of the ratios of their times counts. Decision 17 and ``docs/nan_guard.md`` rest on this.
+Two logical CPU devices, two replicas. The guarded and the unguarded step of the same model take turns, each on its own state; the result
+is the median of the ratios of their times. Decision 17 and ``docs/nan_guard.md`` are based on this.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Claim: a gradient costs about as much in two programs, forwards and backwards, as in one.
+"""Claim: a gradient in two programs, forward and backward, costs about as much as in one.
 
-One device, one replica. The two programs hand over what ``jax.vjp`` keeps; the loss between them is a third, small one.
-Decision 9 rests on this. The two ways take turns, and the median of the ratios counts.
+One device, one replica. The forward program passes the residuals of ``jax.vjp`` to the backward program; the loss between them is a third,
+small program. Decision 9 is based on this. The variants take turns; the result is the median of the ratios.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""What a step costs the host, what the first step costs, and the memory of a run: Lockstep beside plain Keras.
+"""Host time of a step, time of the first step, and memory of a run: Lockstep compared with plain Keras.
 
-Host time: the wall time of a step of ``fit`` less that of the bare compiled step in a loop, on a model with nearly nothing to compute
+Host time: the wall time of a step of ``fit`` less that of the bare compiled step in a loop, on a model that computes almost nothing
 (``steps.py``), on one CPU device. Both programs of a row take turns; a figure is the median of the turns, and so is the
 ratio of the host times. First step and memory: each in a fresh process, in turns, for the nets and batches of ``peers.py``, each kept as soon as it is measured; the first step is
 the time from building the model to the end of a ``fit`` of one batch (it traces and compiles), a step that of later calls, the memory
 the process's greatest after them. How many rows the input delivers is in ``feed.py``.
 
-The host takes half an hour, most of it for compiling 5,000 variables, and the first steps an hour, half of it for MobileNetV2. With ``--quick`` there are fewer variables and turns, and nothing is kept.
+The host takes half an hour, most of it for compiling 5,000 variables, and the first steps an hour, half of it for MobileNetV2. ``--quick`` uses fewer variables and turns, and keeps no results.
 """
 
 import argparse

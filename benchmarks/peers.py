@@ -1,30 +1,30 @@
-"""How long a step takes under Lockstep and under its peers, and how near that is to what the machine allows.
+"""Compare the time of a step under Lockstep, under other libraries, and at the limit of the machine.
 
-All competitors of a case are alive at once, compiled and warm, and train the same net on as many rows in turn, one epoch each a
-round, while nobody else computes: one call of ``fit`` (a loop in torch, bare steps for the limit) whose epochs wait for
-the driver. Two processes begin together, and the slower one counts. Rows are synthetic, of the real shapes.
+All competitors of a case run at the same time, compiled and warm, and train the same net on the same number of rows in turn, one
+epoch per round, while the others wait: one call of ``fit`` (a loop in torch, bare steps for the limit) whose epochs wait for the
+driver. If a competitor has two processes, they start together, and the slower one counts. Rows are synthetic, with the real shapes.
 
 ====================  =================================================================================================
 lockstep              ``MirroredStrategy(replicas=2)``: two replicas on the machine's CPU, one device with all threads
 lockstep_2_devices    ``MirroredStrategy(["cpu:0", "cpu:1"])``: the same replicas on two logical CPU devices
 keras                 Keras on JAX on one device, with the same global batch
 keras_same_allocator  the same, with the allocator of Lockstep
-data_parallel         ``keras.distribution.DataParallel`` on two CPU devices, with threads enough for not dead-locking
+data_parallel         ``keras.distribution.DataParallel`` on two CPU devices, with enough threads to avoid a deadlock
 tensorflow            ``tf.distribute.MirroredStrategy`` on two logical CPUs, batches from a cache of ``tf.data``, not shuffled
 limit                 two processes on a core each, with half of the batch and bare compiled steps that exchange nothing
 lockstep_workers      ``MultiWorkerMirroredStrategy`` in two processes, each of which reads all rows
 torch                 ``DistributedDataParallel`` with Gloo in two processes
 ====================  =================================================================================================
 
-Ratios above 1: the peer takes longer than Lockstep; each is the median of the ratios of the rounds. The limit's says how
-much of what the machine allows Lockstep reaches: 1 is no loss, the goal 0.85. Lockstep and the limit start with the allocator that
+Ratios above 1 mean that the peer takes longer than Lockstep; each is the median of the ratios of the rounds. The ratio of the limit
+is the share of the machine's limit that Lockstep reaches: 1 is no loss, the goal is 0.85. Lockstep and the limit start with the allocator that
 ``lockstep run`` gives its workers, the others with that of the system, as their users start them; ``--allocator`` and
-``--peers-allocator`` change it. The last column names whose rounds differ much: something else ran, or that competitor is unsteady.
+``--peers-allocator`` change it. The last column names competitors whose rounds differ much.
 
-To repeat it: ./scripts/test-inputs makes the environment of TensorFlow and torch; then, with nothing else on the machine,
+To repeat it: ./scripts/test-inputs creates the environment of TensorFlow and torch; then, on an idle machine,
 ``python benchmarks/peers.py``. A case takes some minutes on two cores. ``--only mnist-64,cifar-128`` measures some cases and
-keeps the others' results, where machine, versions and allocators are the same. With ``--competitors`` or ``--steps``, to try
-things out, nothing is kept. Lockstep is taken from the environment of the python that runs this.
+keeps the others' results, where machine, versions and allocators are the same. With ``--competitors`` or ``--steps``, for
+experiments, no results are kept. Lockstep is taken from the environment of the python that runs this.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Claim: the pictures of examples/cats_vs_dogs are read at least as fast as ``tf.data`` reads them.
+"""Claim: the images of examples/cats_vs_dogs are read at least as fast as ``tf.data`` reads them.
 
-The same JPEGs, listed 80 times, which is as many rows as the whole data set has; batches of 64 as uint8. All ways take turns
-in one process, 1,200 shuffled rows each, several times. Medians are told. Where others use the machine, too, the rows a second
-depend on how many cores a way could get, which is told beside them; the processor time of a row hardly does. Needs the
-environment of ./scripts/test-inputs and LOCKSTEP_DATA.
+The same JPEGs, listed 80 times to have as many rows as the whole data set; batches of 64 as uint8. All variants take turns in one process,
+1,200 shuffled rows each, several times; the result is the median. If other programs use the machine, rows per second depend on the cores
+that a variant gets, which is also shown; the processor time per row hardly depends on it. Needs the environment of ./scripts/test-inputs
+and LOCKSTEP_DATA.
 
-"tf.data" decodes whole pictures, and for a random crop only the crop; "smaller" decodes at a half, a quarter or an eighth
-where that is enough, as ours does; "antialias" smooths before it makes smaller, as Pillow always does. "Pillow" is ours
-with Pillow in place of simplejpeg and OpenCV.
+"tf.data" decodes whole images, and for a random crop only the crop; "smaller" decodes at a half, a quarter or an eighth if that is
+enough, as Lockstep does; "antialias" smooths before downscaling, as Pillow always does. "Pillow" is Lockstep's reader with Pillow instead
+of simplejpeg and OpenCV.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Where the time of a step goes on CPUs: JAX's profiler over some steps of one net of ``peers/``, by kind of operation.
+"""Profile a step on CPUs: JAX's profiler over some steps of one net of ``peers/``, by kind of operation.
 
-``python benchmarks/profile_step.py cifar 128``. Times are those of all threads together; an operation is named by the layer and the
-primitive that it comes from, as JAX tells XLA.
+``python benchmarks/profile_step.py cifar 128``. Times are sums over all threads; an operation is named by its layer and primitive, from the
+metadata that JAX passes to XLA.
 """
 
 import collections

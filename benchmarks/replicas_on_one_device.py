@@ -1,7 +1,7 @@
 """Claim: on CPU a convolution inside a conditional is many times slower; replicas under vmap cost nothing.
 
-Gradient of three 3×3 convolutions on a batch of (32, 32, 32, 3), computed in several ways in turn, five rounds; the
-best time of each, and its ratio to the plain form in the same run. Decision 2 rests on this.
+Gradient of three 3×3 convolutions on a batch of (32, 32, 32, 3), computed in several ways in turn, for five rounds. The result is the best
+time of each, and its ratio to the plain form in the same run. Decision 2 is based on this.
 """
 
 import time

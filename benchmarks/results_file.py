@@ -1,4 +1,4 @@
-"""Prints a result with machine, versions and command, and keeps it in ``results/``, as Markdown and as JSON."""
+"""Print a result with machine, versions and command, and write it to ``results/`` as Markdown and JSON."""
 
 import json
 import os

@@ -1,9 +1,8 @@
-"""Slow operations on CPUs in other words: forward and forward-and-backward time of XLA's own and of ours, as ratios.
+"""Slow CPU operations and their rewrites: forward and forward-and-backward time of XLA's form and of ours, as ratios.
 
-Each pair runs in turn in one process, a few calls a turn; a time is the median of the turns, a ratio that of the ratios of the
-turns, above 1 where ours is faster. "With backward" means values and the gradients of all arguments; compiling is its first call. The
-last rows are small nets of Keras on one device, where that is a whole step of SGD, with the model's forward pass as it is and in
-other words.
+Each pair takes turns in one process, a few calls per turn. A time is the median of the turns, a ratio the median of the ratios of the turns,
+above 1 if the rewrite is faster. "With backward" includes the gradients of all arguments; "compiling" is the first call. The last rows are
+small Keras nets on one device: a whole step of SGD, with and without rewriting of the forward pass.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Claim: saving while training goes on holds up a step for less than half of its time.
+"""Claim: saving in the background delays a step by less than half of the time of saving.
 
-A dense net with Adam, 101 MB of state, trains on two CPU devices: without checkpoints, with one each ten steps written in the
-background, and with one each ten steps that is waited for. The three take turns, three rounds. A step lasts from its callback to
-the next one's; medians of all rounds.
+A dense net with Adam, 101 MB of state, trains on two CPU devices: without checkpoints, with a checkpoint every ten steps in the background,
+and with one every ten steps that the step waits for. The three take turns, for three rounds. The time of a step is the time between two
+callbacks; the result is the median over all rounds.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Claim: a training that is killed again and again, anywhere, ends with the bits of one that nothing happened to.
+"""Claim: a training that is killed repeatedly, at any point, ends with the same bits as an uninterrupted one.
 
-Kills are ``kill -9``, at random places of the program or after a random time, in one process with two devices and in two workers, each
-followed by a resume, until the training comes to its end. Lost or repeated are steps in the weights' history, counted by the
-optimizer and by the rows in each epoch; done again are steps that were started after the last checkpoint, which ``save_freq`` decides.
-The seed of the kills is the third argument: ``python benchmarks/soak.py KILLS [SAVE_FREQ [SEED]]``.
+Kills are ``kill -9`` at random points of the program or after a random time, in one process with two devices and in two workers. Each is
+followed by a resume, until the training ends. Lost and repeated steps are found in the history of the weights, by the optimizer's counter and
+by the rows of each epoch; recomputed steps are those started after the last checkpoint, which ``save_freq`` determines. The third argument is
+the seed of the kills: ``python benchmarks/soak.py KILLS [SAVE_FREQ [SEED]]``.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Claim: where a batch looks up few rows of a table, only these need to travel.
+"""Claim: if a batch looks up few rows of an embedding table, only these rows need to be sent.
 
-A process serves an embedding and a last layer; this one is the worker: it pulls, computes the gradient of a batch, and pushes, once with whole
-tables and once with rows. Words are as frequent as in texts: the n-th most frequent has a share of 1/n. What there is: the embedding of
-the Reuters model of the examples, with its batches, and a table of 128 MB.
+One process serves an embedding and a last layer; this process is the worker: it pulls, computes the gradient of a batch, and pushes, once with
+whole tables and once with rows. Word frequencies are as in texts: the n-th word has a share of 1/n. Cases: the embedding of the Reuters example
+with its batches, and a table of 128 MB.
 """
 
 import multiprocessing

@@ -1,6 +1,6 @@
-"""The time of a training step of one model: within ``fit``, and as a bare compiled step in a loop, whose outputs are fed back.
+"""Time of a training step of one model: within ``fit``, and of the bare compiled step in a loop that feeds outputs back.
 
-Their difference is the host's side of a step: Keras's loop, its callbacks, the input, and what a strategy adds to that.
+The difference is the host's part of a step: Keras's loop, callbacks, input, and the overhead of a strategy.
 """
 
 import statistics

@@ -1,7 +1,7 @@
-"""Claim: CPU devices dead-lock on a thread pool that is too small; four threads a device are enough.
+"""Claim: CPU devices deadlock on a thread pool that is too small; four threads per device are enough.
 
-Trains a small CNN with two BatchNorms, two outputs and four metrics, in a process of its own for each number of devices
-and threads, with a deadline. Decision 3 rests on this. A pass shows only that it did not happen this time.
+Trains a small CNN with two BatchNormalization layers, two outputs and four metrics, in a separate process for each number of devices and
+threads, with a deadline. Decision 3 is based on this. A pass only shows that no deadlock happened in this run.
 """
 
 import os

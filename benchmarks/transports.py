@@ -1,10 +1,10 @@
-"""Claim: for gradients, plain sockets are as fast as the libraries for messages, so a server of variables needs none of them.
+"""Claim: for gradients, plain sockets are as fast as message libraries, so a variable server needs none.
 
-A client pushes an array of float32 to a server on this machine and gets one of the same size back, as a worker that pushes
-its gradient and pulls the variables. One server process, one or four client processes; every way moves the same
-arrays with the same small JSON head. The ways take turns in each of three rounds, and the best round of each counts.
+A client pushes a float32 array to a server on this machine and receives one of the same size, like a worker that pushes its gradient and pulls
+the variables. One server process, one or four client processes; every transport moves the same arrays with the same small JSON header. The
+transports take turns in three rounds; the best round of each counts.
 
-Needs ``pyzmq`` and ``grpcio`` besides what Lockstep needs. Decision 20 rests on this.
+Needs ``pyzmq`` and ``grpcio`` in addition. Decision 20 is based on this.
 """
 
 import json

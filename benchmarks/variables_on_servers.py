@@ -1,8 +1,8 @@
-"""Claim: workers that push to servers do not hold each other up: one that is ten times slower costs the others nothing.
+"""Claim: asynchronous workers do not delay each other: a worker that is ten times slower costs the others nothing.
 
-A process serves 332,856 float32 in 20 variables (the size of the Reuters model of the examples), applies Adam to each gradient, and
-hands out batches; each worker is a process that takes a batch, pulls, sleeps as long as a gradient would take elsewhere, pushes, and
-says that it is done. As sleeping needs no core, what is measured is what waiting for each other costs, not what two cores can compute.
+One process serves 332,856 float32 in 20 variables (the size of the Reuters example), applies Adam to each gradient, and hands out batches. Each
+worker is a process that takes a batch, pulls, sleeps for the time of a gradient, pushes, and reports completion. Sleeping needs no core, so this
+measures the cost of waiting, not the computing power of two cores.
 """
 
 import multiprocessing

@@ -1,7 +1,7 @@
-"""How Sphinx builds the documentation: ``./scripts/docs``.
+"""Configuration of Sphinx for ``./scripts/docs``.
 
-The source folder is the repository, as pages link to each other across its folders. The front page is ``README.md``; what is in the
-sidebar stands in ``contents.md``. Links to folders and files that are no pages are resolved here.
+The source folder is the repository, as pages link to each other across its folders. The front page is ``README.md``; ``contents.md``
+lists the sidebar. Links to folders and files that are not pages are resolved here.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ html_copy_source = False
 
 
 def contents() -> Iterator[str]:
-    """The lines of ``contents.md``; a pattern there stands for its pages that are not named elsewhere, and may have none yet."""
+    """Iterate over the lines of ``contents.md``; a pattern is replaced by its pages that are not listed elsewhere, if any."""
     lines = (ROOT / "docs" / "contents.md").read_text().splitlines()
     listed = {"docs/contents", *(line for line in lines if "*" not in line)}
     for line in lines:
@@ -57,20 +57,20 @@ def contents() -> Iterator[str]:
 
 
 def with_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """The front page is the README with the contents of the sidebar at its end."""
+    """Append the contents of the sidebar to the front page, which is the README."""
     if page == root_doc:
         source[0] += "\n" + "\n".join(contents())
 
 
 def page_of_folder(folder: Path, pages: set[str]) -> str | None:
-    """What a link to a folder shows: the page of its name, its README, else its first page; None where it has none."""
+    """Return the target of a link to a folder: the page of its name, its README, else its first page; None without pages."""
     name = folder.relative_to(ROOT).as_posix()
     inside = sorted(page for page in pages if page.startswith(f"{name}/"))
     return next((page for page in (name, f"{name}/README", *inside) if page in pages), None)
 
 
 def links_to_folders(app: Sphinx, tree: nodes.document) -> None:
-    """A link to a folder leads to a page in it; where it has none, its text stays."""
+    """Resolve a link to a folder to a page in it; without pages, keep the text only."""
     for link in list(tree.findall(addnodes.pending_xref)):
         folder = (
             Path(app.env.relfn2path(link["reftarget"], link.get("refdoc"))[1]) if link["reftype"] == "myst" else ROOT
@@ -84,7 +84,7 @@ def links_to_folders(app: Sphinx, tree: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Sphinx calls this."""
+    """Register the hooks; called by Sphinx."""
     app.connect("source-read", with_contents)
     app.connect("doctree-read", links_to_folders)
     return {"parallel_read_safe": True}

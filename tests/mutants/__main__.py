@@ -1,4 +1,4 @@
-"""The commands of ``./scripts/mutants``."""
+"""Command line of ``./scripts/mutants``."""
 
 import argparse
 import sys
@@ -7,8 +7,10 @@ from tests.mutants import draw, reach, report, run
 
 
 def main() -> int:
-    """Do what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="./scripts/mutants", description="Whether the tests notice faults.")
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="./scripts/mutants", description="Mutation tests: check that the tests detect faults."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "reach", help="run the tests once and keep which of them reach which line; arguments go to pytest"

@@ -1,4 +1,4 @@
-"""Draws mutants by rule: a sample of all lines of nine packages, the same for the same sources."""
+"""Draw mutants by rule: a sample of the lines of nine packages, deterministic for given sources."""
 
 import ast
 import random

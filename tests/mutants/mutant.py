@@ -1,4 +1,4 @@
-"""A mutant: one line of the package, changed. Where it is now, and the source with it."""
+"""A mutant, a change of one line of the package: find its line, and apply it to the source."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""A plugin of pytest for a run on a mutant: takes the tests that are wanted, the cheapest first, and notes which one fails, and how."""
+"""Pytest plugin for a run on a mutant: select tests, run the cheapest first, and record which one fails and how."""
 
 import json
 import os

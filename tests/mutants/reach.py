@@ -1,4 +1,4 @@
-"""Which tests reach which line: measured once, in a run of the tests, and asked for each mutant."""
+"""Map of lines to the tests that execute them: measured once in a run of the tests, and used for each mutant."""
 
 import ast
 import hashlib

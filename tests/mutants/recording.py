@@ -1,4 +1,4 @@
-"""A plugin of pytest: says to :mod:`trace` which test runs, and notes how long each took. For ``-p`` on its command line."""
+"""Pytest plugin (for ``-p``): report the running test to :mod:`trace`, and record the time of each test."""
 
 import sys
 from collections import defaultdict

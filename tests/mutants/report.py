@@ -1,4 +1,4 @@
-"""Writes ``README.md``: how many mutants are caught, and why each survivor is harmless."""
+"""Write ``README.md``: the number of detected mutants, and why each survivor is harmless."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rules by which a line of Python becomes a faulty one: each works on the syntax tree and changes the text of one line."""
+"""Mutation rules: each finds nodes in the syntax tree and changes the text of one line."""
 
 import ast
 from collections.abc import Iterator

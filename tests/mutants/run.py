@@ -1,4 +1,4 @@
-"""Runs each mutant with the tests that reach it, in a copy of the repository, and keeps what came of it."""
+"""Run each mutant with the tests that execute its line, in a copy of the repository, and store the result."""
 
 import contextlib
 import json

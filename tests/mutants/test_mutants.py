@@ -1,4 +1,4 @@
-"""The mutants are faults of the sources as they are now: each applies, changes one line, and is Python still."""
+"""The mutants match the current sources: each applies, changes one line, and is valid Python."""
 
 import ast
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which tests are run for a mutant, in which order, and what the page says of it."""
+"""Selection and order of the tests of a mutant, and its line in the report."""
 
 import json
 

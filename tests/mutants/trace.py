@@ -1,4 +1,4 @@
-"""Which lines of the package a process runs, written down as it goes: a process that is killed has told nearly all.
+"""Record the lines of the package that a process executes, continuously, so that a killed process loses little.
 
 Every Python process of a run of the tests loads this file by its path, as ``sitecustomize.py`` says (:func:`startup`); it imports nothing of
 the tests. A process of pytest says which test runs (:meth:`Recorder.switch`); its children read that from a file, several times a second.
