@@ -1,4 +1,4 @@
-"""Tables of names: what each name of TensorFlow becomes, and what to write where there is no counterpart."""
+"""Tables of names: the replacement of each name of TensorFlow, and advice for names without a counterpart."""
 
 import re
 
@@ -57,7 +57,7 @@ _CONFIGURED = "JAX sets its threads and its memory: leave it out"
 _HOOK = "write a keras.callbacks.Callback and give it to fit"
 _STEP = "write model.optimizer.iterations"
 _SAVED = "lockstep.callbacks.BackupAndRestore in fit, strategy.checkpoint in a loop (docs/resume.md)"
-_OLD_FILES = "read the old file with TensorFlow in a program of its own, and give the arrays to layer.set_weights"
+_OLD_FILES = "read the old file with TensorFlow in a separate program, and give the arrays to layer.set_weights"
 _VARIABLE = "write self.add_weight in a keras.layers.Layer, or keras.Variable outside of one"
 _VARIABLES = "write model.trainable_variables, model.non_trainable_variables or model.variables"
 _COLLECTION = "there are no collections: model.losses, model.metrics and model.variables have what layers add"
@@ -150,7 +150,7 @@ _TRAINING = {
         ("export_meta_graph", "write_graph"), "write model.save('model.keras'), or model.export for a server"
     ),
     "replica_device_setter": _PLACED,
-    "summary_iterator": "TensorBoard reads files of events: leave it out, or read them in a program of its own",
+    "summary_iterator": "TensorBoard reads files of events: leave it out, or read them in a separate program",
     "sdca_optimizer": _OPTIMIZER.format("SGD"),
     "do_quantize_training_on_graphdef": "write model.quantize('int8')",
     "Server": "every process runs the same script, servers too (docs/parameter_servers.md): leave it out with its join()",

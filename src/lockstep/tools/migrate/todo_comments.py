@@ -1,4 +1,4 @@
-"""Comments in the translated program for what has no counterpart: each says what to write."""
+"""Find what needs manual work after the translation, and add comments with advice to the program."""
 
 import ast
 import inspect
