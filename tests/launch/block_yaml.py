@@ -1,16 +1,16 @@
-"""Reads the part of YAML that our manifests are written in, so that they can be read back without a package."""
+"""Parser of the subset of YAML that the printed manifests use, so that tests need no YAML package."""
 
 import json
 import re
 
 
 def documents(text):
-    """Every document of a text, as dicts and lists."""
+    """Return all documents of a text as dicts and lists."""
     return [_block(_lines(document)) for document in text.split("\n---\n")]
 
 
 def _lines(text):
-    """Indentation and words of each line; a dash is a level of its own."""
+    """Return indentation and content of each line; a dash counts as a level."""
     for line in text.splitlines():
         words = line.lstrip(" ")
         indent = len(line) - len(words)

@@ -1,4 +1,4 @@
-"""``lockstep run`` as a process of its own, with tiny programs, and with a deadline for everything."""
+"""Helpers that run ``lockstep run`` in a subprocess with tiny programs and deadlines."""
 
 import contextlib
 import inspect
@@ -23,7 +23,7 @@ def wait_for(condition):
     until = time.monotonic() + 50
     while not condition():
         if time.monotonic() > until:
-            sys.exit("waited in vain")
+            sys.exit("timed out")
         time.sleep(0.005)
 def is_there(name):
     return (here / name).exists()
@@ -32,21 +32,21 @@ HEADER += inspect.getsource(state_of) + inspect.getsource(has_ended)
 
 
 def program(folder, code, name="program.py"):
-    """A script of these lines, which may use the helpers above."""
+    """Write a script with this code, which may use the helpers in HEADER; return its path."""
     path = folder / name
     path.write_text(HEADER + code)
     return str(path)
 
 
 def environment(**variables):
-    """Without what would say that these tests are workers themselves, and with Python's own buffers."""
+    """Return the environment without the variables of a worker and with Python's default buffering."""
     left_out = ("TF_CONFIG", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
     own = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**own, **variables}
 
 
 def run(*arguments, deadline=DEADLINE, **variables):
-    """Run to the end; stdout and stderr as text."""
+    """Run to the end; stdout and stderr are text."""
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)], capture_output=True, timeout=deadline, env=environment(**variables)
     )
@@ -56,7 +56,7 @@ def run(*arguments, deadline=DEADLINE, **variables):
 
 @contextlib.contextmanager
 def started(*arguments, output=subprocess.PIPE, before=(), **variables):
-    """Run in the background, with a command ``before`` it; it is killed at the end of the block."""
+    """Run in the background, after the prefix ``before``; the process is killed at the end of the block."""
     process = subprocess.Popen(
         [*before, *COMMAND, *map(str, arguments)],
         stdout=output,
@@ -71,20 +71,20 @@ def started(*arguments, output=subprocess.PIPE, before=(), **variables):
         process.communicate(timeout=DEADLINE)
 
 
-def hear(supervisor, text):
-    """Wait until a supervisor has said that; gives the line."""
+def wait_for_message(supervisor, text):
+    """Wait until a supervisor prints a message that contains the text, and return the line."""
     for line in supervisor.stderr:
         if text in line:
             return line
-    raise AssertionError(f"it ended without a word of {text!r}")
+    raise AssertionError(f"it ended without the message {text!r}")
 
 
 def text_of(path):
-    """What a worker has written to a file, as soon as it is there."""
+    """Wait for a file that a worker writes, and return its text."""
     wait_until(path.exists, path.name)
     return path.read_text()
 
 
 def send(process, number=signal.SIGTERM):
-    """Send a signal to a process that was started here."""
+    """Send a signal to a process that the test has started."""
     os.kill(int(process), number)

@@ -1,4 +1,4 @@
-"""``--nnodes MIN:MAX``: nodes meet before each start, and the job goes on with those that are there. Nodes are supervisors on this machine."""
+"""``--nnodes MIN:MAX``: rendezvous before each generation, loss and return of nodes. Nodes are supervisors on this machine."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import hear, program, run, send, started, text_of
+from tests.launch.launching import program, run, send, started, text_of, wait_for_message
 from tests.support.processes import own_host
 from tests.support.waiting import DEADLINE, has_ended, wait_until
 
@@ -29,16 +29,16 @@ class Nodes:
         return self._held.enter_context(started(*common, self._path, **variables))
 
     def start_two(self):
-        """Nodes 0 and 1, and the processes of their first workers; node 1 stands at the door when node 0 opens it."""
+        """Start nodes 1 and 0, and return them and the processes of their first workers; node 1 waits when node 0 starts the server."""
         second = self.start("--node-rank", 1)
-        hear(second, "rendezvous at")
+        wait_for_message(second, "rendezvous at")
         first = self.start("--node-rank", 0)
         return first, second, [text_of(self._folder / f"0.{rank}") for rank in range(2)]
 
 
 @pytest.fixture
 def job(tmp_path):
-    """Makes jobs of a program's code; all that was started is killed at the end."""
+    """Return a function that makes a job of a program's code; all its processes are killed at the end."""
     with contextlib.ExitStack() as held:
 
         def make(code, nnodes="1:2", *options, join=2, restarts=3, grace=5):
@@ -49,7 +49,7 @@ def job(tmp_path):
 
 
 def end_of(supervisor):
-    """Exit code, output and messages."""
+    """Return exit code, output and messages."""
     printed, messages = supervisor.communicate(timeout=DEADLINE)
     return supervisor.returncode, printed, messages
 
@@ -77,7 +77,7 @@ def test_all_nodes_start_at_once_and_are_told_where_they_are(job):
         assert (*told, json.loads(seen)) == (*place, "3", config)
 
 
-def test_nodes_on_the_machine_of_the_meeting_need_no_number(job):
+def test_nodes_on_the_machine_of_the_rendezvous_need_no_rank(job):
     nodes = job("print(rank)", "3:3")
     ends = [end_of(one) for one in [nodes.start() for _ in range(3)]]
     assert sorted(printed for _, printed, _ in ends) == [f"[worker {rank}] {rank}\n" for rank in range(3)]
@@ -113,7 +113,7 @@ def test_a_node_that_comes_later_takes_part_from_the_next_start_on(job, tmp_path
     first = nodes.start("--node-rank", 0)
     text_of(tmp_path / "0.0")
     second = nodes.start()
-    assert "waiting for node 0 (" in hear(second, "to end, 2 s")
+    assert "waiting for node 0 (" in wait_for_message(second, "to end, 2 s")
     (tmp_path / "go").touch()
     ends = [end_of(first), end_of(second)]
     assert sorted(printed for _, printed, _ in ends) == [f"[worker {rank}] done by 2\n" for rank in range(2)]
@@ -124,7 +124,7 @@ def test_a_node_that_was_killed_may_come_back(job, tmp_path):
     nodes = job(RUNNING + "if generation == 0: " + FOREVER + "print('done by', workers)", join=1000)
     first, second, _ = nodes.start_two()
     second.kill()
-    hear(first, "restart 1 of 3")
+    wait_for_message(first, "restart 1 of 3")
     ends = [end_of(nodes.start("--node-rank", 1)), end_of(first)]
     assert [(code, printed) for code, printed, _ in ends] == [(0, f"[worker {rank}] done by 2\n") for rank in (1, 0)]
 
@@ -141,7 +141,7 @@ def test_a_node_that_was_asked_to_end_is_not_waited_for(job, tmp_path):
 
 
 @pytest.mark.parametrize("handles", [True, False])
-def test_where_the_node_of_the_meeting_is_asked_to_end_all_do(job, tmp_path, handles):
+def test_rendezvous_ends_all_nodes_when_node_0_gets_sigterm(job, tmp_path, handles):
     handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" if handles else ""
     nodes = job(handler + RUNNING + FOREVER)
     first, second, _ = nodes.start_two()
@@ -151,7 +151,7 @@ def test_where_the_node_of_the_meeting_is_asked_to_end_all_do(job, tmp_path, han
     assert messages.splitlines()[-1].endswith("): it was asked to stop.")
 
 
-def test_the_death_of_the_node_of_the_meeting_ends_the_job_with_a_sentence(job, tmp_path):
+def test_rendezvous_ends_the_job_when_node_0_dies(job, tmp_path):
     nodes = job(RUNNING + FOREVER)
     first, second, processes = nodes.start_two()
     first.kill()
@@ -216,7 +216,7 @@ def test_nodes_that_were_there_are_named_when_too_few_are_left(job, tmp_path):
     assert f"process {second.pid}): lost, its connection closed." in messages.splitlines()[-1]
 
 
-def test_a_meeting_that_nobody_holds_ends_in_time(tmp_path):
+def test_join_without_a_server_times_out(tmp_path):
     address = f"{own_host()}:12421"
     common = ("--nnodes", "1:2", "--coordinator", address, "--node-rank", 1)
     done = run(*common, "--start-seconds", 0.5, program(tmp_path, ""))
@@ -230,7 +230,7 @@ def test_a_meeting_that_nobody_holds_ends_in_time(tmp_path):
 def test_a_node_that_waits_may_be_asked_to_end(job, rank):
     nodes = job("", "2:2")
     waiting = nodes.start("--node-rank", rank)
-    hear(waiting, "waiting for ")
+    wait_for_message(waiting, "waiting for ")
     waiting.terminate()
     assert end_of(waiting)[0] == 143
 
@@ -244,7 +244,7 @@ def test_a_node_that_waits_may_be_asked_to_end(job, rank):
         ((), {"LOCKSTEP_SECRET": ""}, "it asks for a secret that this process was not given"),
     ],
 )
-def test_who_does_not_belong_to_the_job_is_told_why_and_harms_nothing(job, tmp_path, words, variables, why):
+def test_rendezvous_rejects_other_options_and_secrets(job, tmp_path, words, variables, why):
     nodes = job(RUNNING + "if generation == 0: wait_for(lambda: is_there('go'))\nprint('done by', workers)", join=0.3)
     first = nodes.start("--node-rank", 0, LOCKSTEP_SECRET="own")
     text_of(tmp_path / "0.0")
@@ -261,15 +261,15 @@ def test_two_nodes_of_one_rank_do_not_both_come(job, tmp_path):
     nodes = job(RUNNING + FOREVER, restarts=0)
     first, second, _ = nodes.start_two()
     third = nodes.start("--node-rank", 1)
-    assert "another node 1 has joined (" in hear(third, "waiting for the rendezvous at node 0")
+    assert "another node 1 has joined (" in wait_for_message(third, "waiting for the rendezvous at node 0")
     second.terminate()
     assert end_of(first)[0] == 75
 
 
-def test_two_jobs_do_not_meet_at_one_place(job):
+def test_rendezvous_rejects_a_second_job_at_its_address(job):
     nodes = job("", "2:2")
     first = nodes.start("--node-rank", 0)
-    hear(first, "waiting for ")
+    wait_for_message(first, "waiting for ")
     code, _, messages = end_of(nodes.start("--node-rank", 0))
     assert code == 2
     assert f", process {first.pid}) uses it. End that, or give" in messages
@@ -282,7 +282,7 @@ def test_other_ranges_are_refused(tmp_path, nnodes):
     assert "--nnodes: " in done.stderr
 
 
-def test_a_place_to_meet_is_needed(tmp_path):
+def test_rendezvous_needs_an_address(tmp_path):
     done = run("--nnodes", "1:2", program(tmp_path, ""))
     assert (done.returncode, "--nnodes 1:2: the address of worker 0 is missing" in done.stderr) == (2, True)
 

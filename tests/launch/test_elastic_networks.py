@@ -1,4 +1,4 @@
-"""Nodes on machines with addresses of their own, as network namespaces make them: one is cut off."""
+"""Nodes with separate addresses in network namespaces; one loses its network."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def network():
 
 
 def test_a_node_that_is_cut_off_is_left_out_and_ends(network, tmp_path):
-    """Nothing closes a connection there: each side finds out by itself."""
+    """No connection is closed: each side must detect the loss."""
     limits = ("--nnodes", "1:2", "--join-seconds", 5, "--max-restarts", 1)
     common = (*limits, "--coordinator", f"{network.addresses[0]}:12421")
     path = program(tmp_path, CODE)

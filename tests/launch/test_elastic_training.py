@@ -1,4 +1,4 @@
-"""Laws 2 and 3 under ``lockstep run --nnodes 1:2``: a node is lost in the middle, and the bits are those of one process."""
+"""Laws 2 and 3 under ``lockstep run --nnodes 1:2``: after the loss of a node the result is bit-identical to that of one process."""
 
 import contextlib
 import os

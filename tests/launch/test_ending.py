@@ -1,4 +1,4 @@
-"""However a run ends, it ends in time, and no process is left."""
+"""Every end of a run, by exit, signal, timeout or SIGKILL: it takes limited time and leaves no process."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import COMMAND, environment, hear, program, run, send, started, text_of
+from tests.launch.launching import COMMAND, environment, program, run, send, started, text_of, wait_for_message
 from tests.support.waiting import has_ended, wait_until
 
 TWO_GENERATIONS = """
@@ -31,7 +31,7 @@ def processes_of(folder, workers):
 
 @pytest.mark.parametrize("last", ["time.sleep(100)", "import ctypes; ctypes.PyDLL(None).sleep(100)"])
 def test_a_killed_supervisor_leaves_no_process(tmp_path, last):
-    """Not even of a program that holds Python's lock for ever, nor one that has hidden in a session of its own."""
+    """Also not of a program that holds the GIL forever, and not a process in its own session."""
     with started("-n", 2, program(tmp_path, TWO_GENERATIONS + last)) as supervisor:
         processes = processes_of(tmp_path, 2)
         assert not any(has_ended(process) for process in processes)
@@ -56,38 +56,38 @@ def test_what_a_worker_leaves_behind_ends_with_it(tmp_path, last, code):
     assert all(has_ended(process) for process in processes_of(tmp_path, 1))
 
 
-def test_a_killed_keeper_leaves_no_process(tmp_path):
-    code = TWO_GENERATIONS + "write(f'{rank}.keeper', str(os.getppid()))\ntime.sleep(100)"
+def test_a_killed_reaper_leaves_no_process(tmp_path):
+    code = TWO_GENERATIONS + "write(f'{rank}.reaper', str(os.getppid()))\ntime.sleep(100)"
     with started("-n", 2, program(tmp_path, code)) as supervisor:
         processes = processes_of(tmp_path, 2)
-        send(text_of(tmp_path / "1.keeper"), signal.SIGKILL)
+        send(text_of(tmp_path / "1.reaper"), signal.SIGKILL)
         assert supervisor.wait(timeout=60) == 137
         assert all(has_ended(process) for process in processes)
 
 
 @pytest.mark.slow
-def test_a_stopped_keeper_does_not_keep_a_run_from_ending(tmp_path):
+def test_a_stopped_reaper_does_not_keep_a_run_from_ending(tmp_path):
     code = (
-        TWO_GENERATIONS + "write('0.keeper', str(os.getppid())); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(100)"
+        TWO_GENERATIONS + "write('0.reaper', str(os.getppid())); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(100)"
     )
     with started("--grace", "0.1", program(tmp_path, code)) as supervisor:
-        processes = [*processes_of(tmp_path, 1), int(text_of(tmp_path / "0.keeper"))]
+        processes = [*processes_of(tmp_path, 1), int(text_of(tmp_path / "0.reaper"))]
         supervisor.terminate()
         assert supervisor.wait(timeout=60) == 143
         assert all(has_ended(process) for process in processes)
 
 
 def test_a_worker_ends_also_where_both_above_it_are_killed(tmp_path):
-    code = "write('keeper', str(os.getppid())); write('worker', str(os.getpid())); time.sleep(100)"
+    code = "write('reaper', str(os.getppid())); write('worker', str(os.getpid())); time.sleep(100)"
     with started(program(tmp_path, code)) as supervisor:
-        worker, keeper = text_of(tmp_path / "worker"), text_of(tmp_path / "keeper")
-        supervisor.send_signal(signal.SIGSTOP)  # So that it cannot see the end of the keeper.
-        send(keeper, signal.SIGKILL)
+        worker, reaper = text_of(tmp_path / "worker"), text_of(tmp_path / "reaper")
+        supervisor.send_signal(signal.SIGSTOP)  # So that it cannot see the exit of the reaper.
+        send(reaper, signal.SIGKILL)
         wait_until(lambda: has_ended(worker), "the end of the worker")
 
 
 def test_what_ends_by_itself_right_after_a_worker_may_do_so(tmp_path):
-    """Python's resource tracker removes shared memory that a program has left."""
+    """Python's resource tracker removes the shared memory of a program that has exited."""
     code = "from multiprocessing.shared_memory import SharedMemory; memory = SharedMemory(create=True, size=1)\n"
     code += "write('memory', memory.name); memory.close()"
     done = run(program(tmp_path, code))
@@ -183,7 +183,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
     with started("-n", 2, "--grace", "1000", program(tmp_path, IGNORING)) as supervisor:
         processes = processes_of(tmp_path, 2)
         supervisor.send_signal(signal.SIGINT)
-        hear(supervisor, "again kills them at once")
+        wait_for_message(supervisor, "again kills them at once")
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(timeout=60) == 130
         assert all(has_ended(process) for process in processes)
@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
 def test_ctrl_c_kills_who_does_not_end_after_a_failure(tmp_path):
     code = "if rank == 1: wait_for(lambda: is_there('0.worker')); sys.exit(5)\n" + IGNORING
     with started("-n", 2, "--grace", "1000", program(tmp_path, code)) as supervisor:
-        hear(supervisor, "the other processes have 1000 s to exit")
+        wait_for_message(supervisor, "the other processes have 1000 s to exit")
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.wait(timeout=60) == 5
 
@@ -254,10 +254,10 @@ def test_processes_that_the_shell_had_started_before_are_left_alone(tmp_path):
 
 
 def test_the_start_costs_little(tmp_path):
-    """A keeper is a fork, not one more Python: what is started for a worker is one process, and it is small."""
-    with started(program(tmp_path, "write('keeper', str(os.getppid())); time.sleep(100)")):
-        keeper = text_of(tmp_path / "keeper")
-        pages = Path(f"/proc/{keeper}/smaps_rollup").read_text()
+    """A worker is a fork of its reaper, not a second Python, and the reaper is small."""
+    with started(program(tmp_path, "write('reaper', str(os.getppid())); time.sleep(100)")):
+        reaper = text_of(tmp_path / "reaper")
+        pages = Path(f"/proc/{reaper}/smaps_rollup").read_text()
         assert int(re.search(r"Private_Dirty: +(\d+) kB", pages)[1]) < 10_000
 
 

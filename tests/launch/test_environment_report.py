@@ -1,4 +1,4 @@
-"""``lockstep env``: all that matters, no secrets, and in time."""
+"""``lockstep env``: its content, no secrets, and a time limit."""
 
 import os
 

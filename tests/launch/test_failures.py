@@ -1,4 +1,4 @@
-"""A worker that fails: what is shown of it, with which code the job ends, and who of several was first."""
+"""Failure reports: headline and traceback, exit code of the job, and the root cause among several failures."""
 
 import signal
 

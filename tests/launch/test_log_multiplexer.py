@@ -1,4 +1,4 @@
-"""What workers print arrives whole, whatever it is."""
+"""Output of workers arrives complete, for any bytes."""
 
 import io
 import os
@@ -73,7 +73,7 @@ def test_lines_are_those_that_a_terminal_would_show(fed, lines, rest):
 
 
 class Stream(io.RawIOBase):
-    """Takes a few bytes at a time, as a pipe may; fails after so many."""
+    """Accepts a few bytes at a time, as a pipe may; fails after ``room`` bytes."""
 
     def __init__(self, is_terminal=False, room=10**6):
         self.taken, self.room, self._is_terminal = b"", room, is_terminal

@@ -1,4 +1,4 @@
-"""Which memory allocator workers start with, and that what the user has set stays."""
+"""Choice of the workers' memory allocator; settings of the user are kept."""
 
 import platform
 

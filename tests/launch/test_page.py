@@ -1,4 +1,4 @@
-"""``docs/launching.md`` says what is so."""
+"""``docs/launching.md`` matches the code."""
 
 import re
 from pathlib import Path

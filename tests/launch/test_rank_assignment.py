@@ -1,4 +1,4 @@
-"""Which workers are where, on one node and on several."""
+"""Addresses, ranks and GPUs of workers, on one node and on several."""
 
 import json
 import socket
@@ -72,7 +72,7 @@ def test_workers_are_numbered_over_the_nodes():
 
 @pytest.mark.parametrize("where", ["--coordinator 127.0.0.1:{port}", "--hosts 127.0.0.1:{port},localhost:{next}"])
 def test_two_supervisors_make_one_job(tmp_path, where):
-    """Two nodes, here on one machine."""
+    """Two nodes on one machine."""
     code = """
 cluster = json.loads(os.environ.get("TF_CONFIG", '{"cluster": {}}'))["cluster"]
 told = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCKSTEP_COORDINATOR", "LOCKSTEP_PORT")]

@@ -1,11 +1,11 @@
-"""``--max-restarts``: all workers start again, as a new generation."""
+"""``--max-restarts``: all workers restart as a new generation."""
 
 import json
 import signal
 
 import pytest
 
-from tests.launch.launching import hear, program, run, started, text_of
+from tests.launch.launching import program, run, started, text_of, wait_for_message
 
 GENERATION = "generation = int(os.environ['LOCKSTEP_GENERATION'])\n"
 
@@ -52,7 +52,7 @@ def test_a_run_that_was_asked_to_end_does_not_start_again(tmp_path):
 
 def test_the_pause_before_a_restart_can_be_ended(tmp_path):
     with started("--max-restarts", 9, program(tmp_path, "sys.exit(4)")) as supervisor:
-        hear(supervisor, "restart 2 of 9")
+        wait_for_message(supervisor, "restart 2 of 9")
         supervisor.send_signal(signal.SIGTERM)
         assert supervisor.wait(timeout=60) == 4
 

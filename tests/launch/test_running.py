@@ -1,4 +1,4 @@
-"""What a program under ``lockstep run`` sees, and what the user sees of it."""
+"""Environment of a program under ``lockstep run``, its output, and wrong usage."""
 
 import json
 import subprocess

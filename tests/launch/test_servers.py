@@ -1,4 +1,4 @@
-"""``lockstep run --workers W --servers S``: a chief, workers that may be lost, and servers of variables."""
+"""``lockstep run --workers W --servers S``: chief, workers that the job can lose, and variable servers."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from lockstep import cli
-from tests.launch.launching import hear, program, run, started, text_of
+from tests.launch.launching import program, run, started, text_of, wait_for_message
 from tests.support.waiting import DEADLINE
 
 WAIT = "wait_for(lambda: is_there('done'))\n"
@@ -18,17 +18,17 @@ CHIEF = "if task['type'] == 'chief':\n    {}\n    write('done'); sys.exit()\n"
 
 
 def part(job, index=0):
-    """The condition that a process is this one."""
+    """Return the condition that a process is this one."""
     return f"task == {{'type': {job!r}, 'index': {index}}}"
 
 
 def job_of(folder, *lines, chief="pass"):
-    """A program whose processes wait until the chief is done, after lines of their own."""
+    """Write a program that runs these lines and then waits until the chief is done."""
     return program(folder, "\n".join(lines) + "\n" + CHIEF.format(chief) + WAIT)
 
 
-def go_when_said(folder, text, *arguments):
-    """Run to the end; when the supervisor has said that, there is the file ``go``."""
+def run_and_release(folder, text, *arguments):
+    """Run to the end; create the file ``go`` when the supervisor prints the text."""
     with started(*arguments) as supervisor:
         heard = ""
         while text not in heard:
@@ -39,8 +39,8 @@ def go_when_said(folder, text, *arguments):
     return subprocess.CompletedProcess(arguments, supervisor.returncode, printed, heard + rest)
 
 
-def said(done):
-    """The messages without the first, which says what starts."""
+def messages_of(done):
+    """Return the messages without the first, which describes the configuration."""
     return [line.removeprefix("lockstep run: ") for line in done.stderr.splitlines()[1:]]
 
 
@@ -93,7 +93,7 @@ def test_a_lost_worker_is_started_again_alone_and_the_others_continue(tmp_path, 
     )
     done = run("--workers", 2, "--servers", 1, "--max-restarts", 1, path)
     assert done.returncode == 0, done.stderr
-    (line,) = said(done)
+    (line,) = messages_of(done)
     assert line.startswith("worker 1 ")
     assert line.endswith("; the other processes continue, and it restarts in 1 s (restart 1 of 1).")
     first, second = done.stdout.splitlines()  # The addresses are the same.
@@ -102,9 +102,9 @@ def test_a_lost_worker_is_started_again_alone_and_the_others_continue(tmp_path, 
 
 def test_worker_without_restarts_stays_away(tmp_path):
     path = job_of(tmp_path, f"if {part('worker', 0)}: os.kill(os.getpid(), signal.SIGKILL)", chief=GO)
-    done = go_when_said(tmp_path, "continue without it", "--workers", 2, "--servers", 1, path)
+    done = run_and_release(tmp_path, "continue without it", "--workers", 2, "--servers", 1, path)
     assert done.returncode == 0
-    (line,) = said(done)
+    (line,) = messages_of(done)
     assert line.startswith("worker 0 was killed by SIGKILL (")
     assert line.endswith("); the other processes continue without it.")
 
@@ -116,9 +116,9 @@ def test_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
         f"if {part('worker', 1)}: {GO}; os._exit(6)",
         chief="time.sleep(50)",
     )
-    done = go_when_said(tmp_path, "continue without it", "--workers", 2, "--servers", 1, path)
+    done = run_and_release(tmp_path, "continue without it", "--workers", 2, "--servers", 1, path)
     assert done.returncode == 5, done.stderr
-    lines = said(done)
+    lines = messages_of(done)
     assert lines[:2] == [
         "worker 0 ended with exit code 5; the other processes continue without it.",
         "worker 1 ended with exit code 6; no worker is left.",
@@ -133,8 +133,8 @@ def test_no_other_process_can_be_spared(tmp_path, job, name, end, code):
         "--workers", 1, "--servers", 1, "--evaluator", program(tmp_path, f"if {part(job)}: {end}\ntime.sleep(50)")
     )
     assert done.returncode == code, done.stderr
-    assert said(done)[0].startswith(f"{name} ")
-    assert said(done)[0].endswith("; the other processes have 30 s to exit.")
+    assert messages_of(done)[0].startswith(f"{name} ")
+    assert messages_of(done)[0].endswith("; the other processes have 30 s to exit.")
     assert done.stderr.rpartition("lockstep run: ")[2].startswith(f"{name} ")
 
 
@@ -155,7 +155,7 @@ def test_what_starting_again_cannot_change_in_a_worker_ends_the_job(tmp_path, en
         "--workers", 2, "--servers", 1, job_of(tmp_path, f"if {part('worker', 1)}: {end}", chief="time.sleep(50)")
     )
     assert done.returncode == code
-    assert said(done)[0].startswith(f"worker 1 ended with exit code {code} (")
+    assert messages_of(done)[0].startswith(f"worker 1 ended with exit code {code} (")
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_who_does_not_end_when_the_chief_is_done_is_ended(tmp_path):
     )
     done = run("--workers", 1, "--servers", 1, "--grace", 1, path)
     assert done.returncode == 0, done.stderr
-    assert said(done) == [
+    assert messages_of(done) == [
         "worker 0 and ps 0 did not exit within 1 s after the job was done: sent SIGTERM.",
         "worker 0 did not exit within 1 s: killed.",
     ]
@@ -193,7 +193,7 @@ def test_a_failure_when_all_was_done_is_told_and_does_not_count(tmp_path):
     code += f"{AFTER_IT}; time.sleep(0.3); sys.exit(6)"
     done = run("--workers", 1, "--servers", 1, program(tmp_path, code))
     assert done.returncode == 0, done.stderr
-    assert said(done) == ["ps 0 ended with exit code 6, after the job was done."]
+    assert messages_of(done) == ["ps 0 ended with exit code 6, after the job was done."]
 
 
 def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_path):
@@ -201,7 +201,7 @@ def test_a_lost_worker_does_not_start_again_when_the_job_is_asked_to_end(tmp_pat
     end = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); write(f'ready{task}')"
     path = job_of(tmp_path, died, end, chief="time.sleep(50)")
     with started("--workers", 2, "--servers", 1, "--max-restarts", 3, path) as supervisor:
-        hear(supervisor, "it restarts in 1 s (restart 1 of 3)")
+        wait_for_message(supervisor, "it restarts in 1 s (restart 1 of 3)")
         for job, index in (("worker", 1), ("ps", 0), ("chief", 0)):
             text_of(tmp_path / f"ready{dict(type=job, index=index)}")
         supervisor.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Scripts for schedulers do what ``lockstep run`` would do, as far as that can be tried without the scheduler."""
+"""Job scripts do what ``lockstep run`` would do, as far as a test can check without the scheduler."""
 
 import ast
 import importlib.util
@@ -52,7 +52,7 @@ def command(folder, name, code):
 
 @pytest.fixture
 def slurm(tmp_path):
-    """A Slurm of two nodes that are this machine: ``srun`` starts its command on both and returns the largest code."""
+    """Fake Slurm with two nodes on this machine: ``srun`` starts its command on both and returns the largest code."""
     folder = tmp_path / "bin"
     folder.mkdir()
     command(

@@ -1,4 +1,4 @@
-"""A training job under ``lockstep run``: the launcher and the strategy tell each other what they must."""
+"""Training under ``lockstep run``: launcher and strategy work together."""
 
 import re
 

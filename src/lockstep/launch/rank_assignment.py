@@ -122,7 +122,7 @@ class ServerRankAssignment:
         return ProcessNames(every, frozenset(task for task in every if task.job == "worker"), ProcessName("chief", 0))
 
     def variables(self, local: int) -> Mapping[str, str]:
-        """Return the environment variables of one process; those of torchrun are left out, as they assume identical workers.
+        """Return the environment variables of one process; those of torchrun are omitted, as they assume identical workers.
 
         Args:
             local: its index in ``tasks``.

@@ -89,7 +89,7 @@ def terminate_children(grace: float, excluded: Set[int] = frozenset()) -> bool:
 
     Args:
         grace: seconds that the children have to exit by themselves.
-        excluded: children that are left alone.
+        excluded: children that are neither waited for nor killed.
 
     Returns:
         Whether all have exited. A process that waits for a disk or a driver may not, within five more seconds.

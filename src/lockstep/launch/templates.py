@@ -142,7 +142,7 @@ spec:
 """
 
 
-# From Kubernetes 1.31 on: a node that does not take part in the last generation must not prevent success.
+# From Kubernetes 1.31 on: a node that is not in the last generation must not prevent success.
 _KUBERNETES_SUCCESS = """\
   successPolicy:
     rules:

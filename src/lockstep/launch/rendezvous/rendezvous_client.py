@@ -93,7 +93,7 @@ class RendezvousClient:
         return self._stop_reason if self._exit is None else self._exit.sentence or "the job is over"
 
     def assignments(self) -> Generator[RankAssignment, None, None]:
-        """Yield the rank assignment of each generation that this node takes part in."""
+        """Yield the rank assignment of each generation of this node."""
         while True:
             self._wait()
             if self._exit is not None or self._assignment is None:

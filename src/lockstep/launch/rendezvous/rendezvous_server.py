@@ -30,7 +30,7 @@ class RendezvousServer:
     """Serves the rendezvous of one job.
 
     Args:
-        spec: of this node, which all others must match.
+        spec: of this node, which all other nodes must match.
         me: this supervisor.
         listener: socket that the other nodes connect to.
         secret: that they must know; None: no secret is needed.
@@ -64,7 +64,7 @@ class RendezvousServer:
         self._loop.start()
 
     def stop(self, code: int, sentence: str) -> None:
-        """End the job with this code if it has not ended yet, and close when the other nodes have been told."""
+        """End the job with this code if it has not ended yet, and close when the other nodes have received the end."""
         self._loop.call(lambda: self._finish(code, sentence))
         self._end_delivered.wait(_LINGER_SECONDS)
         self._loop.stop()

@@ -17,7 +17,7 @@ from lockstep.launch.restart_policy import backoff_seconds
 
 __all__ = ["GenerationState", "Outbound", "QuorumWait", "RendezvousState", "order_by_rank"]
 
-_NOTICE_SECONDS = 1.0  # For workers to detect and report the loss of another worker by themselves.
+_NOTICE_SECONDS = 1.0  # For workers to detect and report the loss of another worker.
 _END_SECONDS = 15.0  # For a supervisor, beyond the grace, to kill what is left and to report that all have exited.
 
 
@@ -105,7 +105,7 @@ class GenerationState:
 
     Attributes:
         outcomes: of the nodes on which it has ended.
-        stop_sent: whether the remaining nodes were told to stop.
+        stop_sent: whether the remaining nodes were sent the request to stop.
     """
 
     members: Mapping[int, str]
@@ -141,13 +141,13 @@ class GenerationState:
         return f"{self.members[cause[0]]}: {cause[1].sentence}" if cause else ""
 
     def nodes_to_stop(self, now: float) -> list[int]:
-        """Keys of the nodes that must now be told to stop because another one has failed."""
+        """Keys of the nodes that must now be sent the request to stop, because another one has failed."""
         if self._failed_at is None or self.stop_sent or now < self._failed_at + _NOTICE_SECONDS:
             return []
         return self.running
 
     def overdue(self, now: float) -> list[int]:
-        """Keys of the nodes that were told to stop and have not ended in time."""
+        """Keys of the nodes that were sent the request to stop and have not ended in time."""
         limit = _NOTICE_SECONDS + self.grace + _END_SECONDS
         return [] if self._failed_at is None or now < self._failed_at + limit else self.running
 
