@@ -124,7 +124,7 @@ def test_a_slow_input_is_what_steps_wait_for():
 def test_the_operations_of_a_step_are_those_of_its_matrices():
     class Seen(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs):
-            self.counting, self.rate = monitor.attachment.counting, logs["throughput/device/samples_per_sec"]
+            self.flop_counter, self.rate = monitor.attachment.flop_counter, logs["throughput/device/samples_per_sec"]
 
     seen, monitor = Seen(), ThroughputMonitor(peak_flops=1e9)
     with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=4).scope():
@@ -133,8 +133,8 @@ def test_the_operations_of_a_step_are_those_of_its_matrices():
     x = np.ones((64, 64), "float32")
     logs = model.fit(x, x[:, :32], batch_size=16, verbose=0, callbacks=[seen, monitor]).history
     matrices = 2 * (2 * 64 * 128 + 3 * 128 * 32)  # forwards, and backwards to weights and, in the second, to inputs
-    assert matrices < seen.counting.per_row < 1.5 * matrices
-    assert logs["mfu"] == [seen.counting.per_row * seen.rate / 1e9]
+    assert matrices < seen.flop_counter.per_row < 1.5 * matrices
+    assert logs["mfu"] == [seen.flop_counter.per_row * seen.rate / 1e9]
 
 
 def test_a_step_is_counted_as_plain_keras_has_it():
