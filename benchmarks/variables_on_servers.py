@@ -32,9 +32,10 @@ BOUNDS = {"the same, bound 4": 4}
 
 
 def plan_of():
-    from lockstep.parameter_server.variables.sharding import VariableSpec, plan_shards
+    from lockstep._arrays import ArraySpec
+    from lockstep.parameter_server.variables.sharding import plan_shards
 
-    return plan_shards([VariableSpec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
+    return plan_shards([ArraySpec(f"w{number}", (SIZE,), "float32") for number in range(VARIABLES)], 1)
 
 
 def serve_all(found, bound):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep._arrays import ArraySpec
 from lockstep.cluster_resolver import (
     ClusterSpec,
     KubernetesClusterResolver,
@@ -17,7 +18,7 @@ from lockstep.cluster_resolver import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from lockstep.parameter_server.variables.sharding import VariableSpec, plan_shards
+from lockstep.parameter_server.variables.sharding import plan_shards
 from lockstep.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
 
 
@@ -496,7 +497,7 @@ def test_partitioners_give_the_shards_that_tensorflow_gives(partitioner, shape, 
     ],
 )
 def test_shards_hold_the_rows_of_the_variable_in_order(shape, partitioner, expected):
-    made = plan_shards([VariableSpec("table", shape, "int32")], 2, partitioner)
+    made = plan_shards([ArraySpec("table", shape, "int32")], 2, partitioner)
     values = np.arange(np.prod(shape)).reshape(shape)
     parts = made.split({"table": values})
     shards = made.shards["table"]
@@ -505,7 +506,7 @@ def test_shards_hold_the_rows_of_the_variable_in_order(shape, partitioner, expec
 
 
 def test_variables_go_to_one_server_after_the_other():
-    made = plan_shards([VariableSpec(name, (), "float32") for name in "abcd"], 3)
+    made = plan_shards([ArraySpec(name, (), "float32") for name in "abcd"], 3)
     assert {name: [shard.server for shard in shards] for name, shards in made.shards.items()} == {
         "a": [0],
         "b": [1],
@@ -517,4 +518,4 @@ def test_variables_go_to_one_server_after_the_other():
 @pytest.mark.parametrize("partitions", [None, 2])
 def test_a_partitioner_that_gives_no_list_is_refused(partitions):
     with pytest.raises(lockstep.OptionError, match="variable_partitioner"):
-        plan_shards([VariableSpec("table", (2, 2), "float32")], 2, lambda shape, dtype: partitions)
+        plan_shards([ArraySpec("table", (2, 2), "float32")], 2, lambda shape, dtype: partitions)

@@ -203,7 +203,7 @@ def test_who_has_left_is_an_error_only_for_those_that_need_it():
         job.sessions[1].leave()
         wait_until(lambda: job.sessions[0].departed == job.sessions[2].departed == {1}, "the departure of worker 1")
         assert job.failures == [[], [], []]
-        with pytest.raises(ClusterError, match="This session is closed"):
+        with pytest.raises(ClusterError, match="This control client is closed"):
             job.sessions[1].gather("rows")
         with pytest.raises(ClusterError, match=r"worker 1 of 3 \(.*\) came to the end before gather 'rows'"):
             job.sessions[0].gather("rows")

@@ -157,8 +157,8 @@ def test_limits_that_cannot_be_kept_are_refused(timeout, long):
 
 
 def test_the_start_has_the_limit_of_other_waits_unless_it_has_its_own():
-    assert Limits(60, 1800).until_all_are_here == 60
-    assert Limits(60, 1800, 600).until_all_are_here == 600
+    assert Limits(60, 1800).start_timeout == 60
+    assert Limits(60, 1800, 600).start_timeout == 600
     for start in (-1, float("nan")):
         with pytest.raises(OptionError, match="start_seconds: expected 0 or more"):
             Limits(60, 1800, start)

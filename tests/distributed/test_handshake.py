@@ -16,6 +16,8 @@ from lockstep.distributed.control.handshake import (
     hello,
     introduce,
     join_request,
+    make_proof,
+    verify_proof,
     wait_until_admitted,
 )
 from lockstep.distributed.control.peer import Peer
@@ -80,7 +82,7 @@ class ParameterServer(Listener):
         super().__init__()
         me = Peer(0, 1, "here", 7, identity={"variables": "a"}, information={"job": "ps"})
         self.peer = Peer(1, 2, "there", 77, identity={"variables": "a"})
-        server = ArrayServer(me, Service(), self.listener, secret=SECRET, announce=self.lines.append)
+        server = ArrayServer(me, Service(), self.listener, secret=SECRET, log=self.lines.append)
         server.start()
         self.callback(server.stop)
         self.entry = "variables"
@@ -175,3 +177,13 @@ def test_client_does_not_trust_a_listener_of_another_version_or_secret():
                 server.sendall(encode({"kind": "challenge", "process": "there", **challenge}))
                 with pytest.raises(HandshakeError, match=reason):
                     introduce(connection, Peer(1, 2, "here", 7), SECRET, DEADLINE)
+
+
+def test_a_proof_needs_secret_role_and_both_nonces():
+    given = make_proof(b"secret", "worker", "one", "two")
+    assert verify_proof(given, b"secret", "worker", "one", "two")
+    assert not verify_proof(given, b"other", "worker", "one", "two")
+    assert not verify_proof(given, b"secret", "chief", "one", "two")
+    assert not verify_proof(given, b"secret", "worker", "one", "three")
+    assert not verify_proof(None, b"secret", "worker", "one", "two")
+    assert not verify_proof("größe", b"secret", "worker", "one", "two")

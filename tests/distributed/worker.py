@@ -112,14 +112,14 @@ def main(config):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Before there are threads that would take it.
     guard = ExitGuard(grace_seconds=0.3)
     guard.install()
-    guard.session = join(
+    guard.client = join(
         WorkerGroup(workers=config["workers"], index=config["index"], coordinator=config["coordinator"]),
         config.get("identity", {"jax": "1"}),
         secret=None if secret is None else secret.encode(),
         timeout_seconds=config.get("timeout", 30),
         on_failure=on_failure,
     )
-    globals()[config["does"]](guard.session, config)
+    globals()[config["does"]](guard.client, config)
 
 
 if __name__ == "__main__":

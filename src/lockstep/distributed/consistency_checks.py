@@ -31,7 +31,7 @@ def _script() -> str | None:
     return f"{Path(path).name}, sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]}"
 
 
-def agree_on_random_state(session: ControlClient, log: Callable[[str], None]) -> None:
+def agree_on_random_state(client: ControlClient, log: Callable[[str], None]) -> None:
     """Check that every worker draws the same random numbers, for weights and for the order of rows.
 
     If no seed was set, all workers get one from the chief.
@@ -39,15 +39,15 @@ def agree_on_random_state(session: ControlClient, log: Callable[[str], None]) ->
     Raises:
         ClusterError: workers have set different seeds, or have drawn different numbers since.
     """
-    session.agree("the seed, keras.utils.set_random_seed()", {"seed": trainer.get_random_seed()})
+    client.agree("the seed, keras.utils.set_random_seed()", {"seed": trainer.get_random_seed()})
     own = {"random": _digest(repr(random.getstate())), "numpy.random": _digest(repr(np.random.get_state()))}
-    every = session.gather("random numbers", own)
+    every = client.gather("random numbers", own)
     different = [name for name in own if any(theirs[name] != own[name] for theirs in every)]
     if different and trainer.get_random_seed() is not None:
-        session.agree("the state of random numbers", own)
+        client.agree("the state of random numbers", own)
     if different:
         log("no seed was set before the strategy; all workers use the random numbers of worker 0")
-        seed = session.broadcast("a seed", random.getrandbits(32))
+        seed = client.broadcast("a seed", random.getrandbits(32))
         random.seed(seed)
         np.random.seed(seed)
 

@@ -39,7 +39,7 @@ _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 def start_jax(
-    session: ControlClient,
+    client: ControlClient,
     cpu_devices: int,
     timeout_seconds: float,
     environ: Mapping[str, str],
@@ -48,7 +48,7 @@ def start_jax(
     """Start JAX with the devices of all workers; to be called once in a process.
 
     Args:
-        session: the control client; all workers call this.
+        client: the control client; all workers call this.
         cpu_devices: number of logical CPU devices of this process.
         timeout_seconds: limit of the wait for the other workers.
         environ: may set the port.
@@ -57,14 +57,14 @@ def start_jax(
     Raises:
         ClusterError: JAX has started already, or cannot start; or the workers cannot reach each other.
     """
-    _check_not_started(session)
-    group = session.group
-    visible = session.gather("the GPUs", [socket.gethostname(), _visible_gpus(environ)])
+    _check_not_started(client)
+    group = client.group
+    visible = client.gather("the GPUs", [socket.gethostname(), _visible_gpus(environ)])
     gpus = share_of_gpus(visible, group.index)
     if not any(seen for _, seen in visible):
-        check_hostnames(session)
+        check_hostnames(client)
         set_batch_scheduling()
-    service = find_jax_address(session, environ, log)
+    service = find_jax_address(client, environ, log)
     reserve_threads(cpu_devices)
     jax.config.update("jax_enable_recoverability", True)  # Or JAX aborts a process whose peer has died.
     jax.config.update("jax_enable_preemption_service", False)  # It swallows SIGTERM.
@@ -87,10 +87,10 @@ def start_jax(
         ) from error
 
 
-def _check_not_started(session: ControlClient) -> None:
+def _check_not_started(client: ControlClient) -> None:
     """Check that JAX has not started in any worker, where it would have only that worker's own devices."""
-    started = session.gather("whether JAX has started", has_started())
-    names = [str(peer) for peer, has in zip(session.peers, started, strict=True) if has]
+    started = client.gather("whether JAX has started", has_started())
+    names = [str(peer) for peer, has in zip(client.peers, started, strict=True) if has]
     if names:
         raise ClusterError(
             f"{listed(names)}: JAX has started already, on the devices of one process alone, before it could see those of the other "
@@ -131,14 +131,14 @@ def _visible_gpus(environ: Mapping[str, str], gpus: Path = NVIDIA_GPUS) -> str:
 # The address of JAX's coordination service.
 
 
-def find_jax_address(session: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]) -> str:
+def find_jax_address(client: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]) -> str:
     """Return ``host:port`` of JAX's service, after a check that all workers can reach it.
 
     JAX aborts a process that cannot open or reach that port. So the chief opens it first, the other workers connect to it, and all
     learn which of them cannot. Nothing listens there any more when this returns.
 
     Args:
-        session: the control client; all workers call this.
+        client: the control client; all workers call this.
         environ: may set the port.
         log: takes a line.
 
@@ -146,13 +146,13 @@ def find_jax_address(session: ControlClient, environ: Mapping[str, str], log: Ca
         ClusterError: on all workers, if the chief cannot listen there or a worker cannot reach it.
     """
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(_open_port(session, environ, log)) if session.group.is_chief else None
-        address, error = session.broadcast("the address of JAX's service", own)
+        own = stack.enter_context(_open_port(client, environ, log)) if client.group.is_chief else None
+        address, error = client.broadcast("the address of JAX's service", own)
         if error is None:
-            reasons = session.gather(
-                "the way to JAX's service", None if session.group.is_chief else _try_connect(address)
+            reasons = client.gather(
+                "the way to JAX's service", None if client.group.is_chief else _try_connect(address)
             )
-            lost = [(peer, reason) for peer, reason in zip(session.peers, reasons, strict=True) if reason is not None]
+            lost = [(peer, reason) for peer, reason in zip(client.peers, reasons, strict=True) if reason is not None]
             error = _unreachable(address, *lost[0]) if lost else None
     if error is not None:
         raise ClusterError(error)
@@ -161,15 +161,15 @@ def find_jax_address(session: ControlClient, environ: Mapping[str, str], log: Ca
 
 @contextlib.contextmanager
 def _open_port(
-    session: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]
+    client: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]
 ) -> Iterator[tuple[str, str | None]]:
     """Listen at the chief; yield the address, and why listening has failed."""
-    host = host_of(session.group.coordinator)
+    host = host_of(client.group.coordinator)
     address = join_address(host, _chosen_port(environ) or _free_port(host))
     try:
         listener = open_listener(address, None, log)
     except ClusterError as error:
-        yield address, f"{session.peers[0]}: JAX's service ({JAX_PORT}): {error}"
+        yield address, f"{client.peers[0]}: JAX's service ({JAX_PORT}): {error}"
     else:
         with listener:
             yield address, None
@@ -204,25 +204,25 @@ def _unreachable(address: str, peer: object, reason: str) -> str:
 # Host names, at which the collectives of CPUs listen.
 
 
-def check_hostnames(session: ControlClient) -> None:
+def check_hostnames(client: ControlClient) -> None:
     """Check that, on several machines, the host name of each leads to an address that the other machines can reach.
 
     The collectives of CPUs (Gloo) listen at that address. On Debian it is 127.0.1.1 by default, which other machines cannot reach;
     Gloo would fail in the first step, with a message about sockets.
 
     Args:
-        session: the control client; all workers call this.
+        client: the control client; all workers call this.
 
     Raises:
         ClusterError: on all workers; it names the first worker whose name fails, and the line to write into /etc/hosts.
     """
-    own = [_machine(), socket.gethostname(), _hostname_address(), _outgoing_address(session)]
-    every = session.gather("the machine and its name", own)
+    own = [_machine(), socket.gethostname(), _hostname_address(), _outgoing_address(client)]
+    every = client.gather("the machine and its name", own)
     if len({one[0] for one in every}) == 1:
         return
-    for peer, (_, name, address, reachable) in zip(session.peers, every, strict=True):
+    for peer, (_, name, address, reachable) in zip(client.peers, every, strict=True):
         if address is None or is_loopback(address):
-            leads = "leads to no address" if address is None else f"leads to {address}"
+            leads = "has no address" if address is None else f"leads to {address}"
             line = f"{reachable or 'its address in the network'} {name}"
             raise ClusterError(
                 f"{peer}: the name of its machine, {name!r}, {leads} there, which the other machines cannot reach; the collectives of "
@@ -255,11 +255,11 @@ def _hostname_address() -> str | None:
     return None
 
 
-def _outgoing_address(session: ControlClient) -> str | None:
+def _outgoing_address(client: ControlClient) -> str | None:
     """Return the address from which this machine connects to worker 0; nothing is sent."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
-            *split_address("the coordinator", session.group.coordinator), type=socket.SOCK_DGRAM
+            *split_address("the coordinator", client.group.coordinator), type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)

@@ -39,13 +39,13 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
     """Coordinates the calls of all workers, besides the steps.
 
     Args:
-        session: the control client.
+        client: the control client.
         placement: the devices of all workers.
     """
 
-    def __init__(self, session: ControlClient, placement: Placement) -> None:
-        self._session, self._placement, self._inputs = session, placement, count(1)
-        self.processes, self.process = session.group.workers, session.group.index
+    def __init__(self, client: ControlClient, placement: Placement) -> None:
+        self._client, self._placement, self._inputs = client, placement, count(1)
+        self.processes, self.process = client.group.workers, client.group.index
 
     @contextmanager
     def surround_call(
@@ -59,13 +59,13 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         _refuse_backup(arguments)
         given = {name: value for name, value in arguments.items() if isinstance(value, _PLAIN) and name != "verbose"}
         given |= {"batches of x": arguments["x"].num_batches, "batch_size": batch_size}
-        self._session.agree("the call", call)
-        self._session.agree(f"{call}()", {"arguments": given, "model": describe_model(model)})
-        if not self._session.group.is_chief:
+        self._client.agree("the call", call)
+        self._client.agree(f"{call}()", {"arguments": given, "model": describe_model(model)})
+        if not self._client.group.is_chief:
             _disable_output(arguments)
         if call == "fit":
             meter = arguments["x"].meter
-            self._session.metadata = lambda: {"waited": meter.waited, "read": meter.read}
+            self._client.metadata = lambda: {"waited": meter.waited, "read": meter.read}
         yield
 
     def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], "_BatchComparison"]:
@@ -75,16 +75,16 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
     def broadcast_from_chief(self, found: Any) -> Any:
         """See the base class: a checkpoint, which the chief has read, or None."""
         step, arrays, metadata = found or (None, {}, None)
-        step, metadata = self._session.broadcast("the checkpoint", [step, metadata])
-        return None if step is None else (step, _broadcast_arrays(self._session, self._placement, arrays), metadata)
+        step, metadata = self._client.broadcast("the checkpoint", [step, metadata])
+        return None if step is None else (step, _broadcast_arrays(self._client, self._placement, arrays), metadata)
 
     def all_gather(self, topic: str, value: Any) -> list[Any]:
         """See the base class."""
-        return self._session.gather(topic, value)
+        return self._client.gather(topic, value)
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """See the base class."""
-        return self._session.heartbeats()
+        return self._client.heartbeats()
 
     def make_batch_gather(self, name: str) -> Callable[[], "_BatchGather"]:
         """See the base class."""
@@ -93,7 +93,7 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
     def _for_each_pass(self, kind: Callable[..., Any], channel: str, *options: Any) -> Callable[[], Any]:
         """Return a function that makes a ``kind`` for each pass over an input, with a channel of its own."""
         numbers = count(1)
-        return lambda: kind(self._session, f"{channel}, pass {next(numbers)}", *options)
+        return lambda: kind(self._client, f"{channel}, pass {next(numbers)}", *options)
 
 
 # Batches.
@@ -108,14 +108,14 @@ class _BatchComparison:
     A thread that reads ahead may wait here for a batch that is no longer wanted: that wait is cancelled.
 
     Args:
-        session: the control client.
+        client: the control client.
         channel: of the pass.
         name: of the input.
         has_known_length: whether the workers have agreed on its length.
     """
 
-    def __init__(self, session: ControlClient, channel: str, name: str, has_known_length: bool) -> None:
-        self._session, self._channel, self._name, self._has_known_length = session, channel, name, has_known_length
+    def __init__(self, client: ControlClient, channel: str, name: str, has_known_length: bool) -> None:
+        self._client, self._channel, self._name, self._has_known_length = client, channel, name, has_known_length
 
     def __call__(self, number: int, batch: Any) -> None:
         """Compare a batch; None: the end of the pass.
@@ -128,26 +128,26 @@ class _BatchComparison:
             return
         found = "the end" if batch is None else digest_of_batch(batch) if is_compared else "a batch"
         try:
-            self._session.agree(f"batch {number + 1} of {self._name}", found, cure=_CURE, channel=self._channel)
+            self._client.agree(f"batch {number + 1} of {self._name}", found, cure=_CURE, channel=self._channel)
         except CancelledError:
             return  # No step takes the batch: it goes back to the input.
 
     def close(self) -> None:
         """End the pass."""
-        self._session.forget(self._channel)
+        self._client.forget(self._channel)
 
 
 class _BatchGather:
     """Gathers values of all workers for the batches of one pass; to be called by one thread at a time.
 
     Args:
-        session: the control client.
+        client: the control client.
         channel: of the pass.
         name: of the input.
     """
 
-    def __init__(self, session: ControlClient, channel: str, name: str) -> None:
-        self._session, self._channel, self._name = session, channel, name
+    def __init__(self, client: ControlClient, channel: str, name: str) -> None:
+        self._client, self._channel, self._name = client, channel, name
 
     def __call__(self, value: Any) -> list[Any]:
         """Return the values of all workers, which are JSON.
@@ -155,11 +155,11 @@ class _BatchGather:
         Raises:
             CancelledError: batches are no longer wanted.
         """
-        return self._session.gather(f"the batches of {self._name}", value, channel=self._channel)
+        return self._client.gather(f"the batches of {self._name}", value, channel=self._channel)
 
     def close(self) -> None:
         """End the pass."""
-        self._session.forget(self._channel)
+        self._client.forget(self._channel)
 
 
 # Prints and files.

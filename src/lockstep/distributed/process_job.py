@@ -30,25 +30,25 @@ class ProcessJob:
     """A job that this process has joined.
 
     Args:
-        session: the control client.
+        client: the control client.
         guard: ends the process after an uncaught exception.
     """
 
-    session: ControlClient
+    client: ControlClient
     guard: ExitGuard
 
     @property
     def group(self) -> WorkerGroup:
         """The workers."""
-        return self.session.group
+        return self.client.group
 
     def leave(self) -> None:
         """Leave in order, unless the job has failed; the chief, which runs JAX's service, waits until the other workers have left."""
         if self.group.is_chief:
-            self.session.leave(LONG_SECONDS)
-        if self.session.failure is None:
+            self.client.leave(LONG_SECONDS)
+        if self.client.failure is None:
             jax.distributed.shutdown()
-        self.session.leave()
+        self.client.leave()
         self.guard.restore()
 
 
@@ -97,7 +97,7 @@ def _join(
 ) -> ProcessJob:
     own, guard = EnvReader("Lockstep", environ, "lockstep run sets it."), ExitGuard()
     guard.install()  # First, so that the process has the right exit code also if the workers do not come.
-    session = join(
+    client = join(
         group,
         describe_process(),
         generation=own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0,
@@ -107,9 +107,9 @@ def _join(
         on_failure=guard.on_failure,
         log=log,
     )
-    guard.session = session
-    job = ProcessJob(session, guard)
-    install_sigabrt_handler(session)
-    start_jax(session, cpu_devices, timeout_seconds, environ, log)
+    guard.client = client
+    job = ProcessJob(client, guard)
+    install_sigabrt_handler(client)
+    start_jax(client, cpu_devices, timeout_seconds, environ, log)
     atexit.register(job.leave)
     return job

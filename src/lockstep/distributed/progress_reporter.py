@@ -23,35 +23,35 @@ class ProgressReporter(StepHook):
     """Counts the steps of all calls of a strategy, and reports each to the control client.
 
     Args:
-        session: the control client.
+        client: the control client.
         placement: the devices.
         check_every: number of training steps between two comparisons of the variables; 0: no comparison.
     """
 
-    def __init__(self, session: ControlClient, placement: Placement, check_every: int) -> None:
-        self._session, self._check_every = session, check_every
-        self._check = _DriftCheck(session, placement)
+    def __init__(self, client: ControlClient, placement: Placement, check_every: int) -> None:
+        self._client, self._check_every = client, check_every
+        self._check = _DriftCheck(client, placement)
         self._steps = self._trained = 0
         self._seen: set[Any] = set()
 
     def on_fetch(self) -> None:
         """See :class:`StepHook`."""
-        self._session.report(self._steps, "data")
+        self._client.report(self._steps, "data")
 
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         """See :class:`StepHook`."""
         self._steps += 1
         shape = (id(model), kind, *(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_rows)))
-        self._session.report(self._steps, "step" if shape in self._seen else "compiling")
+        self._client.report(self._steps, "step" if shape in self._seen else "compiling")
         self._seen.add(shape)
 
     def on_pause(self) -> None:
         """See :class:`StepHook`."""
-        self._session.report(self._steps, "compiling")
+        self._client.report(self._steps, "compiling")
 
     def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
         """See :class:`StepHook`."""
-        self._session.report(self._steps, "step")
+        self._client.report(self._steps, "step")
         if kind != "train" or not self._check_every:
             return
         self._trained += 1
@@ -77,12 +77,12 @@ class _DriftCheck:
     """Compares checksums of the variables, device by device and worker by worker.
 
     Args:
-        session: the control client.
+        client: the control client.
         placement: the devices.
     """
 
-    def __init__(self, session: ControlClient, placement: Placement) -> None:
-        self._session, self._placement = session, placement
+    def __init__(self, client: ControlClient, placement: Placement) -> None:
+        self._client, self._placement = client, placement
         self._sums = PerDeviceProgram(lambda arrays: [jnp.stack([_checksum(array) for array in arrays])], placement)
 
     def __call__(self, step: int, names: Sequence[str], arrays: Sequence[Any]) -> None:
@@ -102,7 +102,7 @@ class _DriftCheck:
             name: column[0] if len(set(column)) == 1 else list(column)
             for name, column in zip(names, columns, strict=True)
         }
-        self._session.agree(f"the checksums of the variables after step {step}", own)
+        self._client.agree(f"the checksums of the variables after step {step}", own)
 
 
 def _checksum(array: jax.Array) -> jax.Array:

@@ -7,13 +7,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep._errors import ModelError
 from lockstep.data.device_placement import Placement
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.execution.train_state import apply_changes
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.variables.sharding import VariableSpec
 
 __all__ = ["GradientResult", "GradientStep", "names_of", "specs_of"]
 
@@ -110,10 +110,10 @@ def names_of(model: keras.Model) -> list[str]:
     return names
 
 
-def specs_of(model: keras.Model) -> list[VariableSpec]:
+def specs_of(model: keras.Model) -> list[ArraySpec]:
     """Return the specs of the trainable variables of a model, in their order."""
     pairs = zip(names_of(model), model.trainable_variables, strict=True)
-    return [VariableSpec(name, tuple(variable.shape), str(variable.dtype)) for name, variable in pairs]
+    return [ArraySpec(name, tuple(variable.shape), str(variable.dtype)) for name, variable in pairs]
 
 
 def _on_host(logs: Mapping[str, Any]) -> dict[str, Any]:

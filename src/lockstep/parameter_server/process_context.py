@@ -57,7 +57,7 @@ class ProcessContext:
     def serve_dispatcher(self, dispatcher: TaskDispatcher) -> ArrayServer:
         """Start the server of the chief's task dispatcher."""
         listener = open_listener(self.role.chief, None, self.log)
-        server = ArrayServer(self.peer, dispatcher, listener, secret=self.secret, announce=self.log)
+        server = ArrayServer(self.peer, dispatcher, listener, secret=self.secret, log=self.log)
         server.start()
         return server
 

@@ -48,18 +48,18 @@ class StalenessMetrics(keras.callbacks.Callback):
 
     Args:
         count: gives the current counters.
-        announce: takes a line.
+        log: takes a line.
         clock: gives seconds, and is not set back.
     """
 
     def __init__(
         self,
         count: Callable[[], UpdateCounters],
-        announce: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        self._count, self._announce, self._clock = count, announce, clock
+        self._count, self._log, self._clock = count, log, clock
         self._before, self._begun = UpdateCounters(), 0.0
         self._ended: tuple[UpdateCounters, float] | None = None
 
@@ -83,7 +83,7 @@ class StalenessMetrics(keras.callbacks.Callback):
         if distribution:
             logs["staleness"] = sum(age * count for age, count in distribution.items()) / distribution.total()
         shown = ", ".join(f"{age}: {count}" for age, count in sorted(distribution.items()))
-        self._announce(
+        self._log(
             f"epoch {epoch + 1}: {batches} updates, {logs['updates_per_sec']:.1f} a second, {logs['bytes_per_sec'] / 1e6:.3g} MB/s; "
             f"gradients by the number of updates that they missed: {shown or 'none'}"
         )

@@ -88,8 +88,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         refuse_device_override(type(self).__name__)
         super().__init__(self._connect_and_find_devices(devices), prepared)
         if self._job:
-            self._job.session.agree("the strategy", self._compared_settings())
-            agree_on_random_state(self._job.session, self._log)
+            self._job.client.agree("the strategy", self._compared_settings())
+            agree_on_random_state(self._job.client, self._log)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -99,7 +99,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def session(self) -> ControlClient | None:
         """This worker's end of the control channel; None if it trains alone."""
-        return self._job.session if self._job else None
+        return self._job.client if self._job else None
 
     @property
     def is_chief(self) -> bool:
@@ -117,7 +117,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         own = resolve_devices(devices)
         every = {device.id: device for device in jax.devices(own[0].platform)}
-        chosen = self._job.session.gather("the devices", [device.id for device in own])
+        chosen = self._job.client.gather("the devices", [device.id for device in own])
         return [every[number] for worker in chosen for number in worker]
 
     def _compared_settings(self) -> dict[str, Any]:
@@ -129,13 +129,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         }
 
     def _join_process_group(self) -> fit_entry.ProcessGroup:
-        return WorkerProcessGroup(self._job.session, self._placement) if self._job else fit_entry.ProcessGroup()
+        return WorkerProcessGroup(self._job.client, self._placement) if self._job else fit_entry.ProcessGroup()
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:
         if self._job is None:
             return ()
-        return (ProgressReporter(self._job.session, self._placement, self._check_every),)
+        return (ProgressReporter(self._job.client, self._placement, self._check_every),)
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError
+from lockstep._arrays import ArraySpec
 from lockstep.distributed.cluster import exit_codes
 from lockstep.parameter_server.tasks.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.array_transport import ProtocolError
 from lockstep.parameter_server.variables.rpc_client import connect
-from lockstep.parameter_server.variables.sharding import VariableSpec
 from lockstep.parameter_server.variables.tcp_server import ArrayServer, ClientSession
 from tests.parameter_server.variables.threaded_servers import DEADLINE, Servers, peer
 from tests.support.waiting import wait_until
@@ -31,7 +31,7 @@ class ServedDispatcher(contextlib.ExitStack):
         self.dispatcher.open(1, attached)
         listener = socket.create_server(("127.0.0.1", 0))
         self._address = f"127.0.0.1:{listener.getsockname()[1]}"
-        self.server = ArrayServer(peer(0), self.dispatcher, listener, announce=self.logged.append)
+        self.server = ArrayServer(peer(0), self.dispatcher, listener, log=self.logged.append)
         self.server.start()
         self.callback(self.server.stop)
 
@@ -483,10 +483,10 @@ WRONG = {
     "an unknown word": ({"kind": "sing"}, (), "there is no 'sing'"),
     "arrays with a question": (
         {"kind": "take"},
-        (VariableSpec("w", (2,), "float32"),),
+        (ArraySpec("w", (2,), "float32"),),
         "8 bytes follow a 'take': at most 0",
     ),
-    "no array with a question": ({"kind": "ask"}, (VariableSpec("w", (0,), "float32"),), "0 bytes follow a 'ask'"),
+    "no array with a question": ({"kind": "ask"}, (ArraySpec("w", (0,), "float32"),), "0 bytes follow a 'ask'"),
 }
 
 
@@ -526,7 +526,7 @@ def step(client, number, batch):
 def trained(slow=None, dies=None):
     """Three workers, one batch a task of work; gives the error of the weights, and how many batches each worker has done."""
     counts = [0, 0, 0]
-    specs = (VariableSpec("w", (3, 1), "float32"),)
+    specs = (ArraySpec("w", (3, 1), "float32"),)
     with Servers(1, specs=specs, optimizer=lambda: keras.optimizers.SGD(0.1)) as servers, ServedDispatcher() as served:
         chief = servers.client(0)
         chief.fill({"w": np.zeros((3, 1), "float32")})

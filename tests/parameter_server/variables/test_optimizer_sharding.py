@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
+from lockstep._arrays import ArraySpec
 from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState, check_optimizer
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, VariableSpec, plan_shards
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.variables.variable_store import Push, VariableStore, make_variable
 from tests.parameter_server.variables.threaded_servers import Servers, values_of
 from tests.support.marks import quick_first
 
 # The first two have one name where "/" counts as "_"; one name stands in many places; paths begin with others.
 SPECS = (
-    VariableSpec("net/a/kernel", (5, 3), "float32"),
-    VariableSpec("net/a_kernel", (5, 3), "float32"),
-    VariableSpec("net/a/kernel_1", (5, 3), "float32"),
-    VariableSpec("net/b/kernel", (2, 4, 3), "float32"),
-    VariableSpec("net/b/bias", (3,), "float32"),
-    VariableSpec("net/embedding/embeddings", (6, 6), "float32"),
-    VariableSpec("scale", (), "float32"),
+    ArraySpec("net/a/kernel", (5, 3), "float32"),
+    ArraySpec("net/a_kernel", (5, 3), "float32"),
+    ArraySpec("net/a/kernel_1", (5, 3), "float32"),
+    ArraySpec("net/b/kernel", (2, 4, 3), "float32"),
+    ArraySpec("net/b/bias", (3,), "float32"),
+    ArraySpec("net/embedding/embeddings", (6, 6), "float32"),
+    ArraySpec("scale", (), "float32"),
 )
 O = keras.optimizers  # noqa: E741
 OPTIMIZERS = {
@@ -175,7 +176,7 @@ def test_optimizer_state_goes_to_servers_and_back():
 
 
 def test_a_number_of_another_dtype_on_another_server_is_cast():
-    specs = (VariableSpec("a", (2,), "float32"), VariableSpec("b", (2,), "bfloat16"))
+    specs = (ArraySpec("a", (2,), "float32"), ArraySpec("b", (2,), "bfloat16"))
     optimizer = O.Nadam()
     optimizer.build([make_variable(spec) for spec in specs])
     values = [np.array(variable.value) for variable in optimizer.variables]

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
+from lockstep._arrays import ArraySpec
 from lockstep.parameter_server.variables.sharding import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
-    VariableSpec,
     plan_shards,
     shard_bounds,
 )
@@ -54,7 +54,7 @@ def test_rows_fall_to_shards_as_evenly_as_can_be(rows, count):
 
 
 def test_shards_go_to_one_server_after_the_other():
-    specs = [VariableSpec("a", (5, 2), "float32"), VariableSpec("b", (), "float32"), VariableSpec("c", (4,), "float32")]
+    specs = [ArraySpec("a", (5, 2), "float32"), ArraySpec("b", (), "float32"), ArraySpec("c", (4,), "float32")]
     made = plan_shards(specs, 3, FixedShardsPartitioner(2))
     assert [(s.spec.name, s.server) for shards in made.shards.values() for s in shards] == [
         ("a[0:3]", 0),
@@ -66,19 +66,19 @@ def test_shards_go_to_one_server_after_the_other():
 
 
 def test_a_function_may_be_a_partitioner():
-    made = plan_shards([VariableSpec("a", (5, 2), "float32")], 2, lambda shape, dtype: (9, 1))
+    made = plan_shards([ArraySpec("a", (5, 2), "float32")], 2, lambda shape, dtype: (9, 1))
     assert [shard.spec.shape for shard in made.shards["a"]] == [(1, 2)] * 5
 
 
 @pytest.mark.parametrize("partitions", [[1, 2], [0, 1], [2], []])
 def test_only_the_first_axis_can_be_cut(partitions):
     with pytest.raises(OptionError, match=r"variable_partitioner: a of shape \(5, 2\): expected 2 numbers"):
-        plan_shards([VariableSpec("a", (5, 2), "float32")], 2, lambda shape, dtype: partitions)
+        plan_shards([ArraySpec("a", (5, 2), "float32")], 2, lambda shape, dtype: partitions)
 
 
 def test_two_variables_of_one_name_are_refused():
     with pytest.raises(OptionError, match="Two variables have the name 'a'"):
-        plan_shards([VariableSpec("a", (), "float32")] * 2, 1)
+        plan_shards([ArraySpec("a", (), "float32")] * 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError
+from lockstep._arrays import ArraySpec
 from lockstep.distributed.cluster import exit_codes
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, VariableSpec, plan_shards
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.variables.sparse_gradients import SparseGradient
 from lockstep.parameter_server.variables.variable_client import BatchPart
 from lockstep.parameter_server.variables.variable_store import OPTIMIZER, Push, VariableStore
@@ -71,7 +72,7 @@ def test_a_server_without_variables_serves():
 
 
 def test_only_the_rows_that_are_asked_for_or_touched_travel():
-    specs = (VariableSpec("table", (100_000, 8), "float32"),)
+    specs = (ArraySpec("table", (100_000, 8), "float32"),)
     with Servers(2, specs=specs, partitioner=FixedShardsPartitioner(2)) as servers:
         chief = servers.client(0)
         table = values_of(specs)["table"]
@@ -318,7 +319,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_trusted():
 
 def test_a_worker_with_another_plan_is_refused():
     with Servers(2) as servers:
-        other = plan_shards((*SPECS[1:], VariableSpec("more", (2,), "float32")), 2)
+        other = plan_shards((*SPECS[1:], ArraySpec("more", (2,), "float32")), 2)
         with pytest.raises(ClusterError, match=r"its variables is '[0-9a-f]+', that of the server '"):
             servers.client(1, plan=other)
         with pytest.raises(ClusterError, match="its number is 0, that of the server 1"):
@@ -358,7 +359,7 @@ def test_a_wrong_message_closes_that_connection_and_harms_nothing_else(message, 
         arrays = {f"gradient/{name}": value for name, value in values_of().items()} | change
         arrays = {name: array for name, array in arrays.items() if array is not None}
         message = {"pulled": 0} | message
-        answer = wrong._rpc_clients[0].ask(message, arrays, lambda reply, given: None)
+        answer = wrong._rpc_clients[0].call(message, arrays, lambda reply, given: None)
         with pytest.raises(ClusterError, match=f"ps 0 at .* has refused a '{message['kind']}': .*{reason}"):
             answer.result(DEADLINE)
         with pytest.raises(ClusterError, match="has refused"):

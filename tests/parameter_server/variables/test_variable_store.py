@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, VariableSpec, plan_shards
+from lockstep._arrays import ArraySpec
+from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.variables.sparse_gradients import SparseGradient, gradient_of_shard, sum_rows
 from lockstep.parameter_server.variables.variable_store import Push, VariableStore
 from tests.parameter_server.variables.threaded_servers import SPECS, values_of
@@ -111,7 +112,7 @@ def test_a_store_continues_from_the_state_of_another_bit_for_bit():
 
 
 def test_an_optimizer_sees_paths_and_names_of_the_model_also_of_shards():
-    specs = (VariableSpec("net/dense/kernel[2:5]", (3, 2), "float32"), VariableSpec("net/dense/bias", (2,), "float32"))
+    specs = (ArraySpec("net/dense/kernel[2:5]", (3, 2), "float32"), ArraySpec("net/dense/bias", (2,), "float32"))
     optimizer = keras.optimizers.SGD(0.5, weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["^kernel$"])
     store = VariableStore(specs, optimizer)

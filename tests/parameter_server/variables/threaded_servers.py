@@ -6,17 +6,18 @@ import socket
 import keras
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep.distributed.control.peer import Peer
-from lockstep.parameter_server.variables.sharding import VariableSpec, plan_shards
+from lockstep.parameter_server.variables.sharding import plan_shards
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.variables.variable_service import serve
 
 DEADLINE = 30.0  # seconds, of each wait of a test
 
 SPECS = (
-    VariableSpec("dense/kernel", (3, 2), "float32"),
-    VariableSpec("table", (7, 2), "float32"),
-    VariableSpec("scale", (), "float32"),
+    ArraySpec("dense/kernel", (3, 2), "float32"),
+    ArraySpec("table", (7, 2), "float32"),
+    ArraySpec("scale", (), "float32"),
 )
 
 

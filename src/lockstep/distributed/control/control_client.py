@@ -170,7 +170,7 @@ class ControlClient:
             raise ClusterError(self.failure.sentence, self.failure.exit_code)
         if self._has_left or not self._is_own_process():
             raise ClusterError(
-                "This session is closed: the worker has left the job, or this is a process that it has forked."
+                "This control client is closed: the worker has left the job, or this is a process that it has forked."
             )
 
     def fail(self, summary: str) -> None:

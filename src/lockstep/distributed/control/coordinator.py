@@ -86,7 +86,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group, self._limits, self._clock = group, limits, clock
-        self._deadline = clock() + limits.until_all_are_here
+        self._deadline = clock() + limits.start_timeout
         self._loop = EventLoop("lockstep-chief", clock)
         self._admission = Admission(group, chief)
         self._handshakes = HandshakeServer(self._loop, chief, secret, self._on_peer, log)
@@ -172,7 +172,7 @@ class Coordinator:
         rejected = "".join(f" {address} was turned away: {reason}." for reason, address in reasons.items())
         missing = self._admission.missing()
         return JoinRejection(
-            f"{listed(missing)} did not join within {self._limits.until_all_are_here:g} s: {'are they' if missing[1:] else 'is it'} "
+            f"{listed(missing)} did not join within {self._limits.start_timeout:g} s: {'are they' if missing[1:] else 'is it'} "
             f"started, and can {self._group.coordinator} be reached from there?{rejected}",
             exit_code=exit_codes.PEER_LOST,
         )

@@ -58,7 +58,7 @@ class Limits:
     start: float | None = None
 
     @property
-    def until_all_are_here(self) -> float:
+    def start_timeout(self) -> float:
         """Limit of the wait at the start."""
         return self.timeout if self.start is None else self.start
 
@@ -69,8 +69,8 @@ class Limits:
                 f"timeout_seconds, long_seconds: expected {least:g} or more, and the second no less than the first, as "
                 f"heartbeats come each {HEARTBEAT_SECONDS:g} s; got {self.timeout:g} and {self.long:g}."
             )
-        if not self.until_all_are_here >= 0:
-            raise OptionError(f"start_seconds: expected 0 or more, got {self.until_all_are_here:g}.")
+        if not self.start_timeout >= 0:
+            raise OptionError(f"start_seconds: expected 0 or more, got {self.start_timeout:g}.")
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def find_failure(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -
     """
     return (
         _find_silent(now, statuses, limits)
-        or _left_too_early(now, statuses)
-        or _stuck(now, statuses, limits)
-        or _standstill(now, statuses, limits)
+        or _find_left_early(now, statuses)
+        or _find_stuck(now, statuses, limits)
+        or _find_standstill(now, statuses, limits)
     )
 
 
@@ -128,7 +128,7 @@ def find_overdue(now: float, missing: Sequence[WorkerStatus], waits: Peer, what:
     """
     status = min(missing, key=lambda status: (status.activity in MAY_TAKE_LONG, status.step, status.since))
     if now - status.heard > QUIET:
-        return _silence(now, status)
+        return _silent_failure(now, status)
     done = f"{status.doing} for {now - status.since:.0f} s; worker {waits.index} waits for it at {what}."
     return make_failure(FailureKind.STUCK, status.peer, f"is stuck: {done}")
 
@@ -149,7 +149,7 @@ def find_cause(now: float, found: Failure, statuses: Sequence[WorkerStatus]) -> 
         if not status.left and status.peer.index != found.worker and now - status.heard > QUIET
     ]
     own = [status for status in statuses if status.peer.index == found.worker]
-    first = _silence(now, min(quiet, key=lambda status: status.heard)) if quiet else _left_before(own, statuses)
+    first = _silent_failure(now, min(quiet, key=lambda status: status.heard)) if quiet else _left_before(own, statuses)
     return found if first is None else replace(first, sentence=f"{first.sentence} Then {found.sentence}")
 
 
@@ -157,10 +157,10 @@ def _find_silent(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -
     found = [status for status in statuses if not status.left and now - status.heard > limits.timeout]
     if not found:
         return None
-    return _silence(now, min(found, key=lambda status: status.heard))
+    return _silent_failure(now, min(found, key=lambda status: status.heard))
 
 
-def _silence(now: float, status: WorkerStatus) -> Failure:
+def _silent_failure(now: float, status: WorkerStatus) -> Failure:
     return make_failure(
         FailureKind.SILENT,
         status.peer,
@@ -169,7 +169,7 @@ def _silence(now: float, status: WorkerStatus) -> Failure:
     )
 
 
-def _left_too_early(now: float, statuses: Sequence[WorkerStatus]) -> Failure | None:
+def _find_left_early(now: float, statuses: Sequence[WorkerStatus]) -> Failure | None:
     return _left_before([status for status in statuses if _has_waited(now, status, QUIET)], statuses)
 
 
@@ -184,12 +184,12 @@ def _left_before(going_on: Sequence[WorkerStatus], statuses: Sequence[WorkerStat
     return make_failure(FailureKind.LEFT, status.peer, what)
 
 
-def _stuck(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
+def _find_stuck(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
     waiting = [status for status in statuses if _has_waited(now, status, limits.timeout)]
     if not waiting:
         return None
     first = max(waiting, key=lambda status: status.step)
-    behind = [status for status in statuses if _is_behind(status, first.step)]
+    behind = [status for status in statuses if _has_not_reached(status, first.step)]
     if not behind or any(_makes_progress(now, status, limits) for status in behind):
         return None  # One that compiles, for instance, may be what all others wait for.
     status = min(behind, key=lambda status: (status.activity.startswith(WAITING), status.step, status.since))
@@ -201,7 +201,7 @@ def _stuck(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Fail
     )
 
 
-def _standstill(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
+def _find_standstill(now: float, statuses: Sequence[WorkerStatus], limits: Limits) -> Failure | None:
     staying = [status for status in statuses if not status.left]
     if len(staying) < 2 or not any(_has_waited(now, status, limits.long) for status in staying):
         return None
@@ -219,7 +219,7 @@ def make_failure(kind: FailureKind, peer: Peer, what: str) -> Failure:
     return Failure(kind, peer.index, peer.host, peer.pid, f"{peer} {what}")
 
 
-def _is_behind(status: WorkerStatus, step: int) -> bool:
+def _has_not_reached(status: WorkerStatus, step: int) -> bool:
     """Whether a worker has not reached ``step``: it may still read the data for it."""
     return status.step < step or (status.step == step and status.activity != STEP)
 

@@ -44,8 +44,10 @@ __all__ = [
 
 PROTOCOL = 1
 HANDSHAKE_SECONDS = 5.0
+_SILENT = f"it said nothing for {HANDSHAKE_SECONDS:.0f} s"
 _MAX_LOGGED = 3  # Reasons for which connections were rejected; a port scanner must not fill the log.
 _MAX_REASON = 300  # Characters: strangers may send any text.
+_MAX_SHOWN = 40  # Of a value in a message.
 
 _FIELDS = {
     "index": int,
@@ -126,7 +128,7 @@ class ServerHandshake:
             return _peer_of(message.get("peer"), self._connection.address)
         if message["kind"] == "other secret":
             raise HandshakeError("it was given another secret than this process, or one of them none")
-        raise HandshakeError(f"it began with {message['kind']!r}")
+        raise HandshakeError(f"it began with {message['kind'][:_MAX_SHOWN]!r}")
 
     def _challenge(self) -> dict[str, Any]:
         known = {"kind": "challenge", "protocol": PROTOCOL, "nonce": self._nonce, "process": self._me.process}
@@ -237,9 +239,6 @@ def accept(connection: FramedSocket, me: Peer, secret: bytes | None) -> Peer:
         peer = handshake.receive(message)
         if peer is not None:
             return peer
-
-
-_SILENT = f"it said nothing for {HANDSHAKE_SECONDS:.0f} s"
 
 
 def refusal(sentence: str, *, again: bool = False, exit_code: int | None = None) -> dict[str, Any]:
@@ -380,5 +379,5 @@ def _nonce_of(message: dict[str, Any]) -> str:
 def _check_protocol(message: dict[str, Any]) -> None:
     if message.get("protocol") != PROTOCOL:
         raise HandshakeError(
-            f"it speaks protocol {message.get('protocol')!r}, this process {PROTOCOL}: install the same Lockstep on all workers"
+            f"it speaks protocol {repr(message.get('protocol'))[:_MAX_SHOWN]}, this process {PROTOCOL}: install the same Lockstep on all workers"
         )

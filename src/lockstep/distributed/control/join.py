@@ -89,17 +89,17 @@ def join(
     )
     join_request(me)  # Raises OptionError before any network use.
     limits = Limits(timeout_seconds, long_seconds, start_seconds)
-    wait = _Join(group, me, secret, limits, WaitLogger(log, clock), clock, sleep)
+    joining = _Join(group, me, secret, limits, WaitLogger(log, clock), clock, sleep)
     server = None
     if group.is_chief:
         if listener is None and group.workers > 1:
             listener = open_listener(group.coordinator, bind_host, log)
         server = Coordinator(group, me, listener, secret, limits, log, clock)
-        connection, peers = wait.as_chief(server)
+        connection, peers = joining.as_chief(server)
     else:
-        connection, peers = wait.as_worker()
-    if wait.notice.has_logged:
-        log(f"all {group.workers} workers are here after {wait.notice.seconds:.0f} s")
+        connection, peers = joining.as_worker()
+    if joining.wait_log.has_logged:
+        log(f"all {group.workers} workers are here after {joining.wait_log.seconds:.0f} s")
     return ControlClient(group, peers, connection, server, limits, on_failure or ExitGuard().on_failure, log, clock)
 
 
@@ -111,7 +111,7 @@ class _Join:
     me: Peer
     secret: bytes | None
     limits: Limits
-    notice: WaitLogger
+    wait_log: WaitLogger
     clock: Callable[[], float]
     sleep: Callable[[float], None]
 
@@ -119,7 +119,7 @@ class _Join:
         """Wait for all workers; if the job cannot start, stay until they have been told why."""
         try:
             try:
-                return self._until_all_are_here(server.connection)
+                return self._wait_for_welcome(server.connection)
             except ClusterError:
                 server.rejection_sent.wait(LINGER_SECONDS)
                 raise
@@ -135,13 +135,13 @@ class _Join:
                 return self._try_once()
             except RetryableConnectError as error:
                 reason = str(error)
-            if self.notice.seconds > self.limits.until_all_are_here:
+            if self.wait_log.seconds > self.limits.start_timeout:
                 raise ClusterError(
-                    f"{self.group.name}: {self._chief}, was not met within {self.limits.until_all_are_here:g} s: {reason}. Is it started, and "
+                    f"{self.group.name}: {self._chief}, was not met within {self.limits.start_timeout:g} s: {reason}. Is it started, and "
                     f"can it be reached from here?",
                     exit_codes.PEER_LOST,
                 )
-            self.notice.log(f"{self._chief} ({reason})")
+            self.wait_log.log(f"{self._chief} ({reason})")
             self.sleep(_RETRY_SECONDS)
 
     @property
@@ -152,7 +152,7 @@ class _Join:
         connection = connect(self.group.coordinator, self._at_most(_CONNECT_SECONDS))
         try:
             introduce(connection, self.me, self.secret, self._at_most(HANDSHAKE_SECONDS))
-            return self._until_all_are_here(connection)
+            return self._wait_for_welcome(connection)
         except HandshakeError as error:
             connection.close()
             raise ClusterError(f"{self.group.name} cannot join {self._chief} {error}.") from None
@@ -162,9 +162,9 @@ class _Join:
 
     def _at_most(self, seconds: float) -> float:
         """Return a limit that also ends this wait in time, but leaves the last try a moment."""
-        return min(seconds, max(_RETRY_SECONDS, self.limits.until_all_are_here - self.notice.seconds))
+        return min(seconds, max(_RETRY_SECONDS, self.limits.start_timeout - self.wait_log.seconds))
 
-    def _until_all_are_here(self, connection: FramedSocket) -> Joined:
+    def _wait_for_welcome(self, connection: FramedSocket) -> Joined:
         """Return all workers as soon as the chief reports that they have joined; it also ends a wait that takes too long."""
         heard = self.clock()
         while True:
@@ -180,7 +180,7 @@ class _Join:
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "heartbeat" and START in message["missing"]:
-            self.notice.log(listed(message["missing"][START]["names"]))
+            self.wait_log.log(listed(message["missing"][START]["names"]))
         elif message["kind"] == "refused" and message["again"]:
             raise RetryableConnectError(message["sentence"])
         elif message["kind"] == "refused":

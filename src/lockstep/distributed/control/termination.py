@@ -41,7 +41,7 @@ class ExitGuard:
     ClusterError, of the job's failure if that came first, else of an error of the user's program. ``SystemExit`` is not handled.
 
     Args:
-        session: the control client, to report exceptions; may be set later.
+        client: the control client, to report exceptions; may be set later.
         grace_seconds: time for the program to end by itself.
         end: ends the process.
         sleep: waits.
@@ -64,13 +64,13 @@ class ExitGuard:
 
     def __init__(
         self,
-        session: ControlClient | None = None,
+        client: ControlClient | None = None,
         *,
         grace_seconds: float = GRACE_SECONDS,
         end: Callable[[int], Any] = os._exit,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.session = session
+        self.client = client
         self._grace_seconds, self._end, self._sleep = grace_seconds, end, sleep
         self._process = os.getpid()
         self._before: Callable[..., Any] = sys.__excepthook__
@@ -107,7 +107,7 @@ class ExitGuard:
             return
         self._raised = summary_of(error)
         self._before(kind, error, traceback)
-        failure = None if self.session is None else _cause(self.session, self._raised)
+        failure = None if self.client is None else _cause(self.client, self._raised)
         code = _code(error, failure)
         _run_with_limit(lambda: self.before_end(self._raised, code))
         _run_with_limit(_flush if failure is None else lambda: self._write_again(failure))
@@ -138,11 +138,11 @@ class ExitGuard:
             stream.flush()
 
 
-def _cause(session: ControlClient, summary: str) -> Failure | None:
+def _cause(client: ControlClient, summary: str) -> Failure | None:
     """Report an exception; returns the failure of another worker if that is its cause."""
-    session.fail(summary)
-    failure = session.failure
-    is_own = failure is not None and failure.kind is FailureKind.FAILED and failure.worker == session.group.index
+    client.fail(summary)
+    failure = client.failure
+    is_own = failure is not None and failure.kind is FailureKind.FAILED and failure.worker == client.group.index
     return None if is_own else failure
 
 
@@ -177,7 +177,7 @@ class FailureSource(Protocol):
     failure: Failure | None
 
 
-def install_sigabrt_handler(session: FailureSource) -> Callable[[int], Any]:
+def install_sigabrt_handler(client: FailureSource) -> Callable[[int], Any]:
     """Have ``abort()`` in any thread wait for the control client to end this process.
 
     When the chief dies, JAX's client in every other worker aborts its process within milliseconds, with a stack of C++ frames and
@@ -187,7 +187,7 @@ def install_sigabrt_handler(session: FailureSource) -> Callable[[int], Any]:
     Calling Python there is as safe as the place that aborts: this is not for crashes such as SIGSEGV.
 
     Args:
-        session: has the failure of the job, or soon will.
+        client: has the failure of the job, or soon will.
 
     Returns:
         The handler, which is kept as long as the process lives.
@@ -196,8 +196,8 @@ def install_sigabrt_handler(session: FailureSource) -> Callable[[int], Any]:
     def handler(number: int) -> None:
         deadline = time.monotonic() + _ABORT_SECONDS
         while time.monotonic() < deadline:
-            if session.failure is not None:  # Written again, as JAX has printed much since.
-                os.write(_STANDARD_ERROR, f"lockstep: {session.failure.sentence}\n".encode())
+            if client.failure is not None:  # Written again, as JAX has printed much since.
+                os.write(_STANDARD_ERROR, f"lockstep: {client.failure.sentence}\n".encode())
                 time.sleep(_ABORT_SECONDS)  # The control client ends the process after its own grace.
             time.sleep(_POLL_SECONDS)
         os.write(_STANDARD_ERROR, _UNKNOWN)

@@ -8,6 +8,7 @@ from typing import overload
 
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.failures import summary_of
@@ -15,7 +16,6 @@ from lockstep.parameter_server.tasks.task_dispatcher import Result
 from lockstep.parameter_server.variables.array_transport import Message, ProtocolError, payload_bytes
 from lockstep.parameter_server.variables.messages import check_no_arrays
 from lockstep.parameter_server.variables.rpc_client import Response, RpcClient
-from lockstep.parameter_server.variables.sharding import VariableSpec
 
 __all__ = ["CallEnded", "CallResult", "StopCondition", "SyncPoint", "Task", "TaskClient", "run_tasks"]
 
@@ -162,7 +162,7 @@ class TaskClient:
     def finish(self, call: int, task: Task, result: Result) -> "Future[Response]":
         """Send the result of a task; does not wait."""
         message = {"kind": "finish", "call": call, "task": task.number, "result": result[0]}
-        return self._rpc_client.ask(message, result[1], check_no_arrays)
+        return self._rpc_client.call(message, result[1], check_no_arrays)
 
     def report_failure(self, call: int, error: BaseException, task: Task | None = None) -> None:
         """Report an error of this process or of a task to the chief, which then fails the call.
@@ -175,11 +175,11 @@ class TaskClient:
         message = {"kind": "fail", "call": call, "summary": summary_of(error), "is_stuck": is_stuck}
         message |= {} if task is None else {"task": task.number}
         with contextlib.suppress(ClusterError):  # The chief may have ended because of another process.
-            self._rpc_client.ask(message, {}, check_no_arrays).result()
+            self._rpc_client.call(message, {}, check_no_arrays).result()
 
     def leave(self, call: int) -> None:
         """Tell the chief that this process needs nothing more of a call."""
-        self._rpc_client.ask({"kind": "leave", "call": call}, {}, check_no_arrays).result()
+        self._rpc_client.call({"kind": "leave", "call": call}, {}, check_no_arrays).result()
 
     def close(self) -> None:
         """Close the connection."""
@@ -187,7 +187,7 @@ class TaskClient:
 
     def _request(self, message: Message) -> "Future[Response]":
         message = message | {"seconds": self._rpc_client.timeout_seconds}
-        return self._rpc_client.ask(message, {}, _check_response_size)
+        return self._rpc_client.call(message, {}, _check_response_size)
 
     def _wait(
         self, message: Message, kinds: str | tuple[str, ...], requested: "Future[Response] | None" = None
@@ -279,6 +279,6 @@ def _take_message(call: int, until: StopCondition | None) -> Message:
     return {"kind": "take", "call": call} | ({} if until is None else vars(until))
 
 
-def _check_response_size(message: Message, given: tuple[VariableSpec, ...]) -> None:
+def _check_response_size(message: Message, given: tuple[ArraySpec, ...]) -> None:
     if payload_bytes(given) > _MOST_BYTES:
         raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one response: at most {_MOST_BYTES:,}")

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from lockstep._arrays import ArraySpec
 from lockstep._errors import ClusterError
 from lockstep._logging import log_info
 from lockstep.distributed.cluster import exit_codes
@@ -18,7 +19,6 @@ from lockstep.distributed.control.wait_logger import WaitLogger, listed
 from lockstep.parameter_server.tasks.task_queue import TaskQueue
 from lockstep.parameter_server.variables.array_transport import Arrays, Message, ProtocolError, payload_bytes
 from lockstep.parameter_server.variables.messages import read_whole_number
-from lockstep.parameter_server.variables.sharding import VariableSpec
 from lockstep.parameter_server.variables.tcp_server import ClientSession, Response, seconds_of
 
 __all__ = ["Result", "SyncPointLog", "TaskDispatcher"]
@@ -282,7 +282,7 @@ class TaskDispatcher:
 
     # Request handler, called by the thread of each connection.
 
-    def check(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
+    def check(self, message: Message, given: tuple[ArraySpec, ...]) -> None:
         """Raise ProtocolError if a request is invalid, before its arrays are received."""
         if message["kind"] not in self._handlers:
             raise ProtocolError(f"there is no {message['kind']!r}")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep.parameter_server.variables.array_transport import Message, ProtocolError
-from lockstep.parameter_server.variables.sharding import VariableSpec
 from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient
 
 __all__ = [
@@ -34,7 +34,7 @@ _MOST_INDICES = 2**24  # Rows that one pull may name: 64 MB.
 
 
 def check_request(
-    message: Message, given: Sequence[VariableSpec], held: Sequence[VariableSpec], state: Sequence[VariableSpec]
+    message: Message, given: Sequence[ArraySpec], held: Sequence[ArraySpec], state: Sequence[ArraySpec]
 ) -> None:
     """Raise ProtocolError if the arrays of a request are not those that its kind needs.
 
@@ -61,7 +61,7 @@ def check_request(
         raise ProtocolError(f"{next(iter(names))!r} is not wanted in a {message['kind']!r}")
 
 
-def _take_gradient(spec: VariableSpec, names: dict[str, VariableSpec]) -> None:
+def _take_gradient(spec: ArraySpec, names: dict[str, ArraySpec]) -> None:
     if GRADIENT + spec.name in names:
         _check_spec(GRADIENT + spec.name, names.pop(GRADIENT + spec.name), spec.shape, spec.dtype)
         return
@@ -71,7 +71,7 @@ def _take_gradient(spec: VariableSpec, names: dict[str, VariableSpec]) -> None:
     _check_spec(ROWS + spec.name, names.pop(ROWS + spec.name, None), (count, *spec.shape[1:]), spec.dtype)
 
 
-def _take_indices(spec: VariableSpec, names: dict[str, VariableSpec], most: int) -> int | None:
+def _take_indices(spec: ArraySpec, names: dict[str, ArraySpec], most: int) -> int | None:
     """Return how many rows of a variable are named, or None if the variable is not."""
     found = names.pop(INDICES + spec.name, None)
     if found is None:
@@ -83,7 +83,7 @@ def _take_indices(spec: VariableSpec, names: dict[str, VariableSpec], most: int)
     return count
 
 
-def _check_spec(name: str, found: VariableSpec | None, shape: tuple[int, ...], dtype: str) -> None:
+def _check_spec(name: str, found: ArraySpec | None, shape: tuple[int, ...], dtype: str) -> None:
     if found is None or (found.shape, found.dtype) != (shape, dtype):
         got = "nothing" if found is None else f"{found.dtype} of shape {found.shape}"
         raise ProtocolError(f"{name!r}: expected {dtype} of shape {shape}, got {got}")
@@ -100,7 +100,7 @@ def encode_gradients(gradients: Mapping[str, Gradient]) -> dict[str, np.ndarray]
     return arrays
 
 
-def decode_gradients(arrays: Mapping[str, np.ndarray], held: Sequence[VariableSpec]) -> dict[str, Gradient]:
+def decode_gradients(arrays: Mapping[str, np.ndarray], held: Sequence[ArraySpec]) -> dict[str, Gradient]:
     """Return the gradients of a push; raise ProtocolError if a row is outside its variable."""
     found: dict[str, Gradient] = {}
     for spec in held:
@@ -111,12 +111,12 @@ def decode_gradients(arrays: Mapping[str, np.ndarray], held: Sequence[VariableSp
     return found
 
 
-def decode_row_request(arrays: Mapping[str, np.ndarray], held: Sequence[VariableSpec]) -> dict[str, np.ndarray]:
+def decode_row_request(arrays: Mapping[str, np.ndarray], held: Sequence[ArraySpec]) -> dict[str, np.ndarray]:
     """Return by variable the rows that a pull requests, if not all; raise ProtocolError if a row is outside its variable."""
     return {spec.name: _check_rows(spec, arrays[INDICES + spec.name]) for spec in held if INDICES + spec.name in arrays}
 
 
-def _check_rows(spec: VariableSpec, indices: np.ndarray) -> np.ndarray:
+def _check_rows(spec: ArraySpec, indices: np.ndarray) -> np.ndarray:
     if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < spec.shape[0]:
         raise ProtocolError(
             f"{spec.name!r} has {spec.shape[0]} rows, and one of {indices.min()} to {indices.max()} was named"
@@ -124,13 +124,13 @@ def _check_rows(spec: VariableSpec, indices: np.ndarray) -> np.ndarray:
     return indices
 
 
-def check_no_arrays(message: Message, given: Sequence[VariableSpec]) -> None:
+def check_no_arrays(message: Message, given: Sequence[ArraySpec]) -> None:
     """Raise ProtocolError if arrays follow a response."""
     if given:
         raise ProtocolError(f"arrays follow a {message['kind']!r}")
 
 
-def check_only_values(message: Message, given: Sequence[VariableSpec]) -> None:
+def check_only_values(message: Message, given: Sequence[ArraySpec]) -> None:
     """Raise ProtocolError if arrays other than values follow a response."""
     unexpected = [spec.name for spec in given if not spec.name.startswith(VALUE)]
     if unexpected:
@@ -138,8 +138,8 @@ def check_only_values(message: Message, given: Sequence[VariableSpec]) -> None:
 
 
 def pull_response_check(
-    requested: Mapping[str, np.ndarray], held: Sequence[VariableSpec]
-) -> Callable[[Message, tuple[VariableSpec, ...]], None]:
+    requested: Mapping[str, np.ndarray], held: Sequence[ArraySpec]
+) -> Callable[[Message, tuple[ArraySpec, ...]], None]:
     """Return a function that raises ProtocolError if the arrays of a pull's response are not those that were requested.
 
     Args:
@@ -150,9 +150,9 @@ def pull_response_check(
     for spec in held:
         indices = requested.get(INDICES + spec.name)
         shape = spec.shape if indices is None else (len(indices), *spec.shape[1:])
-        expected.append(VariableSpec((VALUE if indices is None else ROWS) + spec.name, shape, spec.dtype))
+        expected.append(ArraySpec((VALUE if indices is None else ROWS) + spec.name, shape, spec.dtype))
 
-    def check(message: Message, given: tuple[VariableSpec, ...]) -> None:
+    def check(message: Message, given: tuple[ArraySpec, ...]) -> None:
         if given != tuple(expected):
             raise ProtocolError("the arrays are not those that were requested")
 

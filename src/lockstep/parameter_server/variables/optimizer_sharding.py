@@ -15,9 +15,10 @@ import jax
 import keras
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._keras.patches import OPTIMIZER_SLOTS, install
-from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan, VariableSpec
+from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
 from lockstep.parameter_server.variables.variable_store import OPTIMIZER, make_variable
 
 __all__ = ["OptimizerState", "check_optimizer"]
@@ -75,7 +76,7 @@ class _Slot:
     """
 
     number: int
-    spec: VariableSpec
+    spec: ArraySpec
     owner: int | None
 
 
@@ -109,10 +110,11 @@ class OptimizerState:
     Example:
         >>> import keras, numpy as np
         >>> from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
-        >>> from lockstep.parameter_server.variables.sharding import VariableSpec, plan_shards
+        >>> from lockstep._arrays import ArraySpec
+        >>> from lockstep.parameter_server.variables.sharding import plan_shards
         >>> optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
         >>> optimizer.build([keras.Variable(np.zeros((4, 2), "float32"), name="w")])
-        >>> plan = plan_shards([VariableSpec("w", (4, 2), "float32")], 2, lambda shape, dtype: [2, 1])
+        >>> plan = plan_shards([ArraySpec("w", (4, 2), "float32")], 2, lambda shape, dtype: [2, 1])
         >>> state = OptimizerState(optimizer, plan)
         >>> parts = state.split([variable.numpy() for variable in optimizer.variables])
         >>> [part["optimizer/2"].shape for part in parts]
@@ -207,7 +209,7 @@ class _Reference(keras.Variable):
         return self.mark
 
 
-def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[VariableSpec]) -> list[_Slot]:
+def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[ArraySpec]) -> list[_Slot]:
     """Return the variables that an optimizer of this configuration makes for these variables, in its order."""
     config, found = optimizer.get_config(), []
 
@@ -225,7 +227,7 @@ def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[VariableSpe
         for number, variable in enumerate(another.variables):
             mark = _MARK.search(variable.name)
             name = variable.path if mark is None else _MARK.sub(f"{specs[int(mark[1])].name} ", variable.path).strip()
-            spec = VariableSpec(name, tuple(variable.shape), str(variable.dtype))
+            spec = ArraySpec(name, tuple(variable.shape), str(variable.dtype))
             found.append(_Slot(number, spec, int(mark[1]) if mark else None))
 
     jax.eval_shape(build)

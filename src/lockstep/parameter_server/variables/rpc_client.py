@@ -62,7 +62,7 @@ class RpcClient:
         """Bytes that were sent and received."""
         return self._link.sent, self._link.received
 
-    def ask(self, message: Message, arrays: Mapping[str, np.ndarray], check: CheckRequest) -> "Future[Response]":
+    def call(self, message: Message, arrays: Mapping[str, np.ndarray], check: CheckRequest) -> "Future[Response]":
         """Send a request after all earlier ones; arrays must not change until the response is here.
 
         Args:
@@ -147,7 +147,7 @@ def connect(
     me: Peer,
     secret: bytes | None,
     timeout_seconds: float,
-    announce: Callable[[str], Any],
+    log: Callable[[str], Any],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RpcClient:
@@ -159,14 +159,14 @@ def connect(
         me: this worker.
         secret: of the job.
         timeout_seconds: limit of this wait, and of each later one.
-        announce: takes a line while this waits.
+        log: takes a line while this waits.
         clock: gives seconds, and is not set back.
         sleep: waits.
 
     Raises:
         ClusterError: no server answers in time, or it is none of this job.
     """
-    wait, reason = WaitLogger(announce, clock), "no process listens there"
+    wait, reason = WaitLogger(log, clock), "no process listens there"
     while (left := timeout_seconds - wait.seconds) > 0:
         try:
             return RpcClient(f"{name} at {address}", _connect_once(name, address, me, secret, left), timeout_seconds)

@@ -25,16 +25,12 @@ __all__ = [
     "Partitioner",
     "Shard",
     "ShardingPlan",
-    "VariableSpec",
     "plan_shards",
     "shard_bounds",
     "variable_name",
 ]
 
 PartitionFunction = Callable[[Sequence[int], str], Sequence[int]]
-
-
-VariableSpec = ArraySpec  # Name, shape and dtype of a variable, or of a shard.
 
 
 @dataclass(frozen=True)
@@ -49,19 +45,19 @@ class Shard:
         is_whole: whether the shard is the whole variable, which may then be a scalar without rows.
     """
 
-    variable: VariableSpec
+    variable: ArraySpec
     begin: int
     end: int
     server: int
     is_whole: bool
 
     @property
-    def spec(self) -> VariableSpec:
+    def spec(self) -> ArraySpec:
         """Name, shape and dtype of the shard."""
         if self.is_whole:
             return self.variable
         shape = (self.end - self.begin, *self.variable.shape[1:])
-        return VariableSpec(f"{self.variable.name}[{self.begin}:{self.end}]", shape, self.variable.dtype)
+        return ArraySpec(f"{self.variable.name}[{self.begin}:{self.end}]", shape, self.variable.dtype)
 
     def slice(self, value: np.ndarray) -> np.ndarray:
         """Return a view of the shard's rows of the variable's value."""
@@ -86,7 +82,7 @@ class ShardingPlan:
         servers: number of servers.
     """
 
-    variables: tuple[VariableSpec, ...]
+    variables: tuple[ArraySpec, ...]
     shards: Mapping[str, tuple[Shard, ...]]
     servers: int
 
@@ -94,7 +90,7 @@ class ShardingPlan:
         """Return the shards that one server holds, in the order of the variables."""
         return tuple(shard for shards in self.shards.values() for shard in shards if shard.server == server)
 
-    def specs_at(self, server: int) -> tuple[VariableSpec, ...]:
+    def specs_at(self, server: int) -> tuple[ArraySpec, ...]:
         """Return the specs of the shards that one server holds."""
         return tuple(shard.spec for shard in self.shards_at(server))
 
@@ -112,7 +108,7 @@ class ShardingPlan:
 
 
 def plan_shards(
-    variables: Iterable[VariableSpec], servers: int, partitioner: PartitionFunction | None = None
+    variables: Iterable[ArraySpec], servers: int, partitioner: PartitionFunction | None = None
 ) -> ShardingPlan:
     """Assign shards to servers in turn, as ``tf.distribute`` does.
 
@@ -125,8 +121,9 @@ def plan_shards(
         OptionError: the partitioner cuts along another axis than the first, or two variables have one name.
 
     Example:
-        >>> from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, VariableSpec, plan_shards
-        >>> table = VariableSpec("table", (5, 2), "float32")
+        >>> from lockstep._arrays import ArraySpec
+        >>> from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
+        >>> table = ArraySpec("table", (5, 2), "float32")
         >>> [shard.spec.shape for shard in plan_shards([table], 2, FixedShardsPartitioner(2)).shards["table"]]
         [(3, 2), (2, 2)]
     """
@@ -142,11 +139,11 @@ def plan_shards(
     return ShardingPlan(variables, shards, servers)
 
 
-def variable_name(spec: VariableSpec) -> str:
+def variable_name(spec: ArraySpec) -> str:
     """Return the name of the whole variable of a spec, which may be that of a shard.
 
     Example:
-        >>> variable_name(VariableSpec("net/table[3:5]", (2, 4), "float32"))
+        >>> variable_name(ArraySpec("net/table[3:5]", (2, 4), "float32"))
         'net/table'
     """
     return re.sub(r"\[\d+:\d+\]$", "", spec.name)
@@ -163,13 +160,13 @@ def shard_bounds(rows: int, count: int) -> list[int]:
     return [number * base + min(number, extra) for number in range(count + 1)]
 
 
-def _shards(variable: VariableSpec, count: int, turn: Iterable[int]) -> Iterable[Shard]:
+def _shards(variable: ArraySpec, count: int, turn: Iterable[int]) -> Iterable[Shard]:
     bounds = shard_bounds(variable.shape[0], count) if variable.shape else [0, 0]
     for (begin, end), server in zip(itertools.pairwise(bounds), turn, strict=False):
         yield Shard(variable, begin, end, server, is_whole=count == 1)
 
 
-def _shard_count(variable: VariableSpec, partitioner: PartitionFunction | None) -> int:
+def _shard_count(variable: ArraySpec, partitioner: PartitionFunction | None) -> int:
     if partitioner is None or not variable.shape:
         return 1
     given = partitioner(variable.shape, variable.dtype)

@@ -26,6 +26,7 @@ _MAX_HANDSHAKES = 32  # At the same time; further connections are closed at once
 _RETRY_SECONDS = 0.05
 _MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send a response.
 _MAX_WAIT_SECONDS = 3600.0
+_MAX_SENTENCE = 300  # Characters: clients may send any text.
 
 Response = tuple[Message, Mapping[str, np.ndarray]]
 
@@ -74,7 +75,7 @@ class ArrayServer:
         handler: handles the requests.
         listener: a listening socket, which belongs to this object from now on.
         secret: that clients must know; None: none.
-        announce: takes lines.
+        log: takes lines.
 
     Attributes:
         rejections: why connections were closed.
@@ -87,10 +88,10 @@ class ArrayServer:
         listener: socket.socket,
         *,
         secret: bytes | None = None,
-        announce: Callable[[str], None] = log_info,
+        log: Callable[[str], None] = log_info,
     ) -> None:
         self._me, self._handler, self._listener, self._secret = me, handler, listener, secret
-        self.rejections = RejectionLog(announce)
+        self.rejections = RejectionLog(log)
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
@@ -173,9 +174,6 @@ class ArrayServer:
     def _note_rejection(self, address: str, reason: str) -> None:
         if not self._stopped.is_set():
             self.rejections.add(address, reason)
-
-
-_MAX_SENTENCE = 300  # Characters: clients may send any text.
 
 
 def _check_identity(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

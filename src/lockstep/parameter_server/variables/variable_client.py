@@ -218,7 +218,7 @@ class VariableClient:
         self, messages: Iterable[Message], arrays: Iterable[Mapping[str, np.ndarray]], checks: Iterable[CheckRequest]
     ) -> "list[Future[Response]]":
         requests = zip(self._rpc_clients, messages, arrays, checks, strict=True)
-        return [rpc_client.ask(message, each, check) for rpc_client, message, each, check in requests]
+        return [rpc_client.call(message, each, check) for rpc_client, message, each, check in requests]
 
 
 def _encode_row_request(shards: Iterable[Shard], rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ import jax
 import keras
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._logging import log_info
 from lockstep.distributed.control.peer import Peer
@@ -28,7 +29,7 @@ from lockstep.parameter_server.variables.messages import (
     read_whole_number,
 )
 from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
-from lockstep.parameter_server.variables.sharding import ShardingPlan, VariableSpec
+from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.staleness_bound import StalenessBound
 from lockstep.parameter_server.variables.tcp_server import ArrayServer, ClientSession, Response, seconds_of
 from lockstep.parameter_server.variables.variable_store import Push, VariableStore
@@ -117,7 +118,7 @@ class VariableService:
             "statistics": self._statistics,
         }
 
-    def check(self, message: Message, given: tuple[VariableSpec, ...]) -> None:
+    def check(self, message: Message, given: tuple[ArraySpec, ...]) -> None:
         """Raise ProtocolError if a request is invalid, before its arrays are received."""
         if message["kind"] not in self._handlers:
             raise ProtocolError(f"there is no {message['kind']!r}")
@@ -243,7 +244,7 @@ def serve(
     known = plan.identity_of(number) | dict(identity or {})
     me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=known, information={"job": "ps"})
     service = VariableService(VariableStore(plan.specs_at(number), own), max_staleness)
-    server = ArrayServer(me, service, listener, secret=secret, announce=log)
+    server = ArrayServer(me, service, listener, secret=secret, log=log)
     server.start()
     return server
 

@@ -10,8 +10,9 @@ import jax
 import keras
 import numpy as np
 
+from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
-from lockstep.parameter_server.variables.sharding import VariableSpec, variable_name
+from lockstep.parameter_server.variables.sharding import variable_name
 from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, mean_gradient, pad_rows
 
 __all__ = ["OPTIMIZER", "InitialState", "Push", "VariableSnapshot", "VariableStore", "make_variable"]
@@ -75,9 +76,9 @@ class VariableStore:
 
     Example:
         >>> import keras, numpy as np
-        >>> from lockstep.parameter_server.variables.sharding import VariableSpec
+        >>> from lockstep._arrays import ArraySpec
         >>> from lockstep.parameter_server.variables.variable_store import Push, VariableStore
-        >>> store = VariableStore([VariableSpec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
+        >>> store = VariableStore([ArraySpec("w", (2,), "float32")], keras.optimizers.SGD(0.5))
         >>> store.fill({"w": np.float32([1, 2])})
         >>> store.apply([Push({"w": np.float32([1, 0])})])
         1
@@ -86,7 +87,7 @@ class VariableStore:
     """
 
     def __init__(
-        self, specs: Sequence[VariableSpec], optimizer: keras.optimizers.Optimizer, device: jax.Device | None = None
+        self, specs: Sequence[ArraySpec], optimizer: keras.optimizers.Optimizer, device: jax.Device | None = None
     ) -> None:
         if optimizer.built:
             raise OptionError(
@@ -103,12 +104,10 @@ class VariableStore:
         self.snapshot, self.is_filled = VariableSnapshot(0, {}), False
 
     @property
-    def optimizer_specs(self) -> tuple[VariableSpec, ...]:
+    def optimizer_specs(self) -> tuple[ArraySpec, ...]:
         """Specs of the optimizer's variables, which :meth:`fill` takes besides the values."""
         variables = enumerate(self._optimizer.variables)
-        return tuple(
-            VariableSpec(f"{OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables
-        )
+        return tuple(ArraySpec(f"{OPTIMIZER}{number}", tuple(one.shape), str(one.dtype)) for number, one in variables)
 
     def fill(self, state: Mapping[str, np.ndarray], version: int = 0) -> None:
         """Set all values.
@@ -175,12 +174,12 @@ class VariableStore:
         """Copy first: JAX would share the memory of an array that the caller may change later."""
         return jax.device_put(np.array(value), self._device)
 
-    def _pad_gradient(self, spec: VariableSpec, gradient: Gradient) -> Gradient:
+    def _pad_gradient(self, spec: ArraySpec, gradient: Gradient) -> Gradient:
         return pad_rows(gradient, spec.shape[0]) if isinstance(gradient, SparseGradient) else gradient
 
 
 def make_variable(
-    spec: VariableSpec, value: np.ndarray | str = "zeros", kind: type[keras.Variable] = keras.Variable
+    spec: ArraySpec, value: np.ndarray | str = "zeros", kind: type[keras.Variable] = keras.Variable
 ) -> keras.Variable:
     """Return a variable to build an optimizer for, with the path and name that it has in its model: some optimizers select by them.
 

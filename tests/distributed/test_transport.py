@@ -6,7 +6,6 @@ import struct
 import pytest
 
 from lockstep import OptionError
-from lockstep.distributed.control.handshake import make_proof, verify_proof
 from lockstep.distributed.control.transport import FrameDecoder, ProtocolError, as_json, encode
 
 
@@ -75,13 +74,3 @@ def test_a_message_that_is_too_large_is_refused_where_it_is_sent():
 
 def test_plain_values_are_those_that_come_back():
     assert as_json({"shape": (2, 3), 4: None}) == json.loads('{"shape": [2, 3], "4": null}')
-
-
-def test_a_proof_needs_secret_role_and_both_nonces():
-    given = make_proof(b"secret", "worker", "one", "two")
-    assert verify_proof(given, b"secret", "worker", "one", "two")
-    assert not verify_proof(given, b"other", "worker", "one", "two")
-    assert not verify_proof(given, b"secret", "chief", "one", "two")
-    assert not verify_proof(given, b"secret", "worker", "one", "three")
-    assert not verify_proof(None, b"secret", "worker", "one", "two")
-    assert not verify_proof("größe", b"secret", "worker", "one", "two")
