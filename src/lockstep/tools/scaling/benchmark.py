@@ -176,7 +176,7 @@ def all_reduce_seconds(ops: CrossDeviceOps, devices: Sequence[jax.Device], array
 
     Args:
         ops: the all-reduce.
-        devices: that take part.
+        devices: the participants.
         arrays: shapes and dtypes.
     """
     if len(devices) < 2:
