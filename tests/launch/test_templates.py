@@ -110,7 +110,7 @@ def test_a_slurm_job_that_may_go_on_with_fewer_nodes_ends_with_the_code_of_node_
 
 
 def test_ray_needs_one_number_of_nodes():
-    with pytest.raises(OptionError, match=r"--print ray: Ray gives all nodes of a placement group or none.*1:2"):
+    with pytest.raises(OptionError, match=r"--print ray: Ray allocates all nodes of a placement group or none.*1:2"):
         PRINTERS["ray"](job(min_nodes=1))
 
 
