@@ -34,7 +34,7 @@ PRIVATE = {
 
 @pytest.mark.parametrize("word", PRIVATE)
 def test_private_words_are_not_used(word):
-    pattern = re.compile(rf"(?<![\w/])(?:{word})(?![\w/])", re.IGNORECASE)
+    pattern = re.compile(rf"(?<![\w/])(?:{word})(?![\w/=])", re.IGNORECASE)  # pulse= is an argument of rich
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
         for path in FILES

@@ -27,8 +27,8 @@ def run_training(folder, epochs):
     with lockstep.MirroredStrategy(replicas=2).scope():
         model = make_or_restore_model(folder)
     saving = keras.callbacks.ModelCheckpoint(folder / "ckpt-{epoch}.keras", save_freq="epoch")
-    going_on = lockstep.callbacks.BackupAndRestore(folder / "backup", extend=True)
-    model.fit(*train, batch_size=32, epochs=epochs, callbacks=[saving, going_on], validation_data=validation, verbose=2)
+    backup = lockstep.callbacks.BackupAndRestore(folder / "backup", extend=True)
+    model.fit(*train, batch_size=32, epochs=epochs, callbacks=[saving, backup], validation_data=validation, verbose=2)
     return model
 
 

@@ -1,1 +1,1 @@
-"""Who takes part: the processes that train in step, which of them this one is, and how they talk and end together."""
+"""The control channel of a job: handshake, heartbeats, failure detection and termination, without JAX."""

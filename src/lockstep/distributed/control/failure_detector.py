@@ -173,9 +173,9 @@ def _find_left_early(now: float, statuses: Sequence[WorkerStatus]) -> Failure | 
     return _left_before([status for status in statuses if _has_waited(now, status, QUIET)], statuses)
 
 
-def _left_before(going_on: Sequence[WorkerStatus], statuses: Sequence[WorkerStatus]) -> Failure | None:
-    """Return the failure of a worker that left before a step which one of ``going_on`` has reached."""
-    first = max(going_on, key=lambda status: status.step, default=None)
+def _left_before(continuing: Sequence[WorkerStatus], statuses: Sequence[WorkerStatus]) -> Failure | None:
+    """Return the failure of a worker that left before a step which one of ``continuing`` has reached."""
+    first = max(continuing, key=lambda status: status.step, default=None)
     early = [status for status in statuses if first is not None and status.left and status.step < first.step]
     if first is None or not early:
         return None

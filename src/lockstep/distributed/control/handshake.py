@@ -46,7 +46,7 @@ PROTOCOL = 1
 HANDSHAKE_SECONDS = 5.0
 _SILENT = f"it said nothing for {HANDSHAKE_SECONDS:.0f} s"
 _MAX_LOGGED = 3  # Reasons for which connections were rejected; a port scanner must not fill the log.
-_MAX_REASON = 300  # Characters: strangers may send any text.
+_MAX_REASON = 300  # Characters: unauthenticated peers can send any text.
 _MAX_SHOWN = 40  # Of a value in a message.
 
 _FIELDS = {
@@ -90,7 +90,7 @@ def verify_proof(given: object, secret: bytes, role: str, *nonces: str) -> bool:
 
 
 def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # Strangers may send any text.
+    return text.encode("utf-8", "surrogatepass")  # Unauthenticated peers can send any text.
 
 
 # The server's side.

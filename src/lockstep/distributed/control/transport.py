@@ -1,7 +1,7 @@
 """Frames of JSON over TCP: the codec, and the non-blocking connection that every process of a job uses.
 
 A frame is four bytes of length and one JSON object in UTF-8, a dict with its ``"kind"``. Nothing that is received is executed: no
-pickle, no names of code. The handshake (``handshake.py``) keeps strangers out; frames are neither signed nor encrypted.
+pickle, no names of code. The handshake (``handshake.py``) rejects unauthenticated peers; frames are neither signed nor encrypted.
 """
 
 import contextlib
