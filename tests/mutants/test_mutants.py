@@ -43,7 +43,7 @@ def test_a_line_that_has_moved_to_another_file_is_found():
 
 
 def test_a_line_that_is_gone_is_told():
-    with pytest.raises(GoneError, match=r"nobody no longer applies: topology/layout\.py has no line 'chunk = 7'"):
+    with pytest.raises(GoneError, match=r"nobody no longer applies: devices/layout\.py has no line 'chunk = 7'"):
         Mutant("nobody", "devices/layout.py", "chunk = 7", "chunk = 8", "").place()
 
 
