@@ -144,7 +144,7 @@ def timed_parts():
     import jax
 
     from lockstep.execution import replica_schedule
-    from lockstep.execution.deterministic_executor import ReplicaProgram, ReplicasForward
+    from lockstep.execution.isolated_replicas import ReplicaProgram, ReplicasForward
     from lockstep.execution.per_device import PerDevice
     from lockstep.execution.program_partition import ProgramPart
     from lockstep.execution.replica_schedule import TreeAdder

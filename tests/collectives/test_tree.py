@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.collectives.tree import branches, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.devices.layout import Layout
+from lockstep.devices.batch_split import Layout
 from lockstep.execution.per_device import PerDevice
 from lockstep.execution.replica_schedule import TreeAdder, reduction_schedule, replica_rounds
 

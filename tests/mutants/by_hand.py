@@ -104,14 +104,14 @@ FAULTS = [
     ),
     Mutant(
         "rows-in-order-of-rounds",
-        "execution/deterministic_executor.py",
+        "execution/isolated_replicas.py",
         "order = sorted(",
         "order = list(",
         "Outputs of a deterministic step stand in the order in which replicas ran.",
     ),
     Mutant(
         "tree-in-order-of-rounds",
-        "execution/deterministic_executor.py",
+        "execution/isolated_replicas.py",
         "parts = [PartialSum(position, position + 1, device, turn) for position, (_, turn, device) in enumerate(order)]",
         "parts = [PartialSum(n, n + 1, d, t) for n, (_, t, d) in enumerate(sorted(order, key=lambda one: one[1:]))]",
         "The tree adds replicas in the order in which they ran: the devices decide bits.",
@@ -140,21 +140,21 @@ FAULTS = [
     # Which rows are whose.
     Mutant(
         "chunk-rounded-down",
-        "devices/layout.py",
+        "devices/batch_split.py",
         "chunk = -(-rows // replicas)",
         "chunk = rows // replicas",
         "Rows beyond a multiple of the replicas belong to nobody.",
     ),
     Mutant(
         "rows-as-if-full",
-        "devices/layout.py",
+        "devices/batch_split.py",
         "starts = accumulate(self.device_rows[:-1], initial=0)",
         "starts = range(0, self.devices * self.capacity, self.capacity)",
         "A device gets the rows that it would have if all before it were full.",
     ),
     Mutant(
         "first-replica-by-next-device",
-        "devices/layout.py",
+        "devices/batch_split.py",
         "return tuple(accumulate((len(rows) for rows in self.per_device[:-1]), initial=0))",
         "return tuple(accumulate((len(rows) for rows in self.per_device[1:]), initial=0))",
         "Where devices have different numbers of replicas, a device counts those of its successor.",

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep._errors import InputError
 from lockstep.data.device_placement import Placement
-from lockstep.devices.layout import rows_of_replicas
+from lockstep.devices.batch_split import rows_of_replicas
 
 __all__ = [
     "NON_NUMERIC_KINDS",

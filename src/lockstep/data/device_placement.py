@@ -16,7 +16,7 @@ from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import InputError
-from lockstep.devices.layout import Layout
+from lockstep.devices.batch_split import Layout
 
 __all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "PlacedRows", "Placement", "count_rows", "drop_padding", "join_rows"]
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from lockstep.collectives import CrossDeviceOps
 from lockstep.data.device_placement import PlacedRows, Placement, join_rows
+from lockstep.devices.batch_split import Layout, rows_of_replicas
 from lockstep.devices.cpu_devices import compiler_options, usable_cores
-from lockstep.devices.layout import Layout, rows_of_replicas
 from lockstep.execution.call_splitter import CallTrace
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
-from lockstep.execution.deterministic_executor import forward_isolated
+from lockstep.execution.isolated_replicas import forward_isolated
 from lockstep.execution.nonfinite_gate import NonFiniteGate
 from lockstep.execution.program_partition import ProgramPartition
 from lockstep.execution.replica import ReplicaResult
@@ -120,7 +120,7 @@ class SpmdExecutor:
         """Return one call for each replica if the model depends on the replica; otherwise one for each device.
 
         XLA for CPUs runs several convolutions at once faster than one with as many rows: models that have them get as many calls as
-        there are cores, and at least two, as a single call on the global batch would not be rewrite_for_cpu.
+        there are cores, and at least two, as a single call on the global batch would not be rewritten.
         """
         if trace.depends_on_replica:
             return layout.per_device

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lockstep.collectives.tree import PartialSum, branches, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.devices.layout import Layout
+from lockstep.devices.batch_split import Layout
 from lockstep.execution.per_device import PerDevice, sharded_array
 
 __all__ = ["ReplicaRound", "TreeAdder", "reduction_schedule", "replica_rounds"]

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
-from lockstep.devices.layout import Layout
+from lockstep.devices.batch_split import Layout
 from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult, run_replicas
 
 __all__ = ["SpmdForward", "finish_result", "forward_eagerly", "forward_on_devices"]

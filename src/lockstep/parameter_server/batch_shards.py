@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep._errors import ModelError
 from lockstep.data.device_placement import PlacedRows
-from lockstep.devices.layout import rows_of_replicas
+from lockstep.devices.batch_split import rows_of_replicas
 from lockstep.fit.checkpointing.model_state import variables_of
 
 __all__ = ["check_mean_loss", "count_batch_rows", "nonempty_parts", "part_of"]

@@ -35,8 +35,8 @@ from lockstep.parameter_server.state_sync import (
 from lockstep.parameter_server.tasks.task_client import (
     CallEnded,
     CallResult,
+    ScriptSyncPoint,
     StopCondition,
-    SyncPoint,
     Task,
     TaskClient,
     run_tasks,
@@ -143,7 +143,7 @@ class WorkerScheduler(SchedulerBase):
             raise ScopeError(f"strategy.{method} is for scheduled functions: see lockstep.ClusterCoordinator.")
         return self._runner
 
-    def _wait_for_sync_point(self) -> SyncPoint:
+    def _wait_for_sync_point(self) -> ScriptSyncPoint:
         """Run tasks until the chief reaches the next sync point, and return what it has published there."""
         point, self._sync_points = self._sync_points, self._sync_points + 1
         reached = self._run_until(point)
@@ -155,11 +155,11 @@ class WorkerScheduler(SchedulerBase):
             )
         return reached
 
-    def _run_until(self, point: int) -> SyncPoint:
+    def _run_until(self, point: int) -> ScriptSyncPoint:
         if self._runner is not None and self._result is None:
             until = StopCondition(point, self._scheduled)
             stopped = run_tasks(self._task_client, self._call, self._run_task, self._runner.pause, until)
-            if isinstance(stopped, SyncPoint):
+            if isinstance(stopped, ScriptSyncPoint):
                 return stopped
             self._result = stopped
         try:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from lockstep.data.device_placement import PlacedRows, Placement, count_rows, join_rows
 from lockstep.data.iterator_state import capture_random_state, restore_random_state
-from lockstep.devices.layout import Layout
+from lockstep.devices.batch_split import Layout
 from lockstep.devices.names import device_name
 from lockstep.execution.call_splitter import CallTrace
 from lockstep.execution.nonfinite_gate import loss_logs

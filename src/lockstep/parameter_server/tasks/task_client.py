@@ -17,7 +17,7 @@ from lockstep.parameter_server.variables.array_transport import Message, Protoco
 from lockstep.parameter_server.variables.messages import check_no_arrays
 from lockstep.parameter_server.variables.rpc_client import Response, RpcClient
 
-__all__ = ["CallEnded", "CallResult", "StopCondition", "SyncPoint", "Task", "TaskClient", "run_tasks"]
+__all__ = ["CallEnded", "CallResult", "ScriptSyncPoint", "StopCondition", "Task", "TaskClient", "run_tasks"]
 
 _UNUSED_KEY = "end of the call"  # The dispatcher never publishes it, so a request for it lasts until then.
 _MOST_BYTES = 2**31  # Of the arrays of one response.
@@ -68,7 +68,7 @@ class CallResult:
 
 
 @dataclass(frozen=True)
-class SyncPoint:
+class ScriptSyncPoint:
     """What the chief has published at a sync point of the script.
 
     Args:
@@ -127,10 +127,10 @@ class TaskClient:
         message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "fact")
         return message["what"], arrays
 
-    def wait_for_sync_point(self, call: int, point: int) -> SyncPoint:
+    def wait_for_sync_point(self, call: int, point: int) -> ScriptSyncPoint:
         """Wait for what the chief publishes at a sync point of the script; errors as for :meth:`wait_for`."""
         message, arrays = self._wait({"kind": "ask", "call": call, "point": point}, "fact")
-        return SyncPoint(message["what"], arrays)
+        return ScriptSyncPoint(message["what"], arrays)
 
     def wait_for_end(self, call: int) -> CallResult:
         """Wait until the chief ends a call; ClusterError as for :meth:`enter`."""
@@ -142,7 +142,7 @@ class TaskClient:
 
     def take(
         self, call: int, requested: "Future[Response] | None" = None, until: StopCondition | None = None
-    ) -> Task | SyncPoint:
+    ) -> Task | ScriptSyncPoint:
         """Wait for a task, or for the sync point of ``until``; errors as for :meth:`wait_for`.
 
         Args:
@@ -152,7 +152,7 @@ class TaskClient:
         """
         message, arrays = self._wait(_take_message(call, until), ("task", "fact"), requested)
         if message["kind"] == "fact":
-            return SyncPoint(message["what"], arrays)
+            return ScriptSyncPoint(message["what"], arrays)
         return Task(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
 
     def request_task(self, call: int, until: StopCondition | None = None) -> "Future[Response]":
@@ -212,7 +212,7 @@ def run_tasks(
 @overload
 def run_tasks(
     client: TaskClient, call: int, run: RunTask, on_idle: Callable[[], object], until: StopCondition
-) -> CallResult | SyncPoint: ...
+) -> CallResult | ScriptSyncPoint: ...
 
 
 def run_tasks(
@@ -221,7 +221,7 @@ def run_tasks(
     run: RunTask,
     on_idle: Callable[[], object] = lambda: None,
     until: StopCondition | None = None,
-) -> CallResult | SyncPoint:
+) -> CallResult | ScriptSyncPoint:
     """Run the tasks that the chief assigns to this worker until the call ends, or up to a sync point.
 
     The next task is requested before the result of the last one is acknowledged, so the worker does not wait for a round trip.
@@ -244,7 +244,7 @@ def run_tasks(
     try:
         while True:
             task = _next_task(client, call, requested, on_idle, until)
-            if isinstance(task, SyncPoint):
+            if isinstance(task, ScriptSyncPoint):
                 return task
             try:
                 result = run(task)
@@ -266,7 +266,7 @@ def _next_task(
     requested: "Future[Response]",
     on_idle: Callable[[], object],
     until: StopCondition | None,
-) -> Task | SyncPoint:
+) -> Task | ScriptSyncPoint:
     try:
         requested.result(_IDLE_SECONDS)
     except TimeoutError:
