@@ -31,7 +31,7 @@ def test_its_exit_codes_are_ours():
 
 
 def test_its_ports_and_schedulers_are_ours():
-    assert f"or {DEFAULT_PORT}: worker `k` of a machine has the address `{DEFAULT_PORT} + k`" in PAGE
+    assert f"or {DEFAULT_PORT}: worker `k` of a machine has the port `{DEFAULT_PORT} + k`" in PAGE
     assert LaunchConfig(("train.py",), workers=2, coordinator="a").addresses == (
         f"a:{DEFAULT_PORT}",
         f"a:{DEFAULT_PORT + 1}",

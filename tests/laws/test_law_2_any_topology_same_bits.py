@@ -509,7 +509,7 @@ def test_self_check_names_what_differs():
     with Topology(2, 2).strategy().scope() as strategy:
         model = Unsteady()
         model.compile("sgd", "mse")
-    with pytest.raises(lockstep.DeterminismError, match=r"gave another log .*loss.* bytes differ"):
+    with pytest.raises(lockstep.DeterminismError, match=r"gave a different log .*loss.* bytes differ"):
         strategy.self_check(model, np.ones((4, 3), "float32"), np.ones((4, 1), "float32"))
 
 
