@@ -19,24 +19,24 @@ TITLES = {
     "training": "Training",
 }
 
-_BEGIN = """# What is the same as in Keras and tf.distribute, test by test
+_BEGIN = """# Conformity with Keras and tf.distribute
 
-Written by `python -m tests.conformity.page`; a test holds it to its sources.
+`python -m tests.conformity.page` writes this page, and a test compares it with its sources.
 
 ## Keras's own tests in a scope
 
-`./scripts/conformity` runs the tests of Keras {keras} as they are, and then in the scope of a strategy: {ways}. So many
-pass / fail / are skipped:
+`./scripts/conformity` runs the tests of Keras {keras} as they are, and then in the scope of a strategy: {ways}.
+Each cell shows the numbers of tests that pass / fail / are skipped:
 
 """
 _FAILED = """
-What passes without a scope and not in one, and why:
+Tests that pass without a scope but fail in one, with the cause:
 
 """
 _TENSORFLOW = """
-## Behaviours that the tests of tf.distribute hold
+## Behaviours that the tests of tf.distribute check
 
-In our words, with the test of Lockstep that holds it, or the difference: {tests} are held by tests, {differences} are different.
+Each behaviour is listed with the test of Lockstep that checks it, or with the difference: {tests} are checked by tests, {differences} are different.
 """
 
 
