@@ -18,4 +18,4 @@ def test_all_workers_name_the_bad_replica_and_do_the_same(job, tmp_path, determi
     assert chief == other == {"before": True, "skipped": True, "back": True, "unchanged": True}
     said = [process.said for process in run.processes.values()]
     assert [text.count("The step is left out") for text in said] == [1, 0]
-    assert [text.count("Training goes back to the checkpoint of step 1 ") for text in said] == [1, 0]
+    assert [text.count("Training goes back to the checkpoint of step 1,") for text in said] == [1, 0]
