@@ -3,6 +3,7 @@
 import ast
 import re
 import statistics
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,40 @@ def test_what_is_avoided(pattern, allowed):
 
 def without_docstrings(text: str) -> str:
     return re.sub(r'"""[\s\S]*?"""', "", text)
+
+
+def test_no_two_classes_share_a_name():
+    names = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names[node.name.lstrip("_")].append(path.name)
+    shared = {name: files for name, files in names.items() if len(files) > 1}
+    assert shared == {
+        "MultiWorkerMirroredStrategy": shared.get("MultiWorkerMirroredStrategy")
+    }  # the older one of experimental
+
+
+def test_no_two_files_share_a_name():
+    names = Counter(path.name for path in FILES)
+    assert {name for name, count in names.items() if count > 1} <= {"__init__.py", "base.py"}
+
+
+def test_files_do_not_import_each_other_in_a_circle():
+    modules = {
+        ".".join(("lockstep", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    imports = {name: set(imported_at_the_top(path, modules)) - {name} for name, path in modules.items()}
+    while removable := [name for name, others in imports.items() if not others & imports.keys()]:
+        for name in removable:
+            del imports[name]
+    assert not imports, f"these files are in a circle, or import one: {sorted(imports)}"
+
+
+def imported_at_the_top(path, modules):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lockstep":
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in modules else node.module

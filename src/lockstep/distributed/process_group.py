@@ -86,9 +86,9 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         """See the base class."""
         return self._client.heartbeats()
 
-    def make_batch_gather(self, name: str) -> Callable[[], "_BatchGather"]:
+    def make_batch_gather(self, name: str) -> Callable[[], "_WorkerBatchGather"]:
         """See the base class."""
-        return self._for_each_pass(_BatchGather, f"own input {next(self._inputs)}", name)
+        return self._for_each_pass(_WorkerBatchGather, f"own input {next(self._inputs)}", name)
 
     def _for_each_pass(self, kind: Callable[..., Any], channel: str, *options: Any) -> Callable[[], Any]:
         """Return a function that makes a ``kind`` for each pass over an input, with a channel of its own."""
@@ -137,7 +137,7 @@ class _BatchComparison:
         self._client.forget(self._channel)
 
 
-class _BatchGather:
+class _WorkerBatchGather:
     """Gathers values of all workers for the batches of one pass; to be called by one thread at a time.
 
     Args:

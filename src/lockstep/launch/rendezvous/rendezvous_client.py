@@ -210,7 +210,7 @@ def join_rendezvous(
         ClusterError: this is node 0, and it cannot listen.
     """
     spec = JobSpec.of(job)
-    joining = _Join(spec, _own_peer(job, node, spec), secret, signals, stop_at, log)
+    joining = _RendezvousJoin(spec, _own_peer(job, node, spec), secret, signals, stop_at, log)
     if node == 0:
         return joining.serve()
     if node is None and is_local_host(split_address("--coordinator", spec.coordinator)[0]):
@@ -231,7 +231,7 @@ def _own_peer(job: LaunchConfig, node: int | None, spec: JobSpec) -> Peer:
 
 
 @dataclass(frozen=True)
-class _Join:
+class _RendezvousJoin:
     spec: JobSpec
     me: Peer
     secret: bytes | None
