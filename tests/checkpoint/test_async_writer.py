@@ -83,6 +83,7 @@ def test_a_third_waits_until_the_second_is_begun_and_not_without_end(tmp_path):
     assert writer.store.steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_long_wait_is_told(tmp_path):
     gate, told = Gate(), threading.Event()
     lines = []

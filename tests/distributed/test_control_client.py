@@ -106,6 +106,7 @@ def test_large_values_arrive_and_too_large_ones_are_an_error_on_all():
         assert job.everyone(lambda session: session.gather("rows", 1)) == [[1, 1]] * 2
 
 
+@pytest.mark.slow
 def test_a_wait_names_whom_it_waits_for_and_what_they_do():
     with ThreadedJob(2) as job:
         job.sessions[1].report(np.int64(7), "save")
@@ -144,6 +145,7 @@ def test_a_limit_that_is_no_number_ends_at_once():
         job.sessions[0].gather("rows", timeout_seconds=float("nan"))
 
 
+@pytest.mark.slow
 def test_a_worker_that_compiles_is_waited_for():
     with ThreadedJob(2, timeout_seconds=1.5, long_seconds=3) as job:
         job.sessions[0].report(1, "step")
@@ -209,6 +211,7 @@ def test_who_has_left_is_an_error_only_for_those_that_need_it():
             job.sessions[0].gather("rows")
 
 
+@pytest.mark.slow
 def test_the_chief_waits_for_the_others_ends():
     with ThreadedJob(2, timeout_seconds=DEADLINE) as job:
         leaving = threading.Thread(target=job.sessions[0].leave, daemon=True)

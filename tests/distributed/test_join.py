@@ -107,6 +107,7 @@ def test_what_is_sent_of_a_worker_must_be_json():
         join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"model": "x" * 100_000})
 
 
+@pytest.mark.slow
 def test_the_missing_are_named_by_all_with_their_addresses_in_time():
     job = ThreadedJob(4, missing=(1, 3), timeout_seconds=4)
     addresses = (job.coordinator, "127.0.0.2:12421", "127.0.0.3:12421", "127.0.0.4:12421")
@@ -128,6 +129,7 @@ def test_the_start_has_a_limit_of_its_own():
         assert "did not join within 0.1 s" in str(job.errors[0])
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_late_is_waited_for_visibly():
     job = ThreadedJob(3, timeout_seconds=DEADLINE)
     *present, late = job._threads
@@ -306,6 +308,7 @@ def test_a_port_in_use_is_named_and_by_whom():
             join(WorkerGroup(workers=2, index=0, coordinator=f"127.0.0.1:{port}"), {})
 
 
+@pytest.mark.slow
 def test_what_answers_without_being_a_chief_is_named():
     silent, address = listening()
     with silent, pytest.raises(ClusterError, match="no process of a Lockstep job: it says nothing"):

@@ -167,6 +167,7 @@ class Blocked(io.StringIO):
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
+@pytest.mark.slow
 def test_an_output_that_nobody_reads_does_not_hold_the_end(name, monkeypatch):
     blocked, codes = Blocked(), []
     monkeypatch.setattr(sys, name, blocked)

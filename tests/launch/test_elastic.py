@@ -93,6 +93,7 @@ def test_hosts_may_be_named_instead(job, tmp_path):
     assert [(code, printed) for code, printed, _ in ends] == [(0, f"[worker {rank}] {expected}\n") for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_the_job_goes_on_without_a_node_that_was_killed(job, tmp_path):
     nodes = job(RUNNING + "if generation == 0: " + FOREVER + "print('done by', workers)")
     first, second, processes = nodes.start_two()
@@ -120,6 +121,7 @@ def test_a_node_that_comes_later_takes_part_from_the_next_start_on(job, tmp_path
     assert [code for code, *_ in ends] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_node_that_was_killed_may_come_back(job, tmp_path):
     nodes = job(RUNNING + "if generation == 0: " + FOREVER + "print('done by', workers)", join=1000)
     first, second, _ = nodes.start_two()
@@ -129,6 +131,7 @@ def test_a_node_that_was_killed_may_come_back(job, tmp_path):
     assert [(code, printed) for code, printed, _ in ends] == [(0, f"[worker {rank}] done by 2\n") for rank in (1, 0)]
 
 
+@pytest.mark.slow
 def test_a_node_that_was_asked_to_end_is_not_waited_for(job, tmp_path):
     code = RUNNING + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nif generation == 0: " + FOREVER
     nodes = job(code + "print('done by', workers)")
@@ -165,6 +168,7 @@ def test_rendezvous_ends_the_job_when_node_0_dies(job, tmp_path):
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(9)", 9), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+@pytest.mark.slow
 def test_all_nodes_end_with_the_code_of_the_first_failure_when_no_restart_is_left(job, end, code):
     body = RUNNING + "wait_for(lambda: is_there(f'{generation}.{1 - rank}'))\nif rank == 1: " + end + "\n"
     nodes = job(body + "if generation: sys.exit(75)\n" + FOREVER, join=1000, restarts=1)
@@ -187,6 +191,7 @@ def test_a_node_that_has_done_its_work_waits_for_the_others_and_starts_again_wit
     ("options", "code", "why"),
     [((), 2, "worker 1 ended with exit code 2 (wrong usage)"), (("--timeout", 3), 124, "longer than --timeout allows")],
 )
+@pytest.mark.slow
 def test_what_is_final_on_one_node_is_final_on_all(job, tmp_path, options, code, why):
     nodes = job(RUNNING + f"if rank == 1 and {code} == 2: sys.exit(2)\n" + FOREVER, join=1000)
     first = nodes.start("--node-rank", 0)
@@ -196,6 +201,7 @@ def test_what_is_final_on_one_node_is_final_on_all(job, tmp_path, options, code,
     assert why in ends[0][2].splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_too_few_nodes_end_in_time_and_say_who_is_missing(tmp_path):
     host = own_host()
     limits = ("--start-seconds", 2.5, "--node-rank", 0)
@@ -207,6 +213,7 @@ def test_too_few_nodes_end_in_time_and_say_who_is_missing(tmp_path):
     assert "absent: gone.invalid and away.invalid" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_nodes_that_were_there_are_named_when_too_few_are_left(job, tmp_path):
     nodes = job(RUNNING + FOREVER, "2:2", "--start-seconds", 3)
     first, second, _ = nodes.start_two()
@@ -227,6 +234,7 @@ def test_join_without_a_server_times_out(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_node_that_waits_may_be_asked_to_end(job, rank):
     nodes = job("", "2:2")
     waiting = nodes.start("--node-rank", rank)
@@ -257,6 +265,7 @@ def test_rendezvous_rejects_other_options_and_secrets(job, tmp_path, words, vari
     assert ("was closed: it was given another secret" in messages) == bool(variables)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one_rank_do_not_both_come(job, tmp_path):
     nodes = job(RUNNING + FOREVER, restarts=0)
     first, second, _ = nodes.start_two()
@@ -266,6 +275,7 @@ def test_two_nodes_of_one_rank_do_not_both_come(job, tmp_path):
     assert end_of(first)[0] == 75
 
 
+@pytest.mark.slow
 def test_rendezvous_rejects_a_second_job_at_its_address(job):
     nodes = job("", "2:2")
     first = nodes.start("--node-rank", 0)

@@ -207,6 +207,7 @@ def test_nohup_is_respected(tmp_path):
     assert (process.returncode, printed) == (0, "[worker 0] seen 1\n")
 
 
+@pytest.mark.slow
 def test_a_run_has_a_limit_and_shows_where_it_was(tmp_path):
     code = "def too_long():\n    time.sleep(100)\nif rank == 1: too_long()"
     done = run("-n", 2, "--timeout", "1.5", program(tmp_path, code))

@@ -84,6 +84,7 @@ LOSSES = ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(75)", "sys.exit(4)"]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.slow
 def test_a_lost_worker_is_started_again_alone_and_the_others_continue(tmp_path, loss):
     died = f"if {part('worker', 1)}:\n    print(os.environ['TF_CONFIG'])\n    if not is_there('died'):\n        write('died'); {loss}"
     came = f"write(task['type'] + str(task['index']) + ('again' if {part('worker', 1)} else ''))"
@@ -171,6 +172,7 @@ def test_all_start_again_when_a_server_fails_and_restarts_are_counted_once(tmp_p
     assert done.stdout.splitlines() == ["[worker 0] generation 0", "[worker 0] generation 1"]
 
 
+@pytest.mark.slow
 def test_who_does_not_end_when_the_chief_is_done_is_ended(tmp_path):
     path = program(
         tmp_path,

@@ -89,6 +89,7 @@ def test_so_it_is_in_each_kind_of_training_and_for_each_step(kind, deterministic
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("bad_step", [BAD_STEP, STEPS - 1])
+@pytest.mark.slow
 def test_after_a_rollback_the_steps_since_the_checkpoint_are_as_if_they_had_not_been_there(
     tmp_path, bad_step, deterministic
 ):

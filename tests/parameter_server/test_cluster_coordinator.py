@@ -198,6 +198,7 @@ def test_two_workers_run_each_function_once_and_all_processes_get_the_same(count
     assert chief["last"] == [[31.0] * 3, [6.0]]  # Where the chief's script has changed a weight, that stands
 
 
+@pytest.mark.slow
 def test_what_a_function_raises_is_named_at_the_chief(counted):
     folder, _, done = counted
     error = (folder / "error-chief0").read_text()

@@ -144,6 +144,7 @@ class WarnsWhereItIsTraced(layers.Layer):
         return x
 
 
+@pytest.mark.slow
 def test_tracing_an_eager_model_does_not_warn():
     """Warnings as errors, as in many test suites, must not make the model run on the global batch."""
 

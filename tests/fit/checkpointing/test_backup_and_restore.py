@@ -52,6 +52,7 @@ class EndsAfter(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("is_broken_off", [False, True])
+@pytest.mark.slow
 def test_what_a_callback_has_ended_is_not_trained_again(is_broken_off, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lockstep")
     expected = Run(None).fit(backup=False, callbacks=[EndsAfter(2)])
@@ -139,6 +140,7 @@ def test_a_replay_may_be_refused(tmp_path):
     assert Run(tmp_path / "other", "function", options=options).fit() is not None
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_one_is_passed_over(tmp_path, caplog):
     caplog.set_level(logging.INFO, "lockstep")
     Run(tmp_path).fit(8)
@@ -270,6 +272,7 @@ def test_keys_of_random_numbers_in_a_loop_go_on(kind, tmp_path):
     assert loop(5) == drawn
 
 
+@pytest.mark.slow
 def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lockstep")
     Run(tmp_path).fit(4)

@@ -41,6 +41,7 @@ def left_before_the_bad_step(deterministic, devices, steps_at_once):
         *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((False, 1, 4), (True, 2, 4))),
     ],
 )
+@pytest.mark.slow
 def test_it_stops_before_the_bad_step_and_says_why(cause, deterministic, devices, steps_at_once):
     run = Run(deterministic, devices, compile={"steps_per_execution": steps_at_once})
     error, model = stopped(run, *data(cause), NanGuard())
@@ -85,6 +86,7 @@ def test_each_skipped_step_is_one_line(caplog):
     assert int(model.optimizer.iterations.value) == 4
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_stop_it_in_the_next_epoch_too():
     x, y = data("input", bad_steps=[0, STEPS - 1])
     guard = NanGuard("skip", max_in_a_row=2)

@@ -200,6 +200,7 @@ def test_attached_arrays_are_read_when_a_task_is_taken():
             assert (int(task.arrays["newest"]), int(task.arrays["own"][0])) == (number, 1)
 
 
+@pytest.mark.slow
 def test_an_abort_reaches_every_waiting_request():
     with ServedDispatcher() as served:
         taking, asking, ending, ahead = (served.client(index) for index in (1, 2, 3, 4))

@@ -290,6 +290,7 @@ def test_an_unauthenticated_connection_is_refused_and_harms_no_other(sent):
         wait_until(lambda: servers.servers[0].rejections.reasons, "the refusal")
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_late_is_waited_for():
     late = socket.socket()
     late.bind(("127.0.0.1", 0))  # The port is ours, and nobody listens.

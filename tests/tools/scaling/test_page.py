@@ -121,6 +121,7 @@ def test_every_point_of_every_chart_can_be_reached_and_has_a_name(page):
 
 
 @pytest.mark.parametrize("width", [500, 1400])
+@pytest.mark.slow
 def test_nothing_is_wider_than_the_window_and_tab_reaches_each_point(browser, page, tmp_path, width):
     inner, wide, _, reached, beyond, _ = probed(browser, page, tmp_path, width)
     found = Reachable()
@@ -130,6 +131,7 @@ def test_nothing_is_wider_than_the_window_and_tab_reaches_each_point(browser, pa
     assert reached == found.reachable
 
 
+@pytest.mark.slow
 def test_nothing_is_wider_than_a_narrow_frame(browser, page, tmp_path):
     inner, wide, *_ = framed(browser, page, tmp_path, 400)
     assert (inner, wide) == (400, 400)
@@ -171,6 +173,7 @@ def test_a_window_of_500_shows_the_text_dark_on_light(browser, page, tmp_path):
     assert np.median(shown) > 230
 
 
+@pytest.mark.slow
 def test_it_prints_on_a_few_pages(browser, page, tmp_path):
     path = tmp_path / "page.pdf"
     browser(page, f"--print-to-pdf={path}", "--no-pdf-header-footer")
