@@ -35,7 +35,7 @@ FAULTS = [
     Mutant(
         "one-seed-for-all",
         "execution/replica.py",
-        "replica_seed(value, replica) if merge is OutputMerge.SEED else value",
+        "replica_seed(value, replica) if merge is StateMerge.SEED else value",
         "value",
         "All replicas draw the same dropout: the seed has no number of the replica.",
     ),
@@ -49,8 +49,8 @@ FAULTS = [
     Mutant(
         "seed-stands-still",
         "execution/spmd.py",
-        "state.append(old + new if merge is OutputMerge.SUM else new.astype(old.dtype))",
-        "state.append(old + new if merge is OutputMerge.SUM else old if merge is OutputMerge.SEED else new.astype(old.dtype))",
+        "state.append(old + new if merge is StateMerge.SUM else new.astype(old.dtype))",
+        "state.append(old + new if merge is StateMerge.SUM else old if merge is StateMerge.SEED else new.astype(old.dtype))",
         "Every step draws the same random numbers: the state of a seed does not go on from step to step.",
     ),
     Mutant(
@@ -84,8 +84,8 @@ FAULTS = [
     Mutant(
         "averages-of-first-replica",
         "execution/call_splitter.py",
-        "return OutputMerge.MEAN",
-        "return OutputMerge.FIRST",
+        "return StateMerge.MEAN",
+        "return StateMerge.FIRST",
         "BatchNorm's moving averages are those of replica 0 and not of all.",
     ),
     Mutant(

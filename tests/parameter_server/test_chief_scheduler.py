@@ -8,7 +8,7 @@ import pytest
 
 import lockstep
 from lockstep.distributed.control.peer import Peer
-from lockstep.execution.replica import OutputMerge
+from lockstep.execution.replica import StateMerge
 from lockstep.parameter_server.scheduler_base import decode_result, encode_result
 from lockstep.parameter_server.state_sync import SeedOffsets
 from lockstep.parameter_server.tasks.task_dispatcher import SyncPointLog, TaskDispatcher
@@ -232,9 +232,7 @@ def test_raising_the_bound_completes_numbers_that_were_never_added():
 
 def test_seed_offsets_give_the_numbers_of_sequential_steps():
     seed, average = np.array([7, 10], "uint32"), np.zeros(2, "float32")
-    draws = SeedOffsets(
-        [OutputMerge.SEED, OutputMerge.MEAN], [np.array([7, 13], "uint32"), average + 1], [seed, average]
-    )
+    draws = SeedOffsets([StateMerge.SEED, StateMerge.MEAN], [np.array([7, 13], "uint32"), average + 1], [seed, average])
     first, second = draws.apply([seed, average], 0), draws.apply([seed, average], 2)
     assert (first[0].tolist(), second[0].tolist()) == ([7, 10], [7, 16])
     assert second[1] is average

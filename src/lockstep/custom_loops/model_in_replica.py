@@ -13,8 +13,8 @@ from lockstep._keras.layers import copy_keras_mask
 from lockstep._keras.trainer import patched_stateless_call
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.replica_context import ReplicaContext
-from lockstep.execution.call_splitter import output_merge
-from lockstep.execution.replica import OutputMerge, replica_seed
+from lockstep.execution.call_splitter import state_merge
+from lockstep.execution.replica import StateMerge, replica_seed
 
 __all__ = ["ReplicaModels"]
 
@@ -55,10 +55,10 @@ def _call_on_replica(model: keras.Model, original: Callable[..., Any], context: 
     """
 
     def stateless_call(trainable: Any, non_trainable: Any, *args: Any, **kwargs: Any) -> Any:
-        merges = [output_merge(variable) for variable in model.non_trainable_variables]
+        merges = [state_merge(variable) for variable in model.non_trainable_variables]
         replica = context.replica_id_in_sync_group
         own = [
-            replica_seed(value, replica) if merge is OutputMerge.SEED else value
+            replica_seed(value, replica) if merge is StateMerge.SEED else value
             for value, merge in zip(non_trainable, merges, strict=True)
         ]
         outputs, state, *losses = original(trainable, own, *args, **kwargs)
@@ -84,19 +84,19 @@ def _zero_row_losses(model: keras.Model, losses: list[Any]) -> list[Any]:
     return [jnp.zeros_like(loss) if i < of_rows else loss for i, loss in enumerate(losses)]
 
 
-def _share(new: jax.Array, old: Any, merge: OutputMerge, replica: jax.Array, rows: int) -> jax.Array:
+def _share(new: jax.Array, old: Any, merge: StateMerge, replica: jax.Array, rows: int) -> jax.Array:
     """Return a replica's contribution to the sum over all replicas: zeros if it has no rows."""
     new = jax.lax.stop_gradient(new) if jnp.issubdtype(new.dtype, jnp.inexact) else new
-    if merge is OutputMerge.MEAN:
+    if merge is StateMerge.MEAN:
         return (
             new.astype(jnp.promote_types(new.dtype, jnp.float32)) * rows if rows else jnp.zeros(new.shape, jnp.float32)
         )
-    if merge is OutputMerge.SUM:
+    if merge is StateMerge.SUM:
         return new - old if rows else jnp.zeros_like(new)
     return jnp.where(replica == 0, new, jnp.zeros_like(new))
 
 
-def _merged(total: jax.Array, old: Any, merge: OutputMerge, rows: jax.Array) -> jax.Array:
-    if merge is OutputMerge.MEAN:
+def _merged(total: jax.Array, old: Any, merge: StateMerge, rows: jax.Array) -> jax.Array:
+    if merge is StateMerge.MEAN:
         return (total / rows).astype(old.dtype)
-    return old + total if merge is OutputMerge.SUM else total.astype(old.dtype)
+    return old + total if merge is StateMerge.SUM else total.astype(old.dtype)

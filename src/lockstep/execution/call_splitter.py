@@ -27,7 +27,7 @@ from lockstep._keras.layers import (
     set_attribute_arrays,
     set_keras_mask,
 )
-from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult
+from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge
 from lockstep.execution.rowwise import (
     Mixed,
     RowAxis,
@@ -47,8 +47,8 @@ __all__ = [
     "OutputSpec",
     "infer_output_spec",
     "join",
-    "output_merge",
     "split",
+    "state_merge",
     "trace_call",
 ]
 
@@ -261,15 +261,15 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
     return jax.tree.unflatten(form.outputs, outputs), losses
 
 
-def output_merge(variable: keras.Variable) -> OutputMerge:
+def state_merge(variable: keras.Variable) -> StateMerge:
     """Return how the replicas' values of a non-trainable variable are merged."""
     if is_seed(variable):
-        return OutputMerge.SEED
+        return StateMerge.SEED
     if variable.aggregation == "sum":
-        return OutputMerge.SUM
+        return StateMerge.SUM
     if variable.aggregation == "only_first_replica" or "float" not in variable.dtype:
-        return OutputMerge.FIRST
-    return OutputMerge.MEAN
+        return StateMerge.FIRST
+    return StateMerge.MEAN
 
 
 # --- tracing ----------------------------------------------------------------------------------------------------------

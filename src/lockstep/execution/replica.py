@@ -10,7 +10,7 @@ The results of a replica are of three kinds:
 - **rows**: outputs and masks, ``(rows, …)``; those of the replicas are joined in order;
 - **means**: losses that layers add and scalar outputs; they are averaged by number of rows, so a regularizer, which
   is the same on each replica, counts once;
-- **state**: non-trainable variables; :class:`OutputMerge` says how the replicas' values are merged.
+- **state**: non-trainable variables; :class:`StateMerge` says how the replicas' values are merged.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["OutputMerge", "ReplicaCall", "ReplicaResult", "replica_seed", "run_replicas"]
+__all__ = ["ReplicaCall", "ReplicaResult", "StateMerge", "replica_seed", "run_replicas"]
 
 
-class OutputMerge(Enum):
+class StateMerge(Enum):
     """How the replicas' values of a non-trainable variable are merged."""
 
     MEAN = "mean over the replicas, weighted by rows"
@@ -54,7 +54,7 @@ ReplicaCall = Callable[..., ReplicaResult]
 
 def run_replicas(
     call: ReplicaCall,
-    merges: tuple[OutputMerge, ...],
+    merges: tuple[StateMerge, ...],
     trainable: list[jax.Array],
     non_trainable: list[jax.Array],
     inputs: Any,
@@ -80,7 +80,7 @@ def run_replicas(
 
     def one(replica: jax.Array, replica_inputs: Any) -> ReplicaResult:
         own = [
-            replica_seed(value, replica) if merge is OutputMerge.SEED else value
+            replica_seed(value, replica) if merge is StateMerge.SEED else value
             for value, merge in zip(non_trainable, merges, strict=True)
         ]
         return call(trainable, own, replica_inputs)
@@ -117,7 +117,7 @@ def _replica_inputs(leaf: jax.Array, *, start: int, count: int, size: int) -> ja
 
 
 def _share(
-    result: ReplicaResult, merges: tuple[OutputMerge, ...], old: list[jax.Array], replicas: jax.Array, weight: float
+    result: ReplicaResult, merges: tuple[StateMerge, ...], old: list[jax.Array], replicas: jax.Array, weight: float
 ) -> ReplicaResult:
     """Return the share of replicas of equal size; every leaf of ``result`` has a leading axis of one entry for each."""
     return ReplicaResult(
@@ -130,10 +130,10 @@ def _share(
     )
 
 
-def _state_share(new: jax.Array, merge: OutputMerge, old: jax.Array, replicas: jax.Array, weight: float) -> jax.Array:
-    if merge is OutputMerge.MEAN:
+def _state_share(new: jax.Array, merge: StateMerge, old: jax.Array, replicas: jax.Array, weight: float) -> jax.Array:
+    if merge is StateMerge.MEAN:
         return _weighted(new, weight)
-    if merge is OutputMerge.SUM:
+    if merge is StateMerge.SUM:
         return (new - old).sum(axis=0, dtype=new.dtype)
     return jnp.where(replicas[0] == 0, new[0], jnp.zeros_like(new[0]))
 

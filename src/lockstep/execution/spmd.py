@@ -18,7 +18,7 @@ from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.devices.batch_split import Layout
-from lockstep.execution.replica import OutputMerge, ReplicaCall, ReplicaResult, run_replicas
+from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, run_replicas
 
 __all__ = ["SpmdForward", "finish_result", "forward_eagerly", "forward_on_devices"]
 
@@ -43,7 +43,7 @@ class SpmdForward:
     """
 
     call: ReplicaCall
-    merges: tuple[OutputMerge, ...]
+    merges: tuple[StateMerge, ...]
     trainable: list[jax.Array]
     non_trainable: list[jax.Array]
     shared: list[jax.Array]
@@ -242,5 +242,5 @@ def finish_result(forward: SpmdForward, result: ReplicaResult) -> ReplicaResult:
         if new is None:
             state.append(old)
         else:
-            state.append(old + new if merge is OutputMerge.SUM else new.astype(old.dtype))
+            state.append(old + new if merge is StateMerge.SUM else new.astype(old.dtype))
     return ReplicaResult(rows=result.rows, means=result.means, state=list(state))

@@ -27,8 +27,8 @@ from lockstep.execution.call_splitter import (
     ModelCall,
     infer_output_spec,
     join,
-    output_merge,
     split,
+    state_merge,
     trace_call,
 )
 from lockstep.execution.executors import EagerExecutor, Executor
@@ -301,7 +301,7 @@ class _ForwardInterceptor:
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
                 return function(*values, *args, return_losses=return_losses, **kwargs)
-            merges = tuple(output_merge(variable) for variable in model.non_trainable_variables)
+            merges = tuple(state_merge(variable) for variable in model.non_trainable_variables)
             placed = [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]
             forward = SpmdForward(split(spec, call), merges, *values, call.shared, layout, sizes, whole.operations)
             result = self.executor.forward(forward, call.inputs, placed)

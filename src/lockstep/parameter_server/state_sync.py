@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep.execution.call_splitter import output_merge
-from lockstep.execution.replica import OutputMerge, replica_seed
+from lockstep.execution.call_splitter import state_merge
+from lockstep.execution.replica import StateMerge, replica_seed
 from lockstep.parameter_server.gradient_step import names_of
 from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
@@ -42,9 +42,9 @@ Values = Sequence[np.ndarray]
 State = tuple[list[Any], list[Any], list[Any], list[Any]]  # trainable, non-trainable, optimizer's and metrics' values
 
 
-def merge_rules(model: keras.Model) -> list[OutputMerge]:
+def merge_rules(model: keras.Model) -> list[StateMerge]:
     """Return for each non-trainable variable how the values of several parts of a batch are merged."""
-    return [output_merge(variable) for variable in model.non_trainable_variables]
+    return [state_merge(variable) for variable in model.non_trainable_variables]
 
 
 def compute_delta(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
@@ -143,7 +143,7 @@ class DeltaAccumulator:
                 self.non_trainable[number] = parts[0][f"{_NEW}{number}"]
             else:
                 continue
-            if self._merge_rules[number] is not OutputMerge.SEED:
+            if self._merge_rules[number] is not StateMerge.SEED:
                 self.changing.add(number)
 
     def changing_values(self) -> dict[str, np.ndarray]:
@@ -156,11 +156,11 @@ class DeltaAccumulator:
         return [newest.get(f"{_OTHER}{number}", value) for number, value in enumerate(non_trainable)]
 
 
-def _merge(found: Values, weights: Sequence[float], rule: OutputMerge) -> np.ndarray:
+def _merge(found: Values, weights: Sequence[float], rule: StateMerge) -> np.ndarray:
     """Return one change from those of all parts, merged as on the replicas of one process."""
-    if rule is OutputMerge.SUM:
+    if rule is StateMerge.SUM:
         return _sum(found)
-    if rule is not OutputMerge.MEAN or len(found) == 1:
+    if rule is not StateMerge.MEAN or len(found) == 1:
         return found[0]
     wide = np.promote_types(found[0].dtype, np.float32)
     total = _sum([one.astype(wide) * wide.type(weight) for one, weight in zip(found, weights, strict=True)])
@@ -183,9 +183,9 @@ class SeedOffsets:
         before: those before.
     """
 
-    def __init__(self, rules: Sequence[OutputMerge], after: Values, before: Values) -> None:
+    def __init__(self, rules: Sequence[StateMerge], after: Values, before: Values) -> None:
         three = zip(rules, after, before, strict=True)
-        self._offsets = [compute_delta(new, old) if rule is OutputMerge.SEED else None for rule, new, old in three]
+        self._offsets = [compute_delta(new, old) if rule is StateMerge.SEED else None for rule, new, old in three]
 
     def apply(self, values: Values, steps: int, part: int = 0) -> list[np.ndarray]:
         """Return the values with the seeds advanced by a number of steps.

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep._errors import ClusterError, InputError, ModelError, ScopeError
 from lockstep.distributed.cluster import exit_codes
-from lockstep.execution.replica import OutputMerge
+from lockstep.execution.replica import StateMerge
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.gradient_step import GradientStep, names_of
 from lockstep.parameter_server.process_context import ProcessContext
@@ -321,7 +321,7 @@ class FunctionRunner:
         """Record what a step has changed, for the chief and for the next step of the same function."""
         add_deltas(self._changed, compute_deltas((after, before), ([], []), frozenset()))
         self._non_trainable = [
-            old if rule is OutputMerge.SEED else new
+            old if rule is StateMerge.SEED else new
             for rule, new, old in zip(self._merge_rules, after, self._non_trainable, strict=True)
         ]
         self._steps += 1
