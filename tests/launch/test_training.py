@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lockstep.distributed.process_job import GENERATION, SECRET
+from lockstep.distributed.cluster.env_reader import GENERATION, SECRET
 from lockstep.launch.rank_assignment import RankAssignment
 from tests.launch.launching import program, run
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.env_reader import EnvReader
+from lockstep.distributed.cluster.env_reader import GENERATION, SECRET, EnvReader
 from lockstep.distributed.cluster.worker_group import WorkerGroup
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.control_client import ControlClient
@@ -18,9 +18,6 @@ from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_
 from lockstep.distributed.jax_init import start_jax
 
 __all__ = ["ProcessJob", "job_of_this_process"]
-
-GENERATION = "LOCKSTEP_GENERATION"  # How many times the launcher has restarted the job.
-SECRET = "LOCKSTEP_SECRET"  # Known to the workers of the job only, who prove it to each other.
 
 LONG_SECONDS = 1800.0  # Limit of compiling, and of what a worker does alone at its end.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import split_address
+from lockstep.distributed.cluster.env_reader import GENERATION
 from lockstep.distributed.cluster.ports import COORDINATOR
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.process_names import ProcessName, ProcessNames
@@ -77,7 +78,7 @@ class RankAssignment:
             "GROUP_WORLD_SIZE": self.nodes,
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
-            "LOCKSTEP_GENERATION": self.generation,
+            GENERATION: self.generation,
         }
         if self.addresses is None:  # Otherwise MASTER_PORT would be taken for the port of torchrun itself.
             variables[COORDINATOR] = self.coordinator
@@ -133,7 +134,7 @@ class ServerRankAssignment:
         """
         task = self.tasks.all[local]
         config = {"cluster": self.cluster, "task": {"type": task.job, "index": task.index}}
-        return {"TF_CONFIG": json.dumps(config), "LOCKSTEP_GENERATION": str(self.generation)}
+        return {"TF_CONFIG": json.dumps(config), GENERATION: str(self.generation)}
 
 
 AnyRankAssignment = RankAssignment | ServerRankAssignment

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep._errors import OptionError
+from lockstep.distributed.cluster.env_reader import SECRET
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import LocalWorkers, RemoteStop
 from lockstep.launch.log_multiplexer import TerminalWriter
@@ -22,7 +23,6 @@ from lockstep.launch.restart_loop import LocalRestartLoop, RestartLoop
 from lockstep.launch.restart_policy import RestartBudget
 from lockstep.launch.signal_pipe import SignalPipe
 from lockstep.launch.worker_environment import (
-    SECRET,
     MallocSelection,
     choose_allocator,
     glibc_version,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lockstep._errors import OptionError
 from lockstep.devices.memory import SWITCH
+from lockstep.distributed.cluster.env_reader import SECRET
 from lockstep.distributed.cluster.ports import COORDINATOR, PORT
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig
@@ -22,7 +23,6 @@ from lockstep.launch.process_names import ProcessName, ProcessNames
 
 __all__ = [
     "ALLOCATORS",
-    "SECRET",
     "MallocSelection",
     "choose_allocator",
     "glibc_version",
@@ -33,7 +33,6 @@ __all__ = [
     "visible_gpus",
 ]
 
-SECRET = "LOCKSTEP_SECRET"  # Secret of the job, for workers and for the rendezvous of supervisors.
 _DEVICES = Path("/dev")
 _GPU_PLATFORMS = {"cuda", "gpu"}  # names of JAX
 

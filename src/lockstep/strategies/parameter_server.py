@@ -15,12 +15,11 @@ from lockstep.data.fit_entry import InputOptions
 from lockstep.data.iterator_state import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
-from lockstep.distributed.cluster.env_reader import EnvReader
+from lockstep.distributed.cluster.env_reader import GENERATION, SECRET, EnvReader
 from lockstep.distributed.cluster.process_role import ProcessRole, find_role
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_group import disable_saving
-from lockstep.distributed.process_job import GENERATION, SECRET
 from lockstep.distributed.resolvers import ClusterResolver, resolve
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.train_functions import StepHook

@@ -1,11 +1,15 @@
-"""Reader of environment variables whose errors name the variable, its value and what was expected."""
+"""Environment variables of a job: a reader whose errors name the variable, its value and what was expected."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep._errors import ClusterError
 
-__all__ = ["EnvReader"]
+__all__ = ["GENERATION", "SECRET", "EnvReader"]
+
+# Set by the launcher, or by the user for all processes of a job.
+GENERATION = "LOCKSTEP_GENERATION"  # How many times the launcher has restarted the job.
+SECRET = "LOCKSTEP_SECRET"  # Known to the processes of the job only, which prove it to each other.
 
 
 @dataclass(frozen=True)
