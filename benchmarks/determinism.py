@@ -143,11 +143,10 @@ def timed_parts():
 
     import jax
 
-    from lockstep.execution import replica_schedule
-    from lockstep.execution.isolated_replicas import ReplicaProgram, ReplicasForward
-    from lockstep.execution.per_device import PerDevice
+    from lockstep.execution import isolated_replicas
+    from lockstep.execution.isolated_replicas import ReplicaProgram, ReplicasForward, TreeAdder
     from lockstep.execution.program_partition import ProgramPart
-    from lockstep.execution.replica_schedule import TreeAdder
+    from lockstep.execution.spmd import PerDevice
 
     seconds = {}
 
@@ -168,7 +167,7 @@ def timed_parts():
         ReplicasForward: {"collect": "join rows, add means"},
         TreeAdder: {"_over_devices": "add over devices"},
     }
-    timed(replica_schedule, "_pair", "add on a device")
+    timed(isolated_replicas, "_pair", "add on a device")
     for owner in gc.get_objects():
         for attribute, part in parts.get(type(owner), {}).items():
             timed(owner, attribute, part)

@@ -30,7 +30,7 @@ def model_of(height, width, length):
 
 def serve_all(found, specs, optimizer):
     from lockstep.parameter_server.variables.sharding import plan_shards
-    from lockstep.parameter_server.variables.variable_service import serve
+    from lockstep.parameter_server.variables.variable_server import serve
 
     listener = socket.create_server(("127.0.0.1", 0))
     serve(0, plan_shards(specs, 1), keras.optimizers.get(optimizer), listener)
@@ -42,7 +42,7 @@ def measure(model, batches, address, specs, by_rows):
     """Updates a second, bytes of a step, and rows that were pulled in a step."""
     import jax
 
-    from lockstep.distributed.control.peer import Peer
+    from lockstep.distributed.control.handshake import Peer
     from lockstep.parameter_server.variables.sharding import plan_shards
     from lockstep.parameter_server.variables.sparse_rows import TouchedRows, sparsify
     from lockstep.parameter_server.variables.variable_client import VariableClient

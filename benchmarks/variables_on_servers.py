@@ -41,11 +41,10 @@ def plan_of():
 def serve_all(found, bound):
     import keras
 
-    from lockstep.distributed.control.peer import Peer
-    from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
-    from lockstep.parameter_server.variables.tcp_server import ArrayServer
+    from lockstep.distributed.control.handshake import Peer
+    from lockstep.parameter_server.task_dispatcher import TaskDispatcher
     from lockstep.parameter_server.variables.variable_client import VariableClient
-    from lockstep.parameter_server.variables.variable_service import serve
+    from lockstep.parameter_server.variables.variable_server import ArrayServer, serve
 
     variables, work = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     ports = [each.getsockname()[1] for each in (variables, work)]
@@ -65,8 +64,8 @@ def gradient():
 
 
 def drive(index, workers, ports, seconds, start, results):
-    from lockstep.distributed.control.peer import Peer
-    from lockstep.parameter_server.tasks.task_client import TaskClient
+    from lockstep.distributed.control.handshake import Peer
+    from lockstep.parameter_server.task_client import TaskClient
     from lockstep.parameter_server.variables.rpc_client import connect
     from lockstep.parameter_server.variables.variable_client import VariableClient
 

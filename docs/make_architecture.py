@@ -25,12 +25,10 @@ LEFT_OUT = {
     "partitioners",
     "testing",
 }
-BOXES = {  # The lower subpackages are one box each.
+BOXES = {  # The lower subpackages are one box.
     "distributed/cluster": "distributed/{cluster,resolvers,control}",
     "distributed/resolvers": "distributed/{cluster,resolvers,control}",
     "distributed/control": "distributed/{cluster,resolvers,control}",
-    "parameter_server/variables": "parameter_server/{variables,tasks}",
-    "parameter_server/tasks": "parameter_server/{variables,tasks}",
 }
 COLUMNS = {  # The position of a box from 0 (left) to 1 (right); all others are in the middle.
     "launch": 0.08,
@@ -43,7 +41,7 @@ COLUMNS = {  # The position of a box from 0 (left) to 1 (right); all others are 
     "execution": 0.46,
     "collectives": 0.54,
     "data": 0.4,
-    "parameter_server/{variables,tasks}": 0.81,
+    "parameter_server/variables": 0.81,
     "devices": 0.3,
     "distributed/{cluster,resolvers,control}": 0.2,
     "checkpoint": 0.66,

@@ -18,7 +18,7 @@ from lockstep._arrays import (
     encode_tree,
     parse_description,
 )
-from lockstep.custom_loops.per_replica_dataset import gather_trees
+from lockstep.custom_loops.distributed_dataset import gather_trees
 
 ARRAYS = {name: np.arange(6).reshape(2, 3).astype(dtype) for name, dtype in DTYPES.items()} | {
     "a number": np.asarray(2.5),

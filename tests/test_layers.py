@@ -13,10 +13,10 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up: a file may import from its own layer and from those above it in this list.
 LAYERS = (
     ("_arrays", "_errors", "_version"),
-    ("_cancellation", "_keras", "_logging"),
+    ("_keras", "_logging"),
     ("distributed/cluster", "distributed/resolvers", "distributed/control", "checkpoint"),
     ("devices",),
-    ("collectives", "data", "parameter_server/variables", "parameter_server/tasks"),
+    ("collectives", "data", "parameter_server/variables"),
     ("execution",),
     ("custom_loops",),
     ("fit", "doctor"),

@@ -1,12 +1,16 @@
-"""Log lines of Lockstep, through the logger ``lockstep``.
+"""Log lines of Lockstep, the lines about a wait while it lasts, and whether that wait is still wanted.
 
 A library leaves handlers to the program. If the program has configured none, lines are written to standard error instead of
 being lost. ``logging.getLogger("lockstep").setLevel("WARNING")`` switches them off.
 """
 
 import logging
+import time
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 
-__all__ = ["log_info"]
+__all__ = ["CancelledError", "WaitLogger", "is_cancelled", "listed", "log_info"]
+
 
 _logger = logging.getLogger("lockstep")
 
@@ -23,3 +27,64 @@ def _print(message: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("lockstep: %(message)s"))
     handler.handle(_logger.makeRecord(_logger.name, logging.INFO, __file__, 0, message, (), None))
+
+
+_FIRST = 2.0  # seconds
+
+
+class CancelledError(Exception):
+    """The result of a wait is no longer wanted."""
+
+
+class WaitLogger:
+    """Logs one wait.
+
+    Args:
+        log: takes lines.
+        clock: gives seconds, and is not set back.
+
+    Example:
+        >>> times = iter([0.0, 1.0, 2.5, 3.0, 14.0])
+        >>> wait = WaitLogger(print, clock=lambda: next(times))
+        >>> for _ in range(4):
+        ...     wait.log("worker 2 of 3 at b:12421")
+        waiting for worker 2 of 3 at b:12421, 2 s
+        waiting for worker 2 of 3 at b:12421, 14 s
+    """
+
+    def __init__(self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._clock = log, clock
+        self._begun = clock()
+        self._next = _FIRST
+
+    @property
+    def seconds(self) -> float:
+        """How long the wait has lasted."""
+        return self._clock() - self._begun
+
+    @property
+    def has_logged(self) -> bool:
+        """Whether a line was logged."""
+        return self._next > _FIRST
+
+    def log(self, whom: str) -> None:
+        """Log a line that names whom this waits for, if it is time to."""
+        seconds = self.seconds
+        if seconds >= self._next:
+            self._next = 2 * seconds
+            self._log(f"waiting for {whom}, {int(seconds)} s")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join names as in a sentence.
+
+    Example:
+        >>> listed(["worker 1", "worker 2", "worker 3"])
+        'worker 1, worker 2 and worker 3'
+    """
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+# A thread that works ahead of another one sets it; waits for other processes ask it.
+is_cancelled: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)

@@ -219,9 +219,8 @@ def _doctor(options: argparse.Namespace) -> int:
 def _scale(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # This process has not imported Keras yet.
     from lockstep.tools.scaling.api import scale_script
-    from lockstep.tools.scaling.report import Question
     from lockstep.tools.scaling.results import Budget
-    from lockstep.tools.scaling.terminal import render
+    from lockstep.tools.scaling.terminal import Question, render
 
     command = " ".join(["lockstep", *sys.argv[1:]])
     try:
@@ -291,7 +290,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from lockstep.checkpoint.reader import verify
+    from lockstep.checkpoint.format import verify
     from lockstep.tools.commands.checkpoints import checkpoints_of
 
     code = 0

@@ -4,7 +4,7 @@ The counterpart of ``tf.distribute.cluster_resolver``, with ``tf.train.ClusterSp
 """
 
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.resolvers import (
     RESOLVERS,
     ClusterResolver,

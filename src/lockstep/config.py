@@ -2,6 +2,6 @@
 
 from lockstep.devices.cpu_devices import set_logical_cpu_devices
 from lockstep.devices.determinism import set_deterministic
-from lockstep.doctor.settings import set_doctor
+from lockstep.doctor.base import set_doctor
 
 __all__ = ["set_deterministic", "set_doctor", "set_logical_cpu_devices"]

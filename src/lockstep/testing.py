@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import ContractError, OptionError
 from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, resolve_cross_device_ops
-from lockstep.collectives.message_trace import MessageTrace, trace_messages
+from lockstep.collectives.cost_model import MessageTrace, trace_messages
 from lockstep.devices.names import resolve_devices
 
 __all__ = ["DTYPES", "SHAPES", "check_cross_device_ops", "count_traffic"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import lockstep.checkpoint.store
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 OURS = str(Path(lockstep.checkpoint.store.__file__).parent)

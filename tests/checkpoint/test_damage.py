@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import CheckpointError
-from lockstep.checkpoint.format import decode
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.format import Snapshot, decode
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, small, store_in, traced_memory

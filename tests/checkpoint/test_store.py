@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import CheckpointError, OptionError
-from lockstep.checkpoint import reader
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint import format
+from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
 from .cases import assert_equal, filled, is_filled, names_in, silent, small, store_in
@@ -315,14 +315,14 @@ def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
 
 
 def test_one_that_goes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
-    store, describe = store_in(tmp_path, 1, keep=1), reader.describe
+    store, describe = store_in(tmp_path, 1, keep=1), format.describe
 
     def overtaken(path):
         if store.steps() == [1]:
             store.write(2, small(2))
         return describe(path)
 
-    monkeypatch.setattr(reader, "describe", overtaken)
+    monkeypatch.setattr(format, "describe", overtaken)
     assert CheckpointStore(tmp_path, log=silent).newest().step == 2
 
 

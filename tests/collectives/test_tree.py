@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep.collectives.tree import branches, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.devices.batch_split import Layout
-from lockstep.execution.per_device import PerDevice
-from lockstep.execution.replica_schedule import TreeAdder, reduction_schedule, replica_rounds
+from lockstep.execution.isolated_replicas import TreeAdder, reduction_schedule, replica_rounds
+from lockstep.execution.spmd import PerDevice
 
 layouts = st.builds(Layout, st.integers(1, 200), st.integers(1, 20), st.integers(1, 9))
 

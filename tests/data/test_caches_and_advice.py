@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.data import wait_meter
+from lockstep.data import prefetch
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.wait_meter import WaitMeter
+from lockstep.data.prefetch import WaitMeter
 from tests.laws.compare import Topology
 
 from .programs import BATCH, ROWS, counting, cut, data, weights
@@ -262,7 +262,7 @@ def test_a_slow_generator_is_named_at_the_end_of_fit(wait, told, caplog, monkeyp
             time.sleep(wait)
             yield x, y
 
-    monkeypatch.setattr(wait_meter, "_LEAST", 0.2)
+    monkeypatch.setattr(prefetch, "_LEAST", 0.2)
     caplog.set_level(logging.INFO, "lockstep")
     model, _ = counting(Topology(2, 1))
     model.fit(batches(), steps_per_epoch=40, shuffle=False, verbose=0)

@@ -11,7 +11,7 @@ import pytest
 from keras.src.backend.jax.trainer import JAXEpochIterator
 
 import lockstep
-from lockstep._keras import adapters
+from lockstep._keras import trainer
 from lockstep.data.keras_adapter import KerasInput, next_batch
 from lockstep.data.sources import make_source
 from tests.laws.compare import Topology
@@ -397,5 +397,5 @@ def test_the_copy_ahead_that_keras_makes_on_accelerators_takes_no_batch(kind, mo
 def test_keras_s_copy_to_the_default_device_is_passed_by():
     own = iter([1, 2])
     on_accelerators = JAXEpochIterator(*data())._one_batch_ahead_iterator(own)
-    assert adapters.unwrap_iterator(on_accelerators) is own
-    assert adapters.unwrap_iterator(own) is own
+    assert trainer.unwrap_iterator(on_accelerators) is own
+    assert trainer.unwrap_iterator(own) is own

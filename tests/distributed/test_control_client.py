@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from lockstep import ClusterError, OptionError
-from lockstep._cancellation import is_cancelled
-from lockstep.distributed.control.failures import FailureKind
+from lockstep._logging import CancelledError, is_cancelled
+from lockstep.distributed.control.failure_detector import FailureKind
 from lockstep.distributed.control.join import join
-from lockstep.distributed.control.wait_logger import CancelledError
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 

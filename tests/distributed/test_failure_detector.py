@@ -7,6 +7,7 @@ import pytest
 from lockstep import OptionError
 from lockstep.distributed.control.failure_detector import (
     WAITING,
+    FailureKind,
     Limits,
     SuspendDetector,
     WorkerStatus,
@@ -15,8 +16,7 @@ from lockstep.distributed.control.failure_detector import (
     find_overdue,
     make_failure,
 )
-from lockstep.distributed.control.failures import FailureKind
-from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.control.handshake import Peer
 
 LIMITS = Limits(timeout=60, long=1800)
 NOW = 10_000.0

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.coordinator import Coordinator
+from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.control_server import Coordinator
 from lockstep.distributed.control.failure_detector import Limits
 from lockstep.distributed.control.handshake import (
     PROTOCOL,
     HandshakeError,
+    Peer,
     connect,
     hello,
     introduce,
@@ -20,12 +21,11 @@ from lockstep.distributed.control.handshake import (
     verify_proof,
     wait_until_admitted,
 )
-from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.transport import encode
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.rendezvous.node_messages import JobSpec
-from lockstep.launch.rendezvous.rendezvous_server import RendezvousServer
-from lockstep.parameter_server.variables.tcp_server import ArrayServer
+from lockstep.launch.rendezvous import RendezvousServer
+from lockstep.launch.rendezvous_state import JobSpec
+from lockstep.parameter_server.variables.variable_server import ArrayServer
 from tests.support.waiting import DEADLINE, wait_until
 
 SECRET = b"known"

@@ -8,11 +8,10 @@ import time
 import pytest
 
 from lockstep import ClusterError, OptionError
-from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.handshake import hello, join_request
+from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.handshake import Peer, hello, join_request
 from lockstep.distributed.control.join import join
 from lockstep.distributed.control.listener import open_listener
-from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.transport import FramedSocket, encode
 from tests.distributed.threaded_job import ThreadedJob, listening
 from tests.support.waiting import DEADLINE, wait_until

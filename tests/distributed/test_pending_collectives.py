@@ -1,12 +1,6 @@
 """Calls in which all workers meet, as the chief keeps them."""
 
-from lockstep.distributed.control.pending_collectives import (
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    CollectiveReply,
-    PendingCollectives,
-)
+from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, CollectiveReply, PendingCollectives
 
 
 def test_each_operation_has_its_answer_when_the_last_has_come():

@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 from lockstep.cluster_resolver import SimpleClusterResolver, resolve
-from lockstep.distributed.cluster.process_role import ProcessRole, find_role
+from lockstep.parameter_server.process_role import ProcessRole, find_role
 
 from .cases import CASES, tf, tf_config, torchrun
 

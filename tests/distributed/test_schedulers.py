@@ -13,7 +13,7 @@ from lockstep.cluster_resolver import (
     TorchrunClusterResolver,
     resolve,
 )
-from lockstep.distributed.cluster.ports import JOB_PORTS, port_of_job
+from lockstep.distributed.cluster.addresses import JOB_PORTS, port_of_job
 from lockstep.distributed.resolvers.ray_train import RayTrain
 
 from .cases import (

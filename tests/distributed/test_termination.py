@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep import ClusterError
-from lockstep.distributed.control.failures import Failure, FailureKind
+from lockstep.distributed.control.failure_detector import Failure, FailureKind
 from lockstep.distributed.control.termination import ExitGuard
 
 DIED = Failure(FailureKind.DIED, 1, "node1", 71, "worker 1 of 2 (node1, process 71) died.")

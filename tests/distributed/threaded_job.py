@@ -3,7 +3,7 @@
 import socket
 import threading
 
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.join import join
 from tests.support.waiting import DEADLINE
 

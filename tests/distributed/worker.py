@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.join import join
 from lockstep.distributed.control.termination import ExitGuard
 

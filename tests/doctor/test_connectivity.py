@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from lockstep.cluster_resolver import SimpleClusterResolver
-from lockstep.doctor import connectivity
-from lockstep.doctor.connectivity import ClusterPeer, check_network, peers_of
+from lockstep.doctor import environment_checks
+from lockstep.doctor.environment_checks import ClusterPeer, check_network, peers_of
 from tests.support.waiting import DEADLINE
 
 
@@ -64,7 +64,7 @@ def test_check_network_connects_in_parallel(monkeypatch):
         asked.wait(DEADLINE)
         raise TimeoutError
 
-    monkeypatch.setattr(connectivity.socket, "create_connection", silent)
+    monkeypatch.setattr(environment_checks.socket, "create_connection", silent)
     found = names_and_texts(*peers_elsewhere(19), limit=DEADLINE)
     assert not asked.broken
     assert [name for name, _ in found] == ["worker-not-reached"] * 19
@@ -77,7 +77,7 @@ def test_check_network_has_a_time_limit(monkeypatch):
         answered.wait(DEADLINE)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(connectivity.socket, "create_connection", silent)
+    monkeypatch.setattr(environment_checks.socket, "create_connection", silent)
     found = names_and_texts(*peers_elsewhere(3), limit=0.5)
     assert not answered.is_set()
     answered.set()

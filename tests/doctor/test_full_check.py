@@ -12,8 +12,10 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.data.iterator_state import capture_random_state
-from lockstep.devices.memory import HostMemory
+from lockstep.data.pass_iterator import capture_random_state
+from lockstep.devices.cpu_devices import HostMemory
+from lockstep.doctor.base import FitCall, RuntimeSettings
+from lockstep.doctor.data_checks import ProbedBatches, StepTimings, check_input_speed, check_tf_data_order
 from lockstep.doctor.environment_checks import (
     BadVersion,
     check_allocator,
@@ -21,8 +23,6 @@ from lockstep.doctor.environment_checks import (
     check_memory,
     check_thread_pool_size,
 )
-from lockstep.doctor.fit_call import FitCall, RuntimeSettings
-from lockstep.doctor.pipeline_checks import ProbedBatches, StepTimings, check_input_speed, check_tf_data_order
 
 from .programs import FROM_LOGITS, PROGRAMS, REFUSED, X, Y, dense, net
 

@@ -8,15 +8,15 @@ import keras
 import pytest
 
 import lockstep
-from lockstep._keras import fit_interception, layers, patches, trainer
+from lockstep._keras import graph, patches, trainer
 
 PACKAGE = Path(lockstep.__file__).parent
 # Attributes of other objects than Keras's, or values that are kept on a model and replace nothing.
 OTHER_WRITERS = {
     "strategies/base.py",
-    "fit/checkpointing/callback_state.py",
+    "fit/checkpointing/model_state.py",
     "launch/worker_main.py",  # names of the module __main__
-    "_keras/layers.py",
+    "_keras/graph.py",
     "_keras/patches.py",
     "_keras/trainer.py",
 }
@@ -71,14 +71,14 @@ def in_use(model):
     """The contexts that the package opens, each with arguments that do nothing."""
     yield trainer.claim_models(lambda: None)
     yield trainer.claim_models(lambda: None)
-    yield fit_interception.intercept_fit(lambda model, fit, args, kwargs: None)
-    yield fit_interception.observe_compile(lambda model: None)
+    yield trainer.intercept_fit(lambda model, fit, args, kwargs: None)
+    yield trainer.observe_compile(lambda model: None)
     yield trainer.refresh_before_sync(model, lambda: None)
     yield trainer.patched_stateless_call(model, lambda *args: None)
     yield trainer.patched_stateless_call(model, lambda *args: None)
-    yield layers.disable_batch_statistics(model)
-    yield layers.clear_synchronized(model)
-    yield patches.patched_method(patches.LAYER_CALL, layers.operations_of(model), lambda layer, call: call)
+    yield graph.disable_batch_statistics(model)
+    yield graph.clear_synchronized(model)
+    yield patches.patched_method(patches.LAYER_CALL, graph.operations_of(model), lambda layer, call: call)
     yield patches.patched_method(patches.LOSS, [model], lambda model, compute_loss: compute_loss)
     yield patches.patched_method(patches.OPTIMIZER_UPDATE, [model.optimizer], lambda optimizer, apply: apply)
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from lockstep.launch.failure_report import ErrorRecord, ProcessFailure, job_exit_code, root_cause
-from lockstep.launch.process_names import ProcessName
+from lockstep.launch.rank_assignment import ProcessName
 from tests.launch.launching import program, run
 
 

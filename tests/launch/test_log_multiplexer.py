@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from lockstep.launch.log_multiplexer import LineSplitter, LogPump, TerminalWriter
-from lockstep.launch.process_names import ProcessName
+from lockstep.launch.rank_assignment import ProcessName
 from tests.launch.launching import program, run, started
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep import cli
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.cluster.ports import DEFAULT_PORT
+from lockstep.distributed.cluster.addresses import DEFAULT_PORT
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates import PRINTERS
 

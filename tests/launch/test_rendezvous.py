@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.control.handshake import Peer
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.rendezvous.node_messages import GenerationOutcome, JobSpec, NodeInfo
-from lockstep.launch.rendezvous.rendezvous_state import RendezvousState
+from lockstep.launch.rendezvous_state import GenerationOutcome, JobSpec, NodeInfo, RendezvousState
 
 DONE, FAILED = GenerationOutcome(0, ""), GenerationOutcome(9, "worker 0 ended with exit code 9")
 LOST = GenerationOutcome(75, "worker 1 ended with exit code 75", is_consequence=True)

@@ -70,7 +70,9 @@ def test_each_process_is_told_who_is_who_and_has_a_name(tmp_path):
 
 
 def test_a_process_finds_its_part(tmp_path):
-    code = "from lockstep.distributed.cluster.process_role import find_role; from lockstep.cluster_resolver import resolve\n"
+    code = (
+        "from lockstep.parameter_server.process_role import find_role; from lockstep.cluster_resolver import resolve\n"
+    )
     done = run("--workers", 1, "--servers", 1, job_of(tmp_path, code + "print(find_role(resolve()).name)"))
     found = sorted(re.sub(r"\(127.0.0.1:\d+\)", "(ADDRESS)", line) for line in done.stdout.splitlines())
     assert found == [

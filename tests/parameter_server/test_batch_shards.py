@@ -9,7 +9,7 @@ from keras import layers, ops
 from lockstep import ModelError
 from lockstep.data.device_placement import PlacedRows
 from lockstep.devices.batch_split import Layout
-from lockstep.parameter_server.batch_shards import check_mean_loss, count_batch_rows, nonempty_parts, part_of
+from lockstep.parameter_server.gradient_step import check_mean_loss, count_batch_rows, nonempty_parts, part_of
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(7, 3)).astype("float32")

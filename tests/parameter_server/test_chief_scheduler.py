@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.control.handshake import Peer
 from lockstep.execution.replica import StateMerge
 from lockstep.parameter_server.scheduler_base import decode_result, encode_result
 from lockstep.parameter_server.state_sync import SeedOffsets
-from lockstep.parameter_server.tasks.task_dispatcher import SyncPointLog, TaskDispatcher
-from lockstep.parameter_server.tasks.task_queue import CompletedIds, TaskQueue
-from lockstep.parameter_server.variables.tcp_server import ClientSession
+from lockstep.parameter_server.task_dispatcher import SyncPointLog, TaskDispatcher, TaskQueue
+from lockstep.parameter_server.variables.staleness_bound import CompletedIds
+from lockstep.parameter_server.variables.variable_server import ClientSession
 from tests.support.processes import own_host
 
 

@@ -10,10 +10,10 @@ from keras import layers, ops
 
 import lockstep
 from lockstep._keras import trainer
-from lockstep._keras.layers import is_seed
+from lockstep._keras.graph import is_seed
 from lockstep.execution.replica import replica_seed
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.batch_shards import nonempty_parts, part_of
+from lockstep.parameter_server.gradient_step import nonempty_parts, part_of
 from lockstep.parameter_server.state_sync import DeltaAccumulator, compute_delta, compute_deltas, is_additive
 
 RANDOM = np.random.default_rng(0)

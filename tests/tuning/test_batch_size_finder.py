@@ -10,8 +10,8 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.devices.memory import host_memory
-from lockstep.tuning.batch_sizes import BatchMeasurement, BatchSizes, find_largest, powers_of_two
+from lockstep.devices.cpu_devices import host_memory
+from lockstep.tuning.batch_size_finder import BatchMeasurement, BatchSizes, find_largest, powers_of_two
 
 ROWS = 44
 X = np.random.default_rng(0).normal(size=(ROWS, 6))

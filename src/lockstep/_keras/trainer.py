@@ -1,9 +1,12 @@
-"""Keras's trainer: the functions that run a step, the claim of models in a scope, and the state of a running ``fit``.
+"""Keras's trainer and data adapters: what ``fit`` calls, what it reads, and how Lockstep takes its place.
 
 Undocumented parts, as of Keras 3.15: ``make_*_function`` and the attributes ``train_function``, ``test_function`` and
 ``predict_function``; ``_symbolic_build``; ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and
 ``_jax_state_synced``, which says whether that is done; ``stateless_call``, looked up on the instance; the count of an optimizer,
 ``_iterations``; the seed of all. :func:`check_keras` refuses a Keras without these methods.
+
+Undocumented parts, as of Keras 3.15: the adapters and their functions, the form that ``PyDatasetAdapter`` gives to a batch, and the
+generator that puts batches on the default device.
 """
 
 import contextlib
@@ -11,16 +14,23 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import get_jax_iterator, unpack_x_y_sample_weight
 from keras.src.utils.rng_utils import get_random_seed
 
 from lockstep._errors import BackendError, ModelError
 from lockstep._keras.patches import (
     CLAIM_MODELS,
+    INTERCEPT_FIT,
+    OBSERVE_COMPILE,
     STATE_SYNC,
     STATELESS_CALL,
     STEP_FUNCTIONS,
@@ -30,18 +40,32 @@ from lockstep._keras.patches import (
 )
 
 __all__ = [
+    "DataAdapter",
+    "FitInterceptor",
+    "adapter_of",
     "attach_strategy",
     "check_keras",
     "claim_models",
+    "get_jax_iterator",
     "get_random_seed",
+    "intercept_fit",
+    "interceptable",
+    "is_array_adapter",
     "is_synced",
+    "is_tf_dataset",
+    "observe_compile",
     "patched_stateless_call",
     "refresh_before_sync",
+    "standardize_batch",
     "steps_done",
     "strategy_of",
+    "train_validation_split",
     "training_state",
+    "unpack_x_y_sample_weight",
+    "unwrap_iterator",
     "write_back_values",
 ]
+
 
 FUNCTIONS = ("train", "test", "predict")
 _STRATEGY = "_lockstep_owner"
@@ -277,3 +301,86 @@ def steps_done(optimizer: Any) -> int:
     """
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     return int(np.asarray(keras.ops.convert_to_numpy(inner._iterations)))
+
+
+Fit = Callable[..., Any]
+FitInterceptor = Callable[[keras.Model, Fit, tuple[Any, ...], dict[str, Any]], Any]
+
+_interceptor: ContextVar[FitInterceptor | None] = ContextVar("interceptor", default=None)
+
+
+@contextlib.contextmanager
+def intercept_fit(interceptor: FitInterceptor) -> Iterator[None]:
+    """Call ``interceptor(model, fit, args, kwargs)`` in place of each ``fit``, with or without a strategy, while this context is open.
+
+    ``fit(*args, **kwargs)`` is the call that the script made. Calls of ``fit`` that the interceptor makes are not intercepted.
+    """
+    owner = _owner_of("fit")
+    original = vars(owner)["fit"]
+
+    @functools.wraps(original)
+    def fit(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        return interceptable(model, functools.partial(original, model))(*args, **kwargs)
+
+    token = _interceptor.set(interceptor)
+    try:
+        with patched(INTERCEPT_FIT, [(owner, "fit", fit)]):
+            yield
+    finally:
+        _interceptor.reset(token)
+
+
+@contextlib.contextmanager
+def observe_compile(observe: Callable[[keras.Model], None]) -> Iterator[None]:
+    """Call ``observe`` with each model that is compiled while this context is open, from within that call."""
+    owner = _owner_of("compile")
+    original = vars(owner)["compile"]
+
+    @functools.wraps(original)
+    def compile(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        observe(model)
+        return original(model, *args, **kwargs)
+
+    with patched(OBSERVE_COMPILE, [(owner, "compile", compile)]):
+        yield
+
+
+def interceptable(model: keras.Model, fit: Fit) -> Fit:
+    """Return ``fit`` of a model with its calls going to the current interceptor, if there is one."""
+
+    @functools.wraps(fit)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        interceptor = _interceptor.get()
+        if interceptor is None:
+            return fit(*args, **kwargs)
+        token = _interceptor.set(None)
+        try:
+            return interceptor(model, fit, args, kwargs)
+        finally:
+            _interceptor.reset(token)
+
+    return call
+
+
+def _owner_of(method: str) -> type:
+    return next(cls for cls in keras.Model.__mro__ if method in vars(cls))
+
+
+adapter_of = data_adapters.get_data_adapter  # x, y, sample_weight, batch_size, … as given to ``fit``
+is_tf_dataset = data_adapters.is_tf_dataset
+standardize_batch = data_adapters.PyDatasetAdapter._standardize_batch  # what a PyDataset returned, as a tuple
+
+
+def is_array_adapter(adapter: DataAdapter) -> bool:
+    """Return whether an input is arrays in memory."""
+    return isinstance(adapter, data_adapters.ArrayDataAdapter)
+
+
+def unwrap_iterator(iterator: Any) -> Any:
+    """Return the adapter's iterator inside the one that Keras passes to a step function.
+
+    On accelerators Keras wraps it in a generator that first copies each batch to the default device.
+    """
+    if inspect.isgenerator(iterator) and iterator.gi_code.co_name == "_one_batch_ahead_iterator":
+        return inspect.getgeneratorlocals(iterator).get("numpy_iterator", iterator)
+    return iterator

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep._errors import CheckpointError, LockstepError
-from lockstep._logging import log_info
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep._logging import WaitLogger, log_info
+from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.distributed.control.wait_logger import WaitLogger
 
 __all__ = ["BackgroundWriter"]
 

@@ -11,8 +11,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep._errors import CheckpointError
-from lockstep.checkpoint.format import ARRAYS, MANIFEST, REMOVED, WRITTEN, Manifest, encode, is_leftover, write_arrays
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.format import (
+    ARRAYS,
+    MANIFEST,
+    REMOVED,
+    WRITTEN,
+    Manifest,
+    Snapshot,
+    encode,
+    is_leftover,
+    write_arrays,
+)
 
 __all__ = ["failed", "make_directory", "publish", "remove", "sweep"]
 

@@ -1,4 +1,7 @@
-"""The files of a checkpoint, and their names in a run's folder.
+"""The checkpoint format: the snapshot that is saved, and the files of a directory. Reading checks all and executes nothing.
+
+Arrays are stored little-endian. NumPy's files do not know bfloat16 and similar dtypes: those are stored as integers with the same bits,
+and the manifest has the name of the dtype.
 
 A checkpoint is a directory ``step-000000123``. If a step is written again, the second is ``step-000000123-2``, because no directory can
 replace another atomically: it appears beside the first, which is then removed. Modification times are not used.
@@ -20,15 +23,15 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from lockstep._arrays import DTYPES
-from lockstep._errors import CheckpointError, whole_number
-from lockstep.checkpoint.snapshot import check_name, in_file
+from lockstep._arrays import DTYPES, ML_DTYPES
+from lockstep._errors import CheckpointError, OptionError, whole_number
 
 __all__ = [
     "ARRAYS",
@@ -38,17 +41,129 @@ __all__ = [
     "VERSION",
     "WRITTEN",
     "Entry",
+    "Loaded",
     "Manifest",
+    "Snapshot",
     "check_bounds",
+    "check_name",
     "checkpoints_in",
     "decode",
+    "describe",
     "encode",
     "free_name",
+    "in_file",
     "is_leftover",
+    "read",
     "read_array",
     "step_of",
+    "verify",
+    "widened",
     "write_arrays",
 ]
+
+
+_LONGEST_NAME = 65_000  # bytes; a zip file stores the length in two bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The state of a run at one step.
+
+    Args:
+        arrays: by name, of any shape and of a dtype in :data:`lockstep._arrays.DTYPES`. They are not copied: a change in
+            place before the write changes what is written.
+        metadata: values of JSON, NaN and infinity included: None, bool, int, float, str, lists of these, and dicts of these by
+            str. They are copied. A value that JSON would change (a tuple, a key that is a number) is refused.
+
+    Raises:
+        OptionError: a name, an array or a value of the metadata cannot be stored.
+
+    Example:
+        >>> snapshot = Snapshot({"dense/kernel": np.ones((2, 3), np.float32)}, {"epoch": 1, "loss": float("inf")})
+        >>> snapshot.nbytes
+        24
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.arrays:
+            check_name(name)
+        object.__setattr__(self, "arrays", {name: _array(name, value) for name, value in self.arrays.items()})
+        metadata = dict(self.metadata)
+        _check_json("metadata", metadata)
+        object.__setattr__(self, "metadata", json.loads(json.dumps(metadata)))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all arrays, in bytes."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def check_name(name: Any) -> None:
+    """Raise OptionError if this cannot be the name of an array."""
+    if not isinstance(name, str) or "\0" in name:
+        raise OptionError(f"Snapshot: arrays: expected names of type str without NUL, got {name!r}.")
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise OptionError(f"Snapshot: arrays: the name {name!r} is no Unicode text: {error}.") from None
+    if length > _LONGEST_NAME:
+        raise OptionError(
+            f"Snapshot: arrays: a name of {length} bytes, at most {_LONGEST_NAME} are possible: {name[:60]}…"
+        )
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.name not in DTYPES:
+        raise OptionError(
+            f"Snapshot: arrays[{name!r}] cannot be stored: its dtype is {array.dtype}, expected one of {', '.join(DTYPES)}. "
+            "Fix: put text and the like into the metadata."
+        )
+    return array
+
+
+def _check_json(path: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise OptionError(f"Snapshot: {path}: expected keys of type str, got {key!r}.")
+            _check_json(f"{path}[{key!r}]", item)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _check_json(f"{path}[{number}]", item)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise OptionError(
+            f"Snapshot: {path}: expected None, bool, int, float, str, list or dict, as JSON has them, got {value!r} "
+            f"({type(value).__name__}). Fix: put numbers of NumPy into the arrays."
+        )
+
+
+def in_file(name: str) -> np.dtype:
+    """Return the dtype in the file for a dtype of this name.
+
+    Example:
+        >>> in_file("float32"), in_file("bfloat16")
+        (dtype('float32'), dtype('uint16'))
+    """
+    dtype = DTYPES[name]
+    return np.dtype(f"<u{dtype.itemsize}" if name in ML_DTYPES else f"<{dtype.str[1:]}")
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """Return the same numbers in a dtype that every NumPy knows.
+
+    Example:
+        >>> widened(np.ones(2, DTYPES["bfloat16"])), widened(np.ones(2))
+        (array([1., 1.], dtype=float32), array([1., 1.]))
+    """
+    name = array.dtype.name
+    if name not in ML_DTYPES:
+        return array
+    return array.astype(name.rstrip("0123456789") + "8" if "int" in name else "float32")
+
 
 WRITTEN, REMOVED = ".writing-", ".removing-"
 MANIFEST, ARRAYS, STATUS = "manifest.json", "arrays.npz", "status.json"
@@ -141,7 +256,7 @@ class Manifest:
         step: number of steps that were trained.
         bytes: size of the file of arrays.
         arrays: by name.
-        metadata: see :class:`lockstep.checkpoint.snapshot.Snapshot`.
+        metadata: see :class:`lockstep.checkpoint.format.Snapshot`.
     """
 
     step: int
@@ -307,3 +422,78 @@ def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> 
         )
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     return native if native.dtype.name == entry.dtype else native.view(DTYPES[entry.dtype])
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A checkpoint that was read.
+
+    Args:
+        step: number of steps that were trained.
+        snapshot: its content; numbers in the byte order of this machine.
+        path: its directory.
+    """
+
+    step: int
+    snapshot: Snapshot
+    path: Path
+
+
+def describe(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint, without its arrays.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest is not what was written.
+    """
+    file_path = path / MANIFEST
+    with _checkpoint_errors(file_path):
+        manifest = decode(file_path.read_bytes(), file_path)
+    if step_of(path.name) not in (None, manifest.step):
+        raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
+    return manifest
+
+
+def read(path: Path) -> Loaded:
+    """Read and check a checkpoint. Args and errors are those of :func:`describe`."""
+    manifest, file_path = describe(path), path / ARRAYS
+    with _checkpoint_errors(file_path), open(file_path, "rb") as file:
+        check_bounds(file, manifest, file_path)
+        arrays = {name: read_array(file, name, entry, file_path) for name, entry in manifest.arrays.items()}
+    return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
+
+
+def verify(path: Path) -> list[str]:
+    """Return a sentence for each damage of a checkpoint; none if it is as it was written.
+
+    Args:
+        path: the checkpoint's directory.
+    """
+    problems = []
+    try:
+        manifest, file_path = describe(path), path / ARRAYS
+        with _checkpoint_errors(file_path), open(file_path, "rb") as file:
+            check_bounds(file, manifest, file_path)
+            for name, entry in manifest.arrays.items():
+                try:
+                    read_array(file, name, entry, file_path)
+                except CheckpointError as error:
+                    problems.append(str(error))
+    except CheckpointError as error:
+        problems.append(str(error))
+    return problems
+
+
+@contextmanager
+def _checkpoint_errors(file_path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        there = "is missing" if file_path.parent.is_dir() else "is missing, as there is no such directory"
+        raise CheckpointError(f"{file_path}: {there}.", error.errno) from error
+    except OSError as error:
+        raise CheckpointError(f"{file_path}: cannot be read: {error.strerror or error}.", error.errno) from error

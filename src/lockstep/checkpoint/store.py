@@ -16,10 +16,8 @@ from typing import Any
 
 from lockstep._errors import CheckpointError, OptionError, whole_number
 from lockstep._logging import log_info
-from lockstep.checkpoint import atomic_write, reader
-from lockstep.checkpoint.format import Manifest, checkpoints_in, free_name, step_of
-from lockstep.checkpoint.reader import Loaded
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint import atomic_write, format
+from lockstep.checkpoint.format import Loaded, Manifest, Snapshot, checkpoints_in, free_name, step_of
 
 __all__ = ["CheckpointStore", "WriterLock"]
 
@@ -277,11 +275,11 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is torn, truncated, damaged, foreign or of a newer version.
         """
-        return reader.read(Path(path))
+        return format.read(Path(path))
 
     def describe(self, path: str | os.PathLike[str]) -> Manifest:
         """Read the manifest of one checkpoint, without its arrays. Args and errors are those of :meth:`read`."""
-        return reader.describe(Path(path))
+        return format.describe(Path(path))
 
     def verify(self, path: str | os.PathLike[str]) -> list[str]:
         """Return a sentence for each damage of a checkpoint; none if it is as it was written.
@@ -289,7 +287,7 @@ class CheckpointStore:
         Args:
             path: its directory, also outside this store.
         """
-        return reader.verify(Path(path))
+        return format.verify(Path(path))
 
     @contextmanager
     def _writing(self, what: str, needed: int | None = None) -> Iterator[None]:

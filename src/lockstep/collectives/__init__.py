@@ -5,13 +5,17 @@ from collections.abc import Callable
 import jax
 
 from lockstep._errors import OptionError
-from lockstep.collectives.base import CrossDeviceOps, FunctionAllReduce, ReduceOp, all_reduce
-from lockstep.collectives.half_precision import HalfPrecisionAllReduce
+from lockstep.collectives.base import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    CrossDeviceOps,
+    FunctionAllReduce,
+    ReduceOp,
+    all_reduce,
+)
 from lockstep.collectives.halving_doubling import HalvingDoublingAllReduce
-from lockstep.collectives.hierarchical_copy import HierarchicalCopyAllReduce
-from lockstep.collectives.options import CommunicationImplementation, CommunicationOptions
-from lockstep.collectives.platform import AutoAllReduce, NcclAllReduce
-from lockstep.collectives.reduce_to_one import ReductionToOneDevice
+from lockstep.collectives.platform import AutoAllReduce, HalfPrecisionAllReduce, NcclAllReduce
+from lockstep.collectives.reduce_to_one import HierarchicalCopyAllReduce, ReductionToOneDevice
 from lockstep.collectives.ring import RingAllReduce
 from lockstep.collectives.tree import TreeAllReduce
 

@@ -13,20 +13,10 @@ from jax.sharding import PartitionSpec
 from lockstep._errors import ModelError, OptionError, member_of
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
-from lockstep.custom_loops.distributed_dataset import DistributedDataset, InputContext, ValueContext
+from lockstep.custom_loops.distributed_dataset import DistributedDataset, InputContext, PerReplicaDataset, ValueContext
 from lockstep.custom_loops.per_replica import (
     PerReplica,
     bools_as_integers,
-    is_per_replica,
-    is_value,
-    per_replica_of,
-    sum_over_replicas,
-    value_of,
-)
-from lockstep.custom_loops.per_replica_dataset import PerReplicaDataset
-from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, check_not_in_replica, in_context
-from lockstep.custom_loops.replica_runner import run_on_replicas
-from lockstep.custom_loops.value_checks import (
     check_arrays,
     check_axis,
     check_hashable,
@@ -36,7 +26,14 @@ from lockstep.custom_loops.value_checks import (
     check_shapes,
     check_structures,
     explain_tracer_errors,
+    is_per_replica,
+    is_value,
+    per_replica_of,
+    sum_over_replicas,
+    value_of,
 )
+from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, check_not_in_replica, in_context
+from lockstep.custom_loops.replica_runner import run_on_replicas
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.fit_entry import InputOptions, ProcessGroup
 from lockstep.data.sources import make_tree_source

@@ -19,9 +19,9 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError, whole_number
-from lockstep._keras import adapters
-from lockstep._keras.fit_interception import interceptable
+from lockstep._keras import trainer
 from lockstep._keras.patches import FIT_INPUT, install
+from lockstep._keras.trainer import interceptable
 from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore, MemoryBatchStore
 from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.keras_adapter import KerasInput
@@ -288,14 +288,14 @@ def _split_validation(given: dict[str, Any]) -> None:
     fraction = given.pop("validation_split", 0.0)
     if fraction and given.get("validation_data") is None:
         data = tuple(given.get(name) for name in ("x", "y", "sample_weight"))
-        kept, held_out = adapters.train_validation_split(data, validation_split=fraction)
+        kept, held_out = trainer.train_validation_split(data, validation_split=fraction)
         given.update(zip(("x", "y", "sample_weight"), kept, strict=True), validation_data=held_out)
 
 
 def _wrap_validation(given: dict[str, Any], make: Callable[..., KerasInput]) -> None:
     if given.get("validation_data") is None:
         return
-    data = adapters.unpack_x_y_sample_weight(given["validation_data"])
+    data = trainer.unpack_x_y_sample_weight(given["validation_data"])
     given["validation_data"] = make(
         *data,
         steps_per_epoch=given.get("validation_steps"),

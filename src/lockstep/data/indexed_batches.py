@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep._errors import InputError
-from lockstep.data.iterator_state import EpochHook, restore_random_state
+from lockstep.data.pass_iterator import EpochHook, restore_random_state
 from lockstep.data.sources import InputSource
 
 __all__ = ["IndexedBatches", "UnreadBatchCounter", "run_epoch_hook"]

@@ -14,19 +14,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep._keras import adapters
+from lockstep._keras import trainer
 from lockstep.data.device_placement import PlacedRows
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter, run_epoch_hook
-from lockstep.data.iterator_state import (
+from lockstep.data.pass_iterator import (
+    BatchCheck,
     EpochHook,
     InputState,
     IteratorState,
+    PassIterator,
+    Place,
     capture_random_state,
     restore_random_state,
 )
-from lockstep.data.pass_iterator import BatchCheck, PassIterator, Place
+from lockstep.data.prefetch import WaitMeter
 from lockstep.data.sources import DatasetSource, InputSource
-from lockstep.data.wait_meter import WaitMeter
 
 __all__ = ["KerasInput", "next_batch"]
 
@@ -74,7 +76,7 @@ class _PassCount:
     taken_before: int = 0
 
 
-class KerasInput(adapters.DataAdapter):
+class KerasInput(trainer.DataAdapter):
     """Data adapter that Keras gets in place of the user's input.
 
     Args:
@@ -345,7 +347,7 @@ def next_batch(iterator: Any, after: Any) -> Any:
     Raises:
         StopIteration: there is none.
     """
-    batches = adapters.unwrap_iterator(iterator)
+    batches = trainer.unwrap_iterator(iterator)
     return batches.take(after) if isinstance(batches, PassIterator) else next(iterator)
 
 

@@ -1,4 +1,4 @@
-"""Readers of the batches of one input in order: in a thread that prefetches them, or inline when a step takes one.
+"""Prefetching of batches in a thread, and how long steps wait for batches.
 
 Neither reads a batch beyond its limit: batches of a generator stay in it until an epoch needs them.
 """
@@ -7,13 +7,106 @@ import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
-from lockstep._cancellation import is_cancelled
-from lockstep._logging import log_info
+from lockstep._logging import is_cancelled, log_info
 
-__all__ = ["PATIENCE", "BatchReader", "InlineReader", "Prefetcher"]
+__all__ = [
+    "BOUND",
+    "PATIENCE",
+    "BatchReader",
+    "InlineReader",
+    "Prefetcher",
+    "WaitMeter",
+    "collect_meters",
+    "describe_waiting",
+]
+
+
+BOUND = 0.2  # share of the time spent waiting for data from which on advice is given
+_LEAST = 2.0  # seconds of waiting below which no advice is given
+
+_collected: ContextVar["list[WaitMeter] | None"] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collect_meters() -> Iterator["list[WaitMeter]"]:
+    """Yield a list to which each meter is added that is made in this context."""
+    made: list[WaitMeter] = []
+    token = _collected.set(made)
+    try:
+        yield made
+    finally:
+        _collected.reset(token)
+
+
+class WaitMeter:
+    """Measures how much of the time no step could run because the next batch was missing.
+
+    The clock starts with the third step: the first two are compiled.
+
+    Args:
+        clock: returns seconds.
+
+    Attributes:
+        waited: seconds in all, the first steps included.
+        read: seconds for which the data's code has run, in any thread.
+        taking: seconds that the thread which starts the steps has spent on getting batches, waiting or reading, in all.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._steps, self._waited = clock, 0, 0.0
+        self._begun = clock()
+        self.waited = self.read = self.taking = 0.0
+        collected = _collected.get()
+        if collected is not None:
+            collected.append(self)
+
+    @contextmanager
+    def getting(self) -> Iterator[None]:
+        """Measure while the thread which starts the steps gets the next batch."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self.taking += self._clock() - begun
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measure while no step runs and the next batch is waited for."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - begun
+            self._waited += seconds
+            self.waited += seconds
+
+    def step(self) -> None:
+        """Count a step, which begins now."""
+        self._steps += 1
+        if self._steps == 3:
+            self._begun, self._waited = self._clock(), 0.0
+
+    def advice(self) -> str | None:
+        """Return the advice for the user, or None if the training is not input-bound."""
+        passed = self._clock() - self._begun
+        if self._steps <= 3 or self._waited < _LEAST or self._waited < BOUND * passed:
+            return None
+        problem, fix = describe_waiting(self._waited / passed)
+        return f"input-bound: {problem}. {fix}"
+
+
+def describe_waiting(share: float) -> tuple[str, str]:
+    """Return the problem and the fix if so large a share of the time is spent waiting."""
+    return (
+        f"{100 * share:.0f} % of the time is spent waiting for data",
+        "Do less for each batch, read it with several workers, or keep what does not change with lockstep.InputOptions(cache=…)",
+    )
+
 
 PATIENCE = 60.0  # seconds without a batch after which a wait is logged, and again after each doubling
 _GRACE = 0.5  # seconds that a thread in the user's code gets to end after an error or Ctrl-C

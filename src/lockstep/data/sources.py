@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import InputError
-from lockstep._keras import adapters
+from lockstep._keras import trainer
 
 __all__ = [
     "AdapterSource",
@@ -101,7 +101,7 @@ class AdapterSource(InputSource):
     @property
     def is_arrays(self) -> bool:
         """Whether the input is arrays in memory."""
-        return adapters.is_array_adapter(self._adapter)
+        return trainer.is_array_adapter(self._adapter)
 
     @property
     def can_seek(self) -> bool:  # type: ignore[override]
@@ -144,7 +144,7 @@ class _UserCodeSource(InputSource):
 
     def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
         # The user's code may write the next batch into the same memory while a step still reads this one.
-        for batch in adapters.get_jax_iterator(batches):
+        for batch in trainer.get_jax_iterator(batches):
             yield jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
@@ -237,7 +237,7 @@ class DatasetSource(_UserCodeSource):
         return self._picking(lambda number: self._standard(self._dataset[order[number] if order else number]))
 
     def _standard(self, batch: Any) -> Any:
-        return batch if self._adapter is None else adapters.standardize_batch(self._adapter, batch)
+        return batch if self._adapter is None else trainer.standardize_batch(self._adapter, batch)
 
     def _order(self) -> Iterator[int]:
         if self.num_batches is None:
@@ -356,10 +356,10 @@ def make_source(
     if isinstance(x, InputSource):
         _refuse_extra_arguments(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         return x
-    if is_generator or (callable(x) and not isinstance(x, (adapters.DataAdapter, keras.utils.PyDataset))):
+    if is_generator or (callable(x) and not isinstance(x, (trainer.DataAdapter, keras.utils.PyDataset))):
         _refuse_extra_arguments(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
         return GeneratorSource(x, pending(x)) if is_generator else CallableSource(x)
-    adapter = adapters.adapter_of(x, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
+    adapter = trainer.adapter_of(x, y, sample_weight, shuffle=shuffle, class_weight=class_weight, **options)
     if isinstance(x, keras.utils.PyDataset) and not (x.use_multiprocessing and x.workers):
         return DatasetSource(x, adapter, bool(shuffle))
     return AdapterSource(adapter, type(x).__name__)

@@ -1,35 +1,44 @@
-"""JAX over the processes of a job: checks of the network, JAX's coordination service at the chief, and the share of GPUs.
+"""Starts JAX over several processes, once in a process, and keeps the job that this process has joined.
 
 ``jax.distributed`` aborts a process when anything is wrong. So the control channel comes first: it has checked that all workers
 are there and equal, it checks here that they can reach each other, and it detects losses before JAX does.
 """
 
+import atexit
 import contextlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from lockstep._errors import ClusterError
-from lockstep.devices.cpu_devices import has_started, reserve_threads
-from lockstep.devices.memory import NVIDIA_GPUS
+from lockstep._logging import listed
+from lockstep.devices.cpu_devices import NVIDIA_GPUS, has_started, reserve_threads
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
-from lockstep.distributed.cluster.env_reader import EnvReader
+from lockstep.distributed.cluster.env_reader import GENERATION, SECRET, EnvReader
+from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.control.join import join
 from lockstep.distributed.control.listener import open_listener
-from lockstep.distributed.control.wait_logger import listed
+from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_handler
 
 __all__ = [
     "JAX_PORT",
+    "ProcessJob",
     "check_hostnames",
     "find_jax_address",
+    "job_of_this_process",
     "set_batch_scheduling",
     "share_of_gpus",
     "start_jax",
 ]
+
 
 JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -284,3 +293,96 @@ def set_batch_scheduling() -> None:
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+LONG_SECONDS = 1800.0  # Limit of compiling, and of what a worker does alone at its end.
+
+
+@dataclass(frozen=True)
+class ProcessJob:
+    """A job that this process has joined.
+
+    Args:
+        client: the control client.
+        guard: ends the process after an uncaught exception.
+    """
+
+    client: ControlClient
+    guard: ExitGuard
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The workers."""
+        return self.client.group
+
+    def leave(self) -> None:
+        """Leave in order, unless the job has failed; the chief, which runs JAX's service, waits until the other workers have left."""
+        if self.group.is_chief:
+            self.client.leave(LONG_SECONDS)
+        if self.client.failure is None:
+            jax.distributed.shutdown()
+        self.client.leave()
+        self.guard.restore()
+
+
+_joined: list[ProcessJob] = []  # At most one, as a process can start JAX over several processes only once.
+_lock = threading.Lock()
+
+
+def job_of_this_process(
+    group: WorkerGroup,
+    cpu_devices: int,
+    timeout_seconds: float,
+    log: Callable[[str], None],
+    environ: Mapping[str, str] = os.environ,
+) -> ProcessJob:
+    """Join the other workers, or return the job that was joined before.
+
+    Args:
+        group: the workers, more than one.
+        cpu_devices: number of logical CPU devices of this process.
+        timeout_seconds: limit of every wait.
+        log: takes lines about waits.
+        environ: has the job's generation, secret and ports.
+
+    Raises:
+        ClusterError: a worker is missing or differs, JAX has started already, or the process belongs to another job.
+    """
+    with _lock:
+        if not _joined:
+            _joined.append(_join(group, cpu_devices, timeout_seconds, log, environ))
+        job = _joined[0]
+        before, now = ((g.workers, g.index, g.coordinator) for g in (job.group, group))
+        if before != now:
+            raise ClusterError(
+                f"This process is {job.group.name} already, and JAX lets it join one job only; now it was told to be {group.name}. Use "
+                "the same cluster for all strategies of a process."
+            )
+        return job
+
+
+def _join(
+    group: WorkerGroup,
+    cpu_devices: int,
+    timeout_seconds: float,
+    log: Callable[[str], None],
+    environ: Mapping[str, str],
+) -> ProcessJob:
+    own, guard = EnvReader("Lockstep", environ, "lockstep run sets it."), ExitGuard()
+    guard.install()  # First, so that the process has the right exit code also if the workers do not come.
+    client = join(
+        group,
+        describe_process(),
+        generation=own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0,
+        secret=environ[SECRET].encode() if environ.get(SECRET) else None,
+        timeout_seconds=timeout_seconds,
+        long_seconds=max(LONG_SECONDS, timeout_seconds),
+        on_failure=guard.on_failure,
+        log=log,
+    )
+    guard.client = client
+    job = ProcessJob(client, guard)
+    install_sigabrt_handler(client)
+    start_jax(client, cpu_devices, timeout_seconds, environ, log)
+    atexit.register(job.leave)
+    return job

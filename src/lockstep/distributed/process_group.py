@@ -15,13 +15,13 @@ from jax.sharding import Mesh, PartitionSpec
 from lockstep._arrays import array_bytes, arrays_from_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
 from lockstep._keras.patches import CHIEF_ONLY_FILES, install
+from lockstep._logging import CancelledError
 from lockstep.data import fit_entry
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.iterator_state import digest_of_batch
+from lockstep.data.pass_iterator import digest_of_batch
 from lockstep.distributed.consistency_checks import describe_model
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
-from lockstep.distributed.control.wait_logger import CancelledError
 
 __all__ = ["WorkerProcessGroup", "disable_saving"]
 

@@ -8,11 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._keras.graph import Output, outputs_of, overrides_any
-from lockstep._keras.layers import layers_of
+from lockstep._keras.graph import Output, layers_of, outputs_of, overrides_any
+from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows, sampling_stride
 from lockstep.doctor.data_checks import count_bad_rows
-from lockstep.doctor.finding import Finding
-from lockstep.doctor.fit_call import FitCall, array_in_memory, sample_rows, sampling_stride
 
 __all__ = [
     "check_finite_labels",

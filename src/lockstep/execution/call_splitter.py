@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._keras.layers import (
+from lockstep._keras.graph import (
     attribute_arrays,
     disable_batch_statistics,
     get_keras_mask,

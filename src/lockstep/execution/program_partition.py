@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching
 from lockstep._errors import ModelError
 from lockstep.data.device_placement import PlacedRows, Placement, join_rows
 from lockstep.execution.jaxpr_utils import inline_calls, is_literal, subprogram
-from lockstep.execution.per_device import PerDevice, PerDeviceProgram, replicated_array, to_per_device
+from lockstep.execution.spmd import PerDevice, PerDeviceProgram, replicated_array, to_per_device
 
 __all__ = ["IsolatedCall", "ProgramPart", "ProgramPartition", "bind_isolated"]
 

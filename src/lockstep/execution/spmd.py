@@ -1,26 +1,127 @@
-"""Forward pass of one SPMD program: cut the rows over the devices, run the replicas, combine the results.
+"""Programs for the devices: one ``shard_map`` over all, or one compiled program that each device runs by itself.
+
+XLA compiles a program over several devices with other passes than a program of one device, and the results may differ in bits. So
+everything that rounds is compiled here for a single device, once for each of them, and the devices run it side by side.
 
 Everything after the forward pass (loss, metrics, optimizer) is Keras's own code on the global batch. In the backward pass the
 strategy's cross-device operation adds up the gradients of the devices: see :func:`_device_copies`.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.devices.batch_split import Layout
+from lockstep.devices.cpu_devices import compiler_options
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, run_replicas
 
-__all__ = ["SpmdForward", "finish_result", "forward_eagerly", "forward_on_devices"]
+__all__ = [
+    "PerDevice",
+    "PerDeviceProgram",
+    "SpmdForward",
+    "finish_result",
+    "forward_eagerly",
+    "forward_on_devices",
+    "replicated_array",
+    "sharded_array",
+    "to_per_device",
+]
+
+
+class PerDevice(tuple[Any, ...]):
+    """One value for each device: arrays in the order of the devices.
+
+    None for a device without a value, and for a device of another process.
+    """
+
+    __slots__ = ()
+
+
+class PerDeviceProgram:
+    """A function that is compiled for one device and run on several.
+
+    Args:
+        function: ``(*values) -> list of arrays``; the values are trees of arrays.
+        placement: the devices; a process runs it on its own ones.
+        donated: positions of the values whose memory the results may reuse.
+    """
+
+    def __init__(self, function: Callable[..., list[Any]], placement: Placement, donated: Sequence[int] = ()) -> None:
+        self._placement = placement
+        options = compiler_options(placement.platform)
+        self._program = jax.jit(function, donate_argnums=tuple(donated), compiler_options=options)
+        self._compiled: set[int] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, *values: Any, places: Sequence[int] | None = None) -> list[PerDevice]:
+        """Run on the devices at ``places``.
+
+        Args:
+            values: the function's, with a :class:`PerDevice` for each array.
+            places: numbers of the devices, by default all. A process that has none of them runs it on its first device: that result
+                is not read, but gives the shapes of the results.
+
+        Returns:
+            For each result a :class:`PerDevice`, None for all other devices.
+        """
+        own = self._placement.local_indices
+        places = [place for place in own if places is None or place in places] or own[:1]
+        leaves, structure = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, PerDevice))
+        calls = [jax.tree.unflatten(structure, [leaf[place] for leaf in leaves]) for place in places]
+        with self._lock:
+            is_compiled = self._compiled.issuperset(places)
+            self._compiled.update(places)
+        if is_compiled:
+            found = [self._program(*call) for call in calls]
+        else:  # XLA compiles for several devices at the same time.
+            with ThreadPoolExecutor(len(calls)) as pool:
+                found = list(pool.map(lambda call: self._program(*call), calls))
+        count = len(self._placement.devices)
+        by_place = dict(zip(places, found, strict=True))
+        return [
+            PerDevice(by_place[place][i] if place in by_place else None for place in range(count))
+            for i in range(len(found[0]))
+        ]
+
+
+def to_per_device(value: Any, placement: Placement) -> PerDevice:
+    """Return each device's shard or copy of an array; numbers are copied to each device."""
+    if isinstance(value, PerDevice):
+        return value
+    if not isinstance(value, jax.Array):
+        value = placement.put(value)
+    shards = {shard.device: shard.data for shard in value.addressable_shards}
+    return PerDevice(shards.get(device) for device in placement.devices)
+
+
+def replicated_array(value: PerDevice, sharding: NamedSharding) -> jax.Array:
+    """Return one array of the devices' copies."""
+    copies = [copy for copy in value if copy is not None]
+    return jax.make_array_from_single_device_arrays(copies[0].shape, sharding, copies)
+
+
+def sharded_array(value: PerDevice, placement: Placement) -> jax.Array:
+    """Return one array whose shards along the first axis are the devices' values; a device without one gets zeros, which are not read."""
+    shape, dtype = next((shard.shape, shard.dtype) for shard in value if shard is not None)
+    shards = [
+        jax.device_put(np.zeros(shape, dtype), placement.devices[place]) if value[place] is None else value[place]
+        for place in placement.local_indices
+    ]
+    whole = (shape[0] * len(placement.devices), *shape[1:])
+    return jax.make_array_from_single_device_arrays(whole, placement.row_sharding, shards)
+
 
 # XLA for CPUs runs several calls faster than one under vmap, but compiles each. Up to this many calls of a device, with this many
 # operations in total, are separate calls.

@@ -16,7 +16,7 @@ import jax
 import keras
 
 from lockstep._keras import trainer
-from lockstep._keras.layers import clear_synchronized, global_batch_reason, nested_models, unsynchronized_normalizations
+from lockstep._keras.graph import clear_synchronized, global_batch_reason, nested_models, unsynchronized_normalizations
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._keras.trainer import patched_stateless_call
 from lockstep.data.device_placement import PlacedRows, Placement

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from lockstep.distributed.cluster.exit_codes import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
-from lockstep.launch.process_names import ProcessName
+from lockstep.launch.rank_assignment import ProcessName
 
 __all__ = ["USAGE", "ErrorRecord", "ProcessFailure", "job_exit_code", "root_cause"]
 

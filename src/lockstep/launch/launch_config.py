@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError, whole_number
-from lockstep.distributed.cluster.addresses import join_address, split_address
-from lockstep.distributed.cluster.ports import DEFAULT_PORT
+from lockstep.distributed.cluster.addresses import DEFAULT_PORT, join_address, split_address
 
 __all__ = ["LaunchConfig"]
 

@@ -8,11 +8,9 @@ from typing import Protocol
 
 from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
 from lockstep.launch.failure_report import ProcessFailure, job_exit_code, root_cause
-from lockstep.launch.process_names import ProcessName, ProcessNames, format_names
-from lockstep.launch.reaper import terminate_children
+from lockstep.launch.rank_assignment import ProcessName, ProcessNames, format_names
 from lockstep.launch.restart_policy import RestartBudget, WorkerLossPolicy
-from lockstep.launch.signal_pipe import SignalPipe
-from lockstep.launch.worker_process import WorkerProcess
+from lockstep.launch.worker_process import SignalPipe, WorkerProcess, terminate_children
 
 __all__ = ["STOP_SIGNALS", "LocalWorkers", "RemoteStop"]
 

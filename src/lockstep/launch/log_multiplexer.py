@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lockstep.launch.process_names import ProcessName
+from lockstep.launch.rank_assignment import ProcessName
 
 __all__ = ["LineSplitter", "LogPump", "TerminalWriter"]
 

@@ -11,14 +11,9 @@ from lockstep.distributed.cluster.exit_codes import DONE
 from lockstep.launch.failure_report import USAGE
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers, RemoteStop
-from lockstep.launch.rank_assignment import (
-    AnyRankAssignment,
-    RankAssignment,
-    ServerRankAssignment,
-    reserved_addresses,
-)
+from lockstep.launch.rank_assignment import AnyRankAssignment, RankAssignment, ServerRankAssignment, reserved_addresses
 from lockstep.launch.restart_policy import RestartBudget, backoff_seconds
-from lockstep.launch.signal_pipe import SignalPipe
+from lockstep.launch.worker_process import SignalPipe
 
 __all__ = ["LocalRestartLoop", "RestartLoop", "is_final"]
 

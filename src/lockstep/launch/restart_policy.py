@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lockstep.distributed.cluster.exit_codes import USER_ERROR
 from lockstep.launch.failure_report import USAGE, ProcessFailure
-from lockstep.launch.process_names import ProcessName
+from lockstep.launch.rank_assignment import ProcessName
 from lockstep.launch.worker_process import WorkerProcess
 
 __all__ = ["RestartBudget", "WorkerLossPolicy", "backoff_seconds"]

@@ -15,13 +15,10 @@ from lockstep.distributed.cluster.env_reader import SECRET
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import LocalWorkers, RemoteStop
 from lockstep.launch.log_multiplexer import TerminalWriter
-from lockstep.launch.process_names import ProcessName, format_counts
-from lockstep.launch.rank_assignment import AnyRankAssignment, find_node_rank
-from lockstep.launch.reaper import FORWARDED, adopt_orphans, child_pids
-from lockstep.launch.rendezvous.rendezvous_client import NodeExit, join_rendezvous
+from lockstep.launch.rank_assignment import AnyRankAssignment, ProcessName, find_node_rank, format_counts
+from lockstep.launch.rendezvous import NodeExit, join_rendezvous
 from lockstep.launch.restart_loop import LocalRestartLoop, RestartLoop
 from lockstep.launch.restart_policy import RestartBudget
-from lockstep.launch.signal_pipe import SignalPipe
 from lockstep.launch.worker_environment import (
     MallocSelection,
     choose_allocator,
@@ -31,7 +28,7 @@ from lockstep.launch.worker_environment import (
     library_folders,
     visible_gpus,
 )
-from lockstep.launch.worker_process import WorkerProcess
+from lockstep.launch.worker_process import FORWARDED, SignalPipe, WorkerProcess, adopt_orphans, child_pids
 
 __all__ = ["supervise"]
 

@@ -9,9 +9,8 @@ import shlex
 from collections.abc import Callable, Mapping
 
 from lockstep._errors import OptionError
-from lockstep.distributed.cluster.addresses import split_address
+from lockstep.distributed.cluster.addresses import DEFAULT_PORT, split_address
 from lockstep.distributed.cluster.exit_codes import PEER_LOST, USER_ERROR
-from lockstep.distributed.cluster.ports import DEFAULT_PORT
 from lockstep.launch.failure_report import USAGE
 from lockstep.launch.launch_config import LaunchConfig
 

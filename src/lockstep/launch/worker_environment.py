@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError
-from lockstep.devices.memory import SWITCH
+from lockstep.devices.cpu_devices import SWITCH
+from lockstep.distributed.cluster.addresses import COORDINATOR, PORT
 from lockstep.distributed.cluster.env_reader import SECRET
-from lockstep.distributed.cluster.ports import COORDINATOR, PORT
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.process_names import ProcessName, ProcessNames
+from lockstep.launch.rank_assignment import ProcessName, ProcessNames
 
 __all__ = [
     "ALLOCATORS",

@@ -16,13 +16,13 @@ import numpy as np
 
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.batch_shards import count_batch_rows, nonempty_parts
-from lockstep.parameter_server.evaluator import NEWEST_EPOCH, epoch_key
+from lockstep.parameter_server.gradient_step import count_batch_rows, nonempty_parts
 from lockstep.parameter_server.staleness_metrics import UpdateCounters
 from lockstep.parameter_server.state_sync import State, StateSync, differs
-from lockstep.parameter_server.tasks.task_dispatcher import Result, TaskDispatcher
+from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
+from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key
 
 __all__ = ["READY", "ChiefFit"]
 

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 
 from lockstep._errors import ScopeError
-from lockstep.distributed.control.failures import summary_of
+from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.process_context import ProcessContext
+from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.scheduler_base import (
     VALUE,
     Arguments,
@@ -24,7 +24,7 @@ from lockstep.parameter_server.scheduler_base import (
     weights_of,
 )
 from lockstep.parameter_server.state_sync import StateSync, differs
-from lockstep.parameter_server.tasks.task_dispatcher import Result, TaskDispatcher
+from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
 __all__ = ["ChiefScheduler"]

@@ -17,7 +17,7 @@ from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.control.failures import summary_of
+from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.fit.checkpointing.preemption import Preemption
@@ -25,14 +25,13 @@ from lockstep.fit.hooks import callbacks_in, single_callback
 from lockstep.parameter_server import scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit
 from lockstep.parameter_server.chief_scheduler import ChiefScheduler
-from lockstep.parameter_server.evaluator import run_evaluator
-from lockstep.parameter_server.process_context import ProcessContext
+from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.staleness_metrics import StalenessMetrics
-from lockstep.parameter_server.tasks.task_client import CallResult, TaskClient
-from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
+from lockstep.parameter_server.task_client import CallResult, TaskClient
+from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
-from lockstep.parameter_server.worker_fit import WorkerFit
+from lockstep.parameter_server.worker_fit import WorkerFit, run_evaluator
 from lockstep.parameter_server.worker_scheduler import WorkerScheduler
 
 __all__ = ["ChiefFitDispatch", "ServerTraining", "WorkerFitDispatch"]

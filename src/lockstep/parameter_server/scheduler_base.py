@@ -22,7 +22,7 @@ from lockstep._arrays import decode_tree, encode_tree
 from lockstep._errors import OptionError, ScopeError
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep
-from lockstep.parameter_server.process_context import ProcessContext
+from lockstep.parameter_server.process_role import ProcessContext
 
 __all__ = [
     "VALUE",

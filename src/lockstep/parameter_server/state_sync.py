@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.execution.call_splitter import state_merge
 from lockstep.execution.replica import StateMerge, replica_seed
 from lockstep.parameter_server.gradient_step import names_of
-from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
+from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient

@@ -13,7 +13,7 @@ from lockstep.distributed.cluster import exit_codes
 from lockstep.execution.replica import StateMerge
 from lockstep.parameter_server.cluster_coordinator import resolve_per_worker
 from lockstep.parameter_server.gradient_step import GradientStep, names_of
-from lockstep.parameter_server.process_context import ProcessContext
+from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.scheduler_base import (
     Arguments,
     Outcome,
@@ -32,7 +32,7 @@ from lockstep.parameter_server.state_sync import (
     compute_deltas,
     merge_rules,
 )
-from lockstep.parameter_server.tasks.task_client import (
+from lockstep.parameter_server.task_client import (
     CallEnded,
     CallResult,
     ScriptSyncPoint,
@@ -41,9 +41,9 @@ from lockstep.parameter_server.tasks.task_client import (
     TaskClient,
     run_tasks,
 )
-from lockstep.parameter_server.tasks.task_dispatcher import Result
-from lockstep.parameter_server.variables.tcp_server import ArrayServer
+from lockstep.parameter_server.task_dispatcher import Result
 from lockstep.parameter_server.variables.variable_client import VariableClient
+from lockstep.parameter_server.variables.variable_server import ArrayServer
 
 __all__ = ["FunctionRunner", "WorkerScheduler"]
 

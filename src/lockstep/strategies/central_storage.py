@@ -12,8 +12,7 @@ from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import device_name, resolve_with_parameter_device
-from lockstep.execution.central_executor import CentralExecutor
-from lockstep.execution.executors import Executor
+from lockstep.execution.executors import CentralExecutor, Executor
 from lockstep.fit.hooks import FitContext
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import overridden_devices, prepare_process

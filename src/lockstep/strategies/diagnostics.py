@@ -18,9 +18,8 @@ from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import InputFactory
 from lockstep.devices.names import device_name
-from lockstep.doctor.finding import Report
-from lockstep.doctor.fit_call import FitCall, RuntimeSettings, calling_location
-from lockstep.doctor.full_check import examine
+from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
+from lockstep.doctor.checks import examine
 from lockstep.execution.executors import Executor
 from lockstep.execution.train_functions import StepFunctions
 

@@ -14,12 +14,11 @@ from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
 from lockstep.data import fit_entry
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.names import count_cpu_devices, resolve_devices
-from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.consistency_checks import agree_on_random_state
+from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.consistency_checks import ProgressReporter, agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.jax_init import ProcessJob, job_of_this_process
 from lockstep.distributed.process_group import WorkerProcessGroup, disable_saving
-from lockstep.distributed.process_job import ProcessJob, job_of_this_process
-from lockstep.distributed.progress_reporter import ProgressReporter
 from lockstep.distributed.resolvers import ClusterResolver, resolve
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy

@@ -12,11 +12,10 @@ import keras
 from lockstep._errors import ClusterError, ModelError, OptionError, whole_number
 from lockstep._keras import trainer
 from lockstep.data.fit_entry import InputOptions
-from lockstep.data.iterator_state import capture_random_state, restore_random_state
+from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
 from lockstep.distributed.cluster.env_reader import GENERATION, SECRET, EnvReader
-from lockstep.distributed.cluster.process_role import ProcessRole, find_role
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_group import disable_saving
@@ -28,9 +27,9 @@ from lockstep.fit.nan_guard.nan_guard import NanGuard
 from lockstep.parameter_server.cluster_coordinator import SchedulingStrategy
 from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
 from lockstep.parameter_server.gradient_step import GradientStep
-from lockstep.parameter_server.process_context import ProcessContext
+from lockstep.parameter_server.process_role import ProcessContext, ProcessRole, find_role
 from lockstep.parameter_server.scheduler_base import SchedulerBase
-from lockstep.parameter_server.tasks.task_dispatcher import TaskDispatcher
+from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.sharding import PartitionFunction
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import prepare_process, refuse_device_override

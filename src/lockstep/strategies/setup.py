@@ -11,9 +11,8 @@ from lockstep._errors import DeviceError, OptionError, whole_number
 from lockstep._keras import trainer
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
 from lockstep.data.fit_entry import InputOptions
-from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started
+from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
 from lockstep.devices.determinism import is_deterministic, prepare_determinism
-from lockstep.devices.memory import keep_memory
 from lockstep.devices.names import platform_of, resolve_devices
 
 __all__ = [

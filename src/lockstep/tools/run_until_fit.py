@@ -11,8 +11,8 @@ from typing import Any
 import keras
 
 from lockstep._errors import OptionError
-from lockstep._keras.fit_interception import intercept_fit
-from lockstep.doctor.fit_call import calling_location
+from lockstep._keras.trainer import intercept_fit
+from lockstep.doctor.base import calling_location
 
 __all__ = ["FirstFit", "run_until_fit"]
 

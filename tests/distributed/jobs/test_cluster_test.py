@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.tools.commands.cluster_test import SIZES, report, run_cluster_test
 
 

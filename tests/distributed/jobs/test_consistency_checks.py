@@ -5,8 +5,8 @@ import socket
 import pytest
 
 import lockstep
-from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.jax_init import find_jax_address
 
 pytestmark = pytest.mark.xdist_group(__name__)

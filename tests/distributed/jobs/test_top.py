@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep import cli
-from lockstep.fit.monitoring.tfevents import newest_steps
+from lockstep.fit.monitoring.tensorboard import newest_steps
 
 pytestmark = pytest.mark.xdist_group(__name__)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lockstep._keras.layers import disable_batch_statistics
+from lockstep._keras.graph import disable_batch_statistics
 from lockstep.execution.rowwise import RowAxis, infer_dependences, trace_for_rows
 
 ROWS = (6, 4)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lockstep.fit.checkpointing.callback_state import packed_attributes, unpacked_attributes
+from lockstep.fit.checkpointing.model_state import packed_attributes, unpacked_attributes
 
 VALUES = [
     None,

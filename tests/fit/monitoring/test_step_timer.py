@@ -10,9 +10,16 @@ import pytest
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, ThroughputMonitor
-from lockstep.fit.monitoring.flops import PEAKS, flops_of_step, peak_of
-from lockstep.fit.monitoring.step_timer import FitProgress, StepTimer, TimerReading
-from lockstep.fit.monitoring.throughput import NAMES, numbers_of
+from lockstep.fit.monitoring.step_timer import (
+    NAMES,
+    PEAKS,
+    FitProgress,
+    StepTimer,
+    TimerReading,
+    flops_of_step,
+    numbers_of,
+    peak_of,
+)
 
 from .runs import BATCH, STEPS, built, data, fit
 

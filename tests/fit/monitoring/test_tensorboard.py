@@ -16,9 +16,8 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
-from lockstep.fit.monitoring.tensorboard import StepProfiler
-from lockstep.fit.monitoring.tfevents import EventFile, crc32c, histogram, newest_steps, scalar
-from lockstep.fit.monitoring.throughput import NAMES
+from lockstep.fit.monitoring.step_timer import NAMES
+from lockstep.fit.monitoring.tensorboard import EventFile, StepProfiler, crc32c, histogram, newest_steps, scalar
 from lockstep.tools.commands.top import picture
 
 from .runs import STEPS, built, data, fit

@@ -9,7 +9,7 @@ import keras
 
 from lockstep.parameter_server.variables.sharding import plan_shards
 from lockstep.parameter_server.variables.variable_client import VariableClient
-from lockstep.parameter_server.variables.variable_service import serve
+from lockstep.parameter_server.variables.variable_server import serve
 from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, peer
 
 

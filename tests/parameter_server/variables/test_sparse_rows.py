@@ -10,8 +10,13 @@ import pytest
 
 from lockstep.parameter_server.gradient_step import specs_of
 from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner
-from lockstep.parameter_server.variables.sparse_gradients import SparseGradient
-from lockstep.parameter_server.variables.sparse_rows import EmbeddingRows, TouchedRows, sparsify, tables_of
+from lockstep.parameter_server.variables.sparse_rows import (
+    EmbeddingRows,
+    SparseGradient,
+    TouchedRows,
+    sparsify,
+    tables_of,
+)
 from tests.parameter_server.variables.threaded_servers import Servers
 from tests.support.marks import quick_first
 

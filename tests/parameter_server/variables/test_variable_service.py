@@ -13,7 +13,7 @@ from lockstep import ClusterError
 from lockstep._arrays import ArraySpec
 from lockstep.distributed.cluster import exit_codes
 from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
-from lockstep.parameter_server.variables.sparse_gradients import SparseGradient
+from lockstep.parameter_server.variables.sparse_rows import SparseGradient
 from lockstep.parameter_server.variables.variable_client import BatchPart
 from lockstep.parameter_server.variables.variable_store import OPTIMIZER, Push, VariableStore
 from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, Servers, values_of

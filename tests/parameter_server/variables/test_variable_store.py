@@ -7,7 +7,7 @@ import pytest
 from lockstep import OptionError
 from lockstep._arrays import ArraySpec
 from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
-from lockstep.parameter_server.variables.sparse_gradients import SparseGradient, gradient_of_shard, sum_rows
+from lockstep.parameter_server.variables.sparse_rows import SparseGradient, gradient_of_shard, sum_rows
 from lockstep.parameter_server.variables.variable_store import Push, VariableStore
 from tests.parameter_server.variables.threaded_servers import SPECS, values_of
 from tests.support.marks import quick_first

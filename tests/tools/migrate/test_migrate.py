@@ -11,8 +11,8 @@ import pytest
 
 import lockstep
 from lockstep import OptionError, cli
-from lockstep.tools.migrate.imports import exists
 from lockstep.tools.migrate.rewrite_rules import _SIZES
+from lockstep.tools.migrate.source import exists
 from lockstep.tools.migrate.symbol_map import ABSENT, RENAMED, STRATEGY_METHODS, translated, why_absent
 from lockstep.tools.migrate.translate import migrate, translate
 from tests.pages import names_the_backend_first

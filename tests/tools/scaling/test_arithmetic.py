@@ -8,7 +8,7 @@ import pytest
 
 from lockstep import OptionError
 from lockstep.collectives.cost_model import Network, NetworkLink, nonnegative_least_squares, predict
-from lockstep.tools.scaling import formatting
+from lockstep.tools.scaling import results
 from lockstep.tools.scaling.api import report_of
 from lockstep.tools.scaling.benchmark import WARMUP_STEPS, BlockTimer, block_ends
 from lockstep.tools.scaling.prediction import (
@@ -20,7 +20,6 @@ from lockstep.tools.scaling.prediction import (
     series_of,
     total,
 )
-from lockstep.tools.scaling.report import Question
 from lockstep.tools.scaling.results import (
     Budget,
     CurvePoint,
@@ -31,7 +30,7 @@ from lockstep.tools.scaling.results import (
     to_json,
 )
 from lockstep.tools.scaling.table import choose, recommend, shares_of, table_of, value_at
-from lockstep.tools.scaling.terminal import line_of, render
+from lockstep.tools.scaling.terminal import Question, line_of, render
 
 from .made import BYTES, WITHIN, by_formula, measured
 
@@ -137,7 +136,7 @@ def test_the_last_call_of_an_epoch_counts_the_steps_that_it_has():
 
 def test_numbers_change_their_unit_where_they_are_rounded():
     shown = {0.99951: "1 s", 0.9994: "999 ms", 0.00099951: "1 ms", 0.0009994: "999 µs", 599.9: "600 s", 600.0: "10 min"}
-    assert {value: formatting.seconds(value) for value in shown} == shown
+    assert {value: results.seconds(value) for value in shown} == shown
 
 
 def test_a_prediction_is_exact_where_the_formula_is_the_truth():

@@ -17,7 +17,7 @@ import pytest
 import lockstep
 from lockstep import DeviceError, OptionError, cli
 from lockstep.collectives import resolve_cross_device_ops
-from lockstep.data.wait_meter import WaitMeter, collect_meters
+from lockstep.data.prefetch import WaitMeter, collect_meters
 from lockstep.strategies import setup
 from lockstep.strategies.setup import override_devices
 from lockstep.tools.run_until_fit import FirstFit

@@ -13,10 +13,19 @@ import pytest
 
 from lockstep import OptionError
 from lockstep.tools.scaling.api import report_of
-from lockstep.tools.scaling.html_report import page_of
-from lockstep.tools.scaling.report import Question
+from lockstep.tools.scaling.html_report import (
+    Axis,
+    Bar,
+    ChartPoint,
+    Series,
+    bar_chart,
+    line_chart,
+    page_of,
+    standalone,
+    ticks_of,
+)
 from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingFailure
-from lockstep.tools.scaling.svg import Axis, Bar, ChartPoint, Series, bar_chart, line_chart, standalone, ticks_of
+from lockstep.tools.scaling.terminal import Question
 
 from .made import by_formula, measured
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.consistency import first_difference
-from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.disagreement import first_difference
+from lockstep.distributed.control.handshake import Peer
 
 __all__ = ["Admission", "JoinRejection"]
 

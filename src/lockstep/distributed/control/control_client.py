@@ -9,28 +9,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep._cancellation import is_cancelled
 from lockstep._errors import ClusterError
+from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.cluster.worker_group import WorkerGroup
-from lockstep.distributed.control.consistency import digest, find_disagreement
-from lockstep.distributed.control.coordinator import LEAVE, Coordinator
+from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, Coordinator
+from lockstep.distributed.control.disagreement import digest, find_disagreement
 from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.failure_detector import (
     HEARTBEAT_SECONDS,
     QUIET,
     START,
     WAITING,
+    Failure,
+    FailureKind,
     Limits,
     SuspendDetector,
     WorkerStatus,
     make_failure,
+    summary_of,
 )
-from lockstep.distributed.control.failures import Failure, FailureKind, summary_of
-from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.pending_collectives import BARRIER, BROADCAST, GATHER
+from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import FramedSocket, as_json, encode
-from lockstep.distributed.control.wait_logger import CancelledError, WaitLogger, listed
 
 __all__ = ["ControlClient"]
 
@@ -54,7 +54,7 @@ class ControlClient:
         metadata: returns the numbers that each heartbeat reports about this worker.
 
     Example:
-        >>> from lockstep.distributed.cluster.worker_group import WorkerGroup
+        >>> from lockstep.distributed.cluster.membership import WorkerGroup
         >>> from lockstep.distributed.control.join import join
         >>> with join(WorkerGroup(workers=1, index=0, coordinator="localhost:12421"), {"jax": "0.10.2"}) as client:
         ...     client.report(1, "step")
@@ -128,7 +128,7 @@ class ControlClient:
 
         Raises:
             ClusterError: a worker is missing, has left, or has another topic; or the job has failed.
-            CancelledError: the result is no longer wanted (:data:`~lockstep._cancellation.is_cancelled`): forget
+            CancelledError: the result is no longer wanted (:data:`~lockstep._logging.is_cancelled`): forget
                 the channel.
             OptionError: the value is not of JSON, or too large.
         """

@@ -1,4 +1,4 @@
-"""Both sides of the handshake that begins every connection of a job: to the chief, to the rendezvous, to a parameter server.
+"""The handshake of every connection, and the peer that it identifies.
 
 The client sends ``hello`` with a nonce. The server answers with a ``challenge``: its own nonce and a proof that it knows the job's
 secret. The client sends ``join`` with its own proof and its :class:`Peer`. Then the server decides whether to admit that peer, and
@@ -12,13 +12,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.control.event_loop import EventLoop
-from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.transport import HANDSHAKE_BYTES, FramedSocket, encode
 
 __all__ = [
@@ -26,6 +25,7 @@ __all__ = [
     "PROTOCOL",
     "HandshakeError",
     "HandshakeServer",
+    "Peer",
     "RejectionLog",
     "RetryableConnectError",
     "ServerHandshake",
@@ -41,6 +41,50 @@ __all__ = [
     "verify_proof",
     "wait_until_admitted",
 ]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One worker's process.
+
+    Args:
+        index: its number, 0 is the chief.
+        workers: number of workers that it was started with.
+        host: name of its machine.
+        pid: its process there.
+        generation: how many times its job was restarted.
+        identity: what must be equal on all workers.
+        information: for the other workers: any JSON.
+        address: of its end of the connection, as the chief sees it.
+
+    Example:
+        >>> str(Peer(index=1, workers=3, host="node1", pid=77))
+        'worker 1 of 3 (node1, process 77)'
+    """
+
+    index: int
+    workers: int
+    host: str
+    pid: int
+    generation: int = 0
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    information: Mapping[str, Any] = field(default_factory=dict)
+    address: str = ""
+
+    def __str__(self) -> str:
+        name = "the chief" if self.job == "chief" else f"{self.job} {self.index} of {self.workers}"
+        return f"{name} ({self.process})"
+
+    @property
+    def job(self) -> str:
+        """``worker``; in a cluster of several jobs also ``chief``, ``ps`` or ``evaluator``."""
+        return str(self.information.get("job", "worker"))
+
+    @property
+    def process(self) -> str:
+        """Machine and process number, for messages."""
+        return f"{self.host}, process {self.pid}"
+
 
 PROTOCOL = 1
 HANDSHAKE_SECONDS = 5.0

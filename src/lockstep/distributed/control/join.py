@@ -8,26 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep._errors import ClusterError
-from lockstep._logging import log_info
+from lockstep._logging import WaitLogger, listed, log_info
 from lockstep.distributed.cluster import exit_codes
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.control.coordinator import LINGER_SECONDS, Coordinator
-from lockstep.distributed.control.failure_detector import START, Limits
-from lockstep.distributed.control.failures import Failure
+from lockstep.distributed.control.control_server import LINGER_SECONDS, Coordinator
+from lockstep.distributed.control.failure_detector import START, Failure, Limits
 from lockstep.distributed.control.handshake import (
     HANDSHAKE_SECONDS,
     HandshakeError,
+    Peer,
     RetryableConnectError,
     connect,
     introduce,
     join_request,
 )
 from lockstep.distributed.control.listener import open_listener
-from lockstep.distributed.control.peer import Peer
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.control.transport import FramedSocket, as_json
-from lockstep.distributed.control.wait_logger import WaitLogger, listed
 
 __all__ = ["join"]
 

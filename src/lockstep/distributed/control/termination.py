@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.control.failures import Failure, FailureKind, summary_of
+from lockstep.distributed.control.failure_detector import Failure, FailureKind, summary_of
 
 __all__ = ["GRACE_SECONDS", "ExitGuard", "install_sigabrt_handler"]
 

@@ -4,14 +4,13 @@ import os
 from collections.abc import Mapping, Sequence
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.ports import COORDINATOR
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.addresses import COORDINATOR
+from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver
-from lockstep.distributed.resolvers.jax_env import JaxClusterResolver
 from lockstep.distributed.resolvers.kubernetes import KubernetesClusterResolver
 from lockstep.distributed.resolvers.open_mpi import OpenMpiClusterResolver
 from lockstep.distributed.resolvers.ray_train import RayClusterResolver
-from lockstep.distributed.resolvers.simple import SimpleClusterResolver
+from lockstep.distributed.resolvers.simple import JaxClusterResolver, SimpleClusterResolver
 from lockstep.distributed.resolvers.slurm import SlurmClusterResolver
 from lockstep.distributed.resolvers.tf_config import TFConfigClusterResolver
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver

@@ -9,8 +9,7 @@ from typing import ClassVar, Self
 
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.membership import Membership, WorkerGroup
 
 __all__ = ["ClusterResolver", "EnvironmentResolver"]
 

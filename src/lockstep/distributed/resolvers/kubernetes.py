@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from itertools import product
 
-from lockstep.distributed.cluster.addresses import join_address
+from lockstep.distributed.cluster.addresses import DEFAULT_PORT, join_address, resolve_coordinator
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of_group
-from lockstep.distributed.cluster.ports import DEFAULT_PORT, resolve_coordinator
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.membership import Membership, WorkerGroup, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 __all__ = ["KubernetesClusterResolver"]

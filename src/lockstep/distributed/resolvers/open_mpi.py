@@ -4,10 +4,9 @@ import re
 from collections.abc import Mapping
 
 from lockstep._errors import ClusterError
+from lockstep.distributed.cluster.addresses import COORDINATOR, DEFAULT_PORT, port_of_job, resolve_coordinator
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of_group
-from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, port_of_job, resolve_coordinator
-from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
+from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 __all__ = ["OpenMpiClusterResolver"]
@@ -26,7 +25,7 @@ class OpenMpiClusterResolver(EnvironmentResolver):
 
     Reads ``OMPI_COMM_WORLD_RANK``, ``…_SIZE``, ``…_LOCAL_RANK``, ``…_LOCAL_SIZE``. Open MPI does not provide the machine of
     worker 0, but that of ``mpirun``, which is usually the same; if it is not, worker 0 raises an error, and
-    ``LOCKSTEP_COORDINATOR`` has to name it. Its port is computed from the name of the job (``lockstep.distributed.cluster.ports``).
+    ``LOCKSTEP_COORDINATOR`` has to name it. Its port is computed from the name of the job (``lockstep.distributed.cluster.addresses``).
 
     Args:
         environ: has these variables.

@@ -7,10 +7,9 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from lockstep._errors import ClusterError
+from lockstep.distributed.cluster.addresses import COORDINATOR, DEFAULT_PORT, port_of_job, resolve_coordinator
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of_group
-from lockstep.distributed.cluster.ports import COORDINATOR, DEFAULT_PORT, port_of_job, resolve_coordinator
-from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
+from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 __all__ = ["RayClusterResolver", "RayTrain"]
@@ -76,7 +75,7 @@ class RayClusterResolver(EnvironmentResolver):
 
     Numbers come from ``ray.train.get_context()``, as Ray has no variables for them. The address of worker 0 comes from
     ``ray.train.collective``, where each worker waits for the others; Ray logs every minute which ones it waits for, and
-    ``RAY_TRAIN_COLLECTIVE_TIMEOUT_S`` limits the wait. The port is computed from ``RAY_JOB_ID`` (``lockstep.distributed.cluster.ports``).
+    ``RAY_TRAIN_COLLECTIVE_TIMEOUT_S`` limits the wait. The port is computed from ``RAY_JOB_ID`` (``lockstep.distributed.cluster.addresses``).
 
     Args:
         environ: has ``RAY_JOB_ID``.

@@ -7,11 +7,15 @@ from math import prod
 from typing import TypeVar
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.addresses import join_address, split_address
+from lockstep.distributed.cluster.addresses import (
+    DEFAULT_PORT,
+    join_address,
+    port_of_job,
+    resolve_coordinator,
+    split_address,
+)
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of_group
-from lockstep.distributed.cluster.ports import DEFAULT_PORT, port_of_job, resolve_coordinator
-from lockstep.distributed.cluster.worker_group import WorkerGroup
+from lockstep.distributed.cluster.membership import Membership, WorkerGroup, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 __all__ = ["SlurmClusterResolver", "expand_counts", "expand_node_list"]
@@ -36,7 +40,7 @@ class SlurmClusterResolver(EnvironmentResolver):
 
     Counterpart of ``tf.distribute.cluster_resolver.SlurmClusterResolver``. The step counts, not the allocation: in a
     batch script or an interactive shell without ``srun`` there is one process, for any number of allocated tasks, and a
-    note says so. The port of worker 0 is computed from the numbers of job and step (``lockstep.distributed.cluster.ports``).
+    note says so. The port of worker 0 is computed from the numbers of job and step (``lockstep.distributed.cluster.addresses``).
 
     Args:
         environ: has the variables ``SLURM_*``.

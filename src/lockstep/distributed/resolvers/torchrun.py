@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 
 from lockstep._errors import ClusterError
+from lockstep.distributed.cluster.addresses import DEFAULT_PORT, port_of_job, resolve_coordinator
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, membership_of_group
-from lockstep.distributed.cluster.ports import DEFAULT_PORT, port_of_job, resolve_coordinator
-from lockstep.distributed.cluster.worker_group import WorkerGroup, check_reachable
+from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
 __all__ = ["TorchrunClusterResolver"]
@@ -22,7 +21,7 @@ class TorchrunClusterResolver(EnvironmentResolver):
     ``PET_MASTER_PORT`` for a torchrun that was not started, this process is the only one of its machine.
 
     The store of PyTorch listens on ``MASTER_PORT``, in torchrun itself or in worker 0. So Lockstep uses another port, which is
-    computed from it (``lockstep.distributed.cluster.ports``).
+    computed from it (``lockstep.distributed.cluster.addresses``).
 
     Args:
         environ: has these variables.

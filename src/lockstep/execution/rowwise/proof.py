@@ -16,9 +16,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
-from lockstep.execution.rowwise.equations import EquationPair, backward_of, check_params, is_same, is_tracer
-from lockstep.execution.rowwise.primitive_rules import ROW_DEPENDENT_PARAMS, RULES, sum_rule
 from lockstep.execution.rowwise.row_axes import (
+    EquationPair,
     Mixed,
     MixedRowsError,
     NeverTrue,
@@ -28,8 +27,13 @@ from lockstep.execution.rowwise.row_axes import (
     RowDependences,
     RowMean,
     RowSum,
+    backward_of,
+    check_params,
     common_dependence,
+    is_same,
+    is_tracer,
 )
+from lockstep.execution.rowwise.rules import ROW_DEPENDENT_PARAMS, RULES, sum_rule
 
 __all__ = ["Trace", "infer_dependences", "trace_for_rows"]
 

@@ -8,9 +8,8 @@ import keras
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
-from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
+from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, Found, ResumedRun
 from lockstep.fit.checkpointing.preemption import Preemption
-from lockstep.fit.checkpointing.train_position import Found, ResumedRun
 from lockstep.fit.hooks import FitContext, single_callback
 
 __all__ = ["CheckpointHook"]

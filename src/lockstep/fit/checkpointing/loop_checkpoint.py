@@ -10,11 +10,11 @@ import numpy as np
 from lockstep._errors import CheckpointError
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.snapshot import Snapshot
+from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import ProcessGroup
-from lockstep.data.iterator_state import capture_random_state, restore_random_state
+from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.model_state import copies_of
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint

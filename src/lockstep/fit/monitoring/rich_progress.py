@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.execution.train_functions import StepHook
-from lockstep.fit.monitoring.step_timer import Attachment, FitProgress, MonitorCallback, StepTimer, TimerReading
-from lockstep.fit.monitoring.throughput import NAMES
+from lockstep.fit.monitoring.step_timer import NAMES, Attachment, FitProgress, MonitorCallback, StepTimer, TimerReading
 
 __all__ = ["RichProgress"]
 

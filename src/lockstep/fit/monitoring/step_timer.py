@@ -1,4 +1,8 @@
-"""Times the training steps of one call of ``fit``: their time, their rows, and the wait for data; and the callbacks that read the timer.
+"""Time of steps and its parts, throughput, and model FLOPs utilization.
+
+A step is counted once, from shapes alone: Keras's own step for one device on the whole batch is traced and lowered, not compiled, and XLA adds up its
+operations (``jax.stages.Lowered.cost_analysis``). Operations that are repeated to save memory, or on several devices, thus count once, as in
+https://arxiv.org/abs/2204.02311, appendix B. Programs that XLA cannot analyze (library kernels and custom kernels) count as nothing.
 
 Steps run on the devices while the host starts the next ones, so the host cannot time a single step. It measures spans: from the first
 fetch after a pause to the next pause, when the devices have done all steps that were started. Validation, callbacks at the end of an
@@ -7,20 +11,127 @@ epoch and steps that are compiled are pauses. Within a span nothing waits for th
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import keras
 import numpy as np
+from jax.sharding import Mesh
 
-from lockstep._errors import ScopeError
-from lockstep.data.device_placement import PlacedRows
-from lockstep.execution.train_functions import StepHook
-from lockstep.fit.monitoring.flops import FlopCounter
+from lockstep._errors import OptionError, ScopeError, whole_number
+from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
+from lockstep.execution.executors import EagerExecutor
+from lockstep.execution.train_functions import StepFunctions, StepHook
 
-__all__ = ["Attachment", "FitProgress", "MonitorCallback", "StepTimer", "TimerReading"]
+__all__ = [
+    "NAMES",
+    "PEAKS",
+    "Attachment",
+    "FitProgress",
+    "FlopCounter",
+    "MonitorCallback",
+    "StepTimer",
+    "ThroughputMonitor",
+    "TimerReading",
+    "flops_of_step",
+    "numbers_of",
+    "peak_of",
+]
+
+
+# Floating-point operations a second of one device of JAX, dense, in the fastest format that training uses with 16 bits. The first that is part of
+# ``device_kind`` counts. NVIDIA: data sheets of the boards (https://www.nvidia.com/en-us/data-center/), without sparsity. TPU:
+# https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, halved for v2 and v3, of which JAX sees each core.
+PEAKS = {
+    "B200": 2.25e15,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "TPU v2": 22.5e12,
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6": 918e12,
+}
+
+
+def peak_of(device_kind: str) -> float | None:
+    """Return the peak floating-point operations a second of a device; None if unknown.
+
+    Example:
+        >>> peak_of("NVIDIA A100-SXM4-80GB"), peak_of("cpu")
+        (312000000000000.0, None)
+    """
+    words = f" {device_kind.replace('-', ' ')} "
+    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
+    """Return the floating-point operations of a training step; None if XLA cannot count them.
+
+    Args:
+        model: a compiled model.
+        state: of its training, or the shapes of one.
+        batch: as placed on the devices, or its shapes.
+    """
+    device = jax.local_devices()[0]
+    alone = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
+    executor = EagerExecutor(device)
+    step = StepFunctions(model, alone, executor, lambda sentence: None).build_step(executor, "train")
+    shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
+    found = jax.jit(step).lower(shapes, _shapes(batch)).cost_analysis()
+    flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
+    return float(flops) if flops > 0 else None
+
+
+class FlopCounter(StepHook):
+    """Counts the operations of the first training step, if a callback needs them.
+
+    Attributes:
+        is_wanted: whether they are to be counted.
+        per_row: operations of a step for each row of its batch; None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self.per_row: float | None = None
+        self._batch: Any = None
+
+    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
+        """See :class:`StepHook`."""
+        if self.is_wanted and kind == "train":
+            self._batch = _shapes(batch)
+
+    def on_step_end(self, model: keras.Model, kind: str, state: Any, logs: Any) -> None:
+        """See :class:`StepHook`."""
+        leaves = jax.tree.leaves(self._batch)
+        if self.is_wanted and kind == "train" and leaves:
+            self.is_wanted, flops = False, flops_of_step(model, state, self._batch)
+            self.per_row = flops / leaves[0].shape[0] if flops else None
+
+
+def _shapes(batch: Any) -> Any:
+    return jax.tree.map(_shape, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(value), value.dtype)
+
 
 _COMPILED = 2  # so many steps of a shape are compiled: the second gets its state from the first, in another form
 _OTHERS = {"test": "validation", "predict": "prediction"}
@@ -232,3 +343,103 @@ class MonitorCallback(keras.callbacks.Callback):
             ScopeError: the model does not belong to a strategy.
         """
         self.attachment  # noqa: B018  # raises
+
+
+NAMES = (
+    "throughput/samples_per_sec",
+    "throughput/device/samples_per_sec",
+    "time/step",
+    "time/data_wait",
+    "mfu",
+)
+
+
+def numbers_of(reading: TimerReading, devices: int) -> dict[str, float]:
+    """Return a reading by the names of the logs; NaN if no step was measured.
+
+    Example:
+        >>> numbers_of(TimerReading(steps=10, rows=640, seconds=2.0, waited=0.5), devices=2)["time/step"]
+        0.2
+    """
+    steps, rows, seconds, waited = reading
+    if not steps or seconds <= 0:
+        return dict.fromkeys(NAMES[:4], float("nan"))
+    values = (rows / seconds, rows / seconds / devices, seconds / steps, waited / steps)
+    return dict(zip(NAMES[:4], values, strict=True))
+
+
+class ThroughputMonitor(MonitorCallback):
+    """Adds throughput, step time and the wait for data to the logs of each epoch.
+
+    The logs, and with them the history and callbacks that write the logs (``keras.callbacks.CSVLogger``), get
+
+    - ``throughput/samples_per_sec``: rows of the global batch a second; ``throughput/device/samples_per_sec``: for each device;
+    - ``time/step``: seconds from step to step; ``time/data_wait``: seconds of that in which no step could run for lack of data;
+    - ``mfu``: model FLOPs utilization, the operations of the step as a share of the peak of the devices, if both are known.
+
+    All steps of the epoch count, except those that were compiled; validation does not. The values are NaN in an epoch without such steps. Each
+    worker measures its own steps. No step waits for the devices, and the order of the callbacks does not matter.
+
+    Args:
+        window: number of steps that :attr:`last` looks back.
+        peak_flops: floating-point operations a second that *one* device can do at most; by default those of the data sheet at 16 bits, for
+            known accelerators.
+
+    Raises:
+        OptionError: an argument is out of its range.
+
+    Example:
+        >>> import keras, lockstep, numpy as np
+        >>> with lockstep.MirroredStrategy(replicas=2).scope():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        >>> speed = lockstep.callbacks.ThroughputMonitor(peak_flops=1e12)
+        >>> history = model.fit(np.ones((40, 3)), np.ones((40, 1)), batch_size=8, verbose=0, callbacks=[speed])
+        >>> sorted(history.history)  # doctest: +NORMALIZE_WHITESPACE
+        ['loss', 'mfu', 'throughput/device/samples_per_sec', 'throughput/samples_per_sec', 'time/data_wait', 'time/step']
+        >>> 0 < speed.last["time/step"] < 60
+        True
+    """
+
+    def __init__(self, window: int = 100, peak_flops: float | None = None) -> None:
+        super().__init__()
+        self.window = whole_number("ThroughputMonitor: window", window)
+        if peak_flops is not None and not 0 < peak_flops < float("inf"):
+            raise OptionError(
+                f"ThroughputMonitor: peak_flops: expected operations a second of one device, such as 312e12, got {peak_flops!r}."
+            )
+        self.peak_flops = peak_flops
+        self._last: dict[str, float] = {}
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The numbers of the last ``window`` steps by the names of the logs; may be read at any time, also after ``fit``."""
+        if self._attachment is not None:
+            self._last = self._numbers(self._attachment.timer.recent)
+        return dict(self._last)
+
+    def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:
+        """See the base class."""
+        super().attach(attachment, arguments)
+        attachment.flop_counter.is_wanted |= self._peak(attachment) is not None
+
+    def detach(self) -> None:
+        """See the base class."""
+        self._last = dict(self.last)
+        super().detach()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add the numbers to the logs."""
+        if logs is not None:
+            logs.update(self._numbers(self.attachment.timer.of_epoch))
+
+    def _peak(self, attachment: Attachment) -> float | None:
+        return self.peak_flops or peak_of(attachment.devices[0].device_kind)
+
+    def _numbers(self, reading: TimerReading) -> dict[str, float]:
+        attachment = self.attachment
+        numbers = numbers_of(reading, len(attachment.devices))
+        peak, per_row = self._peak(attachment), attachment.flop_counter.per_row
+        if peak and per_row:
+            numbers["mfu"] = per_row * numbers["throughput/device/samples_per_sec"] / peak
+        return numbers

@@ -1,9 +1,13 @@
-"""RPC client of one server: a thread that sends one request after the other while the worker computes."""
+"""Messages between workers and servers, and the client that sends requests and repeats lost ones.
+
+The gradient of a whole variable travels as ``gradient/NAME``, one of some rows as ``indices/NAME`` and ``rows/NAME``; values as
+``value/NAME``, or as ``rows/NAME`` if ``indices/NAME`` were requested.
+"""
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,16 +15,16 @@ import numpy as np
 
 from lockstep._arrays import ArraySpec
 from lockstep._errors import ClusterError
+from lockstep._logging import WaitLogger, listed
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.handshake import (
     HandshakeError,
+    Peer,
     RetryableConnectError,
     introduce,
     wait_until_admitted,
 )
 from lockstep.distributed.control.handshake import connect as connect_to
-from lockstep.distributed.control.peer import Peer
-from lockstep.distributed.control.wait_logger import WaitLogger, listed
 from lockstep.parameter_server.variables.array_transport import (
     ArrayConnection,
     CheckRequest,
@@ -28,8 +32,171 @@ from lockstep.parameter_server.variables.array_transport import (
     Message,
     ProtocolError,
 )
+from lockstep.parameter_server.variables.sparse_rows import Gradient, SparseGradient
 
-__all__ = ["Response", "RpcClient", "connect"]
+__all__ = [
+    "GRADIENT",
+    "INDICES",
+    "ROWS",
+    "VALUE",
+    "Response",
+    "RpcClient",
+    "check_no_arrays",
+    "check_only_values",
+    "check_request",
+    "connect",
+    "decode_gradients",
+    "decode_row_request",
+    "encode_gradients",
+    "pull_response_check",
+    "read_whole_number",
+    "strip_prefixes",
+]
+
+
+GRADIENT, INDICES, ROWS, VALUE = "gradient/", "indices/", "rows/", "value/"
+_INDEX_DTYPE = "int32"
+_MOST_INDICES = 2**24  # Rows that one pull may name: 64 MB.
+
+
+def check_request(
+    message: Message, given: Sequence[ArraySpec], held: Sequence[ArraySpec], state: Sequence[ArraySpec]
+) -> None:
+    """Raise ProtocolError if the arrays of a request are not those that its kind needs.
+
+    Args:
+        message: from a worker.
+        given: arrays that follow it.
+        held: the variables of the server.
+        state: the optimizer's variables, which a ``fill`` may bring besides values.
+    """
+    names = {spec.name: spec for spec in given}
+    match message["kind"]:
+        case "push":
+            for spec in held:
+                _take_gradient(spec, names)
+        case "pull":
+            for spec in held:
+                _take_indices(spec, names, _MOST_INDICES)
+        case "fill":
+            for spec in (*held, *state):
+                found = names.pop(VALUE + spec.name, None)
+                if spec in held or found is not None:
+                    _check_spec(VALUE + spec.name, found, spec.shape, spec.dtype)
+    if names:
+        raise ProtocolError(f"{next(iter(names))!r} is not wanted in a {message['kind']!r}")
+
+
+def _take_gradient(spec: ArraySpec, names: dict[str, ArraySpec]) -> None:
+    if GRADIENT + spec.name in names:
+        _check_spec(GRADIENT + spec.name, names.pop(GRADIENT + spec.name), spec.shape, spec.dtype)
+        return
+    count = _take_indices(spec, names, spec.shape[0] if spec.shape else 0)
+    if count is None:
+        raise ProtocolError(f"a 'push' lacks the gradient of {spec.name!r}")
+    _check_spec(ROWS + spec.name, names.pop(ROWS + spec.name, None), (count, *spec.shape[1:]), spec.dtype)
+
+
+def _take_indices(spec: ArraySpec, names: dict[str, ArraySpec], most: int) -> int | None:
+    """Return how many rows of a variable are named, or None if the variable is not."""
+    found = names.pop(INDICES + spec.name, None)
+    if found is None:
+        return None
+    count = found.shape[0] if len(found.shape) == 1 else most + 1
+    if not spec.shape or count > most:
+        raise ProtocolError(f"{INDICES + spec.name!r} of shape {found.shape}: at most {most} rows can be named")
+    _check_spec(INDICES + spec.name, found, (count,), _INDEX_DTYPE)
+    return count
+
+
+def _check_spec(name: str, found: ArraySpec | None, shape: tuple[int, ...], dtype: str) -> None:
+    if found is None or (found.shape, found.dtype) != (shape, dtype):
+        got = "nothing" if found is None else f"{found.dtype} of shape {found.shape}"
+        raise ProtocolError(f"{name!r}: expected {dtype} of shape {shape}, got {got}")
+
+
+def encode_gradients(gradients: Mapping[str, Gradient]) -> dict[str, np.ndarray]:
+    """Return gradients as the arrays of a push."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, gradient in gradients.items():
+        if isinstance(gradient, SparseGradient):
+            arrays |= {INDICES + name: gradient.indices.astype(_INDEX_DTYPE), ROWS + name: gradient.values}
+        else:
+            arrays[GRADIENT + name] = gradient
+    return arrays
+
+
+def decode_gradients(arrays: Mapping[str, np.ndarray], held: Sequence[ArraySpec]) -> dict[str, Gradient]:
+    """Return the gradients of a push; raise ProtocolError if a row is outside its variable."""
+    found: dict[str, Gradient] = {}
+    for spec in held:
+        if GRADIENT + spec.name in arrays:
+            found[spec.name] = arrays[GRADIENT + spec.name]
+        else:
+            found[spec.name] = SparseGradient(_check_rows(spec, arrays[INDICES + spec.name]), arrays[ROWS + spec.name])
+    return found
+
+
+def decode_row_request(arrays: Mapping[str, np.ndarray], held: Sequence[ArraySpec]) -> dict[str, np.ndarray]:
+    """Return by variable the rows that a pull requests, if not all; raise ProtocolError if a row is outside its variable."""
+    return {spec.name: _check_rows(spec, arrays[INDICES + spec.name]) for spec in held if INDICES + spec.name in arrays}
+
+
+def _check_rows(spec: ArraySpec, indices: np.ndarray) -> np.ndarray:
+    if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < spec.shape[0]:
+        raise ProtocolError(
+            f"{spec.name!r} has {spec.shape[0]} rows, and one of {indices.min()} to {indices.max()} was named"
+        )
+    return indices
+
+
+def check_no_arrays(message: Message, given: Sequence[ArraySpec]) -> None:
+    """Raise ProtocolError if arrays follow a response."""
+    if given:
+        raise ProtocolError(f"arrays follow a {message['kind']!r}")
+
+
+def check_only_values(message: Message, given: Sequence[ArraySpec]) -> None:
+    """Raise ProtocolError if arrays other than values follow a response."""
+    unexpected = [spec.name for spec in given if not spec.name.startswith(VALUE)]
+    if unexpected:
+        raise ProtocolError(f"{unexpected[0]!r} is not wanted in a {message['kind']!r}")
+
+
+def pull_response_check(
+    requested: Mapping[str, np.ndarray], held: Sequence[ArraySpec]
+) -> Callable[[Message, tuple[ArraySpec, ...]], None]:
+    """Return a function that raises ProtocolError if the arrays of a pull's response are not those that were requested.
+
+    Args:
+        requested: the arrays of the request.
+        held: the variables of the server.
+    """
+    expected = []
+    for spec in held:
+        indices = requested.get(INDICES + spec.name)
+        shape = spec.shape if indices is None else (len(indices), *spec.shape[1:])
+        expected.append(ArraySpec((VALUE if indices is None else ROWS) + spec.name, shape, spec.dtype))
+
+    def check(message: Message, given: tuple[ArraySpec, ...]) -> None:
+        if given != tuple(expected):
+            raise ProtocolError("the arrays are not those that were requested")
+
+    return check
+
+
+def strip_prefixes(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of a response by the names of their variables."""
+    return {name.partition("/")[2]: array for name, array in arrays.items()}
+
+
+def read_whole_number(message: Message, name: str) -> int:
+    """Return a whole number of at least 0 from a message; raise ProtocolError if it is missing or something else."""
+    value = message.get(name)
+    if type(value) is int and value >= 0:
+        return value
+    raise ProtocolError(f"{name}: expected a whole number in a {message['kind']!r}, got {str(value)[:40]!r}")
+
 
 _RETRY_SECONDS = 0.1
 _MARGIN_SECONDS = 5.0  # For a response that was due at the end of the wait to arrive.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from lockstep._errors import whole_number
 
-__all__ = ["StalenessBound"]
+__all__ = ["CompletedIds", "StalenessBound"]
 
 
 class StalenessBound:
@@ -70,3 +70,53 @@ class StalenessBound:
             return []
         least = self._clocks[worker] - self.max_staleness
         return [name(other) for other, clock in self._clocks.items() if clock < least]
+
+
+class CompletedIds:
+    """Set of the completed ones of the numbers 0, 1, 2, …; small while they complete nearly in order.
+
+    Args:
+        below: all smaller numbers are complete from the beginning.
+
+    Attributes:
+        below: all smaller numbers are complete; this one is not.
+
+    Example:
+        >>> completed = CompletedIds()
+        >>> completed.add(0), completed.add(2), completed.add(2), completed.below, 2 in completed
+        (True, True, False, 1, True)
+        >>> completed.add(1), completed.below
+        (True, 3)
+        >>> completed.raise_to(7), completed.below, completed.add(6)
+        (None, 7, False)
+    """
+
+    def __init__(self, below: int = 0) -> None:
+        self.below = below
+        self._above: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.below or number in self._above
+
+    def __len__(self) -> int:
+        return self.below + len(self._above)
+
+    def raise_to(self, below: int) -> None:
+        """Mark all smaller numbers as complete, including those that were never added."""
+        if below > self.below:
+            self.below = below
+            self._above = {number for number in self._above if number >= below}
+            self._compact()
+
+    def add(self, number: int) -> bool:
+        """Mark a number as complete; return False if it already was."""
+        if number in self:
+            return False
+        self._above.add(number)
+        self._compact()
+        return True
+
+    def _compact(self) -> None:
+        while self.below in self._above:
+            self._above.remove(self.below)
+            self.below += 1

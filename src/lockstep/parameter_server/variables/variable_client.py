@@ -8,27 +8,29 @@ import numpy as np
 
 from lockstep._errors import ClusterError
 from lockstep._logging import log_info
-from lockstep.distributed.control.peer import Peer
+from lockstep.distributed.control.handshake import Peer
 from lockstep.parameter_server.variables.array_transport import CheckRequest, Message
-from lockstep.parameter_server.variables.messages import (
+from lockstep.parameter_server.variables.rpc_client import (
     INDICES,
     VALUE,
+    Response,
+    RpcClient,
     check_no_arrays,
     check_only_values,
+    connect,
     encode_gradients,
     pull_response_check,
     strip_prefixes,
 )
-from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, connect
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
-from lockstep.parameter_server.variables.sparse_gradients import Gradient, gradient_of_shard
+from lockstep.parameter_server.variables.sparse_rows import Gradient, gradient_of_shard
 
 __all__ = ["BatchPart", "PendingPush", "VariableClient"]
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Part of a global batch in synchronous training: see :class:`lockstep.parameter_server.variables.variable_service.SyncAggregator`.
+    """Part of a global batch in synchronous training: see :class:`lockstep.parameter_server.variables.variable_server.SyncAggregator`.
 
     Args:
         round: number of the update.

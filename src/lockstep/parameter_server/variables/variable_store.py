@@ -13,7 +13,7 @@ import numpy as np
 from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep.parameter_server.variables.sharding import variable_name
-from lockstep.parameter_server.variables.sparse_gradients import Gradient, SparseGradient, mean_gradient, pad_rows
+from lockstep.parameter_server.variables.sparse_rows import Gradient, SparseGradient, mean_gradient, pad_rows
 
 __all__ = ["OPTIMIZER", "InitialState", "Push", "VariableSnapshot", "VariableStore", "make_variable"]
 

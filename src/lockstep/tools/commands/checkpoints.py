@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError
-from lockstep.checkpoint.format import MANIFEST, Manifest, step_of, write_arrays
-from lockstep.checkpoint.reader import Loaded, describe, read
-from lockstep.checkpoint.snapshot import widened
+from lockstep.checkpoint.format import MANIFEST, Loaded, Manifest, describe, read, step_of, widened, write_arrays
 from lockstep.checkpoint.store import CheckpointStore
 
 __all__ = ["checkpoints_of", "export", "loaded_from", "table"]

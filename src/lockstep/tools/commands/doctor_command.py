@@ -16,16 +16,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep._keras import trainer
-from lockstep._keras.fit_interception import observe_compile
+from lockstep._keras.trainer import observe_compile
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.fit_entry import FitObserver, InputFactory, InputOptions, ProcessGroup
-from lockstep.doctor.connectivity import check_network, peers_of
-from lockstep.doctor.finding import Finding, Report
-from lockstep.doctor.fit_call import FitCall, RuntimeSettings, calling_location
-from lockstep.doctor.full_check import examine
-from lockstep.doctor.settings import doctor_enabled, set_doctor
+from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled, set_doctor
+from lockstep.doctor.checks import examine
+from lockstep.doctor.environment_checks import check_network, peers_of
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.strategies.diagnostics import Diagnostics, examine_fit

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from lockstep._errors import ClusterError
 from lockstep.cluster_resolver import resolve
-from lockstep.devices.cpu_devices import usable_cores
-from lockstep.devices.memory import first_line, host_memory
+from lockstep.devices.cpu_devices import first_line, host_memory, usable_cores
 from lockstep.launch.worker_environment import choose_allocator, glibc_version, library_folders, visible_gpus
 
 __all__ = ["describe_environment", "describe_machine"]

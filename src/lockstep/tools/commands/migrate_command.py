@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep._errors import LockstepError, OptionError
-from lockstep.doctor.finding import Report
+from lockstep.doctor.base import Report
 from lockstep.tools.commands.doctor_command import examine_script, to_standard_error
 from lockstep.tools.migrate.translate import Migration, migrate
 

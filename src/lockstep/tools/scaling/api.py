@@ -16,11 +16,10 @@ from typing import Any
 from lockstep._errors import OptionError
 from lockstep.tools.commands.env import describe_machine
 from lockstep.tools.scaling.html_report import page_of
-from lockstep.tools.scaling.report import Question, ReportData, outlook_of
 from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, settings_of
 from lockstep.tools.scaling.subprocess_runner import measure_all
 from lockstep.tools.scaling.table import recommend, table_of
-from lockstep.tools.scaling.terminal import progress_reporter, render
+from lockstep.tools.scaling.terminal import Question, ReportData, outlook_of, progress_reporter, render
 from lockstep.tools.scaling.workload import FunctionWorkload, Workload, build_and_fit, is_measuring, workload_of
 
 __all__ = ["ScalingReport", "check_writable", "report_of", "scale_script", "scaling_report"]

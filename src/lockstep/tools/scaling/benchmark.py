@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep._keras import trainer
 from lockstep.collectives import ALGORITHMS, CrossDeviceOps
 from lockstep.collectives.cost_model import FORMULAS
-from lockstep.data.wait_meter import WaitMeter, collect_meters
+from lockstep.data.prefetch import WaitMeter, collect_meters
 from lockstep.execution.train_functions import STATE
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy

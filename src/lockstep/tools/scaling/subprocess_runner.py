@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep._errors import LockstepError
 from lockstep.devices.cpu_devices import reserve_devices
-from lockstep.launch.reaper import die_with_parent
+from lockstep.launch.worker_process import die_with_parent
 from lockstep.strategies.setup import override_devices
 from lockstep.tools.scaling.benchmark import measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json, to_json

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TypeGuard
 
-from lockstep.tools.scaling.formatting import seconds
-from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingFailure, SettingResult
+from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingFailure, SettingResult, seconds
 
 __all__ = ["ScalingRow", "ScalingTable", "Shares", "choose", "recommend", "shares_of", "table_of", "value_at"]
 

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError
-from lockstep._keras import adapters
-from lockstep._keras.fit_interception import intercept_fit
+from lockstep._keras import trainer
+from lockstep._keras.trainer import intercept_fit
 from lockstep.data.sources import AdapterSource, InputSource, make_source
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 from lockstep.tools.scaling.results import Budget
@@ -323,7 +323,7 @@ def _validation_of(given: Any, data: Any) -> tuple[Any, list[str], Any]:
 
 
 def _unpack(data: Any) -> tuple[Any, Any, Any]:
-    found: tuple[Any, Any, Any] = adapters.unpack_x_y_sample_weight(data)
+    found: tuple[Any, Any, Any] = trainer.unpack_x_y_sample_weight(data)
     return found
 
 

@@ -1,0 +1,229 @@
+"""Functions that need no strategy object: ``get_strategy`` and its like, and losses averaged over the global batch."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep._errors import InputError, member_of
+from lockstep.collectives import AutoAllReduce
+from lockstep.collectives.base import ReduceOp
+from lockstep.custom_loops.per_replica import bools_as_integers, check_arrays, check_axis
+from lockstep.custom_loops.replica_context import (
+    ReplicaContext,
+    as_floating,
+    current_replica,
+    current_strategy,
+    in_context,
+)
+from lockstep.custom_loops.strategy_api import StrategyApi
+from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.fit_entry import InputOptions, ProcessGroup
+from lockstep.execution.train_functions import is_in_step
+
+__all__ = [
+    "compute_average_loss",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "scale_regularization_loss",
+]
+
+
+class _NoStrategy(StrategyApi):
+    """The default strategy of :func:`get_strategy`: one replica, on JAX's default device."""
+
+    _ops, _process_group, _input_options = AutoAllReduce(), ProcessGroup(), InputOptions()
+
+    @cached_property
+    def _placement(self) -> Placement:  # type: ignore[override]  # made on first use, as it starts JAX
+        return Placement(Mesh(np.asarray(jax.local_devices()[:1]), (DEVICE_AXIS,)), 1)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """One."""
+        return 1
+
+    def scope(self) -> AbstractContextManager["_NoStrategy"]:
+        """Changes nothing."""
+        return nullcontext(self)
+
+
+class _OnlyReplica(ReplicaContext):
+    """The context of code outside of strategies: every value already is the sum and the mean."""
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+        """Return ``value``; the mean of whole numbers is a floating-point number."""
+        op = member_of(ReduceOp, "all_reduce: reduce_op", reduce_op)
+        check_arrays("all_reduce", value)
+        return jax.tree.map(as_floating if op is ReduceOp.MEAN else bools_as_integers, value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Return ``value``."""
+        check_arrays("all_gather", value)
+        for leaf in jax.tree.leaves(value):
+            check_axis("all_gather", jnp.shape(leaf), axis)
+        return value
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Return the result of ``merge_fn``."""
+        with in_context(self.strategy, None):
+            return merge_fn(self.strategy, *args, **(kwargs or {}))
+
+
+_none = _NoStrategy()
+
+
+def get_strategy() -> Any:
+    """Return the current strategy, as in ``tf.distribute``.
+
+    Returns:
+        The strategy whose scope is open or whose replica runs; else a default strategy with one replica.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.get_strategy().num_replicas_in_sync
+        1
+    """
+    return current_strategy() or _none
+
+
+def has_strategy() -> bool:
+    """Whether there is a current strategy.
+
+    Returns:
+        True if a scope is open or a replica runs.
+
+    Example:
+        >>> import lockstep
+        >>> with lockstep.MirroredStrategy(["cpu:0"]).scope():
+        ...     lockstep.has_strategy()
+        True
+    """
+    return current_strategy() not in (None, _none)
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the calling code works for all replicas at once.
+
+    Returns:
+        True in a scope or a merge call, False in a replica.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.in_cross_replica_context()
+        False
+    """
+    return current_strategy() is not None and current_replica() is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the context of the replica that runs.
+
+    Returns:
+        The context; None in a scope or a merge call; outside of strategies, the context of a single replica.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.get_replica_context().num_replicas_in_sync
+        1
+    """
+    if in_cross_replica_context():
+        return None
+    return current_replica() or _OnlyReplica(_none, 0, lambda shape: [shape])
+
+
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
+    """Return this replica's share of the average over the global batch: ``tf.nn.compute_average_loss``.
+
+    In code that ``fit`` calls, such as a compiled loss or ``call`` of a layer, the result is that of one device: the losses are those of
+    all rows, or are averaged over the replicas.
+
+    Args:
+        per_example_loss: losses of this replica's rows, ``(rows, …)``.
+        sample_weight: their weights: one number, one for each row, or one for each loss; an axis of length 1 at the end is
+            ignored.
+        global_batch_size: rows of all replicas. By default the rows of this replica times the number of replicas, which is
+            right only if all replicas have the same number.
+
+    Returns:
+        Their sum divided by ``global_batch_size``, ``()``; 0 if there are no rows. The sum over the replicas is the average.
+
+    Raises:
+        InputError: ``per_example_loss`` has no axis of rows, ``sample_weight`` has another shape, or ``global_batch_size`` is not a
+            positive whole number.
+
+    Example:
+        >>> import jax.numpy as jnp, lockstep
+        >>> float(lockstep.compute_average_loss(jnp.asarray([1.0, 3.0]), global_batch_size=8))
+        0.5
+    """
+    losses = jnp.asarray(per_example_loss)
+    if losses.ndim == 0:
+        raise InputError(
+            "compute_average_loss: expected a loss for each row, got one number. Fix: make the loss with reduction=None."
+        )
+    if sample_weight is not None:
+        losses = as_floating(losses)
+        losses = losses * _weights_of(losses.shape, jnp.asarray(sample_weight, losses.dtype))
+    if global_batch_size is not None:
+        _check_rows(global_batch_size)
+    return losses.sum() / (max(1, losses.shape[0]) * _replicas() if global_batch_size is None else global_batch_size)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+    """Return this replica's share of a loss that does not depend on rows: ``tf.nn.scale_regularization_loss``.
+
+    In code that ``fit`` calls it is the whole loss.
+
+    Args:
+        regularization_loss: arrays, or a list of them, such as ``model.losses``.
+
+    Returns:
+        Their sum divided by the number of replicas, ``()``.
+
+    Raises:
+        InputError: one of them is not an array.
+
+    Example:
+        >>> import lockstep
+        >>> float(lockstep.scale_regularization_loss([1.0, 2.0]))
+        3.0
+    """
+    check_arrays("scale_regularization_loss", regularization_loss)
+    total = sum((jnp.sum(jnp.asarray(loss)) for loss in jax.tree.leaves(regularization_loss)), start=jnp.zeros(()))
+    return total / _replicas()
+
+
+def _weights_of(shape: tuple[int, ...], weights: jax.Array) -> jax.Array:
+    """Return weights with as many axes as the losses."""
+    if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    if weights.shape != shape[: weights.ndim]:
+        raise InputError(
+            f"compute_average_loss: sample_weight has the shape {weights.shape}, and the losses have {shape}. Fix: pass one weight for each "
+            "row, or for each loss."
+        )
+    return weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
+
+
+def _check_rows(number: Any) -> None:
+    is_number = isinstance(number, int | np.integer | np.ndarray | jax.Array) and not isinstance(number, bool)
+    is_whole = is_number and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), jnp.integer)
+    if not is_whole or (not isinstance(number, jax.core.Tracer) and int(number) < 1):
+        raise InputError(
+            f"compute_average_loss: expected global_batch_size as a whole number of rows, 1 or more, got {number!r}. "
+            "Fix: count the rows of all replicas."
+        )
+
+
+def _replicas() -> int:
+    """Return the number of shares of a loss."""
+    strategy = current_strategy() if current_replica() or not is_in_step() else None
+    return int(strategy.num_replicas_in_sync) if strategy else 1

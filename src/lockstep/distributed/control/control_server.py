@@ -1,0 +1,430 @@
+"""The chief's side of the control channel: it admits workers, answers their collective calls, and detects failures.
+
+It runs in a thread of the chief's process. The chief's own control client is connected to it like those of all workers.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep._errors import OptionError
+from lockstep._logging import listed
+from lockstep.distributed.cluster import exit_codes
+from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.admission import Admission, JoinRejection
+from lockstep.distributed.control.event_loop import EventLoop
+from lockstep.distributed.control.failure_detector import (
+    HEARTBEAT_SECONDS,
+    MAY_TAKE_LONG,
+    START,
+    Failure,
+    FailureKind,
+    Limits,
+    SuspendDetector,
+    WorkerStatus,
+    find_cause,
+    find_failure,
+    find_overdue,
+    make_failure,
+)
+from lockstep.distributed.control.handshake import HandshakeServer, Peer, refusal
+from lockstep.distributed.control.transport import MAX_BYTES, FramedSocket, encode
+
+__all__ = [
+    "BARRIER",
+    "BROADCAST",
+    "GATHER",
+    "LEAVE",
+    "LINGER_SECONDS",
+    "CollectiveReply",
+    "Coordinator",
+    "PendingCollectives",
+]
+
+
+GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"
+
+
+@dataclass(frozen=True)
+class CollectiveReply:
+    """The result of a collective call for some workers.
+
+    Args:
+        to: the workers.
+        channel: of the call.
+        values: the result; empty after an error.
+        error: why there is none.
+    """
+
+    to: tuple[int, ...]
+    channel: str
+    values: list[Any] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass
+class _PendingCollective:
+    """The n-th call on a channel, which not all workers have made yet."""
+
+    channel: str
+    first: int
+    call: tuple[str, str]  # Operation and topic.
+    values: dict[int, Any] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)  # Workers that have called and have no result yet.
+    error: str | None = None
+
+
+class PendingCollectives:
+    """All collective calls that are under way.
+
+    Args:
+        workers: number of workers that make each call.
+
+    Example:
+        >>> calls = PendingCollectives(2)
+        >>> calls.put(0, "main", 0, "gather", "rows", 7)
+        []
+        >>> calls.put(1, "main", 0, "gather", "rows", 9)
+        [CollectiveReply(to=(0, 1), channel='main', values=[7, 9], error=None)]
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._calls: dict[tuple[str, int], _PendingCollective] = {}
+        self._left: dict[int, str] = {}
+
+    def put(
+        self, worker: int, channel: str, number: int, operation: str, topic: str, value: Any
+    ) -> list[CollectiveReply]:
+        """Add a worker's call ``number`` on a channel; returns the results that are complete."""
+        pending = self._calls.setdefault((channel, number), _PendingCollective(channel, worker, (operation, topic)))
+        pending.values[worker] = value
+        pending.waiting.add(worker)
+        if (operation, topic) != pending.call and pending.error is None:
+            pending.error = (
+                f"worker {pending.first} is at {_named(*pending.call)} where worker {worker} is at {_named(operation, topic)} "
+                f"(call {number + 1} on channel {channel!r}): all workers must make the same calls in the same order."
+            )
+        if len(pending.values) == self._workers:
+            del self._calls[channel, number]
+        return self._complete([pending])
+
+    def leave(self, worker: int, name: str) -> list[CollectiveReply]:
+        """Note that a worker will make no more calls; returns the errors for those that wait for it."""
+        self._left[worker] = name
+        return self._complete(self._calls.values())
+
+    def abandon(self, worker: int, channel: str) -> None:
+        """Note that a worker waits no longer on a channel, and will make no more calls there."""
+        for key, pending in list(self._calls.items()):
+            if pending.channel == channel:
+                pending.waiting.discard(worker)
+                if not pending.waiting:
+                    del self._calls[key]
+
+    def missing(self, worker: int) -> dict[str, list[int]]:
+        """Return the workers that have not called, for each channel on which ``worker`` waits."""
+        return {
+            pending.channel: [other for other in range(self._workers) if other not in pending.values]
+            for pending in self._calls.values()
+            if worker in pending.waiting
+        }
+
+    def _complete(self, calls: Iterable[_PendingCollective]) -> list[CollectiveReply]:
+        replies = []
+        for pending in calls:
+            gone = [name for worker, name in self._left.items() if worker not in pending.values]
+            if gone and pending.error is None:
+                pending.error = (
+                    f"{listed(gone)} came to the end before {_named(*pending.call)}, where others wait: all workers must make the same "
+                    "calls, such as fit and evaluate, in the same order."
+                )
+            if pending.error is not None or len(pending.values) == self._workers:
+                values = [] if pending.error else _values_of(pending)
+                replies.append(CollectiveReply(tuple(sorted(pending.waiting)), pending.channel, values, pending.error))
+                pending.waiting.clear()
+        return [reply for reply in replies if reply.to]
+
+
+def _values_of(pending: _PendingCollective) -> list[Any]:
+    operation, _ = pending.call
+    if operation == BARRIER:
+        return []
+    return [pending.values[worker] for worker in sorted(pending.values)][: 1 if operation == BROADCAST else None]
+
+
+def _named(operation: str, topic: str) -> str:
+    return f"{operation} {topic!r}"
+
+
+LEAVE = "leave"  # Names the chief's wait for the ends of the other workers, as channels name the waits of calls.
+
+LINGER_SECONDS = 5.0  # For workers that come after the start has failed, so that they learn why.
+_SETTLE_SECONDS = 0.25  # After an exception: it may result from a death that is noticed a moment later.
+
+
+@dataclass
+class _WorkerRecord:
+    """A worker that has joined, and its last heartbeat."""
+
+    connection: FramedSocket
+    peer: Peer
+    heard: float
+    since: float
+    step: int = 0
+    activity: str = START
+    left: bool = False  # It said goodbye.
+    failed: bool = False  # It said that its program failed.
+    closed: bool = False  # Its connection has ended.
+    metadata: Mapping[str, float] = field(default_factory=dict)  # Numbers that it reports about itself.
+
+
+class Coordinator:
+    """Serves the control channel of one job.
+
+    Args:
+        group: the workers.
+        chief: this process.
+        listener: accepts the connections of the other workers; None for a job of one worker.
+        secret: that the workers must know.
+        limits: of waits.
+        log: takes lines.
+        clock: gives seconds, and is not set back.
+
+    Attributes:
+        connection: the other end of the connection to the chief's own control client.
+        rejection_sent: is set when all workers know why the job cannot start, or have not come in time to be told.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        chief: Peer,
+        listener: socket.socket | None,
+        secret: bytes | None,
+        limits: Limits,
+        log: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._group, self._limits, self._clock = group, limits, clock
+        self._deadline = clock() + limits.start_timeout
+        self._loop = EventLoop("lockstep-chief", clock)
+        self._admission = Admission(group, chief)
+        self._handshakes = HandshakeServer(self._loop, chief, secret, self._on_peer, log)
+        self._collectives = PendingCollectives(group.workers)
+        self._handlers = {
+            "heartbeat": self._on_heartbeat,
+            "call": self._on_call,
+            "abandon": self._on_abandon,
+            "overdue": self._on_overdue,
+            "fail": self._on_fail,
+            "leave": self._on_leave,
+        }
+        self._suspends = SuspendDetector(clock)
+        self._workers: dict[int, _WorkerRecord] = {}
+        self._started = False
+        self._rejection: JoinRejection | None = None
+        self._informed: set[int] = set()
+        self._to_inform = 0
+        self._failure: Failure | None = None
+        self.rejection_sent = threading.Event()
+        here, there = socket.socketpair()
+        self.connection = FramedSocket(there)
+        self._add_worker(FramedSocket(here), chief)
+        if listener is not None:
+            self._loop.listen(listener, self._handshakes.accept)
+        self._loop.later(0.0, self._tick)
+        self._loop.start()
+
+    def stop(self) -> None:
+        """Close all connections and end the thread."""
+        self._loop.stop()
+
+    def heartbeats(self) -> list[WorkerStatus]:
+        """Return what is known of all workers that have joined, in order; may be called from any thread."""
+        return [self._status(worker) for _, worker in sorted(self._workers.items())]
+
+    # Joining.
+
+    def _on_peer(self, connection: FramedSocket, peer: Peer) -> None:
+        rejection = self._rejection or self._admission.validate(peer)
+        if rejection is None:
+            self._add_worker(connection, peer)
+            return
+        if rejection.everyone and self._rejection is None:
+            self._cancel_start(rejection, max(peer.workers, self._group.workers))
+        connection.send(encode(_refusal(rejection)))
+        self._loop.remove(connection)
+        self._note_informed(peer.index)
+
+    def _add_worker(self, connection: FramedSocket, peer: Peer) -> None:
+        now = self._clock()
+        self._workers[peer.index] = worker = _WorkerRecord(connection, peer, heard=now, since=now)
+        self._admission.peers[peer.index] = peer
+        connection.set_limit(MAX_BYTES)
+        self._loop.add(connection, lambda _, message: self._received(worker, message), lambda _: self._closed(worker))
+        if self._admission.is_complete:
+            self._loop.call(self._start)
+
+    def _start(self) -> None:
+        if self._rejection is not None:
+            return  # A worker's connection has closed at the same moment.
+        self._started = True
+        for worker in self._workers.values():
+            worker.heard = worker.since = self._clock()
+        shared = ("index", "host", "pid", "address", "information")
+        peers = [{name: vars(worker.peer)[name] for name in shared} for _, worker in sorted(self._workers.items())]
+        self._send_all({"kind": "welcome", "peers": peers})
+
+    def _cancel_start(self, rejection: JoinRejection, to_inform: int) -> None:
+        """Reject all workers that are here and, for a while, those that still come: ``to_inform`` in all."""
+        self._rejection, self._to_inform = rejection, to_inform
+        self._send_all(_refusal(rejection))
+        self._loop.later(LINGER_SECONDS, self.rejection_sent.set)
+        self._note_informed(*self._workers)
+
+    def _note_informed(self, *indices: int) -> None:
+        self._informed.update(indices)
+        if self._rejection is not None and len(self._informed) >= self._to_inform:
+            self.rejection_sent.set()
+
+    def _missing_at_start(self) -> JoinRejection:
+        reasons = self._handshakes.rejections.reasons
+        rejected = "".join(f" {address} was turned away: {reason}." for reason, address in reasons.items())
+        missing = self._admission.missing()
+        return JoinRejection(
+            f"{listed(missing)} did not join within {self._limits.start_timeout:g} s: {'are they' if missing[1:] else 'is it'} "
+            f"started, and can {self._group.coordinator} be reached from there?{rejected}",
+            exit_code=exit_codes.PEER_LOST,
+        )
+
+    # Messages of the workers.
+
+    def _received(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
+        worker.heard = self._clock()
+        try:
+            if self._started and message["kind"] in self._handlers:
+                self._handlers[message["kind"]](worker, message)
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+            worker.connection.ended = f"it sent a {message['kind']!r} that cannot be read ({error!r})"
+
+    def _on_heartbeat(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
+        worker.step, worker.activity = int(message["step"]), str(message["activity"])
+        worker.since = worker.heard - float(message["seconds"])
+        metadata = message.get("metadata", worker.metadata)
+        worker.metadata = {str(name): float(value) for name, value in metadata.items()}
+
+    def _on_call(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
+        call = [message[name] for name in ("channel", "number", "operation", "topic", "value")]
+        self._reply(self._collectives.put(worker.peer.index, *call))
+
+    def _on_overdue(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
+        missing = self._collectives.missing(worker.peer.index).get(message["channel"])
+        if self._suspends.tick() - self._suspends.since < float(message["seconds"]):
+            return  # This process was suspended meanwhile, and may be the one that is waited for: it reports no failure.
+        if missing:  # Else they have come in this moment.
+            what = f"{message['what']} for {float(message['seconds']):.0f} s"
+            statuses = [self._status(self._workers[index]) for index in missing]
+            self._declare(find_overdue(self._clock(), statuses, worker.peer, what))
+
+    def _on_abandon(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
+        self._collectives.abandon(worker.peer.index, message["channel"])
+
+    def _on_fail(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
+        worker.failed = True
+        found = make_failure(FailureKind.FAILED, worker.peer, f"failed: {message['summary']}")
+        self._loop.later(_SETTLE_SECONDS, lambda: self._declare(found))
+
+    def _on_leave(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
+        worker.left = True
+        self._send_all({"kind": "departed", "worker": worker.peer.index})
+        self._reply(self._collectives.leave(worker.peer.index, str(worker.peer)))
+        if worker.peer.index:
+            worker.connection.send(encode({"kind": "noted"}))
+        self._release_chief()
+
+    def _closed(self, worker: _WorkerRecord) -> None:
+        worker.closed = True
+        if not self._started:
+            sentence = f"{worker.peer} went away before all workers had joined: {worker.connection.ended}."
+            if self._rejection is None:
+                rejection = JoinRejection(sentence, everyone=True, exit_code=exit_codes.PEER_LOST)
+                self._cancel_start(rejection, self._group.workers)
+        elif not worker.left and not worker.failed:
+            what = f"died: {worker.connection.ended} without a goodbye, last {self._status(worker).doing}."
+            self._declare(make_failure(FailureKind.DIED, worker.peer, what))
+        self._release_chief()
+
+    # Messages to the workers.
+
+    def _tick(self) -> None:
+        now = self._suspends.tick()
+        if self._started and self._failure is None:
+            found = find_failure(now, self.heartbeats(), self._limits)
+            if found is not None:
+                self._declare(found)
+        if not self._started and self._rejection is None and now > self._deadline:
+            self._cancel_start(self._missing_at_start(), 0)
+        for index, worker in self._workers.items():
+            if not worker.closed:
+                worker.connection.send(encode({"kind": "heartbeat", "missing": self._missing(index)}))
+        self._loop.later(HEARTBEAT_SECONDS, self._tick)
+
+    def _missing(self, index: int) -> dict[str, Any]:
+        """For each channel on which a worker waits, the missing workers, and whether one of them may take long."""
+        if not self._started:
+            return {START: {"names": self._admission.missing(), "long": False}}
+        waits = self._collectives.missing(index)
+        if self._workers[index].left:
+            waits[LEAVE] = [other for other, worker in self._workers.items() if not (worker.left or worker.closed)]
+        return {
+            channel: self._described([self._workers[other] for other in missing]) for channel, missing in waits.items()
+        }
+
+    def _described(self, workers: list[_WorkerRecord]) -> dict[str, Any]:
+        names = [f"{worker.peer}, {self._status(worker).doing}" for worker in workers]
+        return {"names": names, "long": any(worker.activity in MAY_TAKE_LONG for worker in workers)}
+
+    def _status(self, worker: _WorkerRecord) -> WorkerStatus:
+        heard, since = max(worker.heard, self._suspends.since), max(worker.since, self._suspends.since)
+        return WorkerStatus(worker.peer, heard, worker.step, worker.activity, since, worker.left, worker.metadata)
+
+    def _declare(self, found: Failure) -> None:
+        """Report the job's first failure to all workers, last to this process, which may end at once."""
+        if self._failure is None:
+            self._failure = find_cause(self._clock(), found, self.heartbeats())
+            self._send_all({"kind": "failure", "failure": self._failure.as_message()})
+            self._release_chief()
+
+    def _reply(self, replies: list[CollectiveReply]) -> None:
+        for reply in replies:
+            frame = _result(reply)
+            for index in reply.to:
+                self._workers[index].connection.send(frame)
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        frame = encode(message)
+        for _, worker in sorted(self._workers.items(), reverse=True):
+            if not worker.closed and not (worker.left and message["kind"] == "failure"):
+                worker.connection.send(frame)
+
+    def _release_chief(self) -> None:
+        """Confirm the chief's own goodbye when it need not stay for the other workers any more."""
+        others = [worker for index, worker in self._workers.items() if index]
+        if self._workers[0].left and (self._failure is not None or all(x.left or x.closed for x in others)):
+            self._workers[0].connection.send(encode({"kind": "noted"}))
+
+
+def _refusal(rejection: JoinRejection) -> dict[str, Any]:
+    return refusal(rejection.sentence, again=rejection.again, exit_code=rejection.exit_code)
+
+
+def _result(reply: CollectiveReply) -> bytes:
+    message = {"kind": "result", "channel": reply.channel, "values": reply.values, "error": reply.error}
+    try:
+        return encode(message)
+    except OptionError as error:  # Each value was small enough, all together are not.
+        return encode(message | {"values": [], "error": f"The values of all workers do not fit. {error}"})

@@ -1,0 +1,259 @@
+"""What all checks share: a finding, the call of ``fit`` that is checked, and the switch of the checks."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from inspect import currentframe
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from lockstep.data.fit_entry import InputOptions
+
+__all__ = [
+    "ROWS",
+    "VARIABLE",
+    "Finding",
+    "FitCall",
+    "Report",
+    "RuntimeSettings",
+    "array_in_memory",
+    "calling_location",
+    "doctor_enabled",
+    "sample_rows",
+    "sampling_stride",
+    "set_doctor",
+]
+
+
+VARIABLE = "LOCKSTEP_DOCTOR"  # "0" switches it off
+
+
+@dataclass
+class _DoctorSetting:
+    enabled: bool = True
+
+
+_setting = _DoctorSetting()  # of the process; only set_doctor changes it
+
+
+def set_doctor(enabled: bool = True) -> None:
+    """Switch the checks at ``fit`` on or off. By default each ``fit`` of a strategy's model checks loss, labels and batch, and logs findings.
+
+    ``LOCKSTEP_DOCTOR=0`` in the environment switches them off as well. ``docs/doctor.md`` lists all findings.
+
+    Args:
+        enabled: False: no checks.
+
+    Example:
+        >>> import lockstep
+        >>> lockstep.config.set_doctor(False)
+        >>> lockstep.config.set_doctor(True)
+    """
+    _setting.enabled = bool(enabled)
+
+
+def doctor_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether calls of ``fit`` are checked."""
+    return _setting.enabled and environ.get(VARIABLE) != "0"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake in a program, or something that makes it slow.
+
+    Args:
+        name: short and stable, for example ``softmax-from-logits``.
+        what: the observation.
+        where: layer, variable, argument or file; "" for the whole program.
+        why: why it matters.
+        cure: the remedy.
+
+    Example:
+        >>> from lockstep.doctor.base import Finding
+        >>> print(Finding("small-batch", "a batch of 2 rows on 3 replicas", "fit", "one is idle", "Use 3 or more").line)
+        small-batch: a batch of 2 rows on 3 replicas (fit): one is idle. Use 3 or more
+    """
+
+    name: str
+    what: str
+    where: str
+    why: str
+    cure: str
+
+    @property
+    def line(self) -> str:
+        """The finding in one line, without a full stop."""
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.name}: {self.what}{where}: {self.why}. {self.cure}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.what}\n  where  {self.where or 'the whole'}\n  why    {self.why}\n  cure   {self.cure}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of all checks.
+
+    Args:
+        findings: in the order of the checks.
+        looked_at: what was checked, one line each.
+        left_out: what could not be checked, and why.
+
+    Example:
+        >>> from lockstep.doctor.base import Report
+        >>> print(Report((), ("the loss",)))
+        no findings
+        looked at:
+          the loss
+    """
+
+    findings: tuple[Finding, ...]
+    looked_at: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values.
+
+        Returns:
+            ``findings``, ``looked_at`` and ``left_out``.
+        """
+        found = [asdict(finding) for finding in self.findings]
+        return {"findings": found, "looked_at": list(self.looked_at), "left_out": list(self.left_out)}
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    def __str__(self) -> str:
+        count = len(self.findings)
+        head = "no findings" if not count else f"{count} finding{'s' * (count > 1)}"
+        blocks = [head, *(f"\n{finding}" for finding in self.findings)]
+        blocks += [("\n" if count else "") + "looked at:", *(f"  {line}" for line in self.looked_at)]
+        return "\n".join([*blocks, *_listed("left out:", self.left_out)])
+
+
+def _listed(head: str, lines: Sequence[str]) -> list[str]:
+    return [head, *(f"  {line}" for line in lines)] if lines else []
+
+
+ROWS = 32  # Keras's default batch size
+_PACKAGES = (*(str(Path(module.__file__ or "").parent) for module in (keras, jax)), str(Path(__file__).parents[1]))
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """Settings of the run.
+
+    Args:
+        replicas: number of replicas.
+        devices: devices of all processes.
+        processes: number of processes that train in step.
+        input_options: of the strategy.
+        has_strategy: False for plain Keras on one device.
+    """
+
+    replicas: int = 1
+    devices: tuple[jax.Device, ...] = ()
+    processes: int = 1
+    input_options: InputOptions = field(default_factory=InputOptions)
+    has_strategy: bool = True
+
+
+@dataclass(frozen=True)
+class FitCall:
+    """A call of ``fit``.
+
+    Args:
+        model: compiled.
+        x: as given.
+        y: as given, or None.
+        sample_weight: as given, or None.
+        arguments: other arguments, by name.
+        settings: of the run.
+        fit_at: ``file:line`` of the call, "" if unknown.
+        compiled_at: ``file:line`` of ``compile``, likewise.
+        max_values: limit for the values of an array that are checked.
+        rows_read: rows of the batch that was read; None if none was read.
+    """
+
+    model: keras.Model
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    settings: RuntimeSettings = field(default_factory=RuntimeSettings)
+    fit_at: str = ""
+    compiled_at: str = ""
+    max_values: int = 1_000_000
+    rows_read: int | None = None
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of a batch; None if unknown before a batch is read."""
+        if self.rows_read is not None:
+            return self.rows_read
+        lengths = [
+            len(leaf) for leaf in keras.tree.flatten(self.x) if array_in_memory(leaf) is not None and np.ndim(leaf)
+        ]
+        return min(self.arguments.get("batch_size") or ROWS, lengths[0]) if lengths else None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the data are a batch that was read from an input."""
+        return self.rows_read is not None
+
+    @property
+    def at_fit(self) -> str:
+        """Location of the call of fit, for messages."""
+        return f"fit at {self.fit_at}" if self.fit_at else "fit"
+
+    @property
+    def at_compile(self) -> str:
+        """Location of the call of compile, for messages; that of fit if unknown."""
+        return f"compiled at {self.compiled_at}" if self.compiled_at else self.at_fit
+
+
+def calling_location() -> str:
+    """Return ``file:line`` of the innermost caller outside of Lockstep, Keras and JAX; "" if there is none."""
+    frame = currentframe()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((*_PACKAGES, "<frozen")) and Path(path).name not in ("contextlib.py", "functools.py"):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def array_in_memory(leaf: Any) -> Any:
+    """Return an array in memory, also of a pandas table; None for any other input."""
+    if isinstance(leaf, (np.ndarray, jax.Array)):
+        return leaf
+    return np.asarray(leaf) if type(leaf).__module__.partition(".")[0] == "pandas" else None
+
+
+def sample_rows(array: Any, max_values: int) -> tuple[np.ndarray, str]:
+    """Return evenly spread rows of an array with at most ``max_values`` values in all, and a text that says which.
+
+    Example:
+        >>> import numpy as np
+        >>> found, which_rows = sample_rows(np.zeros((1000, 10)), 2000)
+        >>> len(found), which_rows
+        (200, '200 of 1,000 rows, evenly spread')
+    """
+    every = sampling_stride(array, max_values)
+    found = np.asarray(array[::every])
+    return (
+        found,
+        f"all {len(array):,} rows" if every == 1 else f"{len(found):,} of {len(array):,} rows, evenly spread",
+    )
+
+
+def sampling_stride(array: Any, max_values: int) -> int:
+    """Return the distance between the rows that are checked."""
+    width = max(1, int(np.prod(np.shape(array)[1:])))
+    return max(1, -(-len(array) * width // max_values))

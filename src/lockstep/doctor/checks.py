@@ -1,0 +1,215 @@
+"""The lists of checks: those of each ``fit``, and all of them for ``lockstep doctor`` and ``self_check``."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+
+from lockstep._errors import ModelError
+from lockstep.data.fit_entry import FitObserver, InputFactory
+from lockstep.distributed.control.failure_detector import summary_of
+from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled
+from lockstep.doctor.data_checks import (
+    FitRecord,
+    ProbedBatches,
+    check_cached_order,
+    check_changed_batch,
+    check_few_rows,
+    check_finite_inputs,
+    check_input_speed,
+    check_normalization,
+    check_tf_data_order,
+    fit_record,
+    learning_rate_of,
+    measure_steps,
+    read_batches,
+    waiting_share,
+)
+from lockstep.doctor.environment_checks import (
+    bytes_of_data,
+    check_allocator,
+    check_cores,
+    check_memory,
+    check_thread_pool_size,
+    check_versions,
+    minimum_bytes,
+)
+from lockstep.doctor.loss_checks import (
+    check_finite_labels,
+    check_label_format,
+    check_label_range,
+    check_logits,
+    check_loss_scale,
+)
+from lockstep.execution.train_functions import StepFunctions
+
+__all__ = ["BATCH_CHECKS", "CALL_CHECKS", "FitChecks", "examine", "run_checks", "with_batch"]
+
+
+Check = Callable[[FitCall], Iterable[Finding]]
+
+# Checks of the data, in the order of the findings: wrong results before slow ones. If the data are not in memory, they get the
+# first batch. A check must cost little and change nothing.
+BATCH_CHECKS: tuple[Check, ...] = (
+    check_label_format,  # First, as Keras raises an error about shapes in this case.
+    check_finite_labels,  # NaN reaches all weights in one step.
+    check_finite_inputs,
+    check_label_range,
+    check_few_rows,
+    check_normalization,
+)
+
+# Checks of the call alone.
+CALL_CHECKS: tuple[Check, ...] = (
+    check_logits,  # First: wrong in every step, without an error.
+    check_loss_scale,
+    check_tf_data_order,
+    check_cached_order,
+)
+
+
+def run_checks(call: FitCall, checks: Iterable[Check]) -> list[Finding]:
+    """Return the findings of the checks, in their order."""
+    return [finding for check in checks for finding in check(call)]
+
+
+class FitChecks(FitObserver):
+    """Checks each call of ``fit`` and logs each finding once for a model; compiles nothing and reads a bounded number of values.
+
+    Args:
+        settings: of the run.
+        log: is called with a model and a sentence.
+    """
+
+    def __init__(self, settings: RuntimeSettings, log: Callable[[keras.Model, str], None]) -> None:
+        self._settings, self._log = settings, log
+        self._records: WeakKeyDictionary[keras.Model, FitRecord] = WeakKeyDictionary()  # of the latest calls
+        self._logged: WeakKeyDictionary[keras.Model, set[str]] = WeakKeyDictionary()  # names of findings
+
+    def observe_fit(
+        self, model: keras.Model, data: tuple[Any, Any, Any], arguments: dict[str, Any]
+    ) -> Callable[[Any], None] | None:
+        """See the base class."""
+        if not doctor_enabled():
+            return None
+        call = FitCall(model, *data, arguments, self._settings, calling_location())
+        self._check(call, lambda: run_checks(call, CALL_CHECKS))
+        rate = learning_rate_of(call)
+        if call.rows is not None:
+            self._check_data(call, rate)
+            return None
+        return lambda batch: self._check_data(with_batch(call, batch), rate)
+
+    def _check_data(self, call: FitCall, rate: float | None) -> None:
+        now, earlier = fit_record(call, rate), self._records.get(call.model)
+        changed = check_changed_batch(now, earlier, call.at_fit)
+        self._check(call, lambda: [*run_checks(call, BATCH_CHECKS), *changed])
+        if now:
+            self._records[call.model] = now
+
+    def _check(self, call: FitCall, find: Callable[[], Iterable[Finding]]) -> None:
+        """Log the new findings of ``find``; an error in a check is logged and must not end the training."""
+        try:
+            self._log_new(call, find())
+        except Exception as error:
+            self._log(call.model, f"the checks of this fit failed ({type(error).__name__}: {error})")
+
+    def _log_new(self, call: FitCall, findings: Iterable[Finding]) -> None:
+        logged = self._logged.setdefault(call.model, set())
+        new = [finding for finding in findings if finding.name not in logged]
+        logged.update(finding.name for finding in new)
+        for finding in new:
+            self._log(call.model, finding.line)
+
+
+def with_batch(call: FitCall, batch: Any) -> FitCall:
+    """Return the call with one batch as its data: ``(x,)``, ``(x, y)``, ``(x, y, sample_weight)`` or x alone."""
+    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    x, y, weights = (*parts, None, None)[:3]
+    whole = replace(call, x=x, y=y, sample_weight=weights, arguments={**call.arguments, "batch_size": sys.maxsize})
+    return replace(whole, rows_read=whole.rows)
+
+
+# Not at each fit, as strategies refuse the worst settings when they are made. These checks also read the environment.
+PROCESS_CHECKS: tuple[Callable[[FitCall, Mapping[str, str]], Iterable[Finding]], ...] = (
+    check_versions,  # First, as other findings may follow from it.
+    check_thread_pool_size,  # The process would hang.
+    check_allocator,
+    check_cores,
+)
+_MAX_VALUES = 200_000_000  # of an array that are checked: some seconds
+_OPTIONS = ("batch_size", "shuffle", "class_weight", "steps_per_epoch")
+
+
+def examine(call: FitCall, functions: StepFunctions, inputs: InputFactory, environ: Mapping[str, str]) -> Report:
+    """Check a call of ``fit``, and run some training steps on a copy of the model's state.
+
+    Args:
+        call: with a compiled model.
+        functions: step functions of the model.
+        inputs: makes the input of ``fit``.
+        environ: environment variables of the process.
+
+    Raises:
+        ModelError: the model is not compiled.
+    """
+    model = call.model
+    if not model.compiled:
+        raise ModelError(f"doctor: model {model.name!r} is not compiled. Fix: compile it first.")
+    call = replace(call, max_values=_MAX_VALUES)
+    data = call.x, call.y, call.sample_weight
+    batches = read_batches(inputs.open_preview(model, data, **{name: call.arguments.get(name) for name in _OPTIONS}))
+    checked = call if call.rows is not None or not batches.batches else with_batch(call, batches.batches[0])
+    found = run_checks(call, CALL_CHECKS) + run_checks(checked, BATCH_CHECKS)
+    try:
+        of_steps, lines, left_out = _check_steps(call, functions, batches)
+    except Exception as error:
+        if not found:
+            raise
+        of_steps, lines, left_out = (
+            [],
+            [],
+            [f"training steps: the first one fails: {summary_of(error).splitlines()[0]}"],
+        )
+    found += of_steps + [finding for check in PROCESS_CHECKS for finding in check(call, environ)]
+    return Report(tuple(found), (*_describe_checked(call, batches), *lines), tuple(left_out))
+
+
+def _describe_checked(call: FitCall, batches: ProbedBatches) -> list[str]:
+    settings, model = call.settings, call.model
+    where = f"replicas: {settings.replicas}, devices: {len(settings.devices)}, processes: {settings.processes}"
+    rows = "its arrays" if call.rows is not None else f"{len(batches.batches)} batches of {batches.name}"
+    return [
+        f"model {model.name!r}, its loss and optimizer; {where}",
+        f"{rows}, {bytes_of_data((call.x, call.y)) / 2**20:.1f} MiB in memory",
+        "versions, settings of the process",
+    ]
+
+
+def _check_steps(
+    call: FitCall, functions: StepFunctions, batches: ProbedBatches
+) -> tuple[list[Finding], list[str], list[str]]:
+    """Return findings of training steps, what was checked, and what was left out."""
+    if not batches.batches or not call.model.built:
+        reason = (
+            "the input has no batch"
+            if not batches.batches
+            else "the model has no weights yet: begin it with keras.Input"
+        )
+        return list(check_memory(call)), [], [f"steps, their memory and their wait for data: {reason}"]
+    steps = measure_steps(functions, batches)
+    size = (batches.batches_per_pass or 0, bytes_of_data(batches.batches[0]))
+    found = check_input_speed(batches, steps, call.at_fit) + list(check_memory(call, steps.bytes, size))
+    lines = []
+    if batches.seconds is not None:
+        lines.append(
+            f"training steps on a copy of the state: {1000 * steps.seconds:.2f} ms each, {1000 * batches.seconds:.2f} ms "
+            f"to read a batch; {100 * waiting_share(batches, steps):.0f} % of the time would be spent waiting for data"
+        )
+    memory = steps.bytes or minimum_bytes(call.model)
+    what = "a step" if steps.bytes else "weights, gradients and optimizer (JAX does not say what a step needs)"
+    lines.append(f"memory of {what}: {memory / 2**20:.1f} MiB on each device")
+    return found, lines, []

@@ -1,0 +1,448 @@
+"""State machine of the rendezvous: admission, quorum, generations and the end of the job. No sockets; the clock is an argument."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep._errors import OptionError, whole_number
+from lockstep._logging import listed
+from lockstep.distributed.cluster.addresses import join_address, split_address
+from lockstep.distributed.cluster.exit_codes import DONE, PEER_LOST
+from lockstep.distributed.control.admission import JoinRejection
+from lockstep.distributed.control.disagreement import first_difference
+from lockstep.distributed.control.handshake import Peer
+from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.rank_assignment import RankAssignment
+from lockstep.launch.restart_policy import backoff_seconds
+
+__all__ = [
+    "GenerationOutcome",
+    "GenerationState",
+    "JobSpec",
+    "NodeInfo",
+    "Outbound",
+    "QuorumWait",
+    "RendezvousState",
+    "order_by_rank",
+]
+
+
+_MAX_WORKERS = 1024  # on one node
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Options that must be the same on all nodes.
+
+    Args:
+        nnodes: number of nodes as ``--nnodes`` takes it.
+        min_nodes: the fewest nodes that start.
+        max_nodes: the most.
+        max_restarts: number of generations after the first.
+        join_seconds: how long to wait for more nodes when ``min_nodes`` have joined.
+        start_seconds: limit of the wait for ``min_nodes`` nodes.
+        grace: seconds that workers have to exit after SIGTERM.
+        coordinator: ``host:port`` of the rendezvous.
+        hosts: of all nodes, if they are known.
+    """
+
+    nnodes: str
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    join_seconds: float
+    start_seconds: float
+    grace: float
+    coordinator: str
+    hosts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, job: LaunchConfig) -> "JobSpec":
+        """Return the spec of an elastic job."""
+        hosts, coordinator = job.hosts or (), job.coordinator_address or ""
+        limits = (job.max_restarts, job.join_seconds, job.start_seconds, job.grace)
+        return cls(job.nnodes, job.min_nodes or job.nodes, job.nodes, *limits, coordinator, hosts)
+
+    def as_identity(self) -> dict[str, Any]:
+        """Return the values by option name, for the handshake and for a message that names the option that differs."""
+        names = ("max_restarts", "join_seconds", "start_seconds", "grace")
+        options = {f"--{name.replace('_', '-')}": vars(self)[name] for name in names}
+        return {"--nnodes": self.nnodes, "--hosts": list(self.hosts), **options}
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A supervisor that has joined the rendezvous.
+
+    Args:
+        process: its machine and process.
+        rank: its node rank as given by the user; None: not given.
+        workers: number of workers on it.
+        host: where its workers are reached.
+        port: their ports are those above it.
+        is_server: whether it runs the rendezvous server.
+    """
+
+    process: str
+    rank: int | None
+    workers: int
+    host: str
+    port: int
+    is_server: bool = False
+
+    @classmethod
+    def of(cls, peer: Peer, address: str, is_server: bool = False) -> "NodeInfo":
+        """Return the description that a supervisor sent; ``address`` replaces its host if it sent none.
+
+        Raises:
+            OptionError: a number is invalid or out of its range.
+            ClusterError: host and port are not a valid address.
+        """
+        fields = peer.information
+        rank = None if fields["rank"] is None else whole_number("rank", fields["rank"], 0)
+        workers = whole_number("workers", peer.workers)
+        if workers > _MAX_WORKERS:
+            raise OptionError(f"workers: expected at most {_MAX_WORKERS} on one node, got {workers}.")
+        host, port = split_address(
+            "address", join_address(str(fields["host"] or address), whole_number("port", fields["port"]))
+        )
+        return cls(peer.process, rank, workers, host, port, is_server)
+
+
+@dataclass(frozen=True)
+class GenerationOutcome:
+    """How a generation has ended on one node.
+
+    Args:
+        code: the exit code of the job if this outcome is the cause of its end.
+        sentence: for the user.
+        is_consequence: whether another node is the cause.
+        is_final: whether the job ends with it, regardless of the other nodes.
+        leaves: whether the node leaves the job.
+    """
+
+    code: int
+    sentence: str
+    is_consequence: bool = False
+    is_final: bool = False
+    leaves: bool = False
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the fields for a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "GenerationOutcome":
+        """Decode the result of :meth:`as_message`; raise KeyError or ValueError if it is not one."""
+        flags = (bool(message[name]) for name in ("is_consequence", "is_final", "leaves"))
+        return cls(int(message["code"]), str(message["sentence"]), *flags)
+
+
+_NOTICE_SECONDS = 1.0  # For workers to detect and report the loss of another worker.
+_END_SECONDS = 15.0  # For a supervisor, beyond the grace, to kill what is left and to report that all have exited.
+
+
+@dataclass(frozen=True)
+class Outbound:
+    """A message to one node.
+
+    Args:
+        to: key of the node.
+        message: the message.
+    """
+
+    to: int
+    message: dict[str, Any]
+
+
+@dataclass
+class QuorumWait:
+    """Wait for enough nodes before a generation.
+
+    Args:
+        spec: the number of nodes and the limits of the wait.
+        opened_at: when the wait began.
+        not_before: when a start is allowed.
+    """
+
+    spec: JobSpec
+    opened_at: float
+    not_before: float
+    _count: int = field(default=0, init=False)
+    _quorum_since: float | None = field(default=None, init=False)
+
+    def update(self, count: int, now: float) -> None:
+        """Record that ``count`` nodes are connected now."""
+        self._count = count
+        if count < self.spec.min_nodes:
+            self._quorum_since = None
+        elif self._quorum_since is None:
+            self._quorum_since = now
+
+    def is_ready(self, now: float) -> bool:
+        """Whether the connected nodes start now."""
+        if self._quorum_since is None or now < self.not_before:
+            return False
+        return self._count >= self.spec.max_nodes or now >= self._quorum_since + self.spec.join_seconds
+
+    def has_timed_out(self, now: float) -> bool:
+        """Whether the limit of the wait has passed without enough nodes."""
+        return self._quorum_since is None and now >= self.opened_at + self.spec.start_seconds
+
+    def describe_missing(self, nodes: Collection[NodeInfo]) -> str:
+        """Return the number and, if known, the names of the nodes that this waits for."""
+        spec = self.spec
+        more = (spec.min_nodes if len(nodes) < spec.min_nodes else spec.max_nodes) - len(nodes)
+        names = _absent_hosts(spec, nodes)
+        which = f" of {listed(names)}" if names and len(names) > more else f", {listed(names)}" if names else ""
+        number = f"{more} more node{'s' if more != 1 else ''}"
+        return f"{number}{which} ({len(nodes)} of {spec.nnodes} here)"
+
+    def describe_timeout(self, nodes: Collection[NodeInfo], lost: Mapping[str, str]) -> str:
+        """Return the message that too few nodes have joined: which are here, which are absent, and which were lost."""
+        spec, absent = self.spec, _absent_hosts(self.spec, nodes)
+        here = listed([node.process for node in nodes])
+        losses = "".join(f" {name}: {why}." for name, why in lost.items())
+        return (
+            f"rendezvous: expected at least {spec.min_nodes} nodes within {spec.start_seconds:g} s, got {len(nodes)} ({here})"
+            f"{f'; absent: {listed(absent)}' if absent else ''}.{losses} Fix: start the same command on each node, and check that "
+            f"they can reach {spec.coordinator}"
+        )
+
+
+def _absent_hosts(spec: JobSpec, nodes: Collection[NodeInfo]) -> list[str]:
+    """Hosts of ``--hosts`` that have not joined."""
+    ranks = {node.rank for node in nodes}
+    return [host for rank, host in enumerate(spec.hosts) if rank not in ranks]
+
+
+@dataclass
+class GenerationState:
+    """Progress of one generation on its nodes. Times are of the caller's clock.
+
+    Args:
+        members: name of each node, by its key.
+        grace: seconds that workers have to exit after SIGTERM.
+
+    Attributes:
+        outcomes: of the nodes on which it has ended.
+        stop_sent: whether the remaining nodes were sent the request to stop.
+    """
+
+    members: Mapping[int, str]
+    grace: float
+    outcomes: dict[int, GenerationOutcome] = field(default_factory=dict, init=False)
+    stop_sent: bool = field(default=False, init=False)
+    _failed_at: float | None = field(default=None, init=False)
+
+    @property
+    def running(self) -> list[int]:
+        """Keys of the nodes on which workers may still run."""
+        return [key for key in self.members if key not in self.outcomes]
+
+    @property
+    def running_names(self) -> list[str]:
+        """Names of the nodes on which workers may still run."""
+        return [self.members[key] for key in self.running]
+
+    def record(self, key: int, outcome: GenerationOutcome, now: float) -> None:
+        """Record the outcome on one node."""
+        self.outcomes[key] = outcome
+        if outcome.code and self._failed_at is None:
+            self._failed_at = now
+
+    def cause(self) -> tuple[int, GenerationOutcome] | None:
+        """Return the first failure that is not a consequence of another, with its node; None if all succeeded."""
+        failed = [(key, outcome) for key, outcome in self.outcomes.items() if outcome.code]
+        return min(failed, key=lambda item: item[1].is_consequence) if failed else None
+
+    def reason(self) -> str:
+        """Return the cause as a sentence; empty if there is none."""
+        cause = self.cause()
+        return f"{self.members[cause[0]]}: {cause[1].sentence}" if cause else ""
+
+    def nodes_to_stop(self, now: float) -> list[int]:
+        """Keys of the nodes that must now be sent the request to stop, because another one has failed."""
+        if self._failed_at is None or self.stop_sent or now < self._failed_at + _NOTICE_SECONDS:
+            return []
+        return self.running
+
+    def overdue(self, now: float) -> list[int]:
+        """Keys of the nodes that were sent the request to stop and have not ended in time."""
+        limit = _NOTICE_SECONDS + self.grace + _END_SECONDS
+        return [] if self._failed_at is None or now < self._failed_at + limit else self.running
+
+
+class RendezvousState:
+    """The connected nodes, and the generation that they run or wait for.
+
+    Args:
+        spec: of node 0.
+        clock: returns seconds and never goes back.
+
+    Attributes:
+        nodes: all connected nodes, by a key that grows with each new node.
+        is_over: whether the job has ended.
+    """
+
+    def __init__(self, spec: JobSpec, clock: Callable[[], float]) -> None:
+        self._spec, self._clock = spec, clock
+        self.nodes: dict[int, NodeInfo] = {}
+        self.is_over = False
+        self._end_message: dict[str, Any] = {}
+        self._lost: dict[str, str] = {}
+        self._number = -1
+        self._generation: GenerationState | None = None  # None: the nodes wait for a quorum.
+        self._quorum = QuorumWait(spec, clock(), clock())
+
+    def validate(self, peer: Peer) -> JoinRejection | None:
+        """Return why a supervisor may not join; None if it may."""
+        if set(peer.information) != {"rank", "host", "port"}:
+            return JoinRejection(
+                f"{peer.process} is not a supervisor: this address is the rendezvous of lockstep run --nnodes MIN:MAX. Fix: start its "
+                "script with the same lockstep run on that machine, or give another job its own port."
+            )
+        found = first_difference(peer.identity, self._spec.as_identity())
+        if found is not None:
+            option, theirs, ours = found
+            return JoinRejection(
+                f"{peer.process} was started with {option} {theirs}, node 0 with {ours}. Fix: start all nodes with the same options."
+            )
+        twin = [node for node in self.nodes.values() if node.rank == peer.information["rank"] is not None]
+        if twin:
+            return JoinRejection(
+                f"another node {twin[0].rank} has joined ({twin[0].process}): each needs its own --node-rank",
+                again=True,
+            )
+        return None
+
+    def add(self, key: int, node: NodeInfo) -> list[Outbound]:
+        """Add a node that has joined."""
+        self.nodes[key] = node
+        return [Outbound(key, self._end_message)] if self.is_over else self.advance()
+
+    def remove(self, key: int, why: str) -> list[Outbound]:
+        """Remove a node whose connection was lost."""
+        node = self.nodes.pop(key, None)
+        if node is None or self.is_over:
+            return []
+        outcome, name = GenerationOutcome(PEER_LOST, f"lost, {why}"), node.process
+        if self._generation is not None and key in self._generation.running:
+            self._generation.record(key, outcome, self._clock())
+            name = self._generation.members[key]
+        self._lost[name] = outcome.sentence
+        return self.advance()
+
+    def record(self, key: int, outcome: GenerationOutcome) -> list[Outbound]:
+        """Record how the generation has ended on a node."""
+        if self._generation is None or key not in self._generation.running:
+            return []
+        name = self._generation.members[key]
+        self._generation.record(key, outcome, self._clock())
+        if outcome.leaves:
+            del self.nodes[key]
+            self._lost[name] = outcome.sentence
+        if outcome.is_final:
+            return list(self.finish(outcome.code, f"{name}: {outcome.sentence}", key))
+        return self.advance()
+
+    def advance(self) -> list[Outbound]:
+        """Apply what is due by now, and return the messages to send; to be called periodically, too."""
+        if self.is_over:
+            return []
+        return list(self._check_quorum() if self._generation is None else self._check_generation(self._generation))
+
+    def finish(self, code: int, sentence: str, cause: int | None = None) -> Iterator[Outbound]:
+        """End the job; the node ``cause`` gets no sentence, as it has printed the reason itself."""
+        self.is_over = True
+        self._end_message = {"kind": "end", "code": code, "sentence": sentence}
+        for key in self.nodes:
+            yield Outbound(key, {**self._end_message, "sentence": ""} if key == cause else self._end_message)
+
+    def idle_nodes(self) -> list[int]:
+        """Keys of the nodes on which no workers run."""
+        return [key for key in self.nodes if self._generation is None or key not in self._generation.running]
+
+    def describe_wait(self) -> str:
+        """Return what the idle nodes wait for."""
+        if self._generation is None:
+            return self._quorum.describe_missing(self.nodes.values())
+        return f"{listed(self._generation.running_names or ['no node'])} to end"
+
+    def _check_quorum(self) -> Iterator[Outbound]:
+        now = self._clock()
+        self._quorum.update(len(self.nodes), now)
+        if self._quorum.has_timed_out(now):
+            yield from self.finish(PEER_LOST, self._quorum.describe_timeout(self.nodes.values(), self._lost))
+        elif self._quorum.is_ready(now):
+            yield from self._start_generation(order_by_rank(self.nodes, self._spec.max_nodes))
+
+    def _start_generation(self, keys: Iterable[int]) -> Iterator[Outbound]:
+        chosen = [(key, self.nodes[key]) for key in keys]
+        taken: set[str] = set()
+        addresses = [_free_addresses(node, taken) for _, node in chosen]
+        flat = tuple(address for node_addresses in addresses for address in node_addresses)
+        self._number += 1
+        self._lost.clear()
+        self._generation = GenerationState(
+            {key: f"node {rank} ({node.process})" for rank, (key, node) in enumerate(chosen)}, self._spec.grace
+        )
+        for rank, (key, node) in enumerate(chosen):
+            first = sum(map(len, addresses[:rank]))
+            assignment = RankAssignment(self._number, rank, len(chosen), node.workers, first, len(flat), flat[0], flat)
+            yield Outbound(key, {"kind": "start", "place": assignment.as_message()})
+
+    def _check_generation(self, generation: GenerationState) -> Iterator[Outbound]:
+        now = self._clock()
+        for key in generation.nodes_to_stop(now):
+            generation.stop_sent = True
+            yield Outbound(key, {"kind": "call off", "sentence": generation.reason()})
+        for key in generation.overdue(now):
+            generation.record(key, GenerationOutcome(PEER_LOST, "it did not end in time"), now)
+            self._lost[generation.members[key]] = "it did not end in time"
+            if self.nodes.pop(key, None):
+                yield Outbound(key, {"kind": "end", "code": PEER_LOST, "sentence": "this node did not end in time"})
+        if not generation.running:
+            yield from self._end_generation(generation)
+
+    def _end_generation(self, generation: GenerationState) -> Iterator[Outbound]:
+        cause = generation.cause()
+        if cause is None:
+            yield from self.finish(DONE, "")
+        elif self._number == self._spec.max_restarts:
+            yield from self.finish(cause[1].code, generation.reason(), cause[0])
+        else:
+            restart, now = self._number + 1, self._clock()
+            seconds = backoff_seconds(restart)
+            self._generation, self._quorum = None, QuorumWait(self._spec, now, now + seconds)
+            sentence = (
+                f"restart {restart} of {self._spec.max_restarts} in {seconds:g} s or later: {generation.reason()}"
+            )
+            for key in self.nodes:
+                yield Outbound(key, {"kind": "again", "sentence": sentence})
+
+
+def order_by_rank(nodes: Mapping[int, NodeInfo], most: int) -> Sequence[int]:
+    """Return the keys of at most ``most`` nodes by rank: the server's first, then by the given ranks, then in order of arrival.
+
+    Example:
+        >>> a, b = NodeInfo("a", None, 1, "a", 1, is_server=True), NodeInfo("b", None, 1, "b", 1)
+        >>> c = NodeInfo("c", 1, 1, "c", 1)
+        >>> order_by_rank({5: b, 6: c, 7: a}, 3), order_by_rank({5: b, 6: c, 7: a}, 2)
+        ([7, 6, 5], [7, 6])
+    """
+
+    def order(key: int) -> tuple[bool, float, int]:
+        rank = nodes[key].rank
+        return not nodes[key].is_server, float("inf") if rank is None else rank, key
+
+    return sorted(nodes, key=order)[:most]
+
+
+def _free_addresses(node: NodeInfo, taken: set[str]) -> list[str]:
+    """Take the next free addresses of a node's host for its workers; several nodes may be on one machine."""
+    candidates = (join_address(node.host, port) for port in itertools.count(node.port + 1))
+    addresses = list(itertools.islice((address for address in candidates if address not in taken), node.workers))
+    taken.update(addresses)
+    return addresses

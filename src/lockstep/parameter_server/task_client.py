@@ -1,0 +1,284 @@
+"""Client of the chief's task dispatcher, for a worker, a server or an evaluator: enters a call, runs tasks, and waits for the result."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+from lockstep._arrays import ArraySpec
+from lockstep._errors import ClusterError
+from lockstep.distributed.cluster import exit_codes
+from lockstep.distributed.control.failure_detector import summary_of
+from lockstep.parameter_server.task_dispatcher import Result
+from lockstep.parameter_server.variables.array_transport import Message, ProtocolError, payload_bytes
+from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, check_no_arrays
+
+__all__ = ["CallEnded", "CallResult", "ScriptSyncPoint", "StopCondition", "Task", "TaskClient", "run_tasks"]
+
+
+_UNUSED_KEY = "end of the call"  # The dispatcher never publishes it, so a request for it lasts until then.
+_MOST_BYTES = 2**31  # Of the arrays of one response.
+_IDLE_SECONDS = 0.05  # A worker that waits longer for a task counts as idle.
+
+
+@dataclass(frozen=True)
+class Task:
+    """Unit of work for one worker.
+
+    Args:
+        number: of the task in its call.
+        what: description, as JSON values.
+        arrays: that belong to it.
+        below: all tasks with smaller numbers were done when this one was assigned.
+    """
+
+    number: int
+    what: Message
+    arrays: Mapping[str, np.ndarray]
+    below: int = 0
+
+
+@dataclass(frozen=True)
+class StopCondition:
+    """End of a worker's loop over tasks, if its own script has come to a sync point before the call ends.
+
+    Args:
+        point: number of the sync point: the loop stops when the chief has passed it and no known task is left.
+        known: the script has scheduled the tasks with smaller numbers; the worker does not take others.
+    """
+
+    point: int
+    known: int
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """Result of a call that the chief has ended.
+
+    Args:
+        result: as JSON values.
+        arrays: that belong to it.
+    """
+
+    result: Message
+    arrays: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ScriptSyncPoint:
+    """What the chief has published at a sync point of the script.
+
+    Args:
+        what: description, as JSON values.
+        arrays: that belong to it.
+    """
+
+    what: Message
+    arrays: Mapping[str, np.ndarray]
+
+
+RunTask = Callable[[Task], Result]
+
+
+class CallEnded(Exception):  # noqa: N818 # Control flow, like StopIteration: it interrupts a wait of any depth.
+    """Raised by a wait if the chief has ended the call.
+
+    Args:
+        result: of the call.
+    """
+
+    def __init__(self, result: CallResult) -> None:
+        super().__init__("the call is over")
+        self.result = result
+
+
+class TaskClient:
+    """Connection to the chief's task dispatcher; used by one thread at a time.
+
+    Args:
+        rpc_client: connected to the chief.
+    """
+
+    def __init__(self, rpc_client: RpcClient) -> None:
+        self._rpc_client = rpc_client
+
+    def enter(self, call: int) -> CallResult | None:
+        """Wait until the chief has begun a call; return its result if the chief has already ended it.
+
+        Raises:
+            ClusterError: the chief is lost, or has failed.
+        """
+        try:
+            self._wait({"kind": "enter", "call": call}, "entered")
+        except CallEnded as ended:
+            return ended.result
+        return None
+
+    def wait_for(self, call: int, key: str) -> Result:
+        """Wait for what the chief publishes under a key.
+
+        Raises:
+            CallEnded: the chief has ended the call.
+            ClusterError: the chief is lost, or has failed.
+        """
+        message, arrays = self._wait({"kind": "ask", "call": call, "key": key}, "fact")
+        return message["what"], arrays
+
+    def wait_for_sync_point(self, call: int, point: int) -> ScriptSyncPoint:
+        """Wait for what the chief publishes at a sync point of the script; errors as for :meth:`wait_for`."""
+        message, arrays = self._wait({"kind": "ask", "call": call, "point": point}, "fact")
+        return ScriptSyncPoint(message["what"], arrays)
+
+    def wait_for_end(self, call: int) -> CallResult:
+        """Wait until the chief ends a call; ClusterError as for :meth:`enter`."""
+        try:
+            while True:
+                self._wait({"kind": "ask", "call": call, "key": _UNUSED_KEY}, "fact")
+        except CallEnded as ended:
+            return ended.result
+
+    def take(
+        self, call: int, requested: "Future[Response] | None" = None, until: StopCondition | None = None
+    ) -> Task | ScriptSyncPoint:
+        """Wait for a task, or for the sync point of ``until``; errors as for :meth:`wait_for`.
+
+        Args:
+            call: its number.
+            requested: response to :meth:`request_task`, if that was called before.
+            until: limits the tasks and the wait; None: all tasks, until the call ends.
+        """
+        message, arrays = self._wait(_take_message(call, until), ("task", "fact"), requested)
+        if message["kind"] == "fact":
+            return ScriptSyncPoint(message["what"], arrays)
+        return Task(int(message["task"]), message["what"], arrays, int(message.get("below", 0)))
+
+    def request_task(self, call: int, until: StopCondition | None = None) -> "Future[Response]":
+        """Request a task without waiting, for :meth:`take`."""
+        return self._request(_take_message(call, until))
+
+    def finish(self, call: int, task: Task, result: Result) -> "Future[Response]":
+        """Send the result of a task; does not wait."""
+        message = {"kind": "finish", "call": call, "task": task.number, "result": result[0]}
+        return self._rpc_client.call(message, result[1], check_no_arrays)
+
+    def report_failure(self, call: int, error: BaseException, task: Task | None = None) -> None:
+        """Report an error of this process or of a task to the chief, which then fails the call.
+
+        A lost process is not reported, because the chief detects that itself.
+        """
+        is_stuck = isinstance(error, ClusterError) and error.exit_code == exit_codes.NO_PROGRESS
+        if isinstance(error, ClusterError) and not is_stuck:
+            return
+        message = {"kind": "fail", "call": call, "summary": summary_of(error), "is_stuck": is_stuck}
+        message |= {} if task is None else {"task": task.number}
+        with contextlib.suppress(ClusterError):  # The chief may have ended because of another process.
+            self._rpc_client.call(message, {}, check_no_arrays).result()
+
+    def leave(self, call: int) -> None:
+        """Tell the chief that this process needs nothing more of a call."""
+        self._rpc_client.call({"kind": "leave", "call": call}, {}, check_no_arrays).result()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._rpc_client.close()
+
+    def _request(self, message: Message) -> "Future[Response]":
+        message = message | {"seconds": self._rpc_client.timeout_seconds}
+        return self._rpc_client.call(message, {}, _check_response_size)
+
+    def _wait(
+        self, message: Message, kinds: str | tuple[str, ...], requested: "Future[Response] | None" = None
+    ) -> Response:
+        """Repeat a request until its response has one of the kinds; there is no limit while the chief responds."""
+        found = (requested or self._request(message)).result()
+        while (kind := found[0]["kind"]) not in ((kinds,) if isinstance(kinds, str) else kinds):
+            if kind == "over":
+                raise CallEnded(CallResult(found[0]["result"], found[1]))
+            if kind == "failed":
+                raise ClusterError(str(found[0]["sentence"]), int(found[0]["code"]))
+            found = self._request(message).result()
+        return found
+
+
+@overload
+def run_tasks(
+    client: TaskClient, call: int, run: RunTask, on_idle: Callable[[], object] = ..., until: None = None
+) -> CallResult: ...
+
+
+@overload
+def run_tasks(
+    client: TaskClient, call: int, run: RunTask, on_idle: Callable[[], object], until: StopCondition
+) -> CallResult | ScriptSyncPoint: ...
+
+
+def run_tasks(
+    client: TaskClient,
+    call: int,
+    run: RunTask,
+    on_idle: Callable[[], object] = lambda: None,
+    until: StopCondition | None = None,
+) -> CallResult | ScriptSyncPoint:
+    """Run the tasks that the chief assigns to this worker until the call ends, or up to a sync point.
+
+    The next task is requested before the result of the last one is acknowledged, so the worker does not wait for a round trip.
+
+    Args:
+        client: of the chief's task dispatcher.
+        call: its number.
+        run: runs one task.
+        on_idle: is called if there is no task for a moment.
+        until: where to stop; None: when the call ends.
+
+    Returns:
+        The result of the call, or the sync point of ``until``.
+
+    Raises:
+        ClusterError: the chief is lost, or has failed.
+        Exception: what ``run`` has raised; it was reported to the chief, unless it was the loss of a process.
+    """
+    requested = client.request_task(call, until)
+    try:
+        while True:
+            task = _next_task(client, call, requested, on_idle, until)
+            if isinstance(task, ScriptSyncPoint):
+                return task
+            try:
+                result = run(task)
+            except CallEnded:  # The task was reassigned, and the call has ended without this worker.
+                raise
+            except Exception as error:
+                client.report_failure(call, error, task)
+                raise
+            acknowledged = client.finish(call, task, result)
+            requested = client.request_task(call, until)
+            acknowledged.result()
+    except CallEnded as ended:
+        return ended.result
+
+
+def _next_task(
+    client: TaskClient,
+    call: int,
+    requested: "Future[Response]",
+    on_idle: Callable[[], object],
+    until: StopCondition | None,
+) -> Task | ScriptSyncPoint:
+    try:
+        requested.result(_IDLE_SECONDS)
+    except TimeoutError:
+        with contextlib.suppress(ClusterError):  # A server ends with the call; the chief reports a lost one.
+            on_idle()
+    return client.take(call, requested, until)
+
+
+def _take_message(call: int, until: StopCondition | None) -> Message:
+    return {"kind": "take", "call": call} | ({} if until is None else vars(until))
+
+
+def _check_response_size(message: Message, given: tuple[ArraySpec, ...]) -> None:
+    if payload_bytes(given) > _MOST_BYTES:
+        raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one response: at most {_MOST_BYTES:,}")
