@@ -6,9 +6,12 @@ import logging
 import threading
 import traceback
 
+import keras
 import pytest
 
+from lockstep.data import sources
 from lockstep.data.prefetch import InlineReader, Prefetcher
+from lockstep.data.sources import DatasetSource
 
 
 def reading(items):
@@ -119,3 +122,63 @@ def test_a_feed_that_was_never_used_has_no_thread():
     ran = []
     assert Prefetcher(reading(range(9)), lambda: ran.append(1), 2, "numbers").close(failed=False) == []
     assert ran == [1]
+
+
+def test_the_end_does_not_wait_for_ever_for_a_batch_that_was_read_ahead(caplog):
+    hanging, reading_second = threading.Event(), threading.Event()
+    caplog.set_level(logging.INFO, "lockstep")
+    numbers = itertools.count()
+
+    def read():
+        number = next(numbers)
+        if number:
+            reading_second.set()
+            hanging.wait()
+        return number
+
+    feed = Prefetcher(read, lambda: None, 2, "generator 'slow'", patience=0.05)
+    feed.set_limit(3)
+    assert feed.take() == 0
+    assert reading_second.wait(10)
+    assert feed.close(failed=False) == []
+    assert "gave up batch 2 of generator 'slow', which was read ahead: its code has not returned it" in caplog.text
+    hanging.set()
+
+
+class OneHangs(keras.utils.PyDataset):
+    """Item 1 hangs until ``released`` is set; item 2 fails or not."""
+
+    num_batches = 4
+
+    def __init__(self, fails):
+        super().__init__(workers=3, max_queue_size=4)
+        self.fails = fails
+        self.hangs, self.released = threading.Event(), threading.Event()
+
+    def __getitem__(self, number):
+        if number == 1:
+            self.hangs.set()
+            self.released.wait()
+        if number == 0 and self.fails:
+            self.hangs.wait(10)
+            raise ZeroDivisionError("item 0")
+        return (number,)
+
+
+def test_the_error_of_an_item_is_not_hidden_by_another_thread_that_hangs():
+    dataset = OneHangs(fails=True)
+    with pytest.raises(ZeroDivisionError, match="item 0"):
+        next(DatasetSource(dataset).batches())
+    dataset.released.set()
+
+
+def test_a_pass_that_is_cut_short_waits_for_its_threads_but_not_for_ever(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    monkeypatch.setattr(sources, "_CLOSE_SECONDS", 0.1)
+    dataset = OneHangs(fails=False)
+    batches = DatasetSource(dataset).batches()
+    next(batches)
+    assert dataset.hangs.wait(10)
+    batches.close()
+    assert "OneHangs: gave up batches that were read ahead: after 0.1 s, 1 of its calls of __getitem__" in caplog.text
+    dataset.released.set()

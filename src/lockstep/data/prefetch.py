@@ -108,8 +108,8 @@ def describe_waiting(share: float) -> tuple[str, str]:
     )
 
 
-PATIENCE = 60.0  # seconds without a batch after which a wait is logged, and again after each doubling
-_GRACE = 0.5  # seconds that a thread in the user's code gets to end after an error or Ctrl-C
+PATIENCE = 60.0  # seconds without a batch after which a wait is logged, and again after each doubling; or given up
+_GRACE = 0.5  # seconds that the thread gets to end; after an error or Ctrl-C it may be in the user's code
 
 Read = Callable[[], Any]  # returns the next batch; raises StopIteration at the end
 
@@ -129,7 +129,7 @@ class BatchReader(Protocol):
         """Return the next batch; raise StopIteration at the end, and at the limit."""
 
     def close(self, failed: bool) -> list[Any]:
-        """End all work and return the batches that were read and not taken. After a failure it does not wait for long."""
+        """End all work and return the batches that were read and not taken; one that hangs is given up, after a failure at once."""
 
 
 class InlineReader:
@@ -177,7 +177,7 @@ class Prefetcher:
         finish: is called once at the end, in the thread that reads.
         depth: number of batches that may have been read and not taken.
         name: name of the input, for messages.
-        patience: seconds after which a wait is logged.
+        patience: seconds after which a wait is logged, and after which :meth:`close` gives up a batch that was read ahead.
     """
 
     def __init__(
@@ -224,10 +224,14 @@ class Prefetcher:
             if self._thread is None:
                 self._finish()
                 return []
-            if not failed:
-                self._wait(lambda: self._ended)
-        self._thread.join(_GRACE if failed else None)
-        return list(self._ready)
+            if not failed and not self._changed.wait_for(lambda: self._ended, self._patience):
+                log_info(
+                    f"gave up batch {self.taken + len(self._ready) + 1} of {self._name}, which was read ahead: its code has "
+                    f"not returned it for {self._patience:g} s."
+                )
+        self._thread.join(_GRACE)
+        with self._changed:
+            return list(self._ready)
 
     def _wait(self, condition: Callable[[], Any]) -> None:
         begun, patience = time.monotonic(), self._patience

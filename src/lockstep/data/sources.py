@@ -7,6 +7,8 @@ again in the second epoch, and its queue of a PyDataset keeps batches of an inte
 
 import itertools
 import random
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -20,6 +22,7 @@ import numpy as np
 
 from lockstep._errors import InputError
 from lockstep._keras import trainer
+from lockstep._logging import log_info
 
 __all__ = [
     "AdapterSource",
@@ -32,6 +35,8 @@ __all__ = [
     "make_source",
     "make_tree_source",
 ]
+
+_CLOSE_SECONDS = 10.0  # for threads in the user's code to return when a pass is cut short
 
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
 
@@ -250,19 +255,39 @@ class DatasetSource(_UserCodeSource):
     def _read(self, order: Iterator[int]) -> Iterator[Any]:
         ahead = max(self._dataset.max_queue_size, 1)
         waiting: deque[AsyncResult[Any]] = deque()
-        pool = ThreadPool(
-            self._dataset.workers
-        )  # Its threads are daemons: a hanging __getitem__ cannot keep the process alive.
+        closed = threading.Event()
+        # Its threads are daemons and are not joined: a hanging __getitem__ keeps neither the process alive nor an error back.
+        pool = ThreadPool(self._dataset.workers)
+
+        def read(number: int) -> Any:
+            return None if closed.is_set() else self._dataset[number]
+
         try:
             for number in order:
-                waiting.append(pool.apply_async(self._dataset.__getitem__, (number,)))
+                waiting.append(pool.apply_async(read, (number,)))
                 if len(waiting) >= ahead:
                     yield waiting.popleft().get()
             while waiting:
                 yield waiting.popleft().get()
+        except GeneratorExit:
+            closed.set()
+            self._wait_for(waiting)
+            raise
         finally:
+            closed.set()
             pool.terminate()
-            pool.join()
+
+    def _wait_for(self, results: "Iterable[AsyncResult[Any]]") -> None:
+        """Wait for a moment until no thread reads, so that none does so while the next pass begins."""
+        until = time.monotonic() + _CLOSE_SECONDS
+        for result in results:
+            result.wait(max(0.0, until - time.monotonic()))
+        late = sum(not result.ready() for result in results)
+        if late:
+            log_info(
+                f"{self.name}: gave up batches that were read ahead: after {_CLOSE_SECONDS:g} s, {late} of its calls of "
+                "__getitem__ have not returned."
+            )
 
     def begin_epoch(self) -> None:
         """See :class:`InputSource`."""
