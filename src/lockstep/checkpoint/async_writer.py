@@ -117,7 +117,7 @@ class BackgroundWriter:
             self._is_closed = True
         is_done = self.wait(timeout_seconds)
         if is_done and self._thread:
-            self._thread.join()  # It must not free arrays while the process exits: JAX would abort.
+            self._thread.join(self._timeout)  # It must not free arrays while the process exits: JAX would abort.
         if not is_done:
             self._log(f"the checkpoint of step {self._written} is not written yet, and lost if the process ends.")
         return is_done

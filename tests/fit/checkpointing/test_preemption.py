@@ -2,11 +2,16 @@
 
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import keras
 import pytest
 
+from lockstep.checkpoint.async_writer import BackgroundWriter
+from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.fit.checkpointing.preemption import exit_after_checkpoint
 
 from .runs import INPUTS, Run, whole
 
@@ -76,3 +81,62 @@ def test_it_stops_with_a_checkpoint_and_goes_on_with_the_same_bits(kind, moment,
 def test_every_input_goes_on_from_a_validation(kind, number, tmp_path):
     assert preempted(Run(tmp_path, kind, options=RARELY), "on_test_batch_end", number) == ENDS_WITH
     assert Run(tmp_path, kind, options=RARELY).fit() == whole(kind)
+
+
+CATCHES = """
+import os, signal, sys
+from lockstep import ClusterError
+from lockstep.data.fit_entry import ProcessGroup
+from lockstep.fit.checkpointing.preemption import Preemption
+try:
+    with Preemption(ProcessGroup()) as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if {stops}:
+            preemption.is_now()
+        raise {error}
+except Exception as error:
+    print("caught", error)
+except KeyboardInterrupt:
+    print("caught Ctrl-C")
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "stops", "code"),
+    [
+        ("ValueError('of a callback')", False, -signal.SIGTERM),
+        ("ValueError('of a callback')", True, -signal.SIGTERM),
+        ("KeyboardInterrupt", False, -signal.SIGTERM),
+        ("ClusterError('worker 1 died.', 13)", False, -signal.SIGTERM),
+        ("ClusterError('worker 1 died.', 75)", False, ENDS_WITH),
+        ("SystemExit(3)", False, -signal.SIGTERM),
+        ("SystemExit(75)", True, ENDS_WITH),
+    ],
+)
+def test_a_signal_takes_effect_although_the_program_catches_an_exception_that_follows(error, stops, code, python):
+    done = python(code=CATCHES.format(error=error, stops=stops))
+    assert done.returncode == code, done.stderr
+    assert "goes on" not in done.stdout
+    if "of a callback" in error:
+        assert "SIGTERM came before ValueError: of a callback: this process ends." in done.stderr
+
+
+def test_the_end_says_if_the_last_checkpoint_is_not_written_in_time(tmp_path):
+    said, go_on = [], threading.Event()
+
+    def snapshot():
+        go_on.wait(30)
+        return Snapshot({}, {"epoch": 0})
+
+    with CheckpointStore(tmp_path) as store, BackgroundWriter(store, timeout_seconds=0.1, log=said.append) as writer:
+        writer.submit(8, snapshot)
+        with pytest.raises(SystemExit) as ended:
+            exit_after_checkpoint(SimpleNamespace(reason="SIGTERM"), 8, tmp_path, writer, said.append)
+        go_on.set()
+        assert writer.wait(30)
+    assert ended.value.code == ENDS_WITH
+    assert (
+        f"SIGTERM: stopped after step 8; the last checkpoint was not written in time; no checkpoint is in {tmp_path}"
+        in said[-1]
+    )

@@ -55,9 +55,9 @@ class Checkpoint:
         self._preemption.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self.close()
-        self._preemption.__exit__(*error)
+        self._preemption.__exit__(kind, error, traceback)
 
     def restore(self, state: Any) -> tuple[Any, int]:
         """Return the state to begin with, and the number of steps that are done.

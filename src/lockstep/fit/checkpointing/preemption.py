@@ -14,9 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep._errors import ClusterError
+from lockstep._logging import log_info
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.distributed.cluster.exit_codes import PEER_LOST
+from lockstep.distributed.control.failure_detector import summary_of
 
 __all__ = ["Preemption", "exit_after_checkpoint"]
 
@@ -28,7 +31,8 @@ class Preemption:
     """Notices stop signals while it is open, and finds the step after which all processes stop.
 
     A handler that other code has set is kept, and outside the main thread all handlers are. A second signal of the same kind ends the
-    process at once, as without a handler.
+    process at once, as without a handler. A signal after which the processes did not stop together ends this process at the end of the
+    block, also if an exception ended it, which the program may catch.
 
     Args:
         process_group: all processes.
@@ -52,14 +56,18 @@ class Preemption:
             self._handlers = {number: signal.signal(number, self._notice) for number in free}
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._notice:
                 signal.signal(number, handler)
-        if self._signal_name and self.reason is None and error[0] is None:
-            signal.raise_signal(
-                signal.Signals[self._signal_name]
-            )  # No exchange followed the signal: it takes effect now.
+        has_stopped = self.reason is not None and isinstance(error, SystemExit)
+        if self._signal_name is None or has_stopped:
+            return
+        if error is not None:
+            log_info(f"{self._signal_name} came before {summary_of(error)}: this process ends.")
+        if isinstance(error, ClusterError) and error.exit_code == PEER_LOST:
+            raise SystemExit(PEER_LOST) from error  # The other processes have stopped, and the job can resume.
+        signal.raise_signal(signal.Signals[self._signal_name])
 
     def is_now(self) -> bool:
         """Return whether all processes stop now; each calls this after the same steps.
@@ -99,7 +107,7 @@ class Preemption:
 def exit_after_checkpoint(
     preemption: Preemption, step: int, directory: Path, writer: BackgroundWriter | None, log: Callable[[str], None]
 ) -> None:
-    """End the process when its last checkpoint is written.
+    """End the process when its last checkpoint is written, or the limit of the writer has passed.
 
     Args:
         preemption: has the reason.
@@ -113,9 +121,10 @@ def exit_after_checkpoint(
     """
     kept = f"the checkpoints are in {directory}"
     if writer:
-        writer.wait()
+        late = "" if writer.wait() else "the last checkpoint was not written in time; "
         steps = writer.store.steps()
-        kept = f"the checkpoint of step {steps[-1]} is in {directory}" if steps else f"no checkpoint is in {directory}"
+        newest = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
+        kept = f"{late}{newest} is in {directory}"
     log(
         f"{preemption.reason}: stopped after step {step}; {kept}, and the same program resumes from it. This process ends with "
         f"code {PEER_LOST}."
