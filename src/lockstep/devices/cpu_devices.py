@@ -22,10 +22,10 @@ from pathlib import Path
 import jax
 
 from lockstep._errors import DeviceError, whole_number
+from lockstep.distributed.cluster.env_reader import KEEP_MEMORY
 
 __all__ = [
     "NVIDIA_GPUS",
-    "SWITCH",
     "HostMemory",
     "check_thread_pool",
     "compiler_options",
@@ -104,7 +104,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-SWITCH = "LOCKSTEP_KEEP_MEMORY"  # "0" leaves the allocator as it is
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # A machine with GPUs trains on them.
 _ARENAS, _MAPPINGS, _TRIM_ABOVE, _GROW_BY = (
     -8,
@@ -132,8 +131,8 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
 def returned_memory_reason(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return why this process returns freed memory to the system though it could keep it; None if it keeps it or the user chose so."""
-    if environ.get(SWITCH) == "0":
-        return None if _is_configured({**environ, SWITCH: ""}) else f"{SWITCH}=0"
+    if environ.get(KEEP_MEMORY) == "0":
+        return None if _is_configured({**environ, KEEP_MEMORY: ""}) else f"{KEEP_MEMORY}=0"
     if platform.libc_ver()[0] != "glibc" and "malloc" not in environ.get("LD_PRELOAD", ""):
         return f"the C library is {platform.libc_ver()[0] or 'none that keeps it'}"
     return None
@@ -141,7 +140,7 @@ def returned_memory_reason(environ: Mapping[str, str] = os.environ) -> str | Non
 
 def _is_configured(environ: Mapping[str, str]) -> bool:
     return (
-        environ.get(SWITCH) == "0"
+        environ.get(KEEP_MEMORY) == "0"
         or "malloc" in environ.get("LD_PRELOAD", "")
         or any(name.startswith("MALLOC_") for name in environ)
         or any(f"glibc.malloc.{name}" in environ.get("GLIBC_TUNABLES", "") for name in ("arena", "mmap", "trim", "top"))

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._errors import OptionError
-from lockstep.devices.cpu_devices import SWITCH
 from lockstep.distributed.cluster.addresses import COORDINATOR, PORT
-from lockstep.distributed.cluster.env_reader import SECRET
+from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, SECRET
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import ProcessName, ProcessNames
@@ -140,7 +139,7 @@ def choose_allocator(
     """
     preload = environment.get("LD_PRELOAD", "")
     if wanted == "system" or (wanted == "auto" and (uses_gpus or "malloc" in preload)):
-        variables = {SWITCH: "0"} if wanted == "system" else {}
+        variables = {KEEP_MEMORY: "0"} if wanted == "system" else {}
         return MallocSelection(
             f"that of LD_PRELOAD ({preload})" if "malloc" in preload else "that of the system", variables
         )

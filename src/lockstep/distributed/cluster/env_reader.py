@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from lockstep._errors import ClusterError
 
-__all__ = ["GENERATION", "SECRET", "EnvReader"]
+__all__ = ["GENERATION", "KEEP_MEMORY", "SECRET", "EnvReader"]
 
 # Set by the launcher, or by the user for all processes of a job.
 GENERATION = "LOCKSTEP_GENERATION"  # How many times the launcher has restarted the job.
 SECRET = "LOCKSTEP_SECRET"  # Known to the processes of the job only, which prove it to each other.
+KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"  # "0" leaves the allocator as it is.
 
 
 @dataclass(frozen=True)
