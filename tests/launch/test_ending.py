@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -241,6 +242,35 @@ def test_a_reader_that_does_not_read_holds_nothing_up(tmp_path):
         assert supervisor.wait(timeout=60) == 143
         assert all(has_ended(process) for process in processes)
     os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("options", "signals", "code"),
+    [
+        ((), (signal.SIGTERM,), 143),
+        ((), (signal.SIGINT, signal.SIGINT), 130),
+        (("--timeout", "2"), (), 124),
+    ],
+)
+def test_a_run_whose_output_and_messages_nobody_reads_can_be_ended(options, signals, code, tmp_path):
+    """Both go to one full pipe, as with ``2>&1 | reader`` whose reader is stopped."""
+    reader, writer = os.pipe()
+    code_of_workers = TWO_GENERATIONS + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: print('x' * 1000)"
+    command = [*COMMAND, "-n", "2", *options, program(tmp_path, code_of_workers)]
+    supervisor = subprocess.Popen(command, stdout=writer, stderr=writer, env=environment())
+    try:
+        processes = processes_of(tmp_path, 2)
+        wait_until(lambda: not select.select([], [writer], [], 0)[1], "a full pipe")
+        for number in signals:
+            supervisor.send_signal(number)
+            time.sleep(0.2)  # Both signals count, also if they are not merged.
+        assert supervisor.wait(timeout=30) == code
+        assert all(has_ended(process) for process in processes)
+    finally:
+        supervisor.kill()
+        supervisor.wait(timeout=30)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_processes_that_the_shell_had_started_before_are_left_alone(tmp_path):

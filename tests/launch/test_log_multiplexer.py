@@ -102,8 +102,51 @@ def test_a_terminal_writes_all_and_says_once_that_its_reader_is_gone():
     terminal = TerminalWriter(stream, lambda: gone.append(1))
     for _ in range(3):
         terminal.write(b"1234")
+    assert terminal.flush(20)
     assert stream.taken == b"1234123"
     assert gone == [1]
+
+
+@pytest.fixture
+def unread():
+    """The two ends of a full pipe."""
+    reader, end = os.pipe()
+    os.set_blocking(end, False)
+    with open(reader, "rb", buffering=0) as source, open(end, "wb", buffering=0) as stream:
+        while stream.write(b"x" * 4096):
+            pass
+        os.set_blocking(end, True)
+        yield source, stream
+
+
+def test_a_full_terminal_drops_messages_and_holds_only_those_who_write_lines(unread):
+    source, stream = unread
+    terminal = TerminalWriter(stream, lambda: None, room=10)
+    assert terminal.write(b"12345", waits=False)
+    assert terminal.write(b"6789", waits=False)
+    assert not terminal.write(b"too long", waits=False)
+    held = threading.Thread(target=terminal.write, args=(b"a line\n",), daemon=True)
+    held.start()
+    assert not terminal.flush(0.1)
+    assert held.is_alive()
+    found = source.read(2**20)
+    held.join(20)
+    assert terminal.flush(20)
+    assert (found + source.read(2**20)).endswith(b"x123456789a line\n")
+    assert terminal.close(20) == 0
+
+
+def test_a_closed_terminal_holds_nobody_and_says_how_much_was_lost(unread):
+    source, stream = unread
+    terminal = TerminalWriter(stream, lambda: None, room=10)
+    assert terminal.write(b"12345")
+    held = threading.Thread(target=terminal.write, args=(b"678901",), daemon=True)
+    held.start()
+    assert terminal.close(0.1) == 5
+    held.join(20)
+    assert not held.is_alive()
+    assert not terminal.write(b"late")
+    source.read(2**20)
 
 
 def test_a_full_disk_does_not_stop_a_worker():

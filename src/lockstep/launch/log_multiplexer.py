@@ -16,40 +16,99 @@ _CHUNK = 65536
 _LONGEST_LINE = 65536  # bytes; a longer one is shown in chunks
 _PARTIAL_LINE_SECONDS = 1.0  # After this, the beginning of a line is shown without its end.
 _LAST_LINES = 30
+_ROOM = 2**22  # bytes; more than the longest failure report
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class TerminalWriter:
     """Writes each line to a stream as a whole, so that lines of several workers do not mix.
 
+    A thread of its own writes, so that a stream that is not read holds up only those that wait for room in its queue.
+
     Args:
         stream: unbuffered.
         on_closed: is called once when the reader of the stream is gone; from then on nothing is written.
         colours: whether names of workers are coloured if the stream is a terminal.
+        room: bytes that may be queued.
     """
 
-    def __init__(self, stream: io.RawIOBase, on_closed: Callable[[], None], colours: bool = True) -> None:
+    def __init__(
+        self, stream: io.RawIOBase, on_closed: Callable[[], None], colours: bool = True, room: int = _ROOM
+    ) -> None:
         self._stream = stream
         self._on_closed = on_closed
-        self._lock = threading.Lock()
+        self._room = room
+        self._changed = threading.Condition()
+        self._queue: deque[bytes] = deque()
+        self._unwritten = 0  # Bytes that are queued or being written.
         self._is_closed = False
         self._is_coloured = colours and stream.isatty()
+        self._thread: threading.Thread | None = None
 
     def prefix(self, task: ProcessName) -> bytes:
         """Return the prefix of each line of a process."""
         name, colour = f"[{task.name}]", _COLOURS[task.colour % len(_COLOURS)]
         return (f"\033[{colour}m{name}\033[0m " if self._is_coloured else f"{name} ").encode()
 
-    def write(self, data: bytes) -> None:
-        """Write all of the data; this blocks until the reader has room."""
-        with self._lock:
-            if self._is_closed:
-                return
+    def write(self, data: bytes, waits: bool = True) -> bool:
+        """Queue data, and return whether they are accepted; nothing is after the end of the stream or :meth:`close`.
+
+        Args:
+            data: one or several lines.
+            waits: whether to wait for room as long as it takes; else the data are dropped if there is none.
+        """
+        with self._changed:
+            if waits:
+                self._changed.wait_for(lambda: self._is_closed or self._has_room_for(data))
+            if self._is_closed or not self._has_room_for(data):
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lockstep-terminal", daemon=True)
+                self._thread.start()
+            self._queue.append(data)
+            self._unwritten += len(data)
+            self._changed.notify_all()
+            return True
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all is written or the reader is gone, at most ``seconds``; return whether nothing is left."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unwritten, seconds)
+
+    def close(self, seconds: float) -> int:
+        """Flush, write nothing from now on, and return the number of bytes that are lost."""
+        self.flush(seconds)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            return self._unwritten
+
+    def _has_room_for(self, data: bytes) -> bool:
+        return not self._unwritten or self._unwritten + len(data) <= self._room
+
+    def _run(self) -> None:
+        while (data := self._next()) is not None:
             try:
                 self._write(memoryview(data))
             except OSError:
-                self._is_closed = True
+                self._end()
+                return
+            with self._changed:
+                self._unwritten -= len(data)
+                self._changed.notify_all()
+
+    def _next(self) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            return None if self._is_closed else self._queue.popleft()
+
+    def _end(self) -> None:
+        """Note that the reader is gone. ``on_closed`` is not called after :meth:`close`."""
+        with self._changed:
+            if not self._is_closed:
                 self._on_closed()
+            self._is_closed, self._unwritten = True, 0
+            self._changed.notify_all()
 
     def _write(self, data: memoryview) -> None:
         while data:
@@ -108,7 +167,7 @@ class LogPump:
         show: receives each line; None: nothing is shown.
     """
 
-    def __init__(self, source: int, log: io.RawIOBase | None, show: Callable[[bytes], None] | None) -> None:
+    def __init__(self, source: int, log: io.RawIOBase | None, show: Callable[[bytes], object] | None) -> None:
         self._source = source
         self._log = log
         self._show = show

@@ -32,6 +32,8 @@ from lockstep.launch.worker_process import FORWARDED, SignalPipe, WorkerProcess,
 
 __all__ = ["supervise"]
 
+_FLUSH_SECONDS = 2.0  # For a reader to take the last output.
+
 
 def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawIOBase, messages: io.RawIOBase) -> int:
     """Run a job's workers on this node until they have exited; no process remains.
@@ -70,8 +72,9 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
         inherited = {**inherited_variables(job, environment), **allocator.variables}
         restarts = RestartBudget(job.max_restarts)
         supervisor = _Supervisor(job, inherited, gpus, restarts, signals, stop_at, child_pids(), *terminals)
-        supervisor.log_configuration(node, allocator, "TF_CONFIG" in environment)
-        return supervisor.run(node)
+        with contextlib.closing(supervisor):
+            supervisor.log_configuration(node, allocator, "TF_CONFIG" in environment)
+            return supervisor.run(node)
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,16 @@ class _Supervisor:
             for assignment in assignments:
                 workers = self._run_generation(assignment, loop.remote_stop)
                 if workers.failure is not None:
-                    self.messages.write(f"lockstep run: {workers.failure.report}".encode())
+                    self._print(workers.failure.report)
                 loop.record(workers)
         return loop.code
+
+    def close(self) -> None:
+        """Write what is left of the output, if it is read."""
+        lost = self.output.close(_FLUSH_SECONDS)
+        if lost:
+            self._log(f"the output is not read: its last {lost:,} bytes are lost.")
+        self.messages.close(_FLUSH_SECONDS)
 
     def _restart_loop(self, node: int | None) -> RestartLoop | NodeExit:
         if not self.job.is_elastic:
@@ -124,6 +134,7 @@ class _Supervisor:
             workers.run()
         finally:
             workers.kill_and_reap()
+            self.output.flush(_FLUSH_SECONDS)  # Before messages about the end.
         return workers
 
     def _start(self, assignment: AnyRankAssignment, task: ProcessName) -> WorkerProcess:
@@ -162,4 +173,7 @@ class _Supervisor:
             self._log(f"the output of the workers goes to {job.log_dir}{os.sep}*.log.")
 
     def _log(self, text: str) -> None:
-        self.messages.write(f"lockstep run: {text}\n".encode())
+        self._print(f"{text}\n")
+
+    def _print(self, text: str) -> None:
+        self.messages.write(f"lockstep run: {text}".encode(), waits=False)  # It never waits for a reader.

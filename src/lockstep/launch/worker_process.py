@@ -114,7 +114,7 @@ class WorkerProcess:
         job: LaunchConfig,
         environment: Mapping[str, str],
         log: io.RawIOBase | None,
-        show: Callable[[bytes], None] | None,
+        show: Callable[[bytes], object] | None,
     ) -> None:
         self.task = task
         self.code: int | None = None
