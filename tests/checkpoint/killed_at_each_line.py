@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+import lockstep._files
 import lockstep.checkpoint.store
 from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 
-OURS = str(Path(lockstep.checkpoint.store.__file__).parent)
+OURS = str(Path(lockstep.checkpoint.store.__file__).parent), lockstep._files.__file__
 STANDARD = (shutil.__file__,)  # It deletes file by file.
 
 
@@ -41,7 +42,7 @@ def write_and_die(directory, step, keep, line):
     left = itertools.count(line, -1)
 
     def trace(frame, event, argument):
-        if not frame.f_code.co_filename.startswith((OURS, *STANDARD)):
+        if not frame.f_code.co_filename.startswith((*OURS, *STANDARD)):
             return None
         if event == "line" and next(left) == 0:
             os.kill(os.getpid(), signal.SIGKILL)

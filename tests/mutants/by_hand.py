@@ -340,14 +340,14 @@ FAULTS = [
     # What survives.
     Mutant(
         "arrays-not-synced",
-        "checkpoint/atomic_write.py",
+        "checkpoint/format.py",
         "os.fsync(file.fileno())",
         "pass",
         "The arrays of a checkpoint may not be on the disk when its name is.",
     ),
     Mutant(
         "manifest-not-synced",
-        "checkpoint/atomic_write.py",
+        "checkpoint/format.py",
         "os.fsync(file.fileno())",
         "pass",
         "The manifest of a checkpoint may not be on the disk when its name is.",
@@ -355,14 +355,14 @@ FAULTS = [
     ),
     Mutant(
         "name-not-synced",
-        "checkpoint/atomic_write.py",
-        "_sync(directory)",
+        "checkpoint/store.py",
+        "_sync(final.parent)",
         "pass",
         "After a power cut a checkpoint that was reported may not be there.",
     ),
     Mutant(
         "copied-and-not-renamed",
-        "checkpoint/atomic_write.py",
+        "checkpoint/store.py",
         "os.rename(temporary, final)",
         "shutil.copytree(temporary, final)",
         "A checkpoint gets its name before it is whole.",

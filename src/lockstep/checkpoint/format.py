@@ -32,14 +32,13 @@ import numpy as np
 
 from lockstep._arrays import DTYPES, ML_DTYPES
 from lockstep._errors import CheckpointError, OptionError, whole_number
+from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file
 
 __all__ = [
     "ARRAYS",
     "MANIFEST",
-    "REMOVED",
     "STATUS",
     "VERSION",
-    "WRITTEN",
     "Entry",
     "Loaded",
     "Manifest",
@@ -58,6 +57,7 @@ __all__ = [
     "step_of",
     "verify",
     "widened",
+    "write",
     "write_arrays",
 ]
 
@@ -165,7 +165,6 @@ def widened(array: np.ndarray) -> np.ndarray:
     return array.astype(name.rstrip("0123456789") + "8" if "int" in name else "float32")
 
 
-WRITTEN, REMOVED = ".writing-", ".removing-"
 MANIFEST, ARRAYS, STATUS = "manifest.json", "arrays.npz", "status.json"
 VERSION = 1
 
@@ -175,6 +174,7 @@ _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n')
 _END_LENGTH = 79
 _DIGEST = re.compile("[0-9a-f]{64}")
 _CHUNK = 1 << 20  # bytes that are copied at once, the most memory that writing takes
+_LARGEST_MANIFEST = 1 << 28  # bytes
 
 
 def step_of(name: str) -> int | None:
@@ -439,6 +439,35 @@ class Loaded:
     path: Path
 
 
+def write(path: Path, step: int, snapshot: Snapshot) -> None:
+    """Write the files of a checkpoint into an empty directory, synced to the disk.
+
+    Args:
+        path: the directory.
+        step: of the checkpoint.
+        snapshot: its content.
+
+    Raises:
+        OSError: a file cannot be written.
+        OptionError: the metadata is too large to be read again.
+    """
+    with open(path / ARRAYS, "xb") as file:
+        entries = write_arrays(file, snapshot.arrays)
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    content = encode(Manifest(step, size, entries, snapshot.metadata))
+    if len(content) > _LARGEST_MANIFEST:
+        raise OptionError(
+            f"Snapshot: metadata: its manifest would have {len(content):,} bytes, at most {_LARGEST_MANIFEST:,} are read. Fix: put "
+            "long lists of numbers into the arrays; attributes of callbacks may be NumPy arrays."
+        )
+    with open(path / MANIFEST, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def describe(path: Path) -> Manifest:
     """Read the manifest of a checkpoint, without its arrays.
 
@@ -450,7 +479,7 @@ def describe(path: Path) -> Manifest:
     """
     file_path = path / MANIFEST
     with _checkpoint_errors(file_path):
-        manifest = decode(file_path.read_bytes(), file_path)
+        manifest = decode(read_file(file_path, _LARGEST_MANIFEST), file_path)
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
     return manifest
@@ -459,7 +488,7 @@ def describe(path: Path) -> Manifest:
 def read(path: Path) -> Loaded:
     """Read and check a checkpoint. Args and errors are those of :func:`describe`."""
     manifest, file_path = describe(path), path / ARRAYS
-    with _checkpoint_errors(file_path), open(file_path, "rb") as file:
+    with _checkpoint_errors(file_path), open_to_read(file_path) as file:
         check_bounds(file, manifest, file_path)
         arrays = {name: read_array(file, name, entry, file_path) for name, entry in manifest.arrays.items()}
     return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
@@ -474,7 +503,7 @@ def verify(path: Path) -> list[str]:
     problems = []
     try:
         manifest, file_path = describe(path), path / ARRAYS
-        with _checkpoint_errors(file_path), open(file_path, "rb") as file:
+        with _checkpoint_errors(file_path), open_to_read(file_path) as file:
             check_bounds(file, manifest, file_path)
             for name, entry in manifest.arrays.items():
                 try:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError, OptionError, whole_number
+from lockstep._files import make_directory, open_own, publish, remove, sweep
 from lockstep._logging import log_info
-from lockstep.checkpoint import atomic_write, format
-from lockstep.checkpoint.format import Loaded, Manifest, Snapshot, checkpoints_in, free_name, step_of
+from lockstep.checkpoint import format
+from lockstep.checkpoint.format import Loaded, Manifest, Snapshot, checkpoints_in, free_name, is_leftover, step_of
 
 __all__ = ["CheckpointStore", "WriterLock"]
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _LONGEST_NOTE = 1000  # bytes
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class WriterLock:
@@ -57,7 +60,7 @@ class WriterLock:
         """
         if self.is_held:
             return
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_own(self._path, os.O_RDWR)
         try:
             self._lock(descriptor)
             note = self._note()  # Overwriting the old note needs no space on a full disk.
@@ -204,10 +207,10 @@ class CheckpointStore:
         step = whole_number("step", step, least=0)
         with self._writing(f"the checkpoint of step {step} cannot be written", snapshot.nbytes):
             if self._lock.is_exclusive:
-                self._log_errors(lambda: atomic_write.sweep(self.directory))
+                self._log_errors(lambda: sweep(self.directory, is_leftover))
             name = free_name(step, checkpoints_in(self.directory))
-            path = atomic_write.publish(self.directory, name, step, snapshot)
-            self._log_errors(lambda: atomic_write.remove(self.directory, self._outdated(path)))
+            path = publish(self.directory, name, lambda path: format.write(path, step, snapshot))
+            self._log_errors(lambda: remove(self.directory, self._outdated(path)))
             self._report_newer(step)
         return path
 
@@ -225,7 +228,7 @@ class CheckpointStore:
         """
         with self._writing("newer checkpoints cannot be removed"):
             newer = [path for path in checkpoints_in(self.directory) if _step(path) > step]
-            atomic_write.remove(self.directory, newer)
+            remove(self.directory, newer)
         return newer
 
     def steps(self) -> list[int]:
@@ -293,13 +296,13 @@ class CheckpointStore:
     def _writing(self, what: str, needed: int | None = None) -> Iterator[None]:
         with self._write_turn(what):
             try:
-                atomic_write.make_directory(self.directory)
+                make_directory(self.directory)
                 self._lock.take()
                 yield
             except CheckpointError:
                 raise
             except OSError as error:
-                raise atomic_write.failed(what, self.directory, error, needed) from error
+                raise _failed(what, self.directory, error, needed) from error
 
     @contextmanager
     def _write_turn(self, what: str) -> Iterator[None]:
@@ -332,6 +335,22 @@ class CheckpointStore:
                 f"{self.directory}: step {step} was written, but there is step {newest}, which a resumed run would start from. "
                 f"Fix: if that belongs to an abandoned run, remove it: discard_newer({step})."
             )
+
+
+def _failed(what: str, directory: Path, error: OSError, needed: int | None) -> CheckpointError:
+    """Make the error for a failed operation of the operating system.
+
+    Args:
+        what: the operation, and that it failed.
+        directory: of the store.
+        error: of the operating system.
+        needed: number of bytes that were to be written, if known.
+    """
+    sentence = f"{directory}: {what}: {error.strerror or error}"
+    if needed is not None and error.errno in _FULL:
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        sentence += f"; it needs {needed:,} bytes, and {shutil.disk_usage(there).free:,} are free"
+    return CheckpointError(f"{sentence}.", error.errno)
 
 
 def _step(path: Path) -> int:

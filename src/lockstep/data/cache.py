@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from lockstep._errors import OptionError
+from lockstep._files import open_own, open_to_read
 from lockstep.data.device_placement import Placement
 from lockstep.data.sources import InputSource
 
@@ -69,14 +70,15 @@ class FileBatchStore:
     def append(self, batch: Any) -> None:
         """See :class:`BatchStore`."""
         leaves, tree = jax.tree.flatten(batch)
-        with self._path.open("ab" if self._trees else "xb") as file:
+        flags = os.O_WRONLY | (os.O_APPEND if self._trees else os.O_EXCL)
+        with open(open_own(self._path, flags), "ab") as file:
             for leaf in leaves:
                 np.lib.format.write_array(file, np.asarray(leaf), allow_pickle=False)
         self._trees.append(tree)
 
     def read(self) -> Iterator[Any]:
         """See :class:`BatchStore`."""
-        with self._path.open("rb") as file:
+        with open_to_read(self._path) as file:
             for tree in self._trees:
                 leaves = [np.lib.format.read_array(file, allow_pickle=False) for _ in range(tree.num_leaves)]
                 yield jax.tree.unflatten(tree, leaves)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep._errors import OptionError
+from lockstep._files import open_own
 from lockstep.distributed.cluster.env_reader import SECRET
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import LocalWorkers, RemoteStop
@@ -151,7 +152,7 @@ class _Supervisor:
             return None
         try:
             self.job.log_dir.mkdir(parents=True, exist_ok=True)
-            return io.FileIO(self.job.log_dir / task.file_name, "a")
+            return io.FileIO(open_own(self.job.log_dir / task.file_name, os.O_WRONLY | os.O_APPEND), "a")
         except OSError as error:
             raise OptionError(f"--log-dir {self.job.log_dir}: {error}. Fix: give a writable folder.") from None
 

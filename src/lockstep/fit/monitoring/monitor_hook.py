@@ -4,7 +4,6 @@ Only the chief writes, in a thread, so that the file stays fresh while a step ta
 that fails is logged once, and training continues.
 """
 
-import contextlib
 import json
 import os
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 import keras
 
+from lockstep._files import replace_file
 from lockstep._keras.trainer import steps_done
 from lockstep.checkpoint.format import STATUS
 from lockstep.data.fit_entry import ProcessGroup
@@ -106,14 +106,10 @@ class StatusWriter:
     def _write(self, state: str, reason: str | None) -> None:
         text = json.dumps(self._status(state, reason), allow_nan=False)
         for folder in self._folders:
-            temporary = folder / f".{STATUS}.{os.getpid()}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                temporary.write_text(text)
-                os.replace(temporary, folder / STATUS)
+                replace_file(folder / STATUS, lambda file: file.write(text.encode()))
             except OSError as error:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
                 if not self._has_failed:
                     self._log(f"{folder / STATUS} cannot be written, so that lockstep top shows nothing new: {error}")
                 self._has_failed = True

@@ -6,6 +6,7 @@ https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
 """
 
 import contextlib
+import io
 import os
 import socket
 import struct
@@ -21,6 +22,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import OptionError, whole_number
+from lockstep._files import open_own, open_to_read
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.execution.train_functions import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer, TimerReading, numbers_of
@@ -120,7 +122,7 @@ class EventFile:
         self._known, self._clock = known or {}, clock
         Path(folder).mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(clock())}.{socket.gethostname()}.{getpid()}.{next(_numbers):09}.v2"
-        self._file = open(Path(folder) / name, "ab", buffering=0)  # noqa: SIM115  # closed by close
+        self._file = io.FileIO(open_own(Path(folder) / name, os.O_WRONLY | os.O_APPEND), "a")
         self._write(_bytes(3, b"brain.Event:2"))
 
     def write(self, step: int, values: Sequence[Value]) -> None:
@@ -144,15 +146,20 @@ class EventFile:
 
 
 def newest_steps(folder: str | Path) -> dict[str, int]:
-    """Return the largest step of each tag in a folder's files; a file ends at a record that a kill has cut off."""
+    """Return the largest step of each tag in a folder's files; a file ends at a record that a kill has cut off, or that is damaged.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     found: dict[str, int] = {}
     for path in sorted(Path(folder).glob("events.out.tfevents.*")):
-        for event in _records(path.read_bytes()):
-            fields = dict(_fields(event))
-            step = fields.get(2, 0)
-            for number, packed in _fields(fields.get(5, b"")):
-                tag = dict(_fields(packed)).get(1, b"").decode() if number == 1 else ""
-                found[tag] = max(found.get(tag, 0), step)
+        with open_to_read(path) as file, contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
+            for event in _records(file.read()):
+                fields = dict(_fields(event))
+                step = int(fields.get(2, 0))
+                for number, packed in _fields(fields.get(5, b"")):
+                    tag = dict(_fields(packed)).get(1, b"").decode() if number == 1 else ""
+                    found[tag] = max(found.get(tag, 0), step)
     return found
 
 

@@ -1,12 +1,12 @@
 """``lockstep checkpoint``: list checkpoints, and export arrays of one."""
 
 import fnmatch
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError
+from lockstep._files import replace_file
 from lockstep.checkpoint.format import MANIFEST, Loaded, Manifest, describe, read, step_of, widened, write_arrays
 from lockstep.checkpoint.store import CheckpointStore
 
@@ -93,12 +93,8 @@ def export(loaded: Loaded, output: str, only: str) -> int:
     arrays = {name: widened(array) for name, array in loaded.snapshot.arrays.items() if fnmatch.fnmatchcase(name, only)}
     if not arrays:
         raise CheckpointError(f"{loaded.path}: no array name matches {only!r}.")
-    temporary = f"{output}.writing"
     try:
-        with open(temporary, "wb") as file:
-            write_arrays(file, arrays)
-        os.replace(temporary, output)
+        replace_file(output, lambda file: write_arrays(file, arrays))
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
         raise CheckpointError(f"{output}: cannot be written: {error.strerror or error}.", error.errno) from error
     return len(arrays)

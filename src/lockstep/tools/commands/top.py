@@ -13,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep._errors import OptionError
+from lockstep._files import read_file
 from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
 __all__ = ["picture", "slowest", "watch"]
 
+_LARGEST_STATUS = 1 << 24  # bytes
 STALE = 10.0  # seconds without a new status after which the chief counts as dead
 _NOTABLE = 0.05  # share of the time; a worker that waits less for its data is not reported as slow
 
@@ -85,7 +87,7 @@ def slowest(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 def _read(directory: Path) -> dict[str, Any]:
     try:
-        found = json.loads((directory / STATUS).read_text())
+        found = json.loads(read_file(directory / STATUS, _LARGEST_STATUS))
     except FileNotFoundError:
         raise OptionError(
             f"{directory}: no {STATUS} found. Fix: give the folder of a lockstep.callbacks.BackupAndRestore or TensorBoard among the "

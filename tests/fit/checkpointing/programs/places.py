@@ -7,7 +7,8 @@ from collections import Counter
 
 import keras
 
-import lockstep.checkpoint.atomic_write as writing
+import lockstep._files as files
+import lockstep.checkpoint.format as format
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 from tests.distributed.jobs.program import tell
 
@@ -35,7 +36,7 @@ class Fault:
 
     def install(self):
         """Take the place of the functions that write, and of what hears that a step was started."""
-        write_arrays, rename, delete = writing.write_arrays, os.rename, writing._delete
+        write_arrays, rename, delete = format.write_arrays, os.rename, files._delete
         step_ended = FitCheckpoint.on_step_end
 
         def started(run, model, kind, state, logs):
@@ -51,7 +52,7 @@ class Fault:
             return write_arrays(file, HalfWritten(arrays, half_way))
 
         def renamed(source, target):
-            is_new = writing.WRITTEN in str(source)
+            is_new = files.WRITTEN in str(source)
             self.come_by("before it has its name" if is_new else "before an old one goes")
             rename(source, target)
             if is_new:
@@ -62,7 +63,7 @@ class Fault:
             delete(path)
 
         FitCheckpoint.on_step_end = started
-        writing.write_arrays, writing._delete, os.rename = written, deleted, renamed
+        format.write_arrays, files._delete, os.rename = written, deleted, renamed
 
 
 class HalfWritten(dict):

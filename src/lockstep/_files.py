@@ -1,0 +1,183 @@
+"""Files in directories that others may write to: nothing planted there is written through or waited for, and no file is half written.
+
+A file that exists is opened only if it is a regular file, and for writing only if it is no link and has one name. A file or directory
+that appears as a whole is written under a temporary name, synced to the disk and renamed; the directory is synced last. Removal renames
+first and deletes then.
+"""
+
+import contextlib
+import io
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+__all__ = [
+    "REMOVED",
+    "WRITTEN",
+    "make_directory",
+    "open_own",
+    "open_to_read",
+    "publish",
+    "read_file",
+    "remove",
+    "replace_file",
+    "sweep",
+]
+
+WRITTEN, REMOVED = ".writing-", ".removing-"
+
+
+def open_to_read(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a regular file for reading; no FIFO is waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    return open(_checked(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)), "rb")
+
+
+def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(f"{Path(path).name} has more than {most:,} bytes")
+        return file.read(size)
+
+
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file for writing that only this program writes to, and make it if there is none.
+
+    Args:
+        path: the file.
+        flags: of ``os.open``, such as ``os.O_WRONLY | os.O_APPEND``.
+
+    Returns:
+        The file descriptor.
+
+    Raises:
+        OSError: it cannot be opened, is a link or no regular file, or has other names: what is written would go elsewhere.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError:
+        if os.path.islink(path):
+            raise OSError(f"{Path(path).name} is a symbolic link. Fix: remove it") from None
+        raise
+    return _checked(path, descriptor, is_written=True)
+
+
+def _checked(path: str | os.PathLike[str], descriptor: int, is_written: bool = False) -> int:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        problem = "is no regular file"
+    elif is_written and found.st_nlink > 1:
+        problem = f"has {found.st_nlink} names, and is a file of others, too. Fix: remove it"
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(f"{Path(path).name} {problem}")
+
+
+def replace_file(path: str | os.PathLike[str], write: Callable[[io.BufferedWriter], object]) -> None:
+    """Make a file, or replace it, as a whole; a link of that name is replaced, not followed.
+
+    Args:
+        path: the file.
+        write: writes the content.
+
+    Raises:
+        OSError: the file cannot be written; then it is unchanged.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")  # a name that cannot be known before
+    try:
+        with open(temporary, "xb") as file:
+            write(file)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def publish(directory: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Make a directory with all its files, or nothing after an error.
+
+    Args:
+        directory: in which it is made.
+        name: of the new directory; there is nothing of that name yet.
+        write: writes the files into a directory, synced to the disk.
+
+    Returns:
+        The new directory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary, final = directory / f"{WRITTEN}{name}", directory / name
+    if os.path.lexists(temporary):
+        _delete(temporary)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        _sync(temporary)
+        os.rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(final.parent)
+    return final
+
+
+def remove(directory: Path, paths: Iterable[Path]) -> None:
+    """Remove directories; one that is partly deleted no longer has its name."""
+    renamed = []
+    for path in paths:
+        renamed.append(directory / f"{REMOVED}{path.name}")
+        os.rename(path, renamed[-1])
+    if renamed:
+        _sync(directory)
+    for path in renamed:
+        _delete(path)
+
+
+def sweep(directory: Path, is_leftover: Callable[[str], bool]) -> None:
+    """Remove the temporary directories of killed writers, known by their names. No other process may write there meanwhile."""
+    for path in directory.iterdir():
+        if is_leftover(path.name):
+            _delete(path)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and its parents, synced to the disk."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
