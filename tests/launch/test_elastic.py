@@ -303,3 +303,24 @@ def test_no_process_is_left_when_all_supervisors_are_killed(job, tmp_path):
     for supervisor in supervisors:
         send(supervisor.pid, signal.SIGKILL)
     wait_until(lambda: all(has_ended(process) for process in processes), "the end of all processes")
+
+
+@pytest.mark.nightly
+def test_the_job_goes_on_without_a_node_that_was_stopped_and_keeps_one_that_runs_for_longer(job, tmp_path):
+    nodes = job(RUNNING + "if generation == 0 and rank: " + FOREVER + "print('done by', workers)", "1:3")
+    first = nodes.start("--node-rank", 0)
+    others = [nodes.start("--node-rank", rank) for rank in (1, 2)]
+    for rank in range(3):
+        text_of(tmp_path / f"0.{rank}")
+    others[1].send_signal(signal.SIGSTOP)
+    line = wait_for_message(first, "restart 1 of 3")
+    assert f"process {others[1].pid}): lost, it sent nothing for 60 s (stopped, or cut off)" in line
+    ends = [end_of(one) for one in (first, others[0])]
+    assert [(code, printed) for code, printed, _ in ends] == [
+        (0, "[worker 0] done by 3\n[worker 0] done by 2\n"),
+        (0, "[worker 1] done by 2\n"),
+    ]
+    others[1].send_signal(signal.SIGCONT)
+    code, _, messages = end_of(others[1])
+    assert code == 75
+    assert "this node sent nothing for 60 s, and the job continues without it" in messages or "was lost" in messages

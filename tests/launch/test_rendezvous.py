@@ -1,12 +1,15 @@
 """State machine of the rendezvous, without sockets and with a simulated clock."""
 
 import json
+import socket
 from dataclasses import replace
 
 import pytest
 
 from lockstep.distributed.control.handshake import Peer
+from lockstep.distributed.control.transport import FramedSocket
 from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.rendezvous import RendezvousClient
 from lockstep.launch.rendezvous_state import GenerationOutcome, JobSpec, NodeInfo, RendezvousState
 
 DONE, FAILED = GenerationOutcome(0, ""), GenerationOutcome(9, "worker 0 ended with exit code 9")
@@ -154,6 +157,61 @@ def test_who_does_not_end_in_time_is_left_out():
     rendezvous.wait(1)
     rendezvous.wait(10)
     assert rendezvous.assignments() == {0: (1, 0, 1)}
+
+
+def test_a_node_that_sends_nothing_is_given_up_by_name_and_the_others_are_not():
+    rendezvous = Rendezvous((1, 3))
+    for key in range(3):
+        rendezvous.join(key)
+    rendezvous.sent.clear()
+    for _ in range(60):
+        rendezvous.wait(1)
+        rendezvous.state.hear(1)
+    rendezvous.ended(_0=DONE, _1=DONE)
+    assert not rendezvous.ends()
+    rendezvous.wait(1)
+    assert rendezvous.sent[2] == {
+        "kind": "end",
+        "code": 75,
+        "sentence": "this node sent nothing for 60 s, and the job continues without it",
+    }
+    why = "restart 1 of 2 in 1 s or later: node 2 (process 2): lost, it sent nothing for 60 s (stopped, or cut off)"
+    assert rendezvous.sent[0] == rendezvous.sent[1] == {"kind": "again", "sentence": why}
+    assert sorted(rendezvous.state.nodes) == [0, 1]
+
+
+def test_a_node_is_also_given_up_while_all_wait():
+    rendezvous = Rendezvous((2, 3), join_seconds=1000.0, start_seconds=1000.0)
+    for key in range(2):
+        rendezvous.join(key)
+    for _ in range(61):
+        rendezvous.wait(1)
+    assert sorted(rendezvous.state.nodes) == [0]
+
+
+def test_no_node_is_given_up_for_a_pause_of_the_rendezvous_itself():
+    rendezvous = Rendezvous((2, 2))
+    for key in range(2):
+        rendezvous.join(key)
+    rendezvous.wait(1000)
+    rendezvous.wait(1)
+    assert sorted(rendezvous.state.nodes) == [0, 1]
+
+
+def test_a_client_sends_a_heartbeat_each_second_and_none_into_a_full_connection():
+    one, other = socket.socketpair()
+    with one, other:
+        time = iter([0.0, 0.4, 1.0, 2.0])
+        client = RendezvousClient(FramedSocket(one), None, "node 0", None, None, print, clock=lambda: next(time))
+        beats, received = FramedSocket(other), []
+        for _ in range(3):
+            client.beat()
+            received += beats.receive()
+        assert received == [{"kind": "beat"}] * 2
+        client.connection.send(b"x" * 2**24)
+        before = len(client.connection._unsent)
+        client.beat()
+        assert len(client.connection._unsent) == before > 0
 
 
 def test_too_few_end_in_time():

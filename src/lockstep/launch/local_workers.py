@@ -21,10 +21,13 @@ _DRAIN_SECONDS = 2.0  # For the last output to be written.
 
 
 class RemoteStop(Protocol):
-    """Source of requests of other nodes to stop all workers."""
+    """Connection to other nodes, which may request to stop all workers."""
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when a message arrives."""
+
+    def beat(self) -> float:
+        """Tell the other nodes that this one is alive, if it is time to; return the seconds until it is again."""
 
     def read(self) -> str | None:
         """Read messages; return the reason if all workers must stop, else None."""
@@ -109,7 +112,7 @@ class LocalWorkers:
         for task in self._tasks.all:
             self._add(task)
         while self._running and not self._shutdown.is_given_up:
-            numbers, ready = self._signals.wait(self._seconds_to_deadline(), [*self._files])
+            numbers, ready = self._signals.wait(self._seconds_to_wait(), [*self._files])
             for worker in self._running:
                 if worker.file in ready:
                     worker.read_exit()
@@ -264,6 +267,13 @@ class LocalWorkers:
         for failure in filter(None, (worker.failure for worker in self._workers)):
             if done_at is not None and done_at < failure.when <= until:
                 self._log(f"{failure.headline}, after the job was done.")
+
+    def _seconds_to_wait(self) -> float | None:
+        due = self._seconds_to_deadline()
+        if self._remote_stop is None:
+            return due
+        beat = self._remote_stop.beat()
+        return beat if due is None else min(due, beat)
 
     def _seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next check that neither a signal nor a worker triggers; None if there is none."""

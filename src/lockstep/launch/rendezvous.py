@@ -33,7 +33,14 @@ from lockstep.launch.failure_report import USAGE
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers
 from lockstep.launch.rank_assignment import RankAssignment, is_local_host
-from lockstep.launch.rendezvous_state import GenerationOutcome, JobSpec, NodeInfo, Outbound, RendezvousState
+from lockstep.launch.rendezvous_state import (
+    SILENT_SECONDS,
+    GenerationOutcome,
+    JobSpec,
+    NodeInfo,
+    Outbound,
+    RendezvousState,
+)
 from lockstep.launch.restart_loop import is_final
 from lockstep.launch.worker_process import SignalPipe
 
@@ -117,6 +124,7 @@ class RendezvousServer:
         self._send(self._state.add(key, node))
 
     def _on_message(self, key: int, message: dict[str, Any]) -> None:
+        self._state.hear(key)
         try:
             if message["kind"] == "ended":
                 self._send(self._state.record(key, GenerationOutcome.from_message(message)))
@@ -157,7 +165,6 @@ def _host_of(connection: FramedSocket) -> str:
 
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
-_SILENT_SECONDS = 60.0  # The server sends a heartbeat each second.
 
 
 @dataclass(frozen=True)
@@ -179,6 +186,7 @@ class RendezvousClient:
         signals: of the supervisor.
         stop_at: when the run must be over, on the monotonic clock.
         log: prints a line for the user.
+        clock: returns seconds and never goes back.
     """
 
     connection: FramedSocket
@@ -187,12 +195,14 @@ class RendezvousClient:
     signals: SignalPipe
     stop_at: float | None
     log: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
     _exit: NodeExit | None = field(default=None, init=False)
     _assignment: RankAssignment | None = field(default=None, init=False)  # Received and not yet started.
     _stop_reason: str | None = field(default=None, init=False)  # Why the current generation must stop.
     _last_code: int | None = field(default=None, init=False)  # Of the last generation.
     _waiting_for: str = field(default="", init=False)
     _received_at: float = field(default=0.0, init=False)  # Time of the last message.
+    _beat_at: float = field(default=0.0, init=False)  # Time of the next heartbeat.
 
     @property
     def code(self) -> int:
@@ -212,6 +222,16 @@ class RendezvousClient:
         """Read messages; return the reason if the workers here must stop, else None."""
         self._receive()
         return self._stop_reason if self._exit is None else self._exit.sentence or "the job is over"
+
+    def beat(self) -> float:
+        """Tell the server that this node is alive, if it is time to; return the seconds until it is again."""
+        now = self.clock()
+        if now >= self._beat_at:
+            self._beat_at = now + _HEARTBEAT_SECONDS
+            self.connection.flush()
+            if not self.connection.has_unsent:  # A server that is stopped reads nothing.
+                self.connection.send(encode({"kind": "beat"}))
+        return self._beat_at - now
 
     def assignments(self) -> Generator[RankAssignment, None, None]:
         """Yield the rank assignment of each generation of this node."""
@@ -266,11 +286,11 @@ class RendezvousClient:
             self._receive()
             if self._assignment is not None or self._exit is not None:
                 return
-            limit = min(_seconds_left(self.stop_at), self._received_at + _SILENT_SECONDS - time.monotonic())
+            limit = min(_seconds_left(self.stop_at), self._received_at + SILENT_SECONDS - time.monotonic())
             if limit <= 0:
                 self._exit = self._exit_on_timeout()
                 return
-            numbers, _ = self.signals.wait(min(limit, 1.0), [self.fileno()])
+            numbers, _ = self.signals.wait(min(limit, self.beat()), [self.fileno()])
             self._exit = _exit_on_signal(numbers, self._last_code)
             if self._waiting_for:
                 progress.log(self._waiting_for)
@@ -280,7 +300,7 @@ class RendezvousClient:
             return NodeExit(NO_PROGRESS, "the run takes longer than --timeout allows")
         return NodeExit(
             PEER_LOST,
-            f"{self.description} sent nothing for {_SILENT_SECONDS:g} s, and the job cannot continue without it",
+            f"{self.description} sent nothing for {SILENT_SECONDS:g} s, and the job cannot continue without it",
         )
 
     def _receive(self) -> None:

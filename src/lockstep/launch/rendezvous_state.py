@@ -11,12 +11,14 @@ from lockstep.distributed.cluster.addresses import join_address, split_address
 from lockstep.distributed.cluster.exit_codes import DONE, PEER_LOST
 from lockstep.distributed.control.admission import JoinRejection
 from lockstep.distributed.control.disagreement import first_difference
+from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import RankAssignment
 from lockstep.launch.restart_policy import backoff_seconds
 
 __all__ = [
+    "SILENT_SECONDS",
     "GenerationOutcome",
     "GenerationState",
     "JobSpec",
@@ -139,6 +141,7 @@ class GenerationOutcome:
         return cls(int(message["code"]), str(message["sentence"]), *flags)
 
 
+SILENT_SECONDS = 60.0  # Without a message, after which a node is lost; each sends a heartbeat each second.
 _NOTICE_SECONDS = 1.0  # For workers to detect and report the loss of another worker.
 _END_SECONDS = 15.0  # For a supervisor, beyond the grace, to kill what is left and to report that all have exited.
 
@@ -290,6 +293,8 @@ class RendezvousState:
         self._spec, self._clock = spec, clock
         self.nodes: dict[int, NodeInfo] = {}
         self.is_over = False
+        self._heard: dict[int, float] = {}  # Time of the last message of each node.
+        self._suspends = SuspendDetector(clock)
         self._end_message: dict[str, Any] = {}
         self._lost: dict[str, str] = {}
         self._number = -1
@@ -320,7 +325,12 @@ class RendezvousState:
     def add(self, key: int, node: NodeInfo) -> list[Outbound]:
         """Add a node that has joined."""
         self.nodes[key] = node
+        self.hear(key)
         return [Outbound(key, self._end_message)] if self.is_over else self.advance()
+
+    def hear(self, key: int) -> None:
+        """Note that a node has sent something."""
+        self._heard[key] = self._clock()
 
     def remove(self, key: int, why: str) -> list[Outbound]:
         """Remove a node whose connection was lost."""
@@ -349,9 +359,11 @@ class RendezvousState:
 
     def advance(self) -> list[Outbound]:
         """Apply what is due by now, and return the messages to send; to be called periodically, too."""
+        silent = [] if self.is_over else self._remove_silent()
         if self.is_over:
-            return []
-        return list(self._check_quorum() if self._generation is None else self._check_generation(self._generation))
+            return silent
+        due = self._check_quorum() if self._generation is None else self._check_generation(self._generation)
+        return [*silent, *due]
 
     def finish(self, code: int, sentence: str, cause: int | None = None) -> Iterator[Outbound]:
         """End the job; the node ``cause`` gets no sentence, as it has printed the reason itself."""
@@ -369,6 +381,16 @@ class RendezvousState:
         if self._generation is None:
             return self._quorum.describe_missing(self.nodes.values())
         return f"{listed(self._generation.running_names or ['no node'])} to end"
+
+    def _remove_silent(self) -> list[Outbound]:
+        """Remove a node that is stopped or cut off, unless this process was suspended itself and has not read its messages."""
+        now = self._suspends.tick()
+        for key, node in self.nodes.items():
+            if not node.is_server and now - max(self._heard[key], self._suspends.since) > SILENT_SECONDS:
+                sentence = f"this node sent nothing for {SILENT_SECONDS:g} s, and the job continues without it"
+                end = Outbound(key, {"kind": "end", "code": PEER_LOST, "sentence": sentence})
+                return [end, *self.remove(key, f"it sent nothing for {SILENT_SECONDS:g} s (stopped, or cut off)")]
+        return []
 
     def _check_quorum(self) -> Iterator[Outbound]:
         now = self._clock()
