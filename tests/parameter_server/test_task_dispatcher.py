@@ -140,6 +140,34 @@ def test_the_task_of_a_worker_that_lost_a_server_is_reassigned():
         served.end()
 
 
+def lose_server(task):
+    raise ClusterError("ps 0 at a:1 was lost while this process waited.", exit_codes.PEER_LOST)
+
+
+def test_a_server_that_the_last_worker_has_lost_is_named_at_the_chief():
+    with ServedDispatcher(timeout_seconds=0.5) as served:
+        served.start(1, lose_server)
+        served.dispatcher.schedule({})
+        said = r"worker 1 of 4 .* ended in task 0: ps 0 at a:1 was lost while this process waited\. Since then no task was finished for 0\.5 s"
+        with pytest.raises(ClusterError, match=said) as caught:
+            served.dispatcher.join()
+        assert caught.value.exit_code == exit_codes.PEER_LOST
+
+
+def test_a_lost_server_is_forgotten_when_another_worker_finishes_a_task():
+    with ServedDispatcher(timeout_seconds=0.5) as served:
+        served.start(1, lose_server)
+        result = served.dispatcher.schedule({"name": "a"}, {"once": np.ones(3)})
+        served.wait()
+        with contextlib.closing(served.client(2)) as client:
+            client.enter(1)
+            client.finish(1, client.take(1), ({"by": "a"}, {})).result(DEADLINE)
+        assert result.result(DEADLINE)[0] == {"by": "a"}
+        served.dispatcher.schedule({})
+        with pytest.raises(ClusterError, match=r"No task was finished for 0\.5 s"):
+            served.dispatcher.join()
+
+
 def test_a_failed_task_is_raised_at_the_chief_and_ends_all_calls():
     with ServedDispatcher() as served:
         served.start(1, lambda task: 1 / 0)

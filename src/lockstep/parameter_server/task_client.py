@@ -167,12 +167,13 @@ class TaskClient:
     def report_failure(self, call: int, error: BaseException, task: Task | None = None) -> None:
         """Report an error of this process or of a task to the chief, which then fails the call.
 
-        A lost process is not reported, because the chief detects that itself.
+        If this process has lost another one, the call continues as long as others do not need that one.
         """
-        is_stuck = isinstance(error, ClusterError) and error.exit_code == exit_codes.NO_PROGRESS
-        if isinstance(error, ClusterError) and not is_stuck:
+        code = error.exit_code if isinstance(error, ClusterError) else exit_codes.USER_ERROR
+        if code not in (exit_codes.NO_PROGRESS, exit_codes.PEER_LOST, exit_codes.USER_ERROR):
             return
-        message = {"kind": "fail", "call": call, "summary": summary_of(error), "is_stuck": is_stuck}
+        summary = str(error) if code == exit_codes.PEER_LOST else summary_of(error)
+        message = {"kind": "fail", "call": call, "summary": summary, "code": code}
         message |= {} if task is None else {"task": task.number}
         with contextlib.suppress(ClusterError):  # The chief may have ended because of another process.
             self._rpc_client.call(message, {}, check_no_arrays).result()

@@ -228,6 +228,7 @@ class TaskDispatcher:
         self._sync_points = SyncPointLog()
         self._present: set[ClientSession] = set()  # that have entered the open call, or have not left the last one yet
         self._failure: tuple[str, int] | None = None
+        self._loss = ""  # Which process a worker has lost since the last progress.
         self._last_progress = clock()
         self._handlers = {"enter": self._enter, "ask": self._ask, "leave": self._leave_call}
         self._handlers |= {"take": self._take, "finish": self._finish, "fail": self._fail}
@@ -262,7 +263,7 @@ class TaskDispatcher:
         with self._changed:
             self._raise_failure()
             self._call, self._is_open, self._queue, self._attached = call, True, TaskQueue(self._timeout), attached
-            self._tasks, self._published, self._last_progress = {}, {}, self._clock()
+            self._tasks, self._published, self._last_progress, self._loss = {}, {}, self._clock(), ""
             self._changed.notify_all()
 
     def publish(self, key: str, what: Message, arrays: Arrays | None = None) -> None:
@@ -370,6 +371,8 @@ class TaskDispatcher:
         limit = self._long if self.worker_count else self._timeout
         if self._clock() - self._last_progress < limit:
             return
+        if self._loss:
+            raise ClusterError(f"{self._loss} Since then no task was finished for {limit:g} s.", exit_codes.PEER_LOST)
         assignments = sorted(self._queue.assignments().items())
         held = [f"{listed(map(str, workers))} has task {number}" for number, workers in assignments]
         who = listed(held) if held else "no worker has requested one"
@@ -464,7 +467,7 @@ class TaskDispatcher:
         with self._changed:
             counts = read_whole_number(message, "call") == self._call and self._queue.finish(session, number)
             if counts:
-                self._last_progress = self._clock()
+                self._last_progress, self._loss = self._clock(), ""
                 result = self._tasks.pop(number)[2]
                 if not result.done():  # Otherwise the call has failed.
                     result.set_result((found, arrays))
@@ -474,8 +477,12 @@ class TaskDispatcher:
     def _fail(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         with self._changed:
             where = f" in task {read_whole_number(message, 'task')}" if "task" in message else ""
-            code = exit_codes.NO_PROGRESS if message.get("is_stuck") is True else exit_codes.USER_ERROR
-            self._set_failure(f"{session} failed{where}: {message.get('summary')}", code)
+            code = read_whole_number(message, "code")
+            if code == exit_codes.PEER_LOST:  # Other workers may still reach the process that this one has lost.
+                self._loss = f"{session} ended{where}: {message.get('summary')}"
+            else:
+                code = code if code == exit_codes.NO_PROGRESS else exit_codes.USER_ERROR
+                self._set_failure(f"{session} failed{where}: {message.get('summary')}", code)
         return _ACKNOWLEDGED
 
     def _leave_call(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:

@@ -1,5 +1,6 @@
 """What becomes of a ``fit`` on servers when a process dies, stands still, comes late or fails."""
 
+import re
 import signal
 
 import numpy as np
@@ -62,6 +63,14 @@ def test_a_server_that_dies_ends_the_job_by_name_and_the_next_start_resumes_to_t
     found = train(again, backup=str(tmp_path / "kept"), **options)
     assert "resumes from" in again.processes["chief0"].said
     assert bits(found) == expected
+
+
+def test_a_server_that_stands_still_is_named_by_workers_and_by_the_chief(job):
+    made = job(workers=2, servers=2)
+    made.start_all(each=only("ps", 1, stop=[8, signal.SIGSTOP]), cases=["long"], strategy=PROMPT)
+    assert {made.processes[name].end() for name in ("chief0", "worker0", "worker1")} == {75}
+    for name in ("chief0", "worker0", "worker1"):
+        assert re.search(r"ps 1 at \S+ was lost", made.processes[name].said), name
 
 
 def test_what_a_callback_raises_ends_all_with_the_reason(job):
