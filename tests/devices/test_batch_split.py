@@ -48,3 +48,13 @@ def test_every_replica_has_one_device_in_order(layout):
 def test_a_full_layout_moves_no_row(layout):
     if layout.is_full:
         np.testing.assert_array_equal(layout.row_index(), np.arange(layout.rows))
+
+
+@given(layouts)
+def test_only_trailing_padding_is_dropped_by_a_slice(layout):
+    places = np.flatnonzero(
+        np.concatenate([np.arange(layout.capacity) < rows for rows in layout.device_rows])
+    )  # that hold a row
+    assert layout.has_trailing_padding == np.array_equal(places, np.arange(layout.rows))
+    if layout.replicas % layout.devices == 0:
+        assert layout.has_trailing_padding

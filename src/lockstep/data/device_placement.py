@@ -291,6 +291,8 @@ def drop_padding(array: jax.Array, layout: Layout) -> jax.Array:
     """Drop the padding of ``(devices * capacity, …)`` and return ``(rows, …)``."""
     if layout.is_full:
         return array
+    if layout.has_trailing_padding:  # XLA moves no row for a slice; it would move all of them for unequal parts.
+        return array[: layout.rows]
     first = [device * layout.capacity for device in range(layout.devices)]
     kept = (array[start : start + rows] for start, rows in zip(first, layout.device_rows, strict=True) if rows)
     return jnp.concatenate(list(kept))

@@ -59,6 +59,15 @@ class Layout:
         """Whether no shard has padding, so that the rows need not be reordered to be placed."""
         return self.capacity * self.devices == self.rows
 
+    @property
+    def has_trailing_padding(self) -> bool:
+        """Whether all padding comes after the last row, as always if the devices divide the replicas: a slice drops it."""
+        filled = (
+            min(self.capacity, max(0, self.rows - start))
+            for start in range(0, self.devices * self.capacity, self.capacity)
+        )
+        return self.device_rows == tuple(filled)
+
     def row_index(self) -> np.ndarray:
         """Return the row at each place of the shards, shape ``(devices * capacity,)``.
 

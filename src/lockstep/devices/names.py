@@ -33,7 +33,7 @@ def parse_device_name(name: str) -> tuple[str, int]:
 def device_name(device: jax.Device) -> str:
     """Return the short name of a device, as strategies accept it: ``gpu:0``; ``worker:1/gpu:0`` in another process."""
     platform, process = platform_of(device), device.process_index
-    number = jax.local_devices(process, platform).index(device)
+    number = [other for other in device.client.devices() if other.process_index == process].index(device)
     return f"{platform}:{number}" if process == jax.process_index() else f"worker:{process}/{platform}:{number}"
 
 
