@@ -34,6 +34,7 @@ from lockstep.execution.rowwise import (
     RowDependence,
     RowMean,
     Trace,
+    draws_for_each_row,
     infer_dependences,
     move_rows_back,
     move_rows_first,
@@ -144,14 +145,20 @@ class CallTrace:
         trace: its results are outputs, losses and stored attributes, masks, then the variables ``unaggregated``.
         form: structure of the results.
         unaggregated: paths of the variables that change and state no aggregation over replicas.
-        depends_on_replica: whether each replica has something of its own: statistics of its rows, random draws, or its part of a
-            variable.
+        has_replica_state: whether each replica has statistics of its rows, or its part of a variable other than a seed.
+        draws: whether random numbers are drawn.
     """
 
     trace: Trace
     form: _ResultForm
     unaggregated: tuple[str, ...]
-    depends_on_replica: bool
+    has_replica_state: bool
+    draws: bool
+
+    @property
+    def depends_on_replica(self) -> bool:
+        """Whether each replica has something of its own, so that it needs a call of its own."""
+        return self.has_replica_state or self.draws
 
     @property
     def has_convolution(self) -> bool:
@@ -173,11 +180,13 @@ class OutputSpec:
         row_axes: for outputs, then losses, then stored attributes, then masks: where the rows are, or None if the result has no
             rows and replicas average it.
         dtypes: of the same results.
+        allows_padding: whether rows after those of a replica change none of its results.
     """
 
     form: _ResultForm
     row_axes: tuple[RowAxis | None, ...]
     dtypes: tuple[Any, ...]
+    allows_padding: bool
 
 
 def trace_call(call: ModelCall) -> CallTrace:
@@ -210,12 +219,14 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
         with _explaining_size(call.rows, size):
             parts.append(_trace(call, size).trace)
     shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.unaggregated)]
-    found = []
+    found, allows_padding = [], not whole.has_replica_state
     for part in parts[: len(proved)]:
         deps = _follow_rows(whole.trace, part)
         for path, dep in zip(whole.unaggregated, deps[len(shapes) :], strict=True):
             _check_variable(path, dep)
         found.append(tuple(_row_axis(*one) for one in zip(shapes, deps, strict=False)))
+        has_mean = any(isinstance(dep, RowMean) for dep in deps)
+        allows_padding &= not has_mean and (not whole.draws or draws_for_each_row(whole.trace, part))
     for part in parts:
         expected = [_shape(*one, part.rows) for one in zip(shapes, found[0], strict=True)]
         got = [one.shape for one in part.shapes[: len(shapes)]]
@@ -223,7 +234,7 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
             raise CannotSplitError(
                 f"its results for {part.rows} of its rows have other axes of rows than those for all"
             )
-    return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes))
+    return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes), allows_padding)
 
 
 def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
@@ -288,16 +299,17 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
             for variable, new, old in zip(variables, state, non_trainable, strict=True)
             if new is not old
         ]
-        unaggregated = [one for one in changed if lacks_aggregation(call.model, one[0])]
-        learned["form"], learned["changed"] = form, len(changed)
-        learned["paths"] = tuple(variable.path for variable, _ in unaggregated)
+        lacking = [lacks_aggregation(call.model, variable) for variable, _ in changed]
+        unaggregated = [one for one, lacks in zip(changed, lacking, strict=True) if lacks]
+        learned["form"], learned["paths"] = form, tuple(variable.path for variable, _ in unaggregated)
+        learned["state"] = any(not lacks and not is_seed(one[0]) for one, lacks in zip(changed, lacking, strict=True))
         return [*values, *masks, *(jnp.asarray(new) for _, new in unaggregated)]
 
     with disable_batch_statistics(call.model) as normalizations:
         trace = trace_for_rows(function, [*call.trainable, *call.non_trainable, *call.shared], call.inputs, rows)
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
-    has_aggregated = len(learned["paths"]) < learned["changed"]
-    return CallTrace(trace, learned["form"], learned["paths"], bool(normalizations) or has_aggregated or draws)
+    has_state = bool(normalizations) or learned["state"]
+    return CallTrace(trace, learned["form"], learned["paths"], has_state, draws)
 
 
 def _run(

@@ -1,6 +1,6 @@
 """Run the replicas of one device, each on exactly its rows. Read this file first.
 
-A replica is Keras's own stateless call on the rows that belong to it: no padding, no mask and no patch, so whatever a
+A replica is Keras's own stateless call on the rows that belong to it: no mask and no patch, so whatever a
 layer computes over "the batch" it computes over the replica's rows. If nothing in the model depends on the replica, one call may have
 the rows of several (``executors.py`` decides). Neighbouring replicas with the same number of rows run as one call under
 ``jax.vmap``; XLA sees one large batch, each replica its own.
@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ["ReplicaCall", "ReplicaResult", "StateMerge", "replica_seed", "run_replicas"]
 
@@ -63,6 +64,7 @@ def run_replicas(
     first_replica: jax.Array | int,
     global_rows: int,
     vectorize: bool = True,
+    rows_used: jax.Array | None = None,
 ) -> ReplicaResult:
     """Run the replicas of one device.
 
@@ -76,7 +78,9 @@ def run_replicas(
         first_replica: index of the first of these replicas among all.
         global_rows: number of rows of the whole batch, for the weights of means.
         vectorize: run neighbours of equal size under ``vmap``, instead of one after the other.
+        rows_used: how many of ``rows`` are rows of the batch, for the weights of means; the others are padding. None: all of them.
     """
+    weights = (np.asarray(rows) if rows_used is None else rows_used) / global_rows
 
     def one(replica: jax.Array, replica_inputs: Any) -> ReplicaResult:
         own = [
@@ -95,7 +99,7 @@ def run_replicas(
             )
         else:
             result = jax.vmap(one)(replicas, own_inputs)
-        shares.append(_share(result, merges, non_trainable, replicas, size / global_rows))
+        shares.append(_share(result, merges, non_trainable, replicas, weights[first : first + count]))
     return _combine(shares)
 
 
@@ -117,31 +121,31 @@ def _replica_inputs(leaf: jax.Array, *, start: int, count: int, size: int) -> ja
 
 
 def _share(
-    result: ReplicaResult, merges: tuple[StateMerge, ...], old: list[jax.Array], replicas: jax.Array, weight: float
+    result: ReplicaResult, merges: tuple[StateMerge, ...], old: list[jax.Array], replicas: jax.Array, weights: Any
 ) -> ReplicaResult:
     """Return the share of replicas of equal size; every leaf of ``result`` has a leading axis of one entry for each."""
     return ReplicaResult(
         rows=[leaf.reshape((leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])) for leaf in result.rows],
-        means=[_weighted(leaf, weight) for leaf in result.means],
+        means=[_weighted(leaf, weights) for leaf in result.means],
         state=[
-            None if new is None else _state_share(new, merge, value, replicas, weight)
+            None if new is None else _state_share(new, merge, value, replicas, weights)
             for new, merge, value in zip(result.state, merges, old, strict=True)
         ],
     )
 
 
-def _state_share(new: jax.Array, merge: StateMerge, old: jax.Array, replicas: jax.Array, weight: float) -> jax.Array:
+def _state_share(new: jax.Array, merge: StateMerge, old: jax.Array, replicas: jax.Array, weights: Any) -> jax.Array:
     if merge is StateMerge.MEAN:
-        return _weighted(new, weight)
+        return _weighted(new, weights)
     if merge is StateMerge.SUM:
         return (new - old).sum(axis=0, dtype=new.dtype)
     return jnp.where(replicas[0] == 0, new[0], jnp.zeros_like(new[0]))
 
 
-def _weighted(leaf: jax.Array, weight: float) -> jax.Array:
+def _weighted(leaf: jax.Array, weights: Any) -> jax.Array:
     """Return the sum over the replicas of value times share of the rows; half-precision values are added in float32."""
     wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    return (wide * weight).sum(axis=0)
+    return (wide * jnp.asarray(weights, wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))).sum(axis=0)
 
 
 def _combine(shares: list[ReplicaResult]) -> ReplicaResult:

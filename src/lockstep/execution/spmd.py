@@ -141,6 +141,7 @@ class SpmdForward:
         layout: rows of replicas and devices.
         calls: for each device the number of rows of each of its calls: those of a replica, or of several.
         operations: number of operations of one call.
+        allows_padding: whether rows after those of a call change none of its results.
     """
 
     call: ReplicaCall
@@ -151,6 +152,25 @@ class SpmdForward:
     layout: Layout
     calls: tuple[tuple[int, ...], ...]
     operations: int
+    allows_padding: bool
+
+    def padded_calls(self) -> tuple[tuple[int, ...], np.ndarray] | None:
+        """Return calls that every device may make, some of them on padding after its rows; None if devices make their own calls.
+
+        Returns:
+            The calls of the fullest device; and how many rows of the batch each of them has, ``(devices, calls)``.
+        """
+        if not self.allows_padding:
+            return None
+        fullest = max(self.calls, key=sum)
+        starts = np.cumsum((0, *fullest[:-1]))
+        used = np.clip(np.asarray(self.layout.device_rows)[:, None] - starts, 0, fullest)
+        # If calls are replicas, which draw by their numbers, a replica's rows must begin where its call does.
+        if self.calls == self.layout.per_device:
+            own = [np.pad(calls, (0, len(fullest) - len(calls))) for calls in self.calls if len(calls) <= len(fullest)]
+            if len(own) < len(self.calls) or not np.array_equal(own, used):
+                return None
+        return fullest, used
 
 
 def forward_eagerly(forward: SpmdForward, inputs: Any) -> ReplicaResult:
@@ -254,43 +274,160 @@ def _reduce_gradients(
 
 
 def _on_this_device(forward: SpmdForward, inputs: Any, placement: Placement) -> ReplicaResult:
-    """Run this device's replicas; the program of all devices contains one branch for each distinct share of the rows."""
+    """Run this device's replicas. If devices make different calls, all make the same on padding, or the program has a branch for each."""
     layout = forward.layout
     shares = sorted({share for share in forward.calls if sum(share)}, reverse=True)
-    device = lax.axis_index(DEVICE_AXIS)
     place = {share: position for position, share in enumerate(shares)}
+    padded, used = forward.padded_calls() or (None, ())
+    tables = layout.first_replica, [place.get(share, len(shares)) for share in forward.calls], used
+    device = lax.axis_index(DEVICE_AXIS)
     # The barrier works around a bug: XLA for CPUs confuses the functions of a fusion with two such table lookups (jaxlib 0.10.2).
-    first_replica, choice = lax.optimization_barrier(
-        [
-            jnp.asarray(layout.first_replica)[device],
-            jnp.asarray([place.get(share, len(shares)) for share in forward.calls])[device],
-        ]
+    first_replica, choice, *own_used = lax.optimization_barrier(
+        [jnp.asarray(table)[device] for table in tables if len(table)]
     )
-    branches: list[Callable[[], ReplicaResult]] = [
-        partial(_run_padded, forward, inputs, share, first_replica, _is_vectorized(forward, share, placement))
-        for share in shares
+    branches: list[Callable[..., ReplicaResult]] = [
+        partial(_run_padded, forward, share, _is_vectorized(forward, share, placement)) for share in shares
     ]
+    operands = forward.trainable, forward.non_trainable, forward.shared, inputs, first_replica
     if len(set(forward.calls)) == 1:
-        return branches[0]()
+        return branches[0](*operands)
+    if padded:
+        vectorize = _is_vectorized(forward, padded, placement)
+        return _run_local(forward, inputs, padded, first_replica, vectorize, own_used[0])
     if len(shares) < len(set(forward.calls)):  # Some devices have no rows.
-        branches.append(lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(branches[0])))
+        branches.append(partial(_zeros_like_result_of, branches[0]))
     if placement.platform == "cpu":
-        return _select(choice, branches)
-    return lax.switch(choice, branches)
+        return _select(choice, branches, operands)
+    return switch_with_common_residuals(choice, branches, operands)
 
 
-def _select(choice: jax.Array, branches: Sequence[Callable[[], ReplicaResult]]) -> ReplicaResult:
+def _zeros_like_result_of(branch: Callable[..., ReplicaResult], *operands: Any) -> ReplicaResult:
+    return jax.tree.map(jnp.zeros_like, jax.eval_shape(branch, *operands))
+
+
+def _select(
+    choice: jax.Array, branches: Sequence[Callable[..., ReplicaResult]], operands: tuple[Any, ...]
+) -> ReplicaResult:
     """Return the result of one branch, like ``lax.switch``, but run all of them.
 
     XLA compiles a convolution inside a conditional to a naive loop on CPU, tens of times slower
     (``benchmarks/replicas_on_one_device.py``). Here a device computes each distinct share, two or three times its
     work, and only if the devices do not share a batch evenly.
     """
-    chosen = branches[0]()
+    chosen = branches[0](*operands)
     for position, branch in enumerate(branches[1:], start=1):
         keep = partial(jnp.where, choice == position)
-        chosen = jax.tree.map(keep, branch(), chosen)
+        chosen = jax.tree.map(keep, branch(*operands), chosen)
     return chosen
+
+
+def switch_with_common_residuals(
+    choice: jax.Array, branches: Sequence[Callable[..., Any]], operands: tuple[Any, ...]
+) -> Any:
+    """Return ``lax.switch(choice, branches, *operands)``; for its backward pass one set of residuals is kept, not one for each branch.
+
+    ``lax.switch`` keeps the residuals of every branch, zeros for those that did not run. Here branches that differ in the number of
+    rows only share their residuals: each has the shape that the largest branch needs. Branches whose residuals do not correspond,
+    because they are different operations, are left to ``lax.switch``.
+
+    Args:
+        choice: number of the branch.
+        branches: functions of ``operands`` that return the same tree.
+        operands: trees of arrays.
+    """
+    leaves, form = jax.tree.flatten(operands)
+    is_real = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    real, other = _divided(leaves, is_real)
+    differentiable = [partial(_differentiable, branch, form, is_real) for branch in branches]
+    pullbacks: dict[
+        int, Any
+    ] = {}  # of each branch: the tree of its pullback, and for each residual the operand that it is
+
+    def with_residuals(position: int, real: list[Any], other: list[Any]) -> Any:
+        result, pullback, constant = jax.vjp(lambda real: differentiable[position](real, other), real, has_aux=True)
+        residuals, structure = jax.tree.flatten(pullback)
+        places = {id(leaf): place for place, leaf in enumerate((*real, *other))}
+        pullbacks[position] = structure, [places.get(id(leaf)) for leaf in residuals]
+        return (result, constant), residuals
+
+    shapes = [jax.eval_shape(partial(with_residuals, n), real, other)[1] for n in range(len(branches))]
+    slots = _common_shapes([own for own in shapes if own])
+    if slots is None:
+        return lax.switch(choice, branches, *operands)
+    # A residual that is the same operand in all branches, such as a weight, need not be kept once more.
+    places = zip(*(known for _, known in pullbacks.values() if known), strict=True)
+    shared = [known[0] if len(set(known)) == 1 else None for known in places]
+
+    def padded(position: int, real: list[Any], other: list[Any]) -> Any:
+        result, residuals = with_residuals(position, real, other)
+        residuals = residuals or [jnp.zeros(slot.shape, slot.dtype) for slot in slots]
+        kept = zip(residuals, slots, shared, strict=True)
+        return result, [_padded_to(leaf, slot.shape) for leaf, slot, operand in kept if operand is None]
+
+    def pulled_back(position: int, kept: list[Any], real: list[Any], other: list[Any], cotangents: Any) -> Any:
+        slot, leaves = iter(kept), (*real, *other)
+        residuals = [next(slot) if operand is None else leaves[operand] for operand in shared]
+        own = [_cut_to(leaf, one.shape) for leaf, one in zip(residuals, shapes[position], strict=False)]
+        return jax.tree.unflatten(pullbacks[position][0], own)(cotangents)[0]
+
+    @jax.custom_vjp
+    def run(real: list[Any], other: list[Any], choice: jax.Array) -> Any:
+        return lax.switch(choice, differentiable, real, other)
+
+    def forward(real: list[Any], other: list[Any], choice: jax.Array) -> Any:
+        calls = [partial(padded, position) for position in range(len(branches))]
+        result, kept = lax.switch(choice, calls, real, other)
+        return result, (kept, real, other, choice)
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        kept, real, other, choice = saved
+        calls = [partial(pulled_back, position) for position in range(len(branches))]
+        return lax.switch(choice, calls, kept, real, other, cotangents[0]), None, None
+
+    run.defvjp(forward, backward)
+    first, second = run(real, other, choice)
+    return _joined(first, second, jax.eval_shape(branches[0], *operands))
+
+
+def _differentiable(
+    branch: Callable[..., Any], form: Any, is_real: Sequence[bool], real: list[Any], other: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Call a branch on the leaves of its operands; return the real leaves of its result, then the others."""
+    reals, others = iter(real), iter(other)
+    leaves = [next(reals if one else others) for one in is_real]
+    result = jax.tree.leaves(branch(*jax.tree.unflatten(form, leaves)))
+    return _divided(result, [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in result])
+
+
+def _divided(leaves: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    pairs = list(zip(leaves, is_first, strict=True))
+    return [leaf for leaf, first in pairs if first], [leaf for leaf, first in pairs if not first]
+
+
+def _joined(real: list[Any], other: list[Any], types: Any) -> Any:
+    """Return the tree whose leaves :func:`_differentiable` has divided."""
+    reals, others = iter(real), iter(other)
+    return jax.tree.map(lambda of: next(reals if jnp.issubdtype(of.dtype, jnp.inexact) else others), types)
+
+
+def _common_shapes(branches: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> list[jax.ShapeDtypeStruct] | None:
+    """Return for each residual the smallest shape that holds that of every branch; None if they do not correspond."""
+    kinds = {tuple((one.dtype, one.ndim) for one in own) for own in branches}
+    if len(kinds) > 1 or any(jnp.issubdtype(dtype, jax.dtypes.extended) for own in kinds for dtype, _ in own):
+        return None
+    return [
+        jax.ShapeDtypeStruct(tuple(map(max, *(one.shape for one in slot))), slot[0].dtype) if len(slot) > 1 else slot[0]
+        for slot in zip(*branches, strict=True)
+    ]
+
+
+def _padded_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    amounts = [(0, whole - own, 0) for own, whole in zip(array.shape, shape, strict=True)]
+    return lax.pad(array, jnp.zeros((), array.dtype), amounts)
+
+
+def _cut_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return array[tuple(map(slice, shape))]
 
 
 def _is_vectorized(forward: SpmdForward, rows: tuple[int, ...], placement: Placement) -> bool:
@@ -300,21 +437,29 @@ def _is_vectorized(forward: SpmdForward, rows: tuple[int, ...], placement: Place
 
 
 def _run_padded(
-    forward: SpmdForward, inputs: Any, share: tuple[int, ...], first_replica: jax.Array, vectorize: bool
+    forward: SpmdForward,
+    share: tuple[int, ...],
+    vectorize: bool,
+    trainable: list[jax.Array],
+    non_trainable: list[jax.Array],
+    shared: list[jax.Array],
+    inputs: Any,
+    first_replica: jax.Array,
 ) -> ReplicaResult:
     """Run one share of the rows and pad its results to the capacity of a device."""
-    result = _run_local(forward, inputs, share, first_replica, vectorize)
-
-    free = forward.layout.capacity - sum(share)
-
-    def fill(leaf: jax.Array) -> jax.Array:
-        return jnp.pad(leaf, [(0, free)] + [(0, 0)] * (leaf.ndim - 1))
-
-    return ReplicaResult(rows=[fill(leaf) for leaf in result.rows], means=result.means, state=result.state)
+    own = replace(forward, trainable=trainable, non_trainable=non_trainable, shared=shared)
+    result = _run_local(own, inputs, share, first_replica, vectorize)
+    rows = [_padded_to(leaf, (forward.layout.capacity, *leaf.shape[1:])) for leaf in result.rows]
+    return ReplicaResult(rows=rows, means=result.means, state=result.state)
 
 
 def _run_local(
-    forward: SpmdForward, inputs: Any, rows: tuple[int, ...], first_replica: jax.Array | int, vectorize: bool
+    forward: SpmdForward,
+    inputs: Any,
+    rows: tuple[int, ...],
+    first_replica: jax.Array | int,
+    vectorize: bool,
+    rows_used: jax.Array | None = None,
 ) -> ReplicaResult:
     return run_replicas(
         partial(forward.call, shared=forward.shared),
@@ -326,6 +471,7 @@ def _run_local(
         first_replica=first_replica,
         global_rows=forward.layout.rows,
         vectorize=vectorize,
+        rows_used=rows_used,
     )
 
 

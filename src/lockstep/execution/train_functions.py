@@ -303,7 +303,9 @@ class _ForwardInterceptor:
                 return function(*values, *args, return_losses=return_losses, **kwargs)
             merges = tuple(state_merge(variable) for variable in model.non_trainable_variables)
             placed = [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]
-            forward = SpmdForward(split(spec, call), merges, *values, call.shared, layout, sizes, whole.operations)
+            forward = SpmdForward(
+                split(spec, call), merges, *values, call.shared, layout, sizes, whole.operations, spec.allows_padding
+            )
             result = self.executor.forward(forward, call.inputs, placed)
         outputs, losses = join(spec, result)
         return (outputs, result.state, losses) if return_losses else (outputs, result.state)

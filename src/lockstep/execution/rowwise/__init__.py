@@ -1,6 +1,6 @@
 """The proof that each row of a result follows from its own row of the batch alone."""
 
-from lockstep.execution.rowwise.proof import Trace, infer_dependences, trace_for_rows
+from lockstep.execution.rowwise.proof import Trace, draws_for_each_row, infer_dependences, trace_for_rows
 from lockstep.execution.rowwise.row_axes import Mixed, RowAxis, RowDependence, RowMean, move_rows_back, move_rows_first
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "RowDependence",
     "RowMean",
     "Trace",
+    "draws_for_each_row",
     "infer_dependences",
     "move_rows_back",
     "move_rows_first",

@@ -8,7 +8,7 @@ replica draws from its own stream.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,9 @@ from lockstep.execution.rowwise.row_axes import (
 )
 from lockstep.execution.rowwise.rules import ROW_DEPENDENT_PARAMS, RULES, sum_rule
 
-__all__ = ["Trace", "infer_dependences", "trace_for_rows"]
+__all__ = ["Trace", "draws_for_each_row", "infer_dependences", "trace_for_rows"]
+
+_KEY_OPERATIONS = ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,35 @@ def infer_dependences(one: Trace, other: Trace) -> RowDependences:
     batch = len(one.closed.jaxpr.invars) - one.fixed
     deps: RowDependences = [*[None] * one.fixed, *[RowAxis(0)] * batch]
     return _JaxprReader((one.rows, other.rows)).closed(one.closed, other.closed, deps)
+
+
+def draws_for_each_row(one: Trace, other: Trace) -> bool:
+    """Return whether the random numbers of a row stay the same if more rows follow, in traces of a function that differ in rows.
+
+    JAX's threefry generator, if it is partitionable, computes each number from its position in the flat array. Rows that follow change
+    no position if the rows are the first axis.
+    """
+    draws, others = (list(_draws(trace.closed.jaxpr)) for trace in (one, other))
+    is_partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    if not is_partitionable or len(draws) != len(others):
+        return False
+    return all(
+        name in ("random_bits", "random_split")
+        and key == "key<fry>"
+        and (shape == changed or (shape[0], changed[0], shape[1:]) == (one.rows, other.rows, changed[1:]))
+        for (name, shape, key), (_, changed, _) in zip(draws, others, strict=True)
+    )
+
+
+def _draws(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield the name, the shape and the kind of key of each operation that draws random numbers, at any depth."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name.startswith(("random_", "rng_", "threefry")) and name not in _KEY_OPERATIONS:
+            key: Any = equation.invars[0].aval
+            yield name, tuple(equation.params.get("shape", ())), str(key.dtype)
+        for body in jaxprs_in_params(equation.params):
+            yield from _draws(body)
 
 
 class _JaxprReader:

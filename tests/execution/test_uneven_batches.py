@@ -1,0 +1,178 @@
+"""A batch that the devices do not share evenly: the same collectives and memory as an even one, and the same numbers."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax import lax
+from keras import layers
+
+import lockstep
+from lockstep._keras import trainer
+from lockstep.execution.rowwise import draws_for_each_row, trace_for_rows
+from lockstep.execution.spmd import switch_with_common_residuals
+from tests.support.hlo import collectives
+
+DEVICES, LENGTH, WIDTH, WORDS = 4, 32, 32, 500
+SMALL = 4096  # bytes: numbers, seeds and statistics
+
+
+def language_model(dropout=0.0):
+    words = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Dropout(dropout)(layers.Embedding(WORDS, WIDTH)(words))
+    x = x + layers.MultiHeadAttention(2, WIDTH // 2, dropout=dropout)(x, x, use_causal_mask=True)
+    x = x + layers.Dense(WIDTH, "gelu", kernel_regularizer="l2")(layers.LayerNormalization()(x))
+    model = keras.Model(words, layers.Dense(WORDS)(x))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model, lambda rows: (np.zeros((rows, LENGTH), "int32"), np.zeros((rows, LENGTH), "int32"))
+
+
+def normalized_images():
+    model = keras.Sequential(
+        [
+            keras.Input((16, 16, 3)),
+            layers.Conv2D(8, 3),
+            layers.BatchNormalization(),
+            layers.Flatten(),
+            layers.Dense(500),
+        ]
+    )
+    model.compile("sgd", "mse")
+    return model, lambda rows: (np.zeros((rows, 16, 16, 3), "float32"), np.zeros((rows, 500), "float32"))
+
+
+def strategy(replicas):
+    return lockstep.MirroredStrategy([f"cpu:{number}" for number in range(DEVICES)], replicas=replicas)
+
+
+def compiled_step(strategy, make, rows):
+    with strategy.scope():
+        model, batch_of = make()
+    batch, functions = batch_of(rows), strategy._functions_of(model)
+    step = functions.executor.train_step(functions.build_step(functions.executor, "train"))
+    return step.compile_for(trainer.training_state(model, batch), strategy._placement.abstract_batch(batch))
+
+
+@pytest.mark.parametrize(
+    ("make", "has_equal_memory"),
+    [(language_model, True), (lambda: language_model(0.1), True), (normalized_images, False)],
+    ids=["rows", "dropout", "batch normalization"],
+)
+def test_uneven_batch_needs_the_collectives_and_memory_of_an_even_one(make, has_equal_memory):
+    even, uneven = (compiled_step(strategy(DEVICES), make, rows) for rows in (64, 59))
+    large = [[found for found in collectives(program.as_text()) if found.bytes > SMALL] for program in (even, uneven)]
+    assert len(large[1]) <= len(large[0])
+    assert sum(found.bytes for found in large[1]) <= 1.02 * sum(found.bytes for found in large[0])
+    assert len(collectives(uneven.as_text())) <= len(collectives(even.as_text())) + 2
+    if has_equal_memory:  # CPUs compute each distinct share of a normalized batch.
+        assert uneven.memory_analysis().temp_size_in_bytes <= 1.2 * even.memory_analysis().temp_size_in_bytes
+
+
+def test_only_rows_at_the_edges_move_if_devices_have_several_replicas_of_an_uneven_batch():
+    rows = 59
+    uneven = compiled_step(strategy(2 * DEVICES), language_model, rows)
+    found = collectives(uneven.as_text())
+    assert not [one for one in found if one.name in ("all-gather", "all-to-all") and one.bytes > SMALL]
+    # XLA shards 59 rows over 4 devices as 15 each, replicas of 8 rows as 16: a device gets up to 3 rows of another, twice.
+    moved = sum(one.bytes for one in found if one.name == "collective-permute")
+    assert moved <= 2 * (DEVICES - 1) * LENGTH * WORDS * 4
+
+
+def rows_of(count):
+    def branch(weights, inputs, words, seed):
+        hidden = jnp.tanh(inputs[:count] @ weights[0]) + weights[2][words[:count]] + jax.random.uniform(seed)
+        rows = jnp.pad(hidden @ weights[1], ((0, 6 - count), (0, 0)))
+        return {"rows": rows, "count": jnp.int32(count), "mean": (hidden**2).mean()}
+
+    return branch
+
+
+def no_rows(*operands):
+    return jax.tree.map(jnp.zeros_like, jax.eval_shape(rows_of(6), *operands))
+
+
+def uneven_operands():
+    draw = np.random.default_rng(0).normal
+    weights = [jnp.asarray(draw(size=shape), "float32") for shape in ((3, 40), (40, 2), (7, 40))]
+    return weights, jnp.asarray(draw(size=(6, 3)), "float32"), jnp.arange(6) % 7, jax.random.key_data(jax.random.key(0))
+
+
+def loss_of(switch):
+    def loss(weights, inputs, choice, rest):
+        result = switch(choice, [rows_of(6), rows_of(4), no_rows], (weights, inputs, *rest))
+        return (result["rows"] ** 2).sum() + result["mean"] * result["count"]
+
+    return loss
+
+
+def plain_switch(choice, branches, operands):
+    return lax.switch(choice, branches, *operands)
+
+
+@pytest.mark.parametrize("choice", [0, 1, 2])
+def test_switch_with_common_residuals_has_the_values_and_gradients_of_a_switch(choice):
+    weights, inputs, *rest = uneven_operands()
+    results = [
+        jax.jit(jax.value_and_grad(loss_of(switch), argnums=(0, 1)))(weights, inputs, jnp.int32(choice), rest)
+        for switch in (plain_switch, switch_with_common_residuals)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_switch_with_common_residuals_is_differentiated_twice_like_a_switch():
+    weights, inputs, *rest = uneven_operands()
+
+    def penalty(switch):
+        def of(weights):
+            gradient = jax.grad(loss_of(switch), argnums=1)(weights, inputs, jnp.int32(1), rest)
+            return (gradient**2).sum()
+
+        return jax.grad(of)(weights)
+
+    for one, other in zip(penalty(plain_switch), penalty(switch_with_common_residuals), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_switch_with_common_residuals_keeps_those_of_one_branch():
+    weights, inputs, *rest = uneven_operands()
+
+    def kept(switch):
+        traced = jax.make_jaxpr(jax.grad(loss_of(switch)))(weights, inputs, jnp.int32(0), rest)
+        forward = next(equation for equation in traced.jaxpr.eqns if equation.primitive.name == "cond")
+        return sum(np.prod(variable.aval.shape, dtype=int) for variable in forward.outvars)
+
+    assert kept(switch_with_common_residuals) < kept(plain_switch)
+
+
+def test_branches_of_different_operations_are_left_to_a_switch():
+    def cubes(x):
+        return x**3
+
+    def waves(x):
+        return jnp.sin(x) * jnp.cos(2 * x)
+
+    gradient = jax.grad(lambda x: switch_with_common_residuals(jnp.int32(1), [cubes, waves], (x,)))
+    np.testing.assert_allclose(gradient(0.3), jax.grad(waves)(0.3), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("draw", "expected"),
+    [
+        (lambda key, rows: jax.random.normal(key, (rows, 3)), True),
+        (lambda key, rows: jax.random.bernoulli(key, 0.3, (rows,)), True),
+        (lambda key, rows: jax.vmap(jax.random.uniform)(jax.random.split(key, rows)), True),
+        (lambda key, rows: jax.random.normal(key, (4, 3)), True),
+        (lambda key, rows: jax.random.normal(key, (3, rows)), False),
+        (lambda key, rows: jax.random.normal(key, (2 * rows, 3)), False),
+        (lambda key, rows: jax.random.gamma(key, 2.0, (rows,)), False),
+    ],
+)
+def test_random_numbers_of_a_row_do_not_depend_on_later_rows_if_rows_are_first(draw, expected):
+    key = jax.random.key(3)
+    traces = [trace_for_rows(lambda _, x: [draw(key, len(x[0]))], [], [np.zeros((2, 1))], rows) for rows in (7, 5)]
+    assert draws_for_each_row(*traces) == expected
+    if expected:
+        fewer = np.asarray(draw(key, 5))
+        np.testing.assert_array_equal(np.asarray(draw(key, 7))[: len(fewer)], fewer)
