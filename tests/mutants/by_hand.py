@@ -7,8 +7,8 @@ FAULTS = [
     Mutant(
         "share-by-replicas",
         "execution/replica.py",
-        "shares.append(_share(result, merges, non_trainable, replicas, size / global_rows))",
-        "shares.append(_share(result, merges, non_trainable, replicas, 1 / round(global_rows / size)))",
+        "weights = (np.asarray(rows) if rows_used is None else rows_used) / global_rows",
+        "weights = np.full(len(rows), 1 / np.count_nonzero(rows)) * sum(rows) / global_rows",
         "Averages over replicas, such as BatchNorm's, weigh each replica alike, however few rows it has.",
     ),
     Mutant(
@@ -77,8 +77,8 @@ FAULTS = [
     Mutant(
         "seed-by-device",
         "execution/spmd.py",
-        "jnp.asarray(layout.first_replica)[device],",
-        "device,",
+        "tables = layout.first_replica, [place.get(share, len(shares)) for share in forward.calls], used",
+        "tables = range(layout.devices), [place.get(share, len(shares)) for share in forward.calls], used",
         "The first replica of a device draws as if it had the device's number.",
     ),
     Mutant(

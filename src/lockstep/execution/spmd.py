@@ -338,55 +338,79 @@ def switch_with_common_residuals(
     leaves, form = jax.tree.flatten(operands)
     is_real = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
     real, other = _divided(leaves, is_real)
-    differentiable = [partial(_differentiable, branch, form, is_real) for branch in branches]
-    pullbacks: dict[
-        int, Any
-    ] = {}  # of each branch: the tree of its pullback, and for each residual the operand that it is
-
-    def with_residuals(position: int, real: list[Any], other: list[Any]) -> Any:
-        result, pullback, constant = jax.vjp(lambda real: differentiable[position](real, other), real, has_aux=True)
-        residuals, structure = jax.tree.flatten(pullback)
-        places = {id(leaf): place for place, leaf in enumerate((*real, *other))}
-        pullbacks[position] = structure, [places.get(id(leaf)) for leaf in residuals]
-        return (result, constant), residuals
-
-    shapes = [jax.eval_shape(partial(with_residuals, n), real, other)[1] for n in range(len(branches))]
-    slots = _common_shapes([own for own in shapes if own])
+    calls = [partial(_differentiable, branch, form, is_real) for branch in branches]
+    pullbacks = [_trace_pullback(call, real, other) for call in calls]
+    slots = _common_shapes([pullback.shapes for pullback in pullbacks if pullback.shapes])
     if slots is None:
         return lax.switch(choice, branches, *operands)
-    # A residual that is the same operand in all branches, such as a weight, need not be kept once more.
-    places = zip(*(known for _, known in pullbacks.values() if known), strict=True)
-    shared = [known[0] if len(set(known)) == 1 else None for known in places]
-
-    def padded(position: int, real: list[Any], other: list[Any]) -> Any:
-        result, residuals = with_residuals(position, real, other)
-        residuals = residuals or [jnp.zeros(slot.shape, slot.dtype) for slot in slots]
-        kept = zip(residuals, slots, shared, strict=True)
-        return result, [_padded_to(leaf, slot.shape) for leaf, slot, operand in kept if operand is None]
-
-    def pulled_back(position: int, kept: list[Any], real: list[Any], other: list[Any], cotangents: Any) -> Any:
-        slot, leaves = iter(kept), (*real, *other)
-        residuals = [next(slot) if operand is None else leaves[operand] for operand in shared]
-        own = [_cut_to(leaf, one.shape) for leaf, one in zip(residuals, shapes[position], strict=False)]
-        return jax.tree.unflatten(pullbacks[position][0], own)(cotangents)[0]
+    # A residual that is the same operand in all branches, such as a weight, is not kept once more.
+    places = zip(*(pullback.operands for pullback in pullbacks if pullback.shapes), strict=True)
+    shared = [operand[0] if len(set(operand)) == 1 else None for operand in places]
 
     @jax.custom_vjp
     def run(real: list[Any], other: list[Any], choice: jax.Array) -> Any:
-        return lax.switch(choice, differentiable, real, other)
+        return lax.switch(choice, calls, real, other)
 
     def forward(real: list[Any], other: list[Any], choice: jax.Array) -> Any:
-        calls = [partial(padded, position) for position in range(len(branches))]
-        result, kept = lax.switch(choice, calls, real, other)
+        result, kept = lax.switch(choice, [partial(_run_keeping, call, slots, shared) for call in calls], real, other)
         return result, (kept, real, other, choice)
 
     def backward(saved: Any, cotangents: Any) -> Any:
         kept, real, other, choice = saved
-        calls = [partial(pulled_back, position) for position in range(len(branches))]
-        return lax.switch(choice, calls, kept, real, other, cotangents[0]), None, None
+        pulls = [partial(_pull_back, pullback, shared) for pullback in pullbacks]
+        return lax.switch(choice, pulls, kept, (*real, *other), cotangents[0]), None, None
 
     run.defvjp(forward, backward)
     first, second = run(real, other, choice)
     return _joined(first, second, jax.eval_shape(branches[0], *operands))
+
+
+@dataclass(frozen=True)
+class _Pullback:
+    """The backward pass of a branch.
+
+    Attributes:
+        structure: tree of JAX's pullback, whose leaves are the residuals.
+        shapes: of the residuals.
+        operands: for each residual the number of the operand that it is, or None.
+    """
+
+    structure: Any
+    shapes: list[jax.ShapeDtypeStruct]
+    operands: list[int | None]
+
+
+def _trace_pullback(call: Callable[..., Any], real: list[Any], other: list[Any]) -> _Pullback:
+    learned: dict[str, Any] = {}
+
+    def residuals(real: list[Any], other: list[Any]) -> list[jax.Array]:
+        _, pullback, _ = jax.vjp(lambda real: call(real, other), real, has_aux=True)
+        leaves, learned["structure"] = jax.tree.flatten(pullback)
+        numbers = {id(leaf): number for number, leaf in enumerate((*real, *other))}
+        learned["operands"] = [numbers.get(id(leaf)) for leaf in leaves]
+        return leaves
+
+    shapes = jax.eval_shape(residuals, real, other)
+    return _Pullback(learned["structure"], shapes, learned["operands"])
+
+
+def _run_keeping(
+    call: Callable[..., Any], slots: list[Any], shared: list[int | None], real: list[Any], other: list[Any]
+) -> Any:
+    """Return the result of a branch, and its residuals with the shapes of ``slots``, without those that are ``shared`` operands."""
+    result, pullback, constant = jax.vjp(lambda real: call(real, other), real, has_aux=True)
+    residuals = jax.tree.leaves(pullback) or [jnp.zeros(slot.shape, slot.dtype) for slot in slots]
+    kept = zip(residuals, slots, shared, strict=True)
+    return (result, constant), [_padded_to(leaf, slot.shape) for leaf, slot, operand in kept if operand is None]
+
+
+def _pull_back(
+    pullback: _Pullback, shared: list[int | None], kept: list[Any], operands: Sequence[Any], cotangents: Any
+) -> Any:
+    slot = iter(kept)
+    residuals = [next(slot) if operand is None else operands[operand] for operand in shared]
+    own = [_cut_to(leaf, one.shape) for leaf, one in zip(residuals, pullback.shapes, strict=False)]
+    return jax.tree.unflatten(pullback.structure, own)(cotangents)[0]
 
 
 def _differentiable(
