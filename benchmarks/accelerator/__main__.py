@@ -1,0 +1,140 @@
+"""Run the parts, each in a process of its own with a time limit, and add their findings to one file and one page.
+
+``./scripts/accelerator`` runs all parts that have no result for the present commit on this kind of device, ``PART …`` runs these,
+``--list`` shows what is recorded.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PARTS = (
+    "numbers",
+    "bits",
+    "inputs",
+    "uneven",
+    "precision",
+    "nan_guard",
+    "resume",
+    "memory",
+    "host",
+    "steps",
+    "devices",
+    "torch",
+)
+PACKAGES = ("jax", "jaxlib", "keras", "numpy", "torch")
+LIMIT = 9 * 60  # seconds of a part
+
+
+def main():
+    """Run parts; the exit code is 1 if a finding is outside its limit, or a part did not run."""
+    parser = argparse.ArgumentParser(prog="scripts/accelerator", description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help="parts to run, even if they are recorded")
+    parser.add_argument("--list", action="store_true", help="show what is recorded, and run nothing")
+    parser.add_argument("--small", action="store_true", help="sizes that a CPU trains in seconds")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.parts) - set(PARTS)):
+        parser.error(f"there is no part {', '.join(unknown)}; parts: {', '.join(PARTS)}")
+    file = options.results / "accelerator.json"
+    records = json.loads(file.read_text()) if file.exists() else {}
+    if options.list:
+        print(page(records))
+        return 0
+    device = device_kind()
+    own = records.setdefault(device, {})
+    failed = False
+    for part in options.parts or [part for part in PARTS if own.get(part, {}).get("commit") != commit()]:
+        own[part] = run(part, options.small)
+        options.results.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(records, indent=1) + "\n")
+        file.with_suffix(".md").write_text(page(records))
+        wrong = [one["what"] for one in own[part]["findings"] if not one["right"]]
+        failed |= bool(wrong or own[part]["error"])
+        print(f"{part}: {own[part]['error'] or '; '.join(wrong) or 'right'}, {own[part]['seconds']} s", flush=True)
+    return int(failed)
+
+
+def device_kind():
+    """Kind and number of the devices, asked of a process that ends: one that holds a device keeps it from the parts."""
+    program = "import jax; d = jax.local_devices(); print(f'{d[0].device_kind} x {len(d)}')"
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LIMIT
+    ).stdout.splitlines()[-1]
+
+
+def run(part, small):
+    """Run one part, and return its record."""
+    command = [sys.executable, str(Path(__file__).parent / "parts.py"), part, *(["--small"] if small else [])]
+    begun = datetime.datetime.now(datetime.UTC)
+    findings, error = [], ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        if done.returncode:
+            error = f"exit code {done.returncode}: {last_lines(done.stderr)}"
+        else:
+            findings = json.loads(done.stdout.splitlines()[-1])["findings"]
+    except subprocess.TimeoutExpired as late:
+        error = f"not done after {LIMIT} s: {last_lines((late.stderr or b'').decode(errors='replace'))}"
+    return {
+        "commit": commit(),
+        "date": begun.date().isoformat(),
+        "seconds": round((datetime.datetime.now(datetime.UTC) - begun).total_seconds()),
+        "small": small,
+        "versions": versions(),
+        "findings": findings,
+        "error": error,
+    }
+
+
+def last_lines(text):
+    """Return the end of what a part printed."""
+    return " ".join(text.strip().splitlines()[-3:])[-600:]
+
+
+def versions():
+    """Return the versions of Python and of the packages that are there."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit():
+    """Return the commit of the sources, if this is a checkout."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()[:12] or os.environ.get("LOCKSTEP_COMMIT", "unknown")
+
+
+def page(records):
+    """Return the records as Markdown."""
+    lines = ["# What was seen on real devices", "", "`./scripts/accelerator`", ""]
+    for device, parts in records.items():
+        for part in (part for part in PARTS if part in parts):
+            record = parts[part]
+            used = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+            size = ", small sizes" if record["small"] else ""
+            lines += [f"## {device}: {part}", "", f"{record['date']}, {record['seconds']} s{size}; {used}", ""]
+            lines += [f"It did not run: {record['error']}", ""] if record["error"] else []
+            if record["findings"]:
+                lines += ["| | value | limit | right |", "| --- | --- | --- | --- |"]
+                lines += [
+                    f"| {one['what']} | {one['value']} | {'' if one['limit'] is None else one['limit']} | {'yes' if one['right'] else 'no'} |"
+                    for one in record["findings"]
+                ]
+                lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
