@@ -8,8 +8,9 @@ import time
 import pytest
 
 from lockstep import ClusterError, OptionError
+from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.handshake import Peer, hello, join_request
+from lockstep.distributed.control.handshake import PROTOCOL, Peer, hello, join_request
 from lockstep.distributed.control.join import join
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.transport import FramedSocket, encode
@@ -156,7 +157,7 @@ def _waits_for_worker_2(lines):
         (encode({"kind": "heartbeat", "step": 1, "activity": "step", "seconds": 0}), "it began with 'heartbeat'"),
         (join_request(Peer(1, 2, "b", 7)), "it began with 'join'"),
         (hello("") + hello(""), "it sent no nonce"),
-        (encode({"kind": "hello", "protocol": 0, "nonce": "x"}), "it speaks protocol 0, this process 1"),
+        (encode({"kind": "hello", "protocol": 0, "nonce": "x"}), f"it speaks protocol 0, this process {PROTOCOL}"),
         (hello("x") + encode({"kind": "join", "peer": {"index": 1}}), "it did not say who it is"),
         (hello("x") + encode({"kind": "join", "peer": None}), "it did not say who it is"),
         (hello("\ud800") + encode({"kind": "join", "peer": 1}), "it did not say who it is"),
@@ -268,7 +269,7 @@ def test_a_worker_of_a_later_start_waits_for_its_own_chief():
     ],
 )
 def test_who_does_not_know_the_secret_stays_outside(chief, worker, said):
-    with ThreadedJob(2, lambda index: {"secret": worker if index else chief}, start_seconds=1) as job:
+    with ThreadedJob(2, lambda index: {"network": NetworkOptions(worker if index else chief)}, start_seconds=1) as job:
         assert said in str(job.errors[1])
         assert str(job.errors[0]).startswith("worker 1 of 2 did not join within 1 s")
         assert "was turned away: it was given another secret than this process, or one of them none." in str(
@@ -278,7 +279,7 @@ def test_who_does_not_know_the_secret_stays_outside(chief, worker, said):
 
 @pytest.mark.parametrize("given", ["0" * 64, "\ud800", None, 7])
 def test_who_only_says_that_he_knows_the_secret_stays_outside(given):
-    job = ThreadedJob(2, secret=b"one", missing=(1,), start_seconds=0.5)
+    job = ThreadedJob(2, network=NetworkOptions(b"one"), missing=(1,), start_seconds=0.5)
     host, port = job.coordinator.split(":")
     connection = FramedSocket(socket.create_connection((host, int(port)), timeout=DEADLINE))
     connection.send(hello("x") + join_request(Peer(1, 2, "b", 7, identity={"jax": "1"}), given))
@@ -288,7 +289,7 @@ def test_who_only_says_that_he_knows_the_secret_stays_outside(given):
 
 
 def test_workers_who_know_the_secret_meet():
-    with ThreadedJob(3, secret=b"one") as job:
+    with ThreadedJob(3, network=NetworkOptions(b"one")) as job:
         assert job.errors == {}
 
 
@@ -297,7 +298,7 @@ def test_a_port_in_use_is_named_and_by_whom():
         with pytest.raises(ClusterError) as caught:
             join(**{**job.arguments(0), "listener": None})
         port = job.coordinator.split(":")[1]
-        assert f"cannot listen on port {port} of 127.0.0.1: another Lockstep job ({ME}) uses it." in str(caught.value)
+        assert f"cannot listen on port {port} of 127.0.0.1: another Lockstep job uses it. End that" in str(caught.value)
         assert "another port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT." in str(
             caught.value
         )
@@ -337,14 +338,19 @@ def test_what_answers_without_being_a_chief_is_named():
 
 def test_a_host_that_is_unknown_is_tried_until_the_limit():
     with pytest.raises(ClusterError, match=r"was not met within 0.3 s: .*\bknown"):
-        join(WorkerGroup(workers=2, index=1, coordinator="no-such-host.invalid:12421"), {}, start_seconds=0.3)
+        join(
+            WorkerGroup(workers=2, index=1, coordinator="no-such-host.invalid:12421"),
+            {},
+            start_seconds=0.3,
+            network=NetworkOptions(b"known"),
+        )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", socket.gethostname()])
 def test_the_chief_listens_where_the_others_look_for_it(host):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with open_listener(f"{host}:{port}", None, str) as listener:
+    with open_listener(f"{host}:{port}", NetworkOptions(b"known"), str) as listener:
         assert (listener.getsockname()[0] == "127.0.0.1") == (host != socket.gethostname())
         socket.create_connection(("127.0.0.1", port), timeout=DEADLINE).close()
 
@@ -353,9 +359,9 @@ def test_an_address_of_another_machine_is_said_and_all_are_listened_on():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     lines = []
-    with open_listener(f"192.0.2.1:{port}", None, lines.append):
+    with open_listener(f"192.0.2.1:{port}", NetworkOptions(b"known"), lines.append):
         assert lines == [
             f"192.0.2.1 is no address of this machine: the chief listens on port {port} of all its addresses"
         ]
-    with pytest.raises(ClusterError, match=f"cannot listen on port {port} of 192.0.2.1"):
-        open_listener(f"127.0.0.1:{port}", "192.0.2.1", lines.append)
+    with pytest.raises(ClusterError, match=f"cannot listen on port {port} of 192.0.2.1 .LOCKSTEP_BIND."):
+        open_listener(f"127.0.0.1:{port}", NetworkOptions(b"known", bind_host="192.0.2.1"), lines.append)

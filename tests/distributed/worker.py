@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.join import join
 from lockstep.distributed.control.termination import ExitGuard
@@ -115,7 +116,7 @@ def main(config):
     guard.client = join(
         WorkerGroup(workers=config["workers"], index=config["index"], coordinator=config["coordinator"]),
         config.get("identity", {"jax": "1"}),
-        secret=None if secret is None else secret.encode(),
+        network=NetworkOptions(None if secret is None else secret.encode()),
         timeout_seconds=config.get("timeout", 30),
         on_failure=on_failure,
     )

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from lockstep.cluster_resolver import SimpleClusterResolver
+from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.doctor import environment_checks
 from lockstep.doctor.environment_checks import ClusterPeer, check_network, peers_of
 from tests.support.waiting import DEADLINE
@@ -53,8 +54,15 @@ def test_check_network_reports_an_own_port_in_use(listener, free):
 
 def test_check_network_reports_a_loopback_address_among_several_machines(listener):
     own = ClusterPeer("worker 0", "10.255.255.1:2222", is_own=True, listens=False)
-    ((name, _),) = names_and_texts(own, ClusterPeer("worker 1", listener, is_own=False, listens=False))
+    other = ClusterPeer("worker 1", listener, is_own=False, listens=False)
+    ((name, _),) = names_and_texts(own, other, network=NetworkOptions(b"known"))
     assert name == "loopback-in-cluster"
+
+
+def test_check_network_reports_that_several_machines_need_a_secret():
+    address = "192.0.2.1:2222"
+    ((name, what),) = names_and_texts(ClusterPeer("worker 1", address, is_own=True, listens=False))
+    assert (name, what) == ("no-secret", f"worker 1, which is this process, is at {address} and has no secret")
 
 
 def test_check_network_connects_in_parallel(monkeypatch):

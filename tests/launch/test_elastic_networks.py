@@ -8,6 +8,8 @@ from tests.support.waiting import DEADLINE
 
 pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.nightly]  # /etc/netns is one for the machine.
 
+SECRET = {"LOCKSTEP_SECRET": "known" * 8}
+
 CODE = """
 generation = int(os.environ["LOCKSTEP_GENERATION"])
 write(f"{generation}.{rank}", os.environ["TF_CONFIG"])
@@ -31,8 +33,8 @@ def test_a_node_that_is_cut_off_is_left_out_and_ends(network, tmp_path):
     common = (*limits, "--coordinator", f"{network.addresses[0]}:12421")
     path = program(tmp_path, CODE)
     with (
-        started(*common, "--node-rank", 1, path, before=network.inside(1)) as second,
-        started(*common, path, before=network.inside(0)) as first,
+        started(*common, "--node-rank", 1, path, before=network.inside(1), **SECRET) as second,
+        started(*common, path, before=network.inside(0), **SECRET) as first,
     ):
         addresses = [f"{address}:12422" for address in network.addresses]
         assert all(f'"{address}"' in text_of(tmp_path / f"0.{rank}") for rank in range(2) for address in addresses)

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import stat
@@ -14,6 +15,7 @@ import pytest
 
 from lockstep import cli
 from lockstep._errors import OptionError
+from lockstep.distributed.cluster.env_reader import SECRET, SECRET_FILE
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates import PRINTERS
 from tests.launch.block_yaml import documents
@@ -68,12 +70,28 @@ def slurm(tmp_path):
 
     def submit(text):
         variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+        variables |= {"HOME": str(tmp_path)}
         (tmp_path / "job.sh").write_text(text)
         return subprocess.run(
             ["bash", tmp_path / "job.sh"], capture_output=True, text=True, timeout=60, env=environment(**variables)
         )
 
     return submit
+
+
+def test_the_slurm_script_gives_all_nodes_a_secret_that_only_its_user_can_read(slurm, tmp_path):
+    body = f"path = Path(os.environ['{SECRET_FILE}'])\nprint(oct(path.stat().st_mode), path.name, path.read_text())"
+    secrets = set()
+    for _ in range(2):
+        done = slurm(PRINTERS["slurm"](job(program(tmp_path, body), workers=1)))
+        assert done.returncode == 0, done.stderr
+        seen = {line.split("] ", 1)[1] for line in done.stdout.splitlines()}
+        assert len(seen) == 1
+        found = re.fullmatch("0o100600 .lockstep-secret-7 ([0-9a-f]{64})", seen.pop())
+        assert found is not None
+        secrets.add(found[1])
+    assert len(secrets) == 2
+    assert not (tmp_path / ".lockstep-secret-7").exists()
 
 
 def test_the_slurm_script_runs_the_program_on_each_node(slurm, tmp_path):
@@ -119,9 +137,9 @@ def test_kubernetes_and_torchrun_are_told_that_there_may_be_fewer_nodes():
     assert batch["spec"]["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     words = batch["spec"]["template"]["spec"]["containers"][0]["command"]
     assert words[words.index("--nnodes") + 1] == "1:2"
-    (words,) = (
-        shlex.split(line) for line in PRINTERS["torchrun"](job(min_nodes=1, coordinator="a:5")).splitlines()[1:]
-    )
+    _, secret, command = PRINTERS["torchrun"](job(min_nodes=1, coordinator="a:5")).splitlines()
+    assert secret.startswith('export LOCKSTEP_SECRET_FILE="${LOCKSTEP_SECRET_FILE:?')
+    words = shlex.split(command)
     assert words[:5] == ["torchrun", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=train"]
     assert words[5:7] == ["--rdzv-endpoint=a:5", "--rdzv-conf=join_timeout=600,last_call_timeout=30"]
 
@@ -158,6 +176,8 @@ def test_the_kubernetes_manifest_says_what_kubernetes_needs(options):
     (rule,) = [rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
     assert (rule["containerName"], rule["values"]) == (container["name"], [2, 13])
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    (variable,) = container["env"]
+    assert variable == {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}}
     words = [word.replace("$$", "$") for word in container["command"]]
     assert words[:3] == ["lockstep", "run", "--hosts"]
     assert words[3] == f"{name}-0.{name}:{port},{name}-1.{name}:{port}"
@@ -190,7 +210,7 @@ def test_the_manifest_fits_the_published_schema(version, least):
 
 def test_torchrun_gets_a_command_for_each_node():
     text = PRINTERS["torchrun"](job(nodes=2, hosts=("a", "b"), is_module=True))
-    commands = [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("torchrun")]
     assert len(commands) == 2
     for node, words in enumerate(commands):
         assert words[:4] == ["torchrun", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"]
@@ -199,9 +219,16 @@ def test_torchrun_gets_a_command_for_each_node():
 
 
 def test_torchrun_commands_stop_where_nobody_has_said_where_worker_0_is():
-    done = subprocess.run(["bash", "-c", PRINTERS["torchrun"](job())], capture_output=True, text=True, timeout=20)
-    assert done.returncode != 0
-    assert "the host of node 0" in done.stderr
+    for variables, missing in (({}, "a file with the secret"), ({SECRET_FILE: "secret"}, "the host of node 0")):
+        done = subprocess.run(
+            ["bash", "-c", PRINTERS["torchrun"](job())],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            env=environment(**variables),
+        )
+        assert done.returncode != 0
+        assert missing in done.stderr
 
 
 def test_the_ray_script_is_python():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lockstep.distributed.cluster.env_reader import GENERATION, SECRET
+from lockstep.distributed.cluster.env_reader import GENERATION, OPEN, SECRET
 from lockstep.launch.rank_assignment import RankAssignment
 from tests.launch.launching import program, run
 
@@ -31,8 +31,10 @@ def test_the_names_of_variables_are_those_that_strategies_read(tmp_path):
     secrets = [run(path).stdout.split()[-1] for _ in range(2)]
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
     assert secrets[0] != secrets[1]
-    assert run(path, **{SECRET: "own"}).stdout == "[worker 0] own\n"
-    assert run("--nnodes", 2, "--node-rank", 0, "--coordinator", "a:1", path).stdout == "[worker 0] none\n"
+    own = "own" * 11
+    assert run(path, **{SECRET: own}).stdout == f"[worker 0] {own}\n"
+    done = run("--nnodes", 2, "--node-rank", 0, "--coordinator", "a:1", path, **{OPEN: "1"})
+    assert done.stdout == "[worker 0] none\n"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from lockstep._errors import ClusterError
 from lockstep._logging import listed
 from lockstep.devices.cpu_devices import NVIDIA_GPUS, has_started, reserve_threads
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
-from lockstep.distributed.cluster.env_reader import GENERATION, SECRET, EnvReader
+from lockstep.distributed.cluster.env_reader import GENERATION, EnvReader, NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.control_client import ControlClient
@@ -88,7 +88,7 @@ def start_jax(
             initialization_timeout=limit,
             heartbeat_timeout_seconds=4 * limit,  # The control channel is earlier, and names the worker.
             shutdown_timeout_seconds=limit,
-            coordinator_bind_address=service if is_loopback(host_of(service)) else None,
+            coordinator_bind_address=_bind_address(service, NetworkOptions.of(environ)),
         )
     except RuntimeError as error:
         raise ClusterError(
@@ -173,10 +173,10 @@ def _open_port(
     client: ControlClient, environ: Mapping[str, str], log: Callable[[str], None]
 ) -> Iterator[tuple[str, str | None]]:
     """Listen at the chief; yield the address, and why listening has failed."""
-    host = host_of(client.group.coordinator)
-    address = join_address(host, _chosen_port(environ) or _free_port(host))
+    network, host = NetworkOptions.of(environ), host_of(client.group.coordinator)
+    address = join_address(host, _chosen_port(environ) or _free_port(network.bind_host or host))
     try:
-        listener = open_listener(address, None, log)
+        listener = open_listener(address, network, log, "JAX's service")
     except ClusterError as error:
         yield address, f"{client.peers[0]}: JAX's service ({JAX_PORT}): {error}"
     else:
@@ -187,6 +187,13 @@ def _open_port(
 def _chosen_port(environ: Mapping[str, str]) -> int | None:
     own = EnvReader("Lockstep", environ, "Set it to a free port, or leave it out.")
     return own.integer(JAX_PORT, "the port of JAX's service", least=1, most=65535) if JAX_PORT in environ else None
+
+
+def _bind_address(service: str, network: NetworkOptions) -> str | None:
+    """Return where JAX's service listens at worker 0; None: on all addresses."""
+    host, port = split_address("the address of JAX's service", service)
+    host = network.bind_host or host
+    return join_address(host, port) if network.bind_host or is_loopback(host) else None
 
 
 def _free_port(host: str) -> int:
@@ -374,7 +381,7 @@ def _join(
         group,
         describe_process(),
         generation=own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0,
-        secret=environ[SECRET].encode() if environ.get(SECRET) else None,
+        network=NetworkOptions.of(environ),
         timeout_seconds=timeout_seconds,
         long_seconds=max(LONG_SECONDS, timeout_seconds),
         on_failure=guard.on_failure,

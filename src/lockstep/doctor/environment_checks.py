@@ -23,8 +23,9 @@ from lockstep.devices.cpu_devices import (
     usable_cores,
 )
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, split_address
+from lockstep.distributed.cluster.env_reader import NO_SECRET, SECRET, SECRET_FILE, NetworkOptions
 from lockstep.distributed.cluster.membership import Membership
-from lockstep.distributed.control.listener import open_listener
+from lockstep.distributed.control.listener import needs_secret, open_listener
 from lockstep.doctor.base import Finding, FitCall, array_in_memory
 
 __all__ = [
@@ -263,11 +264,14 @@ def peers_of(membership: Membership) -> list[ClusterPeer]:
     return found
 
 
-def check_network(peers: Sequence[ClusterPeer], limit: float = LIMIT) -> Iterator[Finding]:
+def check_network(
+    peers: Sequence[ClusterPeer], network: NetworkOptions = NO_SECRET, limit: float = LIMIT
+) -> Iterator[Finding]:
     """Find addresses that cannot be reached, or that are wrong.
 
     Args:
         peers: processes of the cluster.
+        network: of this process.
         limit: seconds for all connections.
     """
     others = [peer for peer in peers if not peer.is_own]
@@ -275,8 +279,10 @@ def check_network(peers: Sequence[ClusterPeer], limit: float = LIMIT) -> Iterato
     for peer in peers:
         if remote and is_loopback(host_of(peer.address)):
             yield _loopback(peer, remote[0])
-        if peer.is_own and peer.listens:
-            yield from _own_port(peer)
+        if peer.is_own and needs_secret(peer.address, network):
+            yield _no_secret(peer)
+        elif peer.is_own and peer.listens:
+            yield from _own_port(peer, network)
     for peer, failure in zip(others, _connect_all(others, limit), strict=True):
         yield from _unreachable(peer, failure, limit)
 
@@ -291,9 +297,19 @@ def _loopback(peer: ClusterPeer, other: ClusterPeer) -> Finding:
     )
 
 
-def _own_port(peer: ClusterPeer) -> Iterator[Finding]:
+def _no_secret(peer: ClusterPeer) -> Finding:
+    return Finding(
+        "no-secret",
+        f"{peer.name}, which is this process, is at {peer.address} and has no secret",
+        "the cluster",
+        "it will refuse to start, because anyone on that network could read and change the training",
+        f"Set {SECRET} or {SECRET_FILE} for all processes of the job (docs/security.md)",
+    )
+
+
+def _own_port(peer: ClusterPeer, network: NetworkOptions) -> Iterator[Finding]:
     try:
-        open_listener(peer.address, None, lambda _: None, peer.name).close()
+        open_listener(peer.address, network, lambda _: None, peer.name).close()
     except (ClusterError, OSError) as error:
         yield Finding(
             "port-not-free",

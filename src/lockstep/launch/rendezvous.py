@@ -13,6 +13,7 @@ from typing import Any
 from lockstep._errors import ClusterError, LockstepError
 from lockstep._logging import WaitLogger
 from lockstep.distributed.cluster.addresses import split_address
+from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
 from lockstep.distributed.control.admission import JoinRejection
 from lockstep.distributed.control.event_loop import EventLoop
@@ -87,7 +88,7 @@ class RendezvousServer:
         self.connection = FramedSocket(client_end)
         own_host = split_address("the coordinator", spec.coordinator)[0]
         self._add(FramedSocket(server_end), NodeInfo.of(me, own_host, is_server=True))
-        self._loop.listen(listener, HandshakeServer(self._loop, me, secret, self._on_join, log).accept)
+        HandshakeServer(self._loop, secret, self._on_join, log).listen(listener)
         self._loop.later(0.0, self._tick)
         self._loop.start()
 
@@ -329,7 +330,7 @@ class RendezvousClient:
 def join_rendezvous(
     job: LaunchConfig,
     node: int | None,
-    secret: bytes | None,
+    network: NetworkOptions,
     signals: SignalPipe,
     stop_at: float | None,
     log: Callable[[str], None],
@@ -339,7 +340,7 @@ def join_rendezvous(
     Args:
         job: what runs.
         node: rank of this node; None: a node at the coordinator's address starts the server if there is none yet.
-        secret: that all supervisors must know; None: no secret is needed.
+        network: the secret that all supervisors must know, and where this one listens.
         signals: of the supervisor.
         stop_at: when the run must be over, on the monotonic clock.
         log: prints a line for the user.
@@ -351,7 +352,7 @@ def join_rendezvous(
         ClusterError: this is node 0, and it cannot listen.
     """
     spec = JobSpec.of(job)
-    joining = _RendezvousJoin(spec, _own_peer(job, node, spec), secret, signals, stop_at, log)
+    joining = _RendezvousJoin(spec, _own_peer(job, node, spec), network, signals, stop_at, log)
     if node == 0:
         return joining.serve()
     if node is None and is_local_host(split_address("--coordinator", spec.coordinator)[0]):
@@ -375,15 +376,15 @@ def _own_peer(job: LaunchConfig, node: int | None, spec: JobSpec) -> Peer:
 class _RendezvousJoin:
     spec: JobSpec
     me: Peer
-    secret: bytes | None
+    network: NetworkOptions
     signals: SignalPipe
     stop_at: float | None
     log: Callable[[str], None]
 
     def serve(self) -> RendezvousClient:
         """Start the server at this node."""
-        listener = open_listener(self.spec.coordinator, None, self.log)
-        server = RendezvousServer(self.spec, self.me, listener, self.secret, self.log)
+        listener = open_listener(self.spec.coordinator, self.network, self.log, "the rendezvous")
+        server = RendezvousServer(self.spec, self.me, listener, self.network.secret, self.log)
         return self._client(server.connection, server)
 
     def try_until_admitted(self) -> RendezvousClient | NodeExit:
@@ -411,7 +412,7 @@ class _RendezvousJoin:
         """Try to join once; raise RetryableConnectError if a later attempt may succeed."""
         connection = connect(self.spec.coordinator, _CONNECT_SECONDS)
         try:
-            introduce(connection, self.me, self.secret, HANDSHAKE_SECONDS)
+            introduce(connection, self.me, self.network.secret, HANDSHAKE_SECONDS)
             wait_until_admitted(connection, HANDSHAKE_SECONDS)
         except HandshakeError as error:
             connection.close()

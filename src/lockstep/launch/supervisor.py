@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lockstep._errors import OptionError
 from lockstep._files import open_own
-from lockstep.distributed.cluster.env_reader import SECRET
+from lockstep.distributed.cluster.env_reader import NetworkOptions
+from lockstep.distributed.control.listener import check_closed
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import LocalWorkers, RemoteStop
 from lockstep.launch.log_multiplexer import TerminalWriter
@@ -52,6 +53,7 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
 
     Raises:
         OptionError: the rank of this node, the program or the allocator cannot be found.
+        ClusterError: the nodes are several machines and there is no secret, or it is too short.
     """
     node = find_node_rank(job)
     stop_at = None if job.timeout is None else time.monotonic() + job.timeout
@@ -63,6 +65,10 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
     allocator = choose_allocator(
         job.allocator, environment, library_folders(environment), glibc_version(), uses_gpus=bool(gpus)
     )
+    inherited = {**inherited_variables(job, environment), **allocator.variables}
+    network = NetworkOptions.of(inherited)
+    if job.coordinator_address is not None:
+        check_closed(job.coordinator_address, network, "this node")
     adopt_orphans()
     signals = SignalPipe(FORWARDED)
     with contextlib.closing(signals):
@@ -70,9 +76,8 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
         terminals = [
             TerminalWriter(stream, lambda: signals.post(signal.SIGPIPE), colours) for stream in (output, messages)
         ]
-        inherited = {**inherited_variables(job, environment), **allocator.variables}
         restarts = RestartBudget(job.max_restarts)
-        supervisor = _Supervisor(job, inherited, gpus, restarts, signals, stop_at, child_pids(), *terminals)
+        supervisor = _Supervisor(job, inherited, network, gpus, restarts, signals, stop_at, child_pids(), *terminals)
         with contextlib.closing(supervisor):
             supervisor.log_configuration(node, allocator, "TF_CONFIG" in environment)
             return supervisor.run(node)
@@ -82,6 +87,7 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
 class _Supervisor:
     job: LaunchConfig
     environment: Mapping[str, str]
+    network: NetworkOptions
     gpus: list[str]
     restarts: RestartBudget
     signals: SignalPipe
@@ -114,10 +120,7 @@ class _Supervisor:
     def _restart_loop(self, node: int | None) -> RestartLoop | NodeExit:
         if not self.job.is_elastic:
             return LocalRestartLoop(self.job, node or 0, self.restarts, self.signals, self._log)
-        secret = self.environment.get(SECRET)
-        return join_rendezvous(
-            self.job, node, secret.encode() if secret else None, self.signals, self.stop_at, self._log
-        )
+        return join_rendezvous(self.job, node, self.network, self.signals, self.stop_at, self._log)
 
     def _run_generation(self, assignment: AnyRankAssignment, remote_stop: RemoteStop | None) -> LocalWorkers:
         workers = LocalWorkers(

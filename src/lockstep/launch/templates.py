@@ -34,6 +34,14 @@ _SLURM_SCRIPT = """\
 set -uo pipefail
 # source YOUR_ENVIRONMENT/bin/activate
 
+# The processes of the job prove to each other that they know this secret. All nodes must see the file.
+if [ -z "${{LOCKSTEP_SECRET:-}}${{LOCKSTEP_SECRET_FILE:-}}" ]; then
+    export LOCKSTEP_SECRET_FILE=$HOME/.lockstep-secret-$SLURM_JOB_ID
+    trap 'rm -f "$LOCKSTEP_SECRET_FILE"' EXIT
+    rm -f "$LOCKSTEP_SECRET_FILE"
+    (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$LOCKSTEP_SECRET_FILE") || exit
+fi
+
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 hosts=$(printf ',%s:{port}' "${{nodes[@]}}")
 export hosts=${{hosts:1}}
@@ -88,6 +96,8 @@ def slurm_script(job: LaunchConfig) -> str:
 
 _SUPERVISOR_SECONDS = 10  # For the supervisor to exit after its workers.
 _KUBERNETES_MANIFEST = """\
+# First make the secret that the processes of the job prove to each other:
+# kubectl create secret generic {name} --from-literal=secret="$(openssl rand -hex 32)"
 apiVersion: v1
 kind: Service
 metadata:
@@ -130,6 +140,12 @@ spec:
         - name: worker
           image: YOUR_REGISTRY/YOUR_IMAGE
           command:{command}
+          env:
+            - name: LOCKSTEP_SECRET
+              valueFrom:
+                secretKeyRef:
+                  name: {name}
+                  key: secret
           # resources: {{limits: {{nvidia.com/gpu: {workers}}}}}
           volumeMounts:
             - name: shared-memory
@@ -181,6 +197,8 @@ def _escaped(word: str) -> str:
 _RAY_SCRIPT = '''\
 """Runs {name} on {nodes} x {workers} workers under Ray."""
 
+import os
+import secrets
 import subprocess
 import sys
 
@@ -203,10 +221,11 @@ class Node:
         """Return the address of its first worker; the ports differ in case two nodes share a machine."""
         return f"{{ray.util.get_node_ip_address()}}:{{PORT + rank * WORKERS}}"
 
-    def run(self, rank, hosts):
+    def run(self, rank, hosts, secret):
         """Run its workers, and return their exit code."""
         node = ["--hosts", ",".join(hosts), "--node-rank", str(rank)]
-        return subprocess.call([sys.executable, "-m", "lockstep.cli", "run", *node, *RUN, *PROGRAM])
+        environment = {{**os.environ, "LOCKSTEP_SECRET": secret, "LOCKSTEP_SECRET_FILE": ""}}
+        return subprocess.call([sys.executable, "-m", "lockstep.cli", "run", *node, *RUN, *PROGRAM], env=environment)
 
 
 def main():
@@ -218,7 +237,8 @@ def main():
         Node.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank)).remote() for rank in range(NODES)
     ]
     hosts = ray.get([node.address.remote(rank) for rank, node in enumerate(nodes)])
-    return max(ray.get([node.run.remote(rank, hosts) for rank, node in enumerate(nodes)]))
+    secret = secrets.token_hex(32)  # The processes of the job prove to each other that they know it.
+    return max(ray.get([node.run.remote(rank, hosts, secret) for rank, node in enumerate(nodes)]))
 
 
 if __name__ == "__main__":
@@ -246,6 +266,11 @@ def ray_script(job: LaunchConfig) -> str:
     )
 
 
+_TORCHRUN_SECRET = (
+    'export LOCKSTEP_SECRET_FILE="${LOCKSTEP_SECRET_FILE:?a file with the secret of the job, the same on all nodes}"\n'
+)
+
+
 def torchrun_commands(job: LaunchConfig) -> str:
     """Return a shell script with one torchrun command a node; the nodes of an elastic job share one command.
 
@@ -255,8 +280,10 @@ def torchrun_commands(job: LaunchConfig) -> str:
         torchrun --nnodes=1 --nproc-per-node=2 --node-rank=0 --master-addr=127.0.0.1 --master-port=12421 train.py
     """
     if job.is_elastic:
-        return f"# each node\n{_torchrun_command(job, _torchrun_rendezvous(job))}\n"
-    return "".join(f"# node {node}\n{_torchrun_command(job, _torchrun_node(job, node))}\n" for node in range(job.nodes))
+        return f"# each node\n{_TORCHRUN_SECRET}{_torchrun_command(job, _torchrun_rendezvous(job))}\n"
+    secret = _TORCHRUN_SECRET if job.nodes > 1 else ""
+    commands = (_torchrun_command(job, _torchrun_node(job, node)) for node in range(job.nodes))
+    return "".join(f"# node {node}\n{secret}{command}\n" for node, command in enumerate(commands))
 
 
 def _torchrun_node(job: LaunchConfig, node: int) -> list[str]:

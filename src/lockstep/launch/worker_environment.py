@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import COORDINATOR, PORT
-from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, SECRET
+from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, SECRET, SECRET_FILE
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import ProcessName, ProcessNames
@@ -56,7 +56,8 @@ def inherited_variables(job: LaunchConfig, environment: Mapping[str, str]) -> di
         replaced |= {COORDINATOR, PORT}
     if job.servers is not None:
         replaced |= {COORDINATOR, PORT, *TorchrunClusterResolver.variables}
-    secret = {SECRET: secrets.token_hex()} if job.nodes == 1 and not job.is_elastic else {}
+    is_alone = job.nodes == 1 and not job.is_elastic and not environment.get(SECRET_FILE)
+    secret = {SECRET: secrets.token_hex()} if is_alone else {}
     return {**secret, **{name: value for name, value in environment.items() if name not in replaced}}
 
 

@@ -14,9 +14,10 @@ import keras
 
 from lockstep._errors import ClusterError, OptionError
 from lockstep.distributed.cluster.cluster_spec import SINGLE_JOBS, ClusterSpec
+from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.control.handshake import Peer
-from lockstep.distributed.control.listener import open_listener
+from lockstep.distributed.control.listener import check_closed, open_listener
 from lockstep.distributed.resolvers.base import ClusterResolver
 from lockstep.parameter_server.gradient_step import specs_of
 from lockstep.parameter_server.task_client import TaskClient
@@ -156,7 +157,8 @@ class ProcessContext:
         identity: what must be equal on all processes.
         partitioner: gives the number of shards of a variable; None: each variable is one shard.
         max_staleness: see :class:`lockstep.ParameterServerStrategy`.
-        secret: of the job; None: there is none.
+        refuse_nonfinite: whether servers refuse a gradient that is not finite.
+        network: the secret of the job, and where this process listens.
         timeout_seconds: limit of each wait for another process.
         log: takes lines about waits.
     """
@@ -165,7 +167,8 @@ class ProcessContext:
     identity: Mapping[str, Any]
     partitioner: PartitionFunction | None
     max_staleness: int | None
-    secret: bytes | None
+    refuse_nonfinite: bool
+    network: NetworkOptions
     timeout_seconds: float
     log: Callable[[str], None]
 
@@ -178,15 +181,18 @@ class ProcessContext:
 
     def serve_dispatcher(self, dispatcher: TaskDispatcher) -> ArrayServer:
         """Start the server of the chief's task dispatcher."""
-        listener = open_listener(self.role.chief, None, self.log)
-        server = ArrayServer(self.peer, dispatcher, listener, secret=self.secret, log=self.log)
+        listener = open_listener(self.role.chief, self.network, self.log)
+        server = ArrayServer(self.peer, dispatcher, listener, secret=self.network.secret, log=self.log)
         server.start()
         return server
 
     def connect_to_dispatcher(self) -> TaskClient:
         """Connect to the chief's task dispatcher."""
+        check_closed(self.role.chief, self.network, self.role.name)
         name = self.role.name_of("chief", 0).partition(" ")[0]
-        return TaskClient(connect(name, self.role.chief, self.peer, self.secret, self.timeout_seconds, self.log))
+        return TaskClient(
+            connect(name, self.role.chief, self.peer, self.network.secret, self.timeout_seconds, self.log)
+        )
 
     def plan_for(self, model: keras.Model) -> ShardingPlan:
         """Return the sharding plan of a model, which is built and compiled.
@@ -214,21 +220,22 @@ class ProcessContext:
             plan,
             self.role.servers,
             replace(self.peer, identity={"call": call}),
-            secret=self.secret,
+            secret=self.network.secret,
             timeout_seconds=self.timeout_seconds,
             log=self.log,
         )
 
     def serve_variables(self, model: keras.Model, call: int) -> ArrayServer:
         """Start this process's variable server for a model, which is built and compiled."""
-        listener = open_listener(self.role.servers[self.role.index], None, self.log, self.role.name)
+        listener = open_listener(self.role.servers[self.role.index], self.network, self.log, self.role.name)
         return serve(
             self.role.index,
             self.plan_for(model),
             model.optimizer,
             listener,
             max_staleness=self.max_staleness,
+            refuse_nonfinite=self.refuse_nonfinite,
             identity={"call": call},
-            secret=self.secret,
+            secret=self.network.secret,
             log=self.log,
         )

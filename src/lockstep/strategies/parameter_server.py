@@ -15,7 +15,7 @@ from lockstep.data.fit_entry import InputOptions
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
-from lockstep.distributed.cluster.env_reader import GENERATION, SECRET, EnvReader
+from lockstep.distributed.cluster.env_reader import GENERATION, EnvReader, NetworkOptions
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_group import disable_saving
@@ -85,6 +85,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             :class:`lockstep.partitioners.MinSizePartitioner`; by default each variable is on one server as a whole.
         max_staleness: by how many updates a worker may be ahead of the slowest one. None: no limit. 0: training is synchronous, each
             batch is divided among the workers as :class:`MirroredStrategy` divides it among as many replicas, with equal results.
+        refuse_nonfinite: whether a gradient with NaN or Inf ends the job with an error that names its worker. False: servers apply it.
         input_options: how batches reach the devices of a worker.
         timeout_seconds: limit of each wait for another process.
 
@@ -112,11 +113,14 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         variable_partitioner: PartitionFunction | None = None,
         *,
         max_staleness: int | None = None,
+        refuse_nonfinite: bool = True,
         input_options: InputOptions | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         if max_staleness is not None:
             max_staleness = whole_number("max_staleness", max_staleness, least=0)
+        if not isinstance(refuse_nonfinite, bool):
+            raise OptionError(f"refuse_nonfinite: expected True or False, got {refuse_nonfinite!r}.")
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise OptionError(
                 f"variable_partitioner: expected one of lockstep.partitioners, or a function of shape and dtype, got {variable_partitioner!r}."
@@ -137,7 +141,8 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             describe_process() | {"generation": _generation()},
             variable_partitioner,
             max_staleness,
-            os.environ[SECRET].encode() if os.environ.get(SECRET) else None,
+            refuse_nonfinite,
+            NetworkOptions.of(os.environ),
             timeout_seconds,
             self._log_on_any_process,
         )

@@ -38,7 +38,7 @@ def network(machines):
 @pytest.fixture
 def run(machines, network, tmp_path):
     _, forks = machines
-    made = Job(forks, tmp_path, 2, hosts=network.addresses)
+    made = Job(forks, tmp_path, 2, hosts=network.addresses, environ={"LOCKSTEP_SECRET": "known" * 8})
     yield made
     made.clean()
 

@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).parent / "programs" / "train.py"
 def server_job(forks, folder, workers=1, servers=1, evaluator=False):
     """A job of a chief, so many workers and servers; nothing runs yet."""
     others = {"chief": 1, "ps": servers, "evaluator": int(evaluator)}
-    return Job(forks, folder, workers, others, program=PROGRAM, environ={"LOCKSTEP_SECRET": "known"})
+    return Job(forks, folder, workers, others, program=PROGRAM, environ={"LOCKSTEP_SECRET": "known" * 8})
 
 
 def train(job, **options):

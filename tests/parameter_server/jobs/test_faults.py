@@ -94,7 +94,7 @@ def test_all_hear_of_a_model_that_parts_of_a_batch_cannot_train(job):
     ("options", "name", "reason"),
     [
         ({"seed": 2}, "worker0", "set_random_seed(2) was called here, and at the chief 1"),
-        ({"environ": {"LOCKSTEP_SECRET": "another"}}, "worker0", "different secrets"),
+        ({"environ": {"LOCKSTEP_SECRET": "another" * 8}}, "worker0", "different secrets"),
         ({"environ": {"LOCKSTEP_GENERATION": "3"}}, "worker0", "its generation is 3"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import socket
 import struct
 import threading
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -11,15 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.distributed.control.handshake import make_session
 from lockstep.parameter_server.variables.array_transport import ArrayConnection, ConnectionLostError, ProtocolError
 from tests.parameter_server.variables.threaded_servers import DEADLINE
 
 
-def pair(**options):
+def pair(*, authenticated=False, **options):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname(), DEADLINE)
         there, _ = listener.accept()
-    return ArrayConnection(here, DEADLINE, **options), ArrayConnection(there, DEADLINE)
+    sessions = [make_session(b"secret", "one", "two", is_client=is_client) for is_client in (True, False)]
+    here_session, there_session = sessions if authenticated else (None, None)
+    return (
+        ArrayConnection(here, DEADLINE, here_session, **options),
+        ArrayConnection(there, DEADLINE, there_session),
+    )
 
 
 def anything(message, specs):
@@ -31,8 +38,9 @@ def framed(message):
     return struct.pack(">I", len(text)) + text
 
 
+@pytest.mark.parametrize("authenticated", [False, True])
 @given(
-    st.dictionaries(
+    described=st.dictionaries(
         st.text(max_size=20),
         st.tuples(
             st.lists(st.integers(0, 4), max_size=4).map(tuple),
@@ -41,14 +49,14 @@ def framed(message):
         max_size=6,
     )
 )
-def test_arrays_come_back_bit_for_bit(described):
+def test_arrays_come_back_bit_for_bit(authenticated, described):
     arrays = {
         name: np.arange(int(np.prod(shape)))
         .astype(np.dtype(dtype) if hasattr(np, dtype) else getattr(ml_dtypes, dtype))
         .reshape(shape)
         for name, (shape, dtype) in described.items()
     }
-    here, there = pair()
+    here, there = pair(authenticated=authenticated)
     here.send({"kind": "push", "step": 3}, arrays)
     message, received = there.receive(anything)
     here.close()
@@ -58,6 +66,54 @@ def test_arrays_come_back_bit_for_bit(described):
     for name, array in arrays.items():
         assert (received[name].dtype, received[name].shape) == (array.dtype, array.shape)
         assert received[name].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("place", [0, 10, 60, 5_000, -1])
+def test_a_changed_byte_of_an_authenticated_message_is_refused(place):
+    here, there = pair(authenticated=True)
+    wire, end = socket.socketpair()
+    recorder = ArrayConnection(wire, DEADLINE, here._session)
+    recorder.send({"kind": "push"}, {"a": np.arange(4096, dtype="float32")})
+    wire.close()
+    sent = bytearray()
+    while received := end.recv(2**20):
+        sent += received
+    end.close()
+    sent[place] ^= 1
+    here._socket.sendall(sent)
+    here.close()
+    with pytest.raises((ProtocolError, ConnectionLostError)) as caught:
+        there.receive(anything)
+    assert place == 0 or "its MAC is wrong" in str(caught.value)  # The first byte is one of the length.
+    there.close()
+
+
+@pytest.mark.parametrize("covers_arrays", [False, True])
+def test_the_sender_decides_whether_arrays_have_a_mac(covers_arrays):
+    here, there = pair(authenticated=True)
+    here._session = replace(here._session, covers_arrays=covers_arrays)
+    for number in range(3):  # Both count alike.
+        here.send({"kind": "push"}, {"a": np.float32([number])})
+        message, received = there.receive(anything)
+        assert (message, received["a"][0]) == ({"kind": "push"}, number)
+    assert here.sent == there.received
+    here.close()
+    there.close()
+
+
+def test_an_authenticated_message_cannot_be_repeated():
+    here, there = pair(authenticated=True)
+    wire, end = socket.socketpair()
+    ArrayConnection(wire, DEADLINE, here._session).send({"kind": "push"}, {"a": np.float32([1])})
+    recorded = end.recv(4096)
+    wire.close()
+    end.close()
+    here._socket.sendall(recorded * 2)
+    assert there.receive(anything)[1]["a"] == 1
+    with pytest.raises(ProtocolError, match="its MAC is wrong"):
+        there.receive(anything)
+    here.close()
+    there.close()
 
 
 def test_a_large_array_and_a_thousand_small_ones_arrive():

@@ -321,9 +321,9 @@ def test_a_server_that_does_not_know_the_secret_is_not_trusted():
 def test_a_worker_with_another_plan_is_refused():
     with Servers(2) as servers:
         other = plan_shards((*SPECS[1:], ArraySpec("more", (2,), "float32")), 2)
-        with pytest.raises(ClusterError, match=r"its variables is '[0-9a-f]+', that of the server '"):
+        with pytest.raises(ClusterError, match=r"its variables is '[0-9a-f]+', that of the server is another one"):
             servers.client(1, plan=other)
-        with pytest.raises(ClusterError, match="its number is 0, that of the server 1"):
+        with pytest.raises(ClusterError, match="its number is 0, that of the server is another one"):
             servers.client(1, addresses=servers.addresses[::-1])
 
 
@@ -368,6 +368,30 @@ def test_a_wrong_message_closes_that_connection_and_harms_nothing_else(message, 
         assert_equal(client.pull(), values_of())
         assert reason in next(iter(servers.servers[0].rejections.reasons))
         servers.client(1).pull()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_gradient_that_is_not_finite_is_refused_and_its_worker_named(bad, is_sparse):
+    with Servers(1) as servers:
+        servers.client(0).fill(values_of())
+        gradients = dict(values_of(seed=1))
+        rows = np.full((1, 2), bad, "float32")
+        gradients["table"] = SparseGradient(np.int32([3]), rows) if is_sparse else np.vstack([np.zeros((6, 2)), rows])
+        gradients["table"] = gradients["table"] if is_sparse else gradients["table"].astype("float32")
+        with pytest.raises(
+            ClusterError, match=r"worker 1 of 4 \(here, process 1001\) has pushed a gradient of 'table'"
+        ):
+            servers.client(1).push(gradients).wait()
+        assert_equal(servers.client(2).pull(), values_of())
+
+
+def test_a_gradient_that_is_not_finite_is_applied_if_it_is_wanted():
+    with Servers(1, refuse_nonfinite=False) as servers:
+        client = servers.client(0)
+        client.fill(values_of())
+        client.push({**values_of(seed=1), "scale": np.float32(np.nan)}).wait()
+        assert np.isnan(client.pull()["scale"])
 
 
 @pytest.mark.parametrize("job", ["worker", "ps", "evaluator"])

@@ -43,6 +43,7 @@ class Servers(contextlib.ExitStack):
         optimizer=lambda: keras.optimizers.SGD(0.5),
         secret=None,
         max_staleness=None,
+        refuse_nonfinite=True,
     ):
         super().__init__()
         self.plan = plan_shards(specs, count, partitioner)
@@ -57,6 +58,7 @@ class Servers(contextlib.ExitStack):
                 optimizer(),
                 listener,
                 max_staleness=max_staleness,
+                refuse_nonfinite=refuse_nonfinite,
                 secret=secret,
                 log=self.said.append,
             )

@@ -37,6 +37,7 @@ _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>\d+)"
 )
 _LARGEST_PORT = 65535
+_LOOPBACK_IPV4 = re.compile(r"127(\.\d{1,3}){3}")
 
 
 def split_address(where: str, address: object) -> tuple[str, int]:
@@ -70,7 +71,8 @@ def host_of(address: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host is a loopback name or address, which another machine cannot reach."""
-    return host.lower() in ("localhost", "::1") or host.lower().endswith(".localhost") or host.startswith("127.")
+    is_name = host.lower() == "localhost" or host.lower().endswith(".localhost")
+    return is_name or host == "::1" or _LOOPBACK_IPV4.fullmatch(host) is not None
 
 
 DEFAULT_PORT = 12421

@@ -213,7 +213,7 @@ class Coordinator:
         self._deadline = clock() + limits.start_timeout
         self._loop = EventLoop("lockstep-chief", clock)
         self._admission = Admission(group, chief)
-        self._handshakes = HandshakeServer(self._loop, chief, secret, self._on_peer, log)
+        self._handshakes = HandshakeServer(self._loop, secret, self._on_peer, log)
         self._collectives = PendingCollectives(group.workers)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
@@ -235,7 +235,7 @@ class Coordinator:
         self.connection = FramedSocket(there)
         self._add_worker(FramedSocket(here), chief)
         if listener is not None:
-            self._loop.listen(listener, self._handshakes.accept)
+            self._handshakes.listen(listener)
         self._loop.later(0.0, self._tick)
         self._loop.start()
 
@@ -268,6 +268,8 @@ class Coordinator:
         self._loop.add(connection, lambda _, message: self._received(worker, message), lambda _: self._closed(worker))
         if self._admission.is_complete:
             self._loop.call(self._start)
+        else:
+            connection.send(self._heartbeat_for(peer.index))  # It tells the worker that it was admitted.
 
     def _start(self) -> None:
         if self._rejection is not None:
@@ -370,8 +372,11 @@ class Coordinator:
             self._cancel_start(self._missing_at_start(), 0)
         for index, worker in self._workers.items():
             if not worker.closed:
-                worker.connection.send(encode({"kind": "heartbeat", "missing": self._missing(index)}))
+                worker.connection.send(self._heartbeat_for(index))
         self._loop.later(HEARTBEAT_SECONDS, self._tick)
+
+    def _heartbeat_for(self, index: int) -> bytes:
+        return encode({"kind": "heartbeat", "missing": self._missing(index)})
 
     def _missing(self, index: int) -> dict[str, Any]:
         """For each channel on which a worker waits, the missing workers, and whether one of them may take long."""

@@ -1,6 +1,7 @@
 """Event loop: one thread that serves connections, timers and calls of other threads. Only that thread touches its state."""
 
 import contextlib
+import errno
 import heapq
 import itertools
 import os
@@ -20,6 +21,9 @@ __all__ = ["EventLoop"]
 Received = Callable[[FramedSocket, dict[str, Any]], None]
 Closed = Callable[[FramedSocket], None]
 Work = Callable[[], None]
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_SECONDS = 0.5
 
 
 class EventLoop:
@@ -69,16 +73,35 @@ class EventLoop:
             self._selector.register(connection, selectors.EVENT_READ, lambda events: self._serve(connection, events))
         self._handlers[connection] = (received, closed)
 
-    def listen(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
-        """Call ``accepted`` with each new connection to a listening socket."""
+    def listen(
+        self, listener: socket.socket, accepted: Callable[[socket.socket], None], log: Callable[[str], None]
+    ) -> None:
+        """Call ``accepted`` with each new connection to a listening socket.
+
+        While this process can open no more descriptors, new connections wait. ``log`` takes a line about the first time.
+        """
         listener.setblocking(False)
         self._listeners.append(listener)
+        has_logged = False
+
+        def resume() -> None:
+            self._selector.register(listener, selectors.EVENT_READ, accept)
 
         def accept(events: int) -> None:
-            with contextlib.suppress(OSError):  # Closed again, or no descriptors are left: keep serving the others.
-                accepted(listener.accept()[0])
+            nonlocal has_logged
+            try:
+                connected, _ = listener.accept()
+            except OSError as error:
+                if error.errno in _EXHAUSTED:  # The connection stays, and would wake this loop at once.
+                    self._selector.unregister(listener)
+                    self.later(_PAUSE_SECONDS, resume)
+                    if not has_logged:
+                        log(f"new connections wait: {error.strerror}. Fix: raise the limit of open files (ulimit -n).")
+                    has_logged = True
+                return  # Else it was closed again.
+            accepted(connected)
 
-        self._selector.register(listener, selectors.EVENT_READ, accept)
+        resume()
 
     def remove(self, connection: FramedSocket) -> None:
         """Send what can be sent and close a connection."""
@@ -86,6 +109,11 @@ class EventLoop:
             connection.flush()
             self._selector.unregister(connection)
             connection.close()
+
+    def release(self, connection: FramedSocket) -> None:
+        """Serve a connection no more, and leave it open."""
+        self._handlers.pop(connection)
+        self._selector.unregister(connection)
 
     def stop(self, wait: bool = True) -> None:
         """Send what can be sent, close everything and end the thread; may be called from any thread."""

@@ -1,24 +1,38 @@
 """The handshake of every connection, and the peer that it identifies.
 
 The client sends ``hello`` with a nonce. The server answers with a ``challenge``: its own nonce and a proof that it knows the job's
-secret. The client sends ``join`` with its own proof and its :class:`Peer`. Then the server decides whether to admit that peer, and
-sends ``welcome`` or ``refused``. :class:`ServerHandshake` is the server's side without a socket; :class:`HandshakeServer` runs it
-for all connections of an event loop, :func:`accept` for one connection in the calling thread.
+secret. The client sends ``join`` with its :class:`Peer` and its own proof, which includes that. Then the server decides whether to
+admit that peer, and sends ``welcome`` or ``refused``. If there is a secret, all messages after ``join`` carry a MAC, whose keys
+depend on the secret and both nonces. Before it, nothing is told of the server but its version.
+
+:class:`ServerHandshake` is the server's side of one connection; :class:`HandshakeServer` runs it for all connections of a listener.
 """
 
+import contextlib
 import hashlib
 import hmac
+import json
+import resource
 import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.control.event_loop import EventLoop
-from lockstep.distributed.control.transport import HANDSHAKE_BYTES, FramedSocket, encode
+from lockstep.distributed.control.transport import (
+    HANDSHAKE_BYTES,
+    MAX_BYTES,
+    FramedSocket,
+    MacCounter,
+    Session,
+    as_text,
+    encode,
+)
 
 __all__ = [
     "HANDSHAKE_SECONDS",
@@ -29,13 +43,13 @@ __all__ = [
     "RejectionLog",
     "RetryableConnectError",
     "ServerHandshake",
-    "accept",
     "check_not_refused",
     "connect",
     "hello",
     "introduce",
     "join_request",
     "make_proof",
+    "make_session",
     "new_nonce",
     "refusal",
     "verify_proof",
@@ -86,11 +100,14 @@ class Peer:
         return f"{self.host}, process {self.pid}"
 
 
-PROTOCOL = 1
+PROTOCOL = 2
 HANDSHAKE_SECONDS = 5.0
 _SILENT = f"it said nothing for {HANDSHAKE_SECONDS:.0f} s"
+_CROWDED = "too many connections were in their handshake"
+_MOST_HANDSHAKES = 256
 _MAX_LOGGED = 3  # Reasons for which connections were rejected; a port scanner must not fill the log.
 _MAX_REASON = 300  # Characters: unauthenticated peers can send any text.
+_MAX_SENTENCE = 4000  # Characters.
 _MAX_SHOWN = 40  # Of a value in a message.
 
 _FIELDS = {
@@ -117,24 +134,39 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def make_proof(secret: bytes, role: str, *nonces: str) -> str:
+def make_proof(secret: bytes, role: str, *texts: str) -> str:
     """Return the HMAC-SHA-256 that proves knowledge of a secret without revealing it.
 
     Args:
         secret: known to both sides.
         role: ``"chief"`` for the server or ``"worker"`` for the client, so that a proof cannot be sent back.
-        nonces: of both sides.
+        texts: the nonces of both sides; of a client, also its description.
     """
-    return hmac.new(secret, _raw("|".join((f"lockstep {PROTOCOL}", role, *nonces))), hashlib.sha256).hexdigest()
+    return _mac(secret, role, *texts).hex()
 
 
-def verify_proof(given: object, secret: bytes, role: str, *nonces: str) -> bool:
+def verify_proof(given: object, secret: bytes, role: str, *texts: str) -> bool:
     """Return whether ``given`` is the expected proof, in the same time for every wrong one."""
-    return isinstance(given, str) and hmac.compare_digest(_raw(given), _raw(make_proof(secret, role, *nonces)))
+    expected = make_proof(secret, role, *texts).encode()
+    return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected)
 
 
-def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # Unauthenticated peers can send any text.
+def make_session(
+    secret: bytes, client_nonce: str, server_nonce: str, *, is_client: bool, covers_arrays: bool = True
+) -> Session:
+    """Return what authenticates the messages of one end of a connection; no other connection has the same keys."""
+    to_server, to_client = (
+        MacCounter(_mac(secret, direction, client_nonce, server_nonce)) for direction in ("to server", "to client")
+    )
+    sent, received = (to_server, to_client) if is_client else (to_client, to_server)
+    return Session(sent, received, covers_arrays)
+
+
+def _mac(secret: bytes, *texts: str) -> bytes:
+    text = json.dumps(
+        [f"lockstep {PROTOCOL}", *texts]
+    )  # Unauthenticated peers can send any text, also half characters.
+    return hmac.digest(secret, text.encode(), hashlib.sha256)
 
 
 # The server's side.
@@ -145,12 +177,11 @@ class ServerHandshake:
 
     Args:
         connection: to the client.
-        me: this process.
         secret: that the client must know; None: none.
     """
 
-    def __init__(self, connection: FramedSocket, me: Peer, secret: bytes | None) -> None:
-        self._connection, self._me, self._secret = connection, me, secret
+    def __init__(self, connection: FramedSocket, secret: bytes | None) -> None:
+        self._connection, self._secret = connection, secret
         self._nonce, self._client_nonce = new_nonce(), ""
 
     def receive(self, message: dict[str, Any]) -> Peer | None:
@@ -168,23 +199,33 @@ class ServerHandshake:
             _check_protocol(message)  # After the challenge, so that the client can report the versions, too.
             return None
         if message["kind"] == "join" and self._client_nonce:
-            self._check_proof(message.get("proof"))
-            return _peer_of(message.get("peer"), self._connection.address)
+            peer = message.get("peer")
+            self._authenticate(message.get("proof"), peer if isinstance(peer, str) else "")
+            return _peer_of(peer, self._connection.address)
         if message["kind"] == "other secret":
             raise HandshakeError("it was given another secret than this process, or one of them none")
         raise HandshakeError(f"it began with {message['kind'][:_MAX_SHOWN]!r}")
 
     def _challenge(self) -> dict[str, Any]:
-        known = {"kind": "challenge", "protocol": PROTOCOL, "nonce": self._nonce, "process": self._me.process}
+        known = {"kind": "challenge", "protocol": PROTOCOL, "nonce": self._nonce}
         if self._secret is None:
             return known | {"proof": None}
         return known | {"proof": make_proof(self._secret, "chief", self._client_nonce, self._nonce)}
 
-    def _check_proof(self, given: object) -> None:
-        if self._secret is not None and not verify_proof(
-            given, self._secret, "worker", self._client_nonce, self._nonce
-        ):
+    def _authenticate(self, proof: object, peer: str) -> None:
+        if self._secret is None:
+            return
+        if not verify_proof(proof, self._secret, "worker", self._client_nonce, self._nonce, peer):
             raise HandshakeError("it does not know the secret of this job")
+        self._connection.authenticate(
+            make_session(
+                self._secret,
+                self._client_nonce,
+                self._nonce,
+                is_client=False,
+                covers_arrays=not self._connection.is_local,
+            )
+        )
 
 
 class RejectionLog:
@@ -212,11 +253,13 @@ class RejectionLog:
 
 
 class HandshakeServer:
-    """Runs the server's side of the handshake for the connections of an event loop.
+    """Runs the server's side of the handshake for the connections of a listener.
+
+    So many connections may be in their handshake: a quarter of the file descriptors that this process may have, 256 at most; and a
+    quarter of those from one address. One more takes the place of the oldest one, so that silent connections keep no client out.
 
     Args:
         loop: serves the connections.
-        me: this process.
         secret: that clients must know; None: none.
         on_peer: gets each connection whose handshake is complete, with its client.
         log: takes a line for each of the first reasons of rejections.
@@ -228,21 +271,36 @@ class HandshakeServer:
     def __init__(
         self,
         loop: EventLoop,
-        me: Peer,
         secret: bytes | None,
         on_peer: Callable[[FramedSocket, Peer], None],
         log: Callable[[str], None],
     ) -> None:
-        self._loop, self._me, self._secret, self._on_peer = loop, me, secret, on_peer
+        self._loop, self._secret, self._on_peer, self._log = loop, secret, on_peer, log
         self._pending: dict[FramedSocket, ServerHandshake] = {}
+        self._most = _most_handshakes()
         self.rejections = RejectionLog(log)
 
-    def accept(self, connected: socket.socket) -> None:
-        """Begin the handshake on a new connection."""
+    def listen(self, listener: socket.socket) -> None:
+        """Accept the connections of a listening socket."""
+        self._loop.listen(listener, self._accept, self._log)
+
+    def _accept(self, connected: socket.socket) -> None:
         connection = FramedSocket(connected, HANDSHAKE_BYTES)
-        self._pending[connection] = ServerHandshake(connection, self._me, self._secret)
+        self._pending[connection] = ServerHandshake(connection, self._secret)
         self._loop.add(connection, self._received, lambda _: self._reject(connection, connection.ended or ""))
         self._loop.later(HANDSHAKE_SECONDS, lambda: self._reject(connection, _SILENT))
+        self._keep_limits(_host_of(connection))
+
+    def _keep_limits(self, newest: str) -> None:
+        """Close the oldest connection of an address that has too many, or of the one with the most if all have too many together."""
+        hosts = Counter(map(_host_of, self._pending))
+        if hosts[newest] > self._most // 4:
+            crowded = newest
+        elif len(self._pending) > self._most:
+            crowded, _ = hosts.most_common(1)[0]
+        else:
+            return
+        self._reject(next(one for one in self._pending if _host_of(one) == crowded), _CROWDED, again=True)
 
     def _received(self, connection: FramedSocket, message: dict[str, Any]) -> None:
         try:
@@ -254,35 +312,20 @@ class HandshakeServer:
                 del self._pending[connection]
                 self._on_peer(connection, peer)
 
-    def _reject(self, connection: FramedSocket, reason: str) -> None:
+    def _reject(self, connection: FramedSocket, reason: str, again: bool = False) -> None:
         if self._pending.pop(connection, None) is not None:
-            connection.send(encode(refusal(f"the handshake with {self._me} failed: {reason}")))
+            connection.send(encode(refusal(f"the handshake failed: {reason}", again=again)))
             self._loop.remove(connection)
             self.rejections.add(connection.address, reason)
 
 
-def accept(connection: FramedSocket, me: Peer, secret: bytes | None) -> Peer:
-    """Run the server's side of the handshake in this thread.
+def _most_handshakes() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_HANDSHAKES if soft == resource.RLIM_INFINITY else max(4, min(_MOST_HANDSHAKES, soft // 4))
 
-    Args:
-        connection: to the client.
-        me: this process.
-        secret: that the client must know; None: none.
 
-    Returns:
-        The client.
-
-    Raises:
-        HandshakeError: it is no process of this job, went away, or took too long.
-    """
-    handshake, deadline = ServerHandshake(connection, me, secret), time.monotonic() + HANDSHAKE_SECONDS
-    while True:
-        message = _next_message(connection, deadline)
-        if message is None:
-            raise HandshakeError(connection.ended or _SILENT)
-        peer = handshake.receive(message)
-        if peer is not None:
-            return peer
+def _host_of(connection: FramedSocket) -> str:
+    return connection.address.rpartition(":")[0]
 
 
 def refusal(sentence: str, *, again: bool = False, exit_code: int | None = None) -> dict[str, Any]:
@@ -297,9 +340,12 @@ def refusal(sentence: str, *, again: bool = False, exit_code: int | None = None)
 
 
 def _peer_of(described: Any, address: str) -> Peer:
-    if not isinstance(described, dict) or {name: type(value) for name, value in described.items()} != _FIELDS:
+    fields = None
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        fields = json.loads(described)
+    if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != _FIELDS:
         raise HandshakeError("it did not say who it is")
-    return Peer(**described, address=address)
+    return Peer(**fields, address=address)
 
 
 # The client's side.
@@ -312,8 +358,12 @@ def hello(nonce: str) -> bytes:
 
 def join_request(me: Peer, proof: str | None = None) -> bytes:
     """Return the message with which a client joins; OptionError if its description cannot be sent."""
-    peer = {name: value for name, value in asdict(me).items() if name in _FIELDS}
-    return encode({"kind": "join", "proof": proof, "peer": peer}, HANDSHAKE_BYTES)
+    return encode({"kind": "join", "proof": proof, "peer": _describe(me)}, HANDSHAKE_BYTES)
+
+
+def _describe(me: Peer) -> str:
+    """Return the description of a client, as a text that its proof includes."""
+    return as_text({name: value for name, value in asdict(me).items() if name in _FIELDS}).decode()
 
 
 def connect(address: str, seconds: float, name: str = "the coordinator") -> FramedSocket:
@@ -334,7 +384,7 @@ def connect(address: str, seconds: float, name: str = "the coordinator") -> Fram
     if connected.getsockname() == connected.getpeername():
         connected.close()  # The system can give a free port to the very socket that tries to reach it.
         raise RetryableConnectError("no process listens there")
-    return FramedSocket(connected)
+    return FramedSocket(connected, HANDSHAKE_BYTES)
 
 
 def introduce(connection: FramedSocket, me: Peer, secret: bytes | None, seconds: float) -> None:
@@ -348,7 +398,7 @@ def introduce(connection: FramedSocket, me: Peer, secret: bytes | None, seconds:
 
     Raises:
         RetryableConnectError: no process of a Lockstep job answers there.
-        HandshakeError: a process of another job does; the sentence begins with that process, in brackets.
+        HandshakeError: a process of another job does.
     """
     nonce = new_nonce()
     connection.send(hello(nonce))
@@ -358,10 +408,18 @@ def introduce(connection: FramedSocket, me: Peer, secret: bytes | None, seconds:
             f"what answers there is no process of a Lockstep job: {connection.ended or 'it says nothing'}"
         )
     try:
-        connection.send(join_request(me, _check_challenge(challenge, nonce, secret)))
-    except HandshakeError as error:
+        server_nonce = _check_challenge(challenge, nonce, secret)
+    except HandshakeError:
         connection.send(encode({"kind": "other secret"}))  # For the server's own log.
-        raise HandshakeError(f"({challenge.get('process', 'an unknown process')}): {error}") from None
+        raise
+    if secret is None:
+        connection.send(join_request(me))
+    else:
+        connection.send(join_request(me, make_proof(secret, "worker", nonce, server_nonce, _describe(me))))
+        connection.authenticate(
+            make_session(secret, nonce, server_nonce, is_client=True, covers_arrays=not connection.is_local)
+        )
+    connection.set_limit(MAX_BYTES)
 
 
 def wait_until_admitted(connection: FramedSocket, seconds: float) -> None:
@@ -382,11 +440,13 @@ def wait_until_admitted(connection: FramedSocket, seconds: float) -> None:
 def check_not_refused(message: dict[str, Any]) -> None:
     """Raise RetryableConnectError or HandshakeError if a message is a :func:`refusal`."""
     if message["kind"] == "refused":
-        raise (RetryableConnectError if message.get("again") else HandshakeError)(str(message.get("sentence")))
+        text = str(message.get("sentence"))[:_MAX_SENTENCE]  # Unauthenticated servers can send any text, too.
+        sentence = "".join(character if character.isprintable() else "?" for character in text)
+        raise (RetryableConnectError if message.get("again") else HandshakeError)(sentence)
 
 
-def _check_challenge(challenge: dict[str, Any], nonce: str, secret: bytes | None) -> str | None:
-    """Check the server's version and proof, and return this process's own proof."""
+def _check_challenge(challenge: dict[str, Any], nonce: str, secret: bytes | None) -> str:
+    """Check the server's version and proof, and return its nonce."""
     check_not_refused(challenge)
     if challenge["kind"] != "challenge":
         raise HandshakeError(f"it said {challenge['kind']!r} instead of 'challenge'")
@@ -394,13 +454,11 @@ def _check_challenge(challenge: dict[str, Any], nonce: str, secret: bytes | None
     server_nonce, proof = _nonce_of(challenge), challenge.get("proof")
     if secret is None and proof is not None:
         raise HandshakeError("it asks for a secret that this process was not given")
-    if secret is None:
-        return None
-    if proof is None:
+    if secret is not None and proof is None:
         raise HandshakeError("it was given no secret, this process was")
-    if not verify_proof(proof, secret, "chief", nonce, server_nonce):
+    if secret is not None and not verify_proof(proof, secret, "chief", nonce, server_nonce):
         raise HandshakeError("it and this process were given different secrets")
-    return make_proof(secret, "worker", nonce, server_nonce)
+    return server_nonce
 
 
 # Both sides.

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep._errors import ClusterError
 from lockstep._logging import WaitLogger, listed, log_info
 from lockstep.distributed.cluster import exit_codes
+from lockstep.distributed.cluster.env_reader import NO_SECRET, NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.control_server import LINGER_SECONDS, Coordinator
@@ -23,7 +24,7 @@ from lockstep.distributed.control.handshake import (
     introduce,
     join_request,
 )
-from lockstep.distributed.control.listener import open_listener
+from lockstep.distributed.control.listener import check_closed, open_listener
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.control.transport import FramedSocket, as_json
 
@@ -41,11 +42,10 @@ def join(
     *,
     information: Mapping[str, Any] | None = None,
     generation: int = 0,
-    secret: bytes | None = None,
+    network: NetworkOptions = NO_SECRET,
     timeout_seconds: float = 60.0,
     start_seconds: float | None = None,
     long_seconds: float = 1800.0,
-    bind_host: str | None = None,
     listener: socket.socket | None = None,
     on_failure: Callable[[Failure], None] | None = None,
     log: Callable[[str], None] = log_info,
@@ -59,11 +59,11 @@ def join(
         identity: what must be equal on all workers, values of JSON: versions, the script's digest, options.
         information: what the other workers see of this one, in :attr:`ControlClient.peers`.
         generation: how many times this job was restarted. Processes of an earlier start are refused.
-        secret: the workers prove to each other that they know it. None: any process that reaches the port may join. Nothing is encrypted.
+        network: the workers prove to each other that they know its secret; without one, any process that reaches the port may join.
+            Nothing is encrypted. It may also say at which address of this machine the chief listens.
         timeout_seconds: limit of every wait except the two that follow.
         start_seconds: limit of the wait for all workers here; None: ``timeout_seconds``.
         long_seconds: limit for a worker in the activity ``"start"`` or ``"compiling"``.
-        bind_host: address of this machine that the chief listens on; None: chosen from the coordinator's host.
         listener: a listening socket for the chief, which is used instead of a new one.
         on_failure: is called once, in the client's thread, when the job cannot continue; None: the process logs why and ends
             (:class:`lockstep.distributed.control.termination.ExitGuard`).
@@ -72,7 +72,8 @@ def join(
         sleep: waits between two tries to connect.
 
     Raises:
-        ClusterError: a worker is missing, or differs in its identity; the same sentence on every worker.
+        ClusterError: a worker is missing, or differs in its identity; the same sentence on every worker. Or there is no secret, and
+            the workers are on several machines.
         OptionError: identity or information is not JSON, or too large; or a limit is out of its range.
     """
     me = Peer(
@@ -87,12 +88,14 @@ def join(
     )
     join_request(me)  # Raises OptionError before any network use.
     limits = Limits(timeout_seconds, long_seconds, start_seconds)
-    joining = _Join(group, me, secret, limits, WaitLogger(log, clock), clock, sleep)
+    if group.workers > 1:
+        check_closed(group.coordinator, network, group.name)
+    joining = _Join(group, me, network.secret, limits, WaitLogger(log, clock), clock, sleep)
     server = None
     if group.is_chief:
         if listener is None and group.workers > 1:
-            listener = open_listener(group.coordinator, bind_host, log)
-        server = Coordinator(group, me, listener, secret, limits, log, clock)
+            listener = open_listener(group.coordinator, network, log)
+        server = Coordinator(group, me, listener, network.secret, limits, log, clock)
         connection, peers = joining.as_chief(server)
     else:
         connection, peers = joining.as_worker()
@@ -164,14 +167,16 @@ class _Join:
 
     def _wait_for_welcome(self, connection: FramedSocket) -> Joined:
         """Return all workers as soon as the chief reports that they have joined; it also ends a wait that takes too long."""
-        heard = self.clock()
+        heard, is_admitted = self.clock(), False
         while True:
             message = connection.wait(_RETRY_SECONDS)
             if message is not None:
-                heard = self.clock()
+                heard, is_admitted = self.clock(), True
                 if message["kind"] == "welcome":
                     return connection, tuple(self._peer(known) for known in message["peers"])
                 self._handle(message)
+            elif connection.ended is not None and not is_admitted:
+                raise RetryableConnectError(connection.ended)
             elif connection.ended is not None or self.clock() - heard > self.limits.timeout:
                 what = connection.ended or f"it said nothing for {self.limits.timeout:g} s"
                 raise ClusterError(f"{self._chief}, went away before all had joined: {what}.", exit_codes.PEER_LOST)

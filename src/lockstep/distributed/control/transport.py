@@ -1,16 +1,21 @@
 """Frames of JSON over TCP: the codec, and the non-blocking connection that every process of a job uses.
 
 A frame is four bytes of length and one JSON object in UTF-8, a dict with its ``"kind"``. Nothing that is received is executed: no
-pickle, no names of code. The handshake (``handshake.py``) rejects unauthenticated peers; frames are neither signed nor encrypted.
+pickle, no names of code. The handshake (``handshake.py``) rejects unauthenticated peers; if the job has a secret, each frame after it
+is followed by its MAC. Nothing is encrypted.
 """
 
 import contextlib
+import hashlib
+import hmac
+import ipaddress
 import json
 import selectors
 import socket
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep._errors import OptionError
@@ -20,15 +25,21 @@ __all__ = [
     "CLOSED",
     "HANDSHAKE_BYTES",
     "HEADER_BYTES",
+    "MAC_BYTES",
     "MAX_BYTES",
     "FrameDecoder",
     "FramedSocket",
+    "Mac",
+    "MacCounter",
     "ProtocolError",
+    "Session",
     "as_json",
+    "as_text",
     "body_length",
     "configure",
     "decode",
     "encode",
+    "is_local",
     "limit_unacknowledged",
 ]
 
@@ -46,13 +57,82 @@ class ProtocolError(Exception):
     """Received bytes are no message of this protocol."""
 
 
+MAC_BYTES = 32
+_COUNT = struct.Struct(">Q")
+
+
+class Mac:
+    """The message authentication code (HMAC-SHA-256) of one unit: a frame, or the arrays that follow it.
+
+    Args:
+        key: of one direction of one connection.
+        number: of the unit in its direction.
+    """
+
+    def __init__(self, key: bytes, number: int) -> None:
+        self._hmac = hmac.new(key, _COUNT.pack(number), hashlib.sha256)
+
+    def update(self, part: bytes | bytearray | memoryview) -> None:
+        """Add the next part of the unit."""
+        self._hmac.update(part)
+
+    def digest(self) -> bytes:
+        """Return the code."""
+        return self._hmac.digest()
+
+    def verify(self, received: bytes) -> None:
+        """Raise ProtocolError if the received code is another one."""
+        if not hmac.compare_digest(received, self._hmac.digest()):
+            raise ProtocolError("its MAC is wrong: it was changed, or sent before")
+
+
+class MacCounter:
+    """Gives each unit of one direction its MAC. A unit that is repeated, left out or moved has a wrong one.
+
+    Args:
+        key: of this direction of this connection only.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def begin(self) -> Mac:
+        """Return the MAC of the next unit."""
+        mac = Mac(self._key, self._count)
+        self._count += 1
+        return mac
+
+    def of(self, *parts: bytes | bytearray | memoryview) -> Mac:
+        """Return the MAC of the next unit, which consists of these parts."""
+        mac = self.begin()
+        for part in parts:
+            mac.update(part)
+        return mac
+
+
+@dataclass(frozen=True)
+class Session:
+    """One end of a connection whose messages are authenticated.
+
+    Args:
+        sent: what this end sends.
+        received: what it receives.
+        covers_arrays: whether arrays that this end sends have a MAC, not only the frame that describes them. That takes longer than to
+            send them within one machine, where no other user can change them.
+    """
+
+    sent: MacCounter
+    received: MacCounter
+    covers_arrays: bool = True
+
+
 def encode(message: dict[str, Any], limit: int = MAX_BYTES) -> bytes:
     """Return a message as a frame.
 
     Raises:
         OptionError: it holds what JSON cannot express, or is larger than ``limit``.
     """
-    text = _text(message)
+    text = as_text(message)
     if len(text) > limit:
         raise OptionError(f"{len(text):,} bytes are too many for one message to other workers: at most {limit:,}.")
     return _LENGTH.pack(len(text)) + text
@@ -60,10 +140,11 @@ def encode(message: dict[str, Any], limit: int = MAX_BYTES) -> bytes:
 
 def as_json(value: Any) -> Any:
     """Return ``value`` as a receiver gets it: tuples become lists, keys become strings; OptionError as in :func:`encode`."""
-    return json.loads(_text(value))
+    return json.loads(as_text(value))
 
 
-def _text(value: Any) -> bytes:
+def as_text(value: Any) -> bytes:
+    """Return a value as JSON; OptionError if that cannot express it."""
     try:
         return json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -94,10 +175,14 @@ class FrameDecoder:
 
     Args:
         limit: bytes of a message; longer ones are refused at their header.
+
+    Attributes:
+        macs: of the messages from now on; None: they have none.
     """
 
     def __init__(self, limit: int = MAX_BYTES) -> None:
         self.limit = limit
+        self.macs: MacCounter | None = None
         self._bytes = bytearray()
 
     @property
@@ -110,10 +195,13 @@ class FrameDecoder:
         self._bytes += received
         while len(self._bytes) >= HEADER_BYTES:
             end = HEADER_BYTES + body_length(self._bytes, self.limit)
-            if len(self._bytes) < end:
+            behind = end if self.macs is None else end + MAC_BYTES
+            if len(self._bytes) < behind:
                 return
+            if self.macs is not None:
+                self.macs.of(self._bytes[:end]).verify(bytes(self._bytes[end:behind]))
             message = decode(bytes(self._bytes[HEADER_BYTES:end]))
-            del self._bytes[:end]
+            del self._bytes[:behind]
             yield message
 
 
@@ -130,6 +218,21 @@ def configure(connected: socket.socket) -> str:
     with contextlib.suppress(OSError):
         return join_address(*connected.getpeername()[:2])
     return "an unknown address"
+
+
+def is_local(connected: socket.socket) -> bool:
+    """Return whether a connection is between two loopback addresses of this machine."""
+    if connected.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
+    with contextlib.suppress(OSError):  # Closed already.
+        return all(_is_loopback(name[0]) for name in (connected.getsockname(), connected.getpeername()))
+    return False
+
+
+def _is_loopback(host: str) -> bool:
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def limit_unacknowledged(connected: socket.socket, seconds: float) -> None:
@@ -149,6 +252,8 @@ class FramedSocket:
     Attributes:
         ended: why no more messages can come; None while they can.
         address: of the other end.
+        is_local: whether both ends are loopback addresses of this machine.
+        session: authenticates the messages; None: they are not authenticated.
     """
 
     def __init__(self, connected: socket.socket, limit: int = MAX_BYTES) -> None:
@@ -157,8 +262,10 @@ class FramedSocket:
         self._frames = FrameDecoder(limit)
         self._unsent = bytearray()
         self._is_send_closed = False
+        self.is_local = is_local(connected)
         self.ended: str | None = None
         self.address = configure(connected)
+        self.session: Session | None = None
 
     def fileno(self) -> int:
         """Return the socket's file descriptor, for a selector."""
@@ -173,6 +280,10 @@ class FramedSocket:
         """Accept messages of up to ``limit`` bytes."""
         self._frames.limit = limit
 
+    def authenticate(self, session: Session) -> None:
+        """Authenticate all messages from now on."""
+        self.session, self._frames.macs = session, session.received
+
     def limit_unacknowledged(self, seconds: float) -> None:
         """See :func:`limit_unacknowledged`."""
         limit_unacknowledged(self._socket, seconds)
@@ -181,6 +292,8 @@ class FramedSocket:
         """Send an encoded message, at once or when the socket has room for it."""
         if not self._is_send_closed:
             self._unsent += frame
+            if self.session is not None:
+                self._unsent += self.session.sent.of(frame).digest()
             self.flush()
 
     def flush(self) -> None:

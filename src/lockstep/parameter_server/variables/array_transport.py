@@ -1,7 +1,8 @@
 """Blocking connection for messages with arrays: frames of the control channel, each followed by the bytes of its arrays.
 
 The JSON of a frame describes the arrays (``lockstep._arrays``), so a receiver can refuse them before it takes memory. A connection
-begins with the same handshake as the control channel; after it, this takes the socket over.
+begins with the same handshake as the control channel; after it, this takes the socket over, with its session: then each frame has a
+MAC, and so have the arrays behind it if the frame says so.
 """
 
 import itertools
@@ -9,7 +10,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +20,10 @@ from lockstep._arrays import DTYPES, ArraySpec, array_bytes, describe_arrays, pa
 from lockstep.distributed.control.transport import (
     CLOSED,
     HEADER_BYTES,
+    MAC_BYTES,
+    Mac,
     ProtocolError,
+    Session,
     body_length,
     configure,
     decode,
@@ -41,6 +45,7 @@ __all__ = [
 MAX_HEAD_BYTES = 4 * 2**20  # Some 30,000 arrays.
 _MAX_BUFFERS = 512  # Of one system call; Linux takes 1024.
 _DISCARD_BYTES = 2**16
+_HAS_MAC = "arrays_have_mac"  # In a frame that has a MAC itself.
 
 Message = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -57,6 +62,7 @@ class ArrayConnection:
     Args:
         connected: the socket, which belongs to this object from now on.
         silence_seconds: limit of the wait for the next byte.
+        session: authenticates the messages; None: they are not authenticated.
         clock: gives seconds, and is not set back.
 
     Attributes:
@@ -66,9 +72,13 @@ class ArrayConnection:
     """
 
     def __init__(
-        self, connected: socket.socket, silence_seconds: float | None, clock: Callable[[], float] = time.monotonic
+        self,
+        connected: socket.socket,
+        silence_seconds: float | None,
+        session: Session | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._socket, self._clock = connected, clock
+        self._socket, self._session, self._clock = connected, session, clock
         self.address = configure(connected)
         self.sent = self.received = 0
         self.set_timeout(silence_seconds)
@@ -89,11 +99,22 @@ class ArrayConnection:
     def send(self, message: Message, arrays: Arrays | None = None) -> None:
         """Send a message and arrays; ConnectionLostError if they cannot be sent."""
         arrays = arrays or {}
-        frame = encode(message | {"arrays": describe_arrays(arrays)}, MAX_HEAD_BYTES)
-        self._send([memoryview(frame), *map(array_bytes, arrays.values())])
+        has_mac = self._session is not None and self._session.covers_arrays and bool(arrays)
+        head = message | {"arrays": describe_arrays(arrays)} | ({_HAS_MAC: True} if has_mac else {})
+        frame = encode(head, MAX_HEAD_BYTES)
+        if self._session is not None:
+            frame += self._session.sent.of(frame).digest()
+        buffers = map(array_bytes, arrays.values())
+        if self._session is None or not has_mac:
+            self._send([memoryview(frame), *buffers])
+        else:
+            mac = self._session.sent.begin()
+            self._send([memoryview(frame)])
+            self._send(buffers, mac)
+            self._send([memoryview(mac.digest())])
 
     def send_frame(self, frame: bytes) -> None:
-        """Send an encoded message without arrays."""
+        """Send an encoded message without arrays, and without a MAC."""
         self._send([memoryview(frame)])
 
     def receive(self, check: CheckRequest, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, dict[str, np.ndarray]]:
@@ -108,12 +129,19 @@ class ArrayConnection:
             ProtocolError: the received bytes are no message.
         """
         message, specs = self.receive_head(head_bytes)
+        has_mac = message.pop(_HAS_MAC, False) is True
         check(message, specs)
-        return message, {spec.name: self._array(spec) for spec in specs}
+        mac = self._session.received.begin() if self._session is not None and has_mac else None
+        arrays = {spec.name: self._array(spec, mac) for spec in specs}
+        self._verify(mac)
+        return message, arrays
 
     def receive_head(self, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, tuple[ArraySpec, ...]]:
         """Return the next message and the description of its arrays, which must be received unless the connection is closed."""
-        message = decode(self._bytes(body_length(self._bytes(HEADER_BYTES), head_bytes)))
+        mac = None if self._session is None else self._session.received.begin()
+        body = self._bytes(body_length(self._bytes(HEADER_BYTES, mac), head_bytes), mac)
+        self._verify(mac)
+        message = decode(body)
         try:
             return message, parse_description(message.pop("arrays", []))
         except ValueError as error:
@@ -147,21 +175,28 @@ class ArrayConnection:
         """Close the socket."""
         self._socket.close()
 
-    def _array(self, spec: ArraySpec) -> np.ndarray:
+    def _array(self, spec: ArraySpec, mac: Mac | None) -> np.ndarray:
         array = np.empty(spec.shape, DTYPES[spec.dtype])
-        self._fill(array.reshape(-1).view(np.uint8).data)
+        self._fill(array.reshape(-1).view(np.uint8).data, mac)
         return array
 
-    def _bytes(self, count: int) -> bytes:
+    def _bytes(self, count: int, mac: Mac | None) -> bytes:
         buffer = bytearray(count)
-        self._fill(memoryview(buffer))
+        self._fill(memoryview(buffer), mac)
         return bytes(buffer)
 
-    def _fill(self, buffer: memoryview) -> None:
+    def _fill(self, buffer: memoryview, mac: Mac | None) -> None:
         done = 0
         while done < len(buffer):
-            done += self._receive_some(buffer[done:])
+            count = self._receive_some(buffer[done:])
+            if mac is not None:  # Here, while the next bytes are on their way.
+                mac.update(buffer[done : done + count])
+            done += count
         self.received += done
+
+    def _verify(self, mac: Mac | None) -> None:
+        if mac is not None:
+            mac.verify(self._bytes(MAC_BYTES, None))
 
     def _receive_some(self, buffer: memoryview, flags: int = 0) -> int:
         try:
@@ -179,7 +214,8 @@ class ArrayConnection:
         if self._deadline is not None:
             self._socket.settimeout(max(1e-3, self._deadline - self._clock()))
 
-    def _send(self, buffers: list[memoryview]) -> None:
+    def _send(self, buffers: Iterable[memoryview], mac: Mac | None = None) -> None:
+        """Send bytes, and add them to a MAC."""
         unsent = deque(buffer for buffer in buffers if len(buffer))
         while unsent:
             try:
@@ -190,10 +226,19 @@ class ArrayConnection:
             except OSError as error:
                 raise ConnectionLostError(f"{CLOSED} ({error.strerror or error})") from None
             self.sent += count
-            while unsent and count >= len(unsent[0]):
-                count -= len(unsent.popleft())
-            if count:
-                unsent[0] = unsent[0][count:]
+            for part in _take(unsent, count):
+                if mac is not None:  # After they were sent: the other end works at the same time.
+                    mac.update(part)
+
+
+def _take(buffers: deque[memoryview], count: int) -> Iterator[memoryview]:
+    """Remove the first ``count`` bytes of all buffers, and yield them."""
+    while buffers and count >= len(buffers[0]):
+        count -= len(buffers[0])
+        yield buffers.popleft()
+    if count:
+        yield buffers[0][:count]
+        buffers[0] = buffers[0][count:]
 
 
 def payload_bytes(specs: tuple[ArraySpec, ...]) -> int:

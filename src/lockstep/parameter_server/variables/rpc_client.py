@@ -354,7 +354,7 @@ def _connect_once(name: str, address: str, me: Peer, secret: bytes | None, secon
     try:
         introduce(connection, me, secret, seconds)
         wait_until_admitted(connection, seconds)
-        return ArrayConnection(connection.detach(), seconds)
+        return ArrayConnection(connection.detach(), seconds, connection.session)
     except BaseException:
         connection.close()
         raise

@@ -19,8 +19,9 @@ import numpy as np
 from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._logging import log_info
-from lockstep.distributed.control.handshake import HandshakeError, Peer, RejectionLog, accept, refusal
-from lockstep.distributed.control.transport import HANDSHAKE_BYTES, FramedSocket, encode
+from lockstep.distributed.control.event_loop import EventLoop
+from lockstep.distributed.control.handshake import HandshakeServer, Peer, RejectionLog, refusal
+from lockstep.distributed.control.transport import FramedSocket, encode
 from lockstep.parameter_server.variables.array_transport import (
     ArrayConnection,
     ConnectionLostError,
@@ -52,8 +53,6 @@ __all__ = [
 ]
 
 
-_MAX_HANDSHAKES = 32  # At the same time; further connections are closed at once.
-_RETRY_SECONDS = 0.05
 _MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send a response.
 _MAX_WAIT_SECONDS = 3600.0
 _MAX_SENTENCE = 300  # Characters: clients may send any text.
@@ -106,9 +105,6 @@ class ArrayServer:
         listener: a listening socket, which belongs to this object from now on.
         secret: that clients must know; None: none.
         log: takes lines.
-
-    Attributes:
-        rejections: why connections were closed.
     """
 
     def __init__(
@@ -120,70 +116,69 @@ class ArrayServer:
         secret: bytes | None = None,
         log: Callable[[str], None] = log_info,
     ) -> None:
-        self._me, self._handler, self._listener, self._secret = me, handler, listener, secret
-        self.rejections = RejectionLog(log)
+        self._me, self._handler, self._listener = me, handler, listener
+        self._loop = EventLoop(f"lockstep-accept-{me.index}")
+        self._handshakes = HandshakeServer(self._loop, secret, self._on_peer, log)
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name=f"lockstep-accept-{me.index}", daemon=True)
+
+    @property
+    def rejections(self) -> RejectionLog:
+        """Why connections were closed."""
+        return self._handshakes.rejections
 
     def start(self) -> None:
         """Start to accept connections."""
-        self._thread.start()
+        self._handshakes.listen(self._listener)
+        self._loop.start()
 
     def stop(self) -> None:
         """Close all connections; updates that have begun are completed."""
         self._stopped.set()
         _shut_down(self._listener)
+        self._loop.stop()
         self._listener.close()
         with self._lock:
             sockets = tuple(self._sockets)
         for connected in sockets:
             _shut_down(connected)
 
-    def _accept(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                connected, _ = self._listener.accept()
-            except OSError:  # Closed; or no descriptors are left: keep serving the other clients.
-                self._stopped.wait(_RETRY_SECONDS)
-                continue
-            if self._handshakes.acquire(blocking=False):
-                threading.Thread(target=self._run, args=(connected,), daemon=True).start()
-            else:
-                connected.close()
+    def _on_peer(self, connection: FramedSocket, peer: Peer) -> None:
+        """Give an authenticated connection to a thread of its own; called in the thread of the handshakes."""
+        name = _first_difference(peer.identity, self._me.identity)
+        if name is not None:
+            theirs, ours = peer.identity.get(name), self._me.identity.get(name)
+            self._note_rejection(connection.address, f"{peer}: its {name} is {theirs!r}, that of the server {ours!r}")
+            sentence = (
+                f"its {name} is {theirs!r}"[:_MAX_SENTENCE] + ", that of the server is another one, which its log has"
+            )
+            connection.send(encode(refusal(sentence)))
+            self._loop.remove(connection)
+            return
+        connection.send(encode({"kind": "welcome"}))
+        self._loop.release(connection)
+        threading.Thread(target=self._run, args=(connection, peer), daemon=True).start()
 
-    def _run(self, connected: socket.socket) -> None:
-        """Serve one connection, from its first byte to its last."""
+    def _run(self, connection: FramedSocket, peer: Peer) -> None:
+        """Serve one connection after its handshake, to its last byte."""
+        try:
+            connected = connection.detach()
+        except ProtocolError as error:
+            self._note_rejection(connection.address, f"{peer}: {error}")
+            connection.close()
+            return
         with self._lock:
             self._sockets.add(connected)
         if self._stopped.is_set():  # It came at the same moment.
             _shut_down(connected)
         try:
-            peer = self._admit(FramedSocket(connected, HANDSHAKE_BYTES))
-            if peer is not None:
-                link = ArrayConnection(connected, _MESSAGE_SECONDS)
-                self._serve(link, ClientSession(peer, is_gone=link.is_closed))
+            link = ArrayConnection(connected, _MESSAGE_SECONDS, connection.session)
+            self._serve(link, ClientSession(peer, is_gone=link.is_closed))
         finally:
             with self._lock:
                 self._sockets.discard(connected)
             connected.close()
-
-    def _admit(self, connection: FramedSocket) -> Peer | None:
-        """Run the handshake; None if the client is refused."""
-        try:
-            peer = accept(connection, self._me, self._secret)
-            _check_identity(peer.identity, self._me.identity)
-            connection.send(encode({"kind": "welcome"}))
-            connection.detach()
-        except (HandshakeError, ProtocolError) as error:
-            connection.send(encode(refusal(str(error))))
-            self._note_rejection(connection.address, str(error))
-            return None
-        finally:
-            self._handshakes.release()
-        return peer
 
     def _serve(self, link: ArrayConnection, session: ClientSession) -> None:
         link.limit_unacknowledged(_MESSAGE_SECONDS)
@@ -206,10 +201,9 @@ class ArrayServer:
             self.rejections.add(address, reason)
 
 
-def _check_identity(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    for name in sorted({*theirs, *ours}):
-        if theirs.get(name) != ours.get(name):
-            raise HandshakeError(f"its {name} is {theirs.get(name)!r}, that of the server {ours.get(name)!r}")
+def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    """Return the first entry in which two identities differ."""
+    return next((name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)), None)
 
 
 def _shut_down(connected: socket.socket) -> None:
@@ -277,6 +271,7 @@ class VariableService:
     Args:
         store: the variables.
         max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
+        refuse_nonfinite: whether a gradient that is not finite is refused.
         clock: gives seconds, and is not set back.
 
     Attributes:
@@ -284,9 +279,13 @@ class VariableService:
     """
 
     def __init__(
-        self, store: VariableStore, max_staleness: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        store: VariableStore,
+        max_staleness: int | None = None,
+        refuse_nonfinite: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._clock = store, clock
+        self._store, self._refuse_nonfinite, self._clock = store, refuse_nonfinite, clock
         self._staleness_bound = StalenessBound(max_staleness)
         self._aggregator, self._completed = SyncAggregator(), CompletedIds()
         self._changed = threading.Condition()
@@ -331,6 +330,8 @@ class VariableService:
     def _push(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         if not self._store.is_filled:
             raise ProtocolError("a gradient came before there were values")
+        if self._refuse_nonfinite:
+            _check_finite(session, arrays)
         push = Push(decode_gradients(arrays, self._store.specs), _read_weight(message))
         pulled = read_whole_number(message, "pulled")
         with self._changed:
@@ -402,6 +403,7 @@ def serve(
     listener: socket.socket,
     *,
     max_staleness: int | None = None,
+    refuse_nonfinite: bool = True,
     identity: Mapping[str, object] | None = None,
     secret: bytes | None = None,
     log: Callable[[str], None] = log_info,
@@ -414,6 +416,7 @@ def serve(
         optimizer: of the model; the server gets a copy of it.
         listener: a listening socket; the server closes it.
         max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
+        refuse_nonfinite: whether a gradient that is not finite is refused.
         identity: what clients must have in common with the server besides the plan.
         secret: shared with the clients; None: there is none.
         log: takes lines.
@@ -425,7 +428,7 @@ def serve(
     own = type(optimizer).from_config(optimizer.get_config())
     known = plan.identity_of(number) | dict(identity or {})
     me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=known, information={"job": "ps"})
-    service = VariableService(VariableStore(plan.specs_at(number), own), max_staleness)
+    service = VariableService(VariableStore(plan.specs_at(number), own), max_staleness, refuse_nonfinite)
     server = ArrayServer(me, service, listener, secret=secret, log=log)
     server.start()
     return server
@@ -440,6 +443,15 @@ def _encode_values(values: Mapping[str, jax.Array], requested: Mapping[str, np.n
         else:
             found[VALUE + name] = np.asarray(value)
     return found
+
+
+def _check_finite(session: ClientSession, arrays: Mapping[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise ProtocolError(
+                f"{session} has pushed a gradient of {name.partition('/')[2]!r} that is not finite. Fix: check its data, and lower the "
+                "learning rate"
+            )
 
 
 def _read_weight(message: Message) -> float:

@@ -21,6 +21,7 @@ from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.fit_entry import FitObserver, InputFactory, InputOptions, ProcessGroup
+from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled, set_doctor
 from lockstep.doctor.checks import examine
 from lockstep.doctor.environment_checks import check_network, peers_of
@@ -64,7 +65,11 @@ def look_at_cluster(environ: Mapping[str, str]) -> ClusterFindings:
     looked_at = (
         f"the cluster of {resolver.membership.source}: {', '.join(f'{peer.name} at {peer.address}' for peer in peers)}"
     )
-    return ClusterFindings(tuple(check_network(peers)), f"{looked_at}; the script ran as a single process", variables)
+    return ClusterFindings(
+        tuple(check_network(peers, NetworkOptions.of(environ))),
+        f"{looked_at}; the script ran as a single process",
+        variables,
+    )
 
 
 def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings | None = None) -> Report:
