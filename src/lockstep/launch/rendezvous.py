@@ -414,6 +414,7 @@ class _RendezvousJoin:
         try:
             introduce(connection, self.me, self.network.secret, HANDSHAKE_SECONDS)
             wait_until_admitted(connection, HANDSHAKE_SECONDS)
+            connection.limit_unacknowledged(_DEAD_SECONDS)
         except HandshakeError as error:
             connection.close()
             return NodeExit(USAGE, f"{self._description} rejected this node {error}")
