@@ -17,6 +17,7 @@ from lockstep.data import prefetch
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.prefetch import WaitMeter
 from tests.laws.compare import Topology
+from tests.support.waiting import wait_until
 
 from .programs import BATCH, ROWS, counting, cut, data, weights
 
@@ -164,7 +165,7 @@ def test_an_error_in_the_pipeline_comes_at_its_batch_and_ends_the_work(given):
         model.fit(given(), shuffle=False, verbose=0, callbacks=[note])
     assert done == [0, 1, 2]
     assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert set(threading.enumerate()) <= before
+    wait_until(lambda: set(threading.enumerate()) <= before, "the threads of the input to end")
     assert np.isfinite(weights(model)).all()
 
 
