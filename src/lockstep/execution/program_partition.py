@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
@@ -35,7 +35,20 @@ _isolated_p = Primitive("lockstep_isolated")
 _isolated_p.multiple_results = True
 
 
-_isolated_p.def_abstract_eval(lambda *_, call: [ShapedArray(output.shape, output.dtype) for output in call.outputs])
+_isolated_p.def_abstract_eval(
+    lambda *_, call: [ShapedArray(output.shape, output.dtype) for output in _call_of(call).outputs]
+)
+
+
+def _as_jaxpr(call: IsolatedCall) -> ClosedJaxpr:
+    """Return a jaxpr whose only constant is the call: JAX's caches keep jaxprs weakly, and other parameters as long as the process lives."""
+    empty = jax.make_jaxpr(lambda _: ())(jax.ShapeDtypeStruct((), "float32")).jaxpr
+    return ClosedJaxpr(empty.replace(constvars=empty.invars, invars=[]), [call])
+
+
+def _call_of(jaxpr: ClosedJaxpr) -> IsolatedCall:
+    (call,) = jaxpr.consts
+    return call
 
 
 def _refuse(what: str, *_: Any, **__: Any) -> Any:
@@ -51,7 +64,7 @@ batching.primitive_batchers[_isolated_p] = partial(_refuse, "called under jax.vm
 
 def bind_isolated(call: IsolatedCall, values: Sequence[Any]) -> list[Any]:
     """Insert ``call`` on ``values`` into the step that is being traced for :class:`ProgramPartition`."""
-    return _isolated_p.bind(*values, call=call)
+    return _isolated_p.bind(*values, call=_as_jaxpr(call))
 
 
 class ProgramPartition:
@@ -145,7 +158,7 @@ class ProgramPart:
         self.donated: tuple[int, ...] = ()  # positions of the inputs whose memory the outputs reuse
         self.run: Callable[[list[Any]], list[Any]]
         if self.is_isolated:
-            self.run = equations[0].params["call"].run
+            self.run = _call_of(equations[0].params["call"]).run
 
     def compile(self, jaxpr: Jaxpr, donated: set[Var], placement: Placement) -> None:
         """Make the program of equations that are no isolated call; ``donated`` inputs may be donated to it."""

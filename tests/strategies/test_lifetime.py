@@ -1,0 +1,113 @@
+"""A strategy and its models that are no longer used leave the process as they found it."""
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.callbacks import BackupAndRestore, NanGuard, TensorBoard, ThroughputMonitor
+
+TWO = ["cpu:0", "cpu:1"]
+KINDS = {
+    "one device": lambda: lockstep.MirroredStrategy(["cpu:0"], replicas=2),
+    "two devices": lambda: lockstep.MirroredStrategy(TWO),
+    "deterministic": lambda: lockstep.MirroredStrategy(TWO, deterministic=True),
+    "deterministic on one device": lambda: lockstep.MirroredStrategy(["cpu:0"], replicas=2, deterministic=True),
+    "sharded optimizer": lambda: lockstep.MirroredStrategy(TWO, shard_optimizer=True),
+    "central storage": lambda: lockstep.experimental.CentralStorageStrategy(TWO),
+}
+
+
+def layers():
+    yield keras.Input((4,))
+    yield keras.layers.Dense(16, "relu")
+    yield keras.layers.BatchNormalization()
+    yield keras.layers.Dropout(0.5)
+    yield keras.layers.Dense(1)
+
+
+def used(strategy, callbacks=(), **options):
+    """A model of the strategy that has done everything once."""
+    with strategy.scope():
+        model = keras.Sequential(list(layers()))
+        model.compile("adam", "mse", **options)
+    x, y = np.ones((12, 4), "float32"), np.zeros((12, 1), "float32")
+    model.fit(x, y, batch_size=5, epochs=2, validation_data=(x, y), callbacks=list(callbacks), verbose=0)
+    model.evaluate(x, y, batch_size=5, verbose=0)
+    model.predict(x, batch_size=5, verbose=0)
+    return model
+
+
+def dropped(make, *callbacks, **options):
+    """Use a strategy and drop it; weak references to what must not stay."""
+    strategy = make()
+    model = used(strategy, [callback() for callback in callbacks], **options)
+    functions = model._lockstep_functions
+    return {
+        name: weakref.ref(each)
+        for name, each in {
+            "strategy": strategy,
+            "model": model,
+            "executor": functions.executor,
+            "functions": functions,
+            "optimizer": model.optimizer,
+        }.items()
+    }
+
+
+def left():
+    """What of a process a strategy could have left behind."""
+    gc.collect()
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    return {"arrays": len(jax.live_arrays()), "threads": threading.active_count(), "descriptors": descriptors}
+
+
+def assert_nothing_stays(times, make, *callbacks, **options):
+    dropped(make, *callbacks, **options)  # What is made once in a process may stay.
+    before = left()
+    references = [dropped(make, *callbacks, **options) for _ in range(times)]
+    assert left() == before
+    alive = [name for each in references for name, reference in each.items() if reference() is not None]
+    assert not alive
+
+
+SLOW = {"deterministic on one device", "sharded optimizer", "one device"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS])
+def test_a_strategy_that_is_dropped_leaves_nothing(kind):
+    assert_nothing_stays(2, KINDS[kind])
+
+
+def test_callbacks_keep_no_dropped_strategy(tmp_path):
+    callbacks = [
+        lambda: BackupAndRestore(tmp_path / "run", allow_changes=True, extend=True),
+        lambda: NanGuard("skip"),
+        lambda: TensorBoard(tmp_path / "logs"),
+        ThroughputMonitor,
+    ]
+    assert_nothing_stays(2, KINDS["two devices"], *callbacks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": False}])
+def test_no_way_to_run_a_step_keeps_a_dropped_strategy(options):
+    assert_nothing_stays(2, KINDS["two devices"], **options)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_strategies_take_no_memory(kind):
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    assert_nothing_stays(10, KINDS[kind])
+    before = resident()
+    assert_nothing_stays(50, KINDS[kind])
+    assert resident() - before < 50 * 1e6 / 2  # 15 MB for each would be 750.
