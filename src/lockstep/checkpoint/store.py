@@ -246,10 +246,13 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{self.directory}: cannot be read: {error.strerror}.", error.errno) from error
 
-    def newest(self) -> Loaded | None:
+    def newest(self, check: Callable[[Loaded], None] = lambda loaded: None) -> Loaded | None:
         """Read the newest good checkpoint; None if there is no checkpoint at all.
 
         Each newer checkpoint that is damaged is logged, with the damage.
+
+        Args:
+            check: raises CheckpointError for what is no good checkpoint for the caller.
 
         Raises:
             CheckpointError: there are checkpoints, and none is good.
@@ -257,7 +260,9 @@ class CheckpointStore:
         refused: dict[Path, str] = {}
         while fresh := [path for path in self.paths() if path not in refused]:
             try:
-                return self.read(fresh[-1])
+                loaded = self.read(fresh[-1])
+                check(loaded)
+                return loaded
             except CheckpointError as error:
                 if fresh[-1].exists():  # Else a writer has replaced it by a newer one meanwhile.
                     refused[fresh[-1]] = str(error)

@@ -27,11 +27,14 @@ __all__ = [
     "PassIterator",
     "Place",
     "capture_random_state",
+    "check_random_state",
     "check_same_batch",
     "digest_of_batch",
     "restore_random_state",
 ]
 
+
+_TWISTER_WORDS = 624  # of the state of a Mersenne twister
 
 EpochHook = list[Any]  # "begin" or "end" of an epoch, and the random state before the data's hook ran
 
@@ -111,13 +114,33 @@ def capture_random_state() -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Set the state that :func:`capture_random_state` returned; torch's only if it is loaded."""
+    _set_random_state(state, random, np.random, sys.modules.get("torch"))
+
+
+def check_random_state(state: Any) -> None:
+    """Raise ValueError if this is no result of :func:`capture_random_state`. No generator changes."""
+    try:
+        gauss, (position, has_gauss, cached) = state["random"][2], state["numpy"][2:]
+        if not (gauss is None or type(gauss) is float) or type(cached) is not float or has_gauss not in (0, 1):
+            raise ValueError("a normal number")
+        if type(position) is not int or not 0 <= position <= _TWISTER_WORDS:  # NumPy would read beyond its memory.
+            raise ValueError("a position")
+        torch = sys.modules.get("torch")
+        generator = torch.Generator() if torch else None
+        _set_random_state(state, random.Random(), np.random.RandomState(0), generator)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"no state of random generators: {error}") from None
+
+
+def _set_random_state(state: dict[str, Any], python: Any, numpy: Any, torch: Any) -> None:
+    """Set the states of generators, each given as its object or its module."""
     version, numbers, gauss = state["random"]
-    random.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), "uint32"), position, has_gauss, cached))
-    if "torch" in state and "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch"])), dtype=torch.uint8))
+    python.setstate((version, tuple(numbers), gauss))
+    numpy.set_state((kind, np.frombuffer(base64.b64decode(keys), "uint32"), position, has_gauss, cached))
+    if "torch" in state and torch is not None:
+        own = np.frombuffer(base64.b64decode(state["torch"]), "uint8").copy()
+        (getattr(torch, "set_rng_state", None) or torch.set_state)(sys.modules["torch"].from_numpy(own))
 
 
 def _encode(data: bytes) -> str:

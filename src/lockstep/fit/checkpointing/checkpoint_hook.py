@@ -9,6 +9,7 @@ import keras
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, Found, ResumedRun
+from lockstep.fit.checkpointing.model_state import MetadataCheck
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.hooks import FitContext, single_callback
 
@@ -35,7 +36,7 @@ def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[Non
     is_writer, data = context.process_group.process == 0, context.data
     store = CheckpointStore(backup.directory, backup.keep, log=context.log) if is_writer else None
     with store or nullcontext(), Preemption(context.process_group) as preemption:
-        found = context.process_group.broadcast_from_chief(_newest(store))
+        found = context.process_group.broadcast_from_chief(_newest(store, MetadataCheck(context.callbacks)))
         resumed = ResumedRun.from_checkpoint(found).for_epochs(context.arguments.get("epochs", 1), backup.extend)
         setup = context.setup | {"steps of an epoch": data.steps}
         run = FitCheckpoint(backup, context.functions, data, setup, resumed, store, preemption, context.log)
@@ -49,8 +50,8 @@ def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[Non
             run.close()
 
 
-def _newest(store: CheckpointStore | None) -> Found | None:
-    loaded = store.newest() if store else None
+def _newest(store: CheckpointStore | None, check: MetadataCheck) -> Found | None:
+    loaded = store.newest(check) if store else None
     return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from lockstep._errors import CheckpointError, InputError
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.format import Snapshot
+from lockstep.checkpoint.format import Loaded, Snapshot
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import InputState, IteratorState, capture_random_state, restore_random_state
@@ -25,7 +25,12 @@ from lockstep.doctor.base import FitCall, doctor_enabled
 from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
 from lockstep.execution.train_functions import StepFunctions, StepHook
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
-from lockstep.fit.checkpointing.model_state import ModelVariables, packed_attributes, unpacked_attributes
+from lockstep.fit.checkpointing.model_state import (
+    MetadataCheck,
+    ModelVariables,
+    packed_attributes,
+    unpacked_attributes,
+)
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
 __all__ = ["FitCheckpoint", "Found", "ResumedRun", "TrainPosition", "changed_versions_message", "resume_message"]
@@ -309,8 +314,13 @@ class FitCheckpoint(StepHook):
         if self._writer is None:
             return None
         self._writer.wait()
-        loaded = self._writer.store.newest()
+        loaded = self._writer.store.newest(self._check)
         return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
+
+    def _check(self, loaded: Loaded) -> None:
+        """Raise CheckpointError for a checkpoint that was not written by this run."""
+        MetadataCheck(self._other_callbacks)(loaded)
+        self._variables.check(loaded.snapshot.arrays, loaded.snapshot.metadata["variables"], str(loaded.path))
 
     # Saving.
 

@@ -16,7 +16,7 @@ from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
-from lockstep.fit.checkpointing.model_state import copies_of
+from lockstep.fit.checkpointing.model_state import check_fields, copies_of
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
 __all__ = ["Checkpoint"]
@@ -73,7 +73,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no checkpoint is good, or it has another tree.
         """
-        loaded = self._store.newest() if self._writer else None
+        loaded = self._store.newest(lambda found: check_fields(found, ["random"])) if self._writer else None
         found = self._process_group.broadcast_from_chief(
             (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
         )

@@ -1,12 +1,21 @@
-"""State of a model and of callbacks as checkpoints hold it.
+"""State of a model and of callbacks as checkpoints hold it, and what their metadata must be like.
+
+A process that can write checkpoints decides what training continues with; nothing in them is executed, names a file or sets an option. Of
+the callbacks of Keras and of Lockstep only those attributes come back that training changes; of a user's callbacks all that are values,
+but for methods, and the arguments of a constructor of Keras or Lockstep. Metadata that is not as this version writes it is refused, by the
+name of its field, before anything has changed.
 
 Functions of ``keras.ops`` are saved by name. Callbacks that monitor a metric have such a function; if they had to choose it again, they
 would reset other attributes, too.
 """
 
-from collections.abc import Mapping
+import inspect
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +25,19 @@ import numpy as np
 from lockstep._arrays import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
+from lockstep.checkpoint.format import Loaded
+from lockstep.data.pass_iterator import check_random_state
 
-__all__ = ["KINDS", "ModelVariables", "copies_of", "packed_attributes", "unpacked_attributes", "variables_of"]
+__all__ = [
+    "KINDS",
+    "MetadataCheck",
+    "ModelVariables",
+    "check_fields",
+    "copies_of",
+    "packed_attributes",
+    "unpacked_attributes",
+    "variables_of",
+]
 
 
 KINDS = ("trainable", "non_trainable", "optimizer", "metrics")
@@ -53,7 +73,13 @@ class ModelVariables:
         return dict(zip(chosen, copies_of(list(chosen.values())), strict=True))
 
     def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
-        """Set all variables.
+        """Set all variables. Args and errors are those of :meth:`check`; after an error no variable is changed."""
+        self.check(arrays, paths, source)
+        for name, variable in self.named().items():
+            variable.assign(arrays[name])
+
+    def check(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
+        """Check that values are those of this model.
 
         Args:
             arrays: the values by name.
@@ -61,19 +87,16 @@ class ModelVariables:
             source: of the values, for messages.
 
         Raises:
-            CheckpointError: a value is missing or of another shape; then no variable is changed.
+            CheckpointError: a value is missing or of another shape.
         """
-        named = self.named()
-        for name, variable in named.items():
+        for name, variable in self.named().items():
             kept = arrays.get(name)
             if kept is None or kept.shape != tuple(variable.shape):
-                found = "nothing" if kept is None else f"{paths[name]} of shape {kept.shape}"
+                found = "nothing" if kept is None else f"{paths.get(name, name)} of shape {kept.shape}"
                 raise CheckpointError(
                     f"{source} is of another model: for {variable.path} of shape {tuple(variable.shape)} it has {found}. Fix: build the "
                     "model as it was, or take another directory."
                 )
-        for name, variable in named.items():
-            variable.assign(arrays[name])
 
 
 def variables_of(model: keras.Model) -> list[list[keras.Variable]]:
@@ -95,6 +118,44 @@ def copies_of(values: list[Any]) -> list[jax.Array]:
 
 _LEFT_OUT = ("model", "_model", "params", "validation_data")
 
+# What the callbacks of Lockstep change in training, and of which kind it is.
+_OWN_STATE = {
+    "LearningRateScaling": {"progress": "numbers by name", "_is_first": "flag"},
+    "NanGuard": {"skipped": "count", "rollbacks": "count"},
+    "RichProgress": {},
+    "StalenessMetrics": {},
+    "TensorBoard": {},
+    "ThroughputMonitor": {"_last": "numbers by name"},
+}
+
+
+def _state_of(kind: type) -> Mapping[str, str] | None:
+    """Return the attributes of a class of Keras or Lockstep that training changes; None for other classes."""
+    tables = {"keras": trainer.CALLBACK_STATE, "lockstep": _OWN_STATE}
+    return tables.get(kind.__module__.partition(".")[0], {}).get(kind.__name__)
+
+
+def _known_state(kind: type) -> dict[str, str]:
+    """Return the attributes of the classes of Keras and Lockstep that a callback's class is or inherits from, and their kinds."""
+    return {name: each for base in reversed(kind.__mro__) for name, each in (_state_of(base) or {}).items()}
+
+
+def _is_kept(kind: type, attribute: str) -> bool:
+    """Return whether an attribute of a callback is state: neither an option, nor a method, nor unknown to its class."""
+    if attribute in _known_state(kind):
+        return True
+    if attribute in _LEFT_OUT or _state_of(kind) is not None or attribute in _options_of(kind):
+        return False
+    own = inspect.getattr_static(kind, attribute, None)
+    return not (callable(own) or hasattr(type(own), "__set__") or isinstance(own, (classmethod, staticmethod)))
+
+
+@lru_cache
+def _options_of(kind: type) -> frozenset[str]:
+    """Return the arguments of the constructors of Keras's and Lockstep's classes that a callback's class inherits from."""
+    ours = [base for base in kind.__mro__ if _state_of(base) is not None]
+    return frozenset(name for base in ours for name in inspect.signature(base).parameters)
+
 
 class _NoValueError(Exception):
     """A value is neither a number, text nor an array."""
@@ -114,7 +175,7 @@ def packed_attributes(
     found = {}
     for attribute, value in vars(owner).items():
         new_arrays: dict[str, np.ndarray] = {}
-        if attribute in _LEFT_OUT:
+        if not _is_kept(type(owner), attribute):
             continue
         try:
             packed = _packed(value, f"{name}/{attribute}", new_arrays)
@@ -131,7 +192,7 @@ def packed_attributes(
 def unpacked_attributes(
     owner: Any, packed: Mapping[str, Any], arrays: Mapping[str, np.ndarray], first: Mapping[str, Any] | None = None
 ) -> None:
-    """Set the attributes that :func:`packed_attributes` gave.
+    """Set the attributes that :func:`packed_attributes` gave; others that are named there are left as they are.
 
     Args:
         owner: a callback.
@@ -142,7 +203,8 @@ def unpacked_attributes(
     now = packed_attributes(owner, "", None)
     unchanged = {attribute: value for attribute, value in (first or {}).items() if attribute in now}
     for attribute, value in (unchanged | dict(packed)).items():
-        vars(owner)[attribute] = _unpacked(value, arrays)
+        if _is_kept(type(owner), attribute):
+            vars(owner)[attribute] = _unpacked(value, arrays)
 
 
 def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -167,15 +229,187 @@ def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _unpacked(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    if not isinstance(packed, dict):
+    """Return a value; LookupError, TypeError or ValueError if :func:`_packed` gives no such thing."""
+    if packed is None or isinstance(packed, (bool, int, float, str)):
         return packed
-    if "array" in packed:
-        array = arrays[packed["array"]]
-        return array[()] if packed["scalar"] else array.copy()
-    if "dict" in packed:
-        return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in packed["dict"]}
-    if "keras.ops" in packed:
-        return vars(keras.ops)[packed["keras.ops"]]
-    ((kind, values),) = packed.items()
-    items = [_unpacked(item, arrays) for item in values]
+    ((kind, inside),) = ((key, each) for key, each in packed.items() if key != "scalar")
+    if kind == "array":
+        array = arrays[inside]
+        return array[()] if packed["scalar"] and not array.ndim else array.copy()
+    if kind == "dict":
+        return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in inside}
+    if kind == "keras.ops":
+        function = vars(keras.ops)[inside]
+        if not isinstance(function, FunctionType):
+            raise ValueError(f"keras.ops.{inside} is no function")
+        return function
+    if kind not in ("list", "tuple") or type(inside) is not list:
+        raise ValueError(f"a value of kind {kind}")
+    items = [_unpacked(item, arrays) for item in inside]
     return tuple(items) if kind == "tuple" else items
+
+
+# Metadata.
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, int, float) or (isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0)
+
+
+def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(map(fits, value))
+
+
+def _is_dict_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is dict and all(type(key) is str and fits(each) for key, each in value.items())
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_random_state(value: Any) -> bool:
+    try:
+        check_random_state(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_hook(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and value[0] in ("begin", "end") and _is_random_state(value[1])
+
+
+def _is_position(value: Any) -> bool:
+    if type(value) is not dict or set(value) != {"batches", "at_begin", "after", "digest"}:
+        return False
+    digest, batches = value["digest"], value["batches"]
+    is_digest = digest is None or (_is_text(digest) and re.fullmatch("[0-9a-f]{16}", digest) is not None)
+    is_state = _is_random_state(value["at_begin"]) and _is_random_state(value["after"])
+    return _is_count(batches) and batches >= 1 and is_digest and is_state
+
+
+class _Field(NamedTuple):
+    """What a field of the metadata must be.
+
+    Args:
+        expected: in words.
+        fits: whether a value is that.
+        is_optional: whether earlier versions have written none.
+    """
+
+    expected: str
+    fits: Callable[[Any], bool]
+    is_optional: bool = False
+
+
+def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+_COUNT = _Field("a whole number of at least 0", _is_count)
+_FLAG = _Field("true or false", lambda value: type(value) is bool)
+_FIELDS = {
+    "epoch": _COUNT,
+    "batch": _COUNT,
+    "is_epoch_over": _FLAG,
+    "is_finished": _FLAG,
+    "stop_training": _FLAG,
+    "rows": _Field("a whole number or null", _or_none(_is_count), is_optional=True),
+    "position": _Field("null, or batches, at_begin, after and digest of a pass", _or_none(_is_position)),
+    "hooks": _Field('a list of "begin" or "end" with a state of random generators', _is_list_of(_is_hook)),
+    "random": _Field("a state of random generators", _is_random_state),
+    "callbacks": _Field(
+        "a list of names with attributes",
+        _is_list_of(lambda each: type(each) is list and len(each) == 2 and _is_text(each[0]) and type(each[1]) is dict),
+    ),
+    "logs": _Field("values by name", lambda value: type(value) is dict),
+    "setup": _Field("values by name", lambda value: type(value) is dict),
+    "replicas": _Field(*_COUNT[:2], is_optional=True),
+    "versions": _Field("texts by name", _is_dict_of(_is_text), is_optional=True),
+    "variables": _Field("texts by name", _is_dict_of(_is_text)),
+}
+
+_KINDS_OF_STATE = {
+    "array": _Field("an array", lambda value: isinstance(value, np.ndarray)),
+    "arrays": _Field("a list of arrays, or null", _or_none(_is_list_of(lambda each: isinstance(each, np.ndarray)))),
+    "count": _Field("a whole number of at least 0, or null", _or_none(_is_count)),
+    "counts": _Field("a list of whole numbers", _is_list_of(_is_count)),
+    "flag": _FLAG,
+    "function": _Field("a function of keras.ops, or null", _or_none(callable)),
+    "lists": _Field("lists by name", _is_dict_of(lambda each: type(each) is list)),
+    "number": _Field("a number or null", _or_none(_is_number)),
+    "numbers by name": _Field("numbers by name", _is_dict_of(_is_number)),
+    "texts": _Field("a list of texts, or null", _or_none(_is_list_of(_is_text))),
+}
+
+
+class MetadataCheck:
+    """Checks the metadata of a checkpoint of ``fit`` before anything is restored.
+
+    Args:
+        callbacks: those of the call that will be restored; those that Keras adds are known.
+    """
+
+    def __init__(self, callbacks: Iterable[Any]) -> None:
+        kinds = [keras.callbacks.History, keras.callbacks.ProgbarLogger, *map(type, callbacks)]
+        self._kinds = {kind.__name__: kind for kind in kinds}
+
+    def __call__(self, loaded: Loaded) -> None:
+        """Check a checkpoint.
+
+        Raises:
+            CheckpointError: a field is absent or of another kind; the message names it.
+        """
+        metadata, arrays = loaded.snapshot.metadata, loaded.snapshot.arrays
+        check_fields(loaded, _FIELDS)
+        position = metadata["position"]
+        if position is not None:
+            most = _Field(f"at most the {loaded.step} steps of the run", lambda batches: batches <= loaded.step)
+            _check(loaded, "'position'['batches']", most, position["batches"], lambda value: value)
+        _check(loaded, "'logs'", _LOGS, metadata["logs"], lambda logs: _numbers_of_logs(logs, arrays))
+        for number, (name, attributes) in enumerate(metadata["callbacks"]):
+            known = _known_state(self._kinds[name]) if name in self._kinds else {}
+            for attribute, packed in attributes.items():
+                field = _KINDS_OF_STATE[known[attribute]] if attribute in known else _VALUE
+                where = f"'callbacks'[{number}], {name}.{attribute}"
+                _check(loaded, where, field, packed, lambda value: _unpacked(value, arrays))
+
+
+def check_fields(loaded: Loaded, names: Iterable[str]) -> None:
+    """Check some fields of the metadata of a checkpoint.
+
+    Raises:
+        CheckpointError: a field is absent or of another kind; the message names it.
+    """
+    metadata = loaded.snapshot.metadata
+    for name in names:
+        field = _FIELDS[name]
+        if name not in metadata and not field.is_optional:
+            raise CheckpointError(f"{loaded.path}: metadata: {name!r}: expected {field.expected}, got nothing.")
+        if name in metadata:
+            _check(loaded, repr(name), field, metadata[name], lambda value: value)
+
+
+_VALUE = _Field("a value", lambda value: True)
+_LOGS = _Field("numbers of arrays by name", lambda value: True)
+
+
+def _check(loaded: Loaded, where: str, field: _Field, value: Any, read: Callable[[Any], Any]) -> None:
+    try:
+        if field.fits(read(value)):
+            return
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        pass  # The message shows the value.
+    raise CheckpointError(f"{loaded.path}: metadata: {where}: expected {field.expected}, got {reprlib.repr(value)}.")
+
+
+def _numbers_of_logs(logs: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    for number in jax.tree.leaves(logs):
+        if not _is_count(number):
+            raise ValueError(f"{number!r} is no number of an array")
+        arrays[f"logs/{number}"]
