@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from lockstep._errors import LockstepError
+from lockstep._errors import LockstepError, OptionError
 from lockstep.launch.cli_args import add_arguments, config_from_options
 
 __all__ = ["main"]
@@ -130,11 +130,12 @@ def _parse_number_or_name(text: str) -> float | str:
 
 
 def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    checkpoint = commands.add_parser("checkpoint", help="list checkpoints, verify them, export arrays")
+    checkpoint = commands.add_parser("checkpoint", help="list checkpoints, verify and sign them, export arrays")
     actions = checkpoint.add_subparsers(title="actions", required=True)
     for name, run, text in (
         ("show", _show, "list the checkpoints of a directory"),
-        ("verify", _verify, "read every array; the exit code is 1 if any is damaged"),
+        ("verify", _verify, "read every array, and check signatures; the exit code is 1 if any is damaged"),
+        ("sign", _sign, "sign checkpoints that you trust with the key of LOCKSTEP_CHECKPOINT_KEY_FILE"),
         ("export", _export, "write the arrays of a checkpoint to a plain .npz file"),
     ):
         action = actions.add_parser(name, help=text)
@@ -290,15 +291,29 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from lockstep.checkpoint.format import verify
+    from lockstep.checkpoint.format import signing_key, verify
     from lockstep.tools.commands.checkpoints import checkpoints_of
 
-    code = 0
+    code, key = 0, signing_key()
+    good = "good" if key is None else "good, and signed with the key"
     for path in checkpoints_of(options.directory):
-        problems = verify(path)
+        problems = verify(path, key)
         code = 1 if problems else code
-        print(f"{path.name}: {'damaged' if problems else 'good'}", *problems, sep="\n  ")
+        print(f"{path.name}: {'damaged' if problems else good}", *problems, sep="\n  ")
     return code
+
+
+def _sign(options: argparse.Namespace) -> int:
+    from lockstep.checkpoint.format import KEY_FILE, sign, signing_key
+    from lockstep.tools.commands.checkpoints import checkpoints_of
+
+    key = signing_key()
+    if key is None:
+        raise OptionError(f"{KEY_FILE} is not set. Fix: have it name the file of a key.")
+    for path in checkpoints_of(options.directory):
+        sign(path, key)
+        print(f"{path.name}: signed")
+    return 0
 
 
 def _export(options: argparse.Namespace) -> int:

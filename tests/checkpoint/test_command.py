@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, message, tmp_path, c
 def test_without_an_action_the_usage_is_shown(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["checkpoint"])
-    assert "show,verify,export" in capsys.readouterr().err
+    assert "show,verify,sign,export" in capsys.readouterr().err
 
 
 def test_the_command_needs_neither_jax_nor_keras(tmp_path):

@@ -11,11 +11,15 @@ names no file, so nothing in it can lead out of the checkpoint's directory. A ch
 versions must still be read. Its first line, its ``version`` and its last line never change, so that every version can tell a newer
 manifest from a damaged one.
 
+With a key, the line before the last is an HMAC of all bytes before it: that a process wrote the manifest, and with it the arrays, which had
+the key. Older versions ignore that line.
+
 ``arrays.npz`` is a zip file as ``numpy.savez`` writes it, and ``numpy.load`` reads it without Lockstep. Lockstep reads no header in it: the
 manifest has the offset, dtype, shape and sha256 of each array.
 """
 
 import hashlib
+import hmac
 import io
 import json
 import math
@@ -32,10 +36,11 @@ import numpy as np
 
 from lockstep._arrays import DTYPES, ML_DTYPES
 from lockstep._errors import CheckpointError, OptionError, whole_number
-from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file
+from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 
 __all__ = [
     "ARRAYS",
+    "KEY_FILE",
     "MANIFEST",
     "STATUS",
     "VERSION",
@@ -54,6 +59,8 @@ __all__ = [
     "is_leftover",
     "read",
     "read_array",
+    "sign",
+    "signing_key",
     "step_of",
     "verify",
     "widened",
@@ -169,9 +176,13 @@ MANIFEST, ARRAYS, STATUS = "manifest.json", "arrays.npz", "status.json"
 VERSION = 1
 
 _NAME = re.compile(r"step-(\d{9,})(?:-([2-9]|[1-9]\d+))?", re.ASCII)
+KEY_FILE = "LOCKSTEP_CHECKPOINT_KEY_FILE"  # names the file of the key that signs checkpoints
+_SHORTEST_KEY, _LONGEST_KEY = 16, 4096  # bytes
 _BEGIN = b'{\n"format": "lockstep checkpoint",\n'
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n')
 _END_LENGTH = 79
+_SIGNATURE = re.compile(rb'"hmac": "([0-9a-f]{64})",\n')
+_SIGNATURE_LENGTH = 76
 _DIGEST = re.compile("[0-9a-f]{64}")
 _CHUNK = 1 << 20  # bytes that are copied at once, the most memory that writing takes
 _LARGEST_MANIFEST = 1 << 28  # bytes
@@ -265,8 +276,30 @@ class Manifest:
     metadata: Mapping[str, Any]
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Return the content of ``manifest.json``.
+def signing_key(environment: Mapping[str, str] = os.environ) -> bytes | None:
+    """Return the key that signs checkpoints; None if the environment names no file for it.
+
+    Raises:
+        OptionError: there is no such file, or its key is too short.
+    """
+    path = environment.get(KEY_FILE)
+    if not path:
+        return None
+    try:
+        key = read_file(path, _LONGEST_KEY).strip()
+    except OSError as error:
+        raise OptionError(
+            f"{KEY_FILE}: {path}: cannot be read: {error.strerror or error}. Fix: name a file with the key, or unset it."
+        ) from error
+    if len(key) < _SHORTEST_KEY:
+        raise OptionError(
+            f"{KEY_FILE}: {path}: expected a key of at least {_SHORTEST_KEY} bytes, got {len(key)}. Fix: openssl rand -hex 32 > {path}"
+        )
+    return key
+
+
+def encode(manifest: Manifest, key: bytes | None = None) -> bytes:
+    """Return the content of ``manifest.json``, signed if there is a key.
 
     Example:
         >>> print(encode(Manifest(7, 0, {}, {"epoch": 1})).decode(), end="")  # doctest: +ELLIPSIS
@@ -283,18 +316,21 @@ def encode(manifest: Manifest) -> bytes:
     fields = {"version": VERSION, **asdict(manifest)}
     fields["facts"] = fields.pop("metadata")  # its name on disk
     head = _BEGIN + "".join(f'"{name}": {json.dumps(value)},\n' for name, value in fields.items()).encode()
+    if key is not None:
+        head += f'"hmac": "{hmac.new(key, head, hashlib.sha256).hexdigest()}",\n'.encode()
     return head + f'"sha256": "{hashlib.sha256(head).hexdigest()}"\n}}\n'.encode()
 
 
-def decode(data: bytes, path: Path) -> Manifest:
+def decode(data: bytes, path: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest that :func:`encode` was given.
 
     Args:
         data: the content of the file.
         path: the file, for messages.
+        key: must have signed it; None: signatures are ignored.
 
     Raises:
-        CheckpointError: it is empty, truncated, damaged, foreign or of a newer version.
+        CheckpointError: it is empty, truncated, damaged, foreign, of a newer version, or not signed with the key.
     """
     if not data:
         raise CheckpointError(f"{path}: is empty: its writer was interrupted.")
@@ -308,12 +344,25 @@ def decode(data: bytes, path: Path) -> Manifest:
     found, expected = hashlib.sha256(data[:-_END_LENGTH]).hexdigest(), end[1].decode()
     if found != expected:
         raise CheckpointError(f"{path}: is damaged: its bytes have sha256 {found[:16]}…, expected {expected[:16]}….")
+    if key is not None:
+        _check_signature(data[:-_END_LENGTH], path, key)
     try:
         return _from_fields(json.loads(data), path)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: is no valid manifest of version {VERSION}: {type(error).__name__}: {error}."
         ) from error
+
+
+def _check_signature(head: bytes, path: Path, key: bytes) -> None:
+    found = _SIGNATURE.fullmatch(head[-_SIGNATURE_LENGTH:])
+    if found is None:
+        raise CheckpointError(
+            f"{path}: is not signed, and {KEY_FILE} is set. Fix: if you trust it, run 'lockstep checkpoint sign {path.parent}'."
+        )
+    expected = hmac.new(key, head[:-_SIGNATURE_LENGTH], hashlib.sha256).hexdigest()
+    if not hmac.compare_digest(expected, found[1].decode()):
+        raise CheckpointError(f"{path}: is signed with another key than that of {KEY_FILE}, or was changed.")
 
 
 def _from_fields(fields: dict[str, Any], path: Path) -> Manifest:
@@ -439,13 +488,14 @@ class Loaded:
     path: Path
 
 
-def write(path: Path, step: int, snapshot: Snapshot) -> None:
+def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None) -> None:
     """Write the files of a checkpoint into an empty directory, synced to the disk.
 
     Args:
         path: the directory.
         step: of the checkpoint.
         snapshot: its content.
+        key: signs it.
 
     Raises:
         OSError: a file cannot be written.
@@ -456,7 +506,7 @@ def write(path: Path, step: int, snapshot: Snapshot) -> None:
         size = file.tell()
         file.flush()
         os.fsync(file.fileno())
-    content = encode(Manifest(step, size, entries, snapshot.metadata))
+    content = encode(Manifest(step, size, entries, snapshot.metadata), key)
     if len(content) > _LARGEST_MANIFEST:
         raise OptionError(
             f"Snapshot: metadata: its manifest would have {len(content):,} bytes, at most {_LARGEST_MANIFEST:,} are read. Fix: put "
@@ -468,41 +518,63 @@ def write(path: Path, step: int, snapshot: Snapshot) -> None:
         os.fsync(file.fileno())
 
 
-def describe(path: Path) -> Manifest:
+def sign(path: Path, key: bytes) -> None:
+    """Sign a checkpoint that was written without a key, or with another one.
+
+    Args:
+        path: the checkpoint's directory.
+        key: signs it.
+
+    Raises:
+        CheckpointError: it is damaged, or cannot be written.
+    """
+    problems = verify(path)
+    if problems:
+        raise CheckpointError(problems[0])
+    content = encode(describe(path), key)
+    try:
+        replace_file(path / MANIFEST, lambda file: file.write(content))
+    except OSError as error:
+        raise CheckpointError(f"{path / MANIFEST}: cannot be written: {error.strerror}.", error.errno) from error
+
+
+def describe(path: Path, key: bytes | None = None) -> Manifest:
     """Read the manifest of a checkpoint, without its arrays.
 
     Args:
         path: the checkpoint's directory.
+        key: must have signed it; None: signatures are ignored.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is not what was written.
     """
     file_path = path / MANIFEST
     with _checkpoint_errors(file_path):
-        manifest = decode(read_file(file_path, _LARGEST_MANIFEST), file_path)
+        manifest = decode(read_file(file_path, _LARGEST_MANIFEST), file_path, key)
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
     return manifest
 
 
-def read(path: Path) -> Loaded:
+def read(path: Path, key: bytes | None = None) -> Loaded:
     """Read and check a checkpoint. Args and errors are those of :func:`describe`."""
-    manifest, file_path = describe(path), path / ARRAYS
+    manifest, file_path = describe(path, key), path / ARRAYS
     with _checkpoint_errors(file_path), open_to_read(file_path) as file:
         check_bounds(file, manifest, file_path)
         arrays = {name: read_array(file, name, entry, file_path) for name, entry in manifest.arrays.items()}
     return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
 
 
-def verify(path: Path) -> list[str]:
+def verify(path: Path, key: bytes | None = None) -> list[str]:
     """Return a sentence for each damage of a checkpoint; none if it is as it was written.
 
     Args:
         path: the checkpoint's directory.
+        key: must have signed it; None: signatures are ignored.
     """
     problems = []
     try:
-        manifest, file_path = describe(path), path / ARRAYS
+        manifest, file_path = describe(path, key), path / ARRAYS
         with _checkpoint_errors(file_path), open_to_read(file_path) as file:
             check_bounds(file, manifest, file_path)
             for name, entry in manifest.arrays.items():

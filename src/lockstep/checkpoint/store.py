@@ -119,7 +119,8 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Reading needs no lock. Writing needs the directory's lock, which :meth:`lock`, ``with`` or the first :meth:`write` takes, and
-    :meth:`close` or any end of the process releases. Methods may be called from any thread.
+    :meth:`close` or any end of the process releases. Methods may be called from any thread. If ``LOCKSTEP_CHECKPOINT_KEY_FILE`` names
+    the file of a key, checkpoints are signed with it, and those that are not are refused.
 
     Args:
         directory: of the checkpoints; the first write makes it.
@@ -129,7 +130,7 @@ class CheckpointStore:
         clock: gives the seconds since 1970, for the lock's message only.
 
     Raises:
-        OptionError: ``keep`` is out of its range, or the directory is an address of the network.
+        OptionError: ``keep`` is out of its range, the directory is an address of the network, or the key cannot be read.
 
     Example:
         >>> import tempfile
@@ -164,6 +165,7 @@ class CheckpointStore:
         self._lock = WriterLock(self.directory / ".lock", log, clock)
         self._turn = threading.Lock()
         self._has_reported_newer = False
+        self._key = format.signing_key()
 
     def __enter__(self) -> "CheckpointStore":
         self.lock()
@@ -209,7 +211,7 @@ class CheckpointStore:
             if self._lock.is_exclusive:
                 self._log_errors(lambda: sweep(self.directory, is_leftover))
             name = free_name(step, checkpoints_in(self.directory))
-            path = publish(self.directory, name, lambda path: format.write(path, step, snapshot))
+            path = publish(self.directory, name, lambda path: format.write(path, step, snapshot, self._key))
             self._log_errors(lambda: remove(self.directory, self._outdated(path)))
             self._report_newer(step)
         return path
@@ -283,11 +285,11 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is torn, truncated, damaged, foreign or of a newer version.
         """
-        return format.read(Path(path))
+        return format.read(Path(path), self._key)
 
     def describe(self, path: str | os.PathLike[str]) -> Manifest:
         """Read the manifest of one checkpoint, without its arrays. Args and errors are those of :meth:`read`."""
-        return format.describe(Path(path))
+        return format.describe(Path(path), self._key)
 
     def verify(self, path: str | os.PathLike[str]) -> list[str]:
         """Return a sentence for each damage of a checkpoint; none if it is as it was written.
@@ -295,7 +297,7 @@ class CheckpointStore:
         Args:
             path: its directory, also outside this store.
         """
-        return format.verify(Path(path))
+        return format.verify(Path(path), self._key)
 
     @contextmanager
     def _writing(self, what: str, needed: int | None = None) -> Iterator[None]:

@@ -7,7 +7,17 @@ from typing import Any
 
 from lockstep._errors import CheckpointError
 from lockstep._files import replace_file
-from lockstep.checkpoint.format import MANIFEST, Loaded, Manifest, describe, read, step_of, widened, write_arrays
+from lockstep.checkpoint.format import (
+    MANIFEST,
+    Loaded,
+    Manifest,
+    describe,
+    read,
+    signing_key,
+    step_of,
+    widened,
+    write_arrays,
+)
 from lockstep.checkpoint.store import CheckpointStore
 
 __all__ = ["checkpoints_of", "export", "loaded_from", "table"]
@@ -36,11 +46,11 @@ def loaded_from(directory: str, step: int | None) -> Loaded:
     """
     paths = checkpoints_of(directory)
     if paths == [Path(directory)]:
-        loaded: Loaded | None = read(paths[0])
+        loaded: Loaded | None = read(paths[0], signing_key())
     elif step is None:
         loaded = CheckpointStore(directory).newest()
     else:
-        loaded = next((read(path) for path in reversed(paths) if step_of(path.name) == step), None)
+        loaded = next((read(path, signing_key()) for path in reversed(paths) if step_of(path.name) == step), None)
     if loaded is None or step not in (None, loaded.step):
         raise CheckpointError(
             f"{directory}: no checkpoint of step {step}. Fix: choose one that 'lockstep checkpoint show' lists."
@@ -53,7 +63,7 @@ def table(paths: list[Path], verbose: bool) -> Iterator[str]:
     yield _ROW.format("step", "epochs", "batches", "bytes", "replicas", "versions")
     for path in paths:
         try:
-            manifest = describe(path)
+            manifest = describe(path, signing_key())
         except CheckpointError as error:
             yield f"{path.name}: {error}"
             continue
