@@ -102,6 +102,7 @@ def test_no_way_to_run_a_step_keeps_a_dropped_strategy(options):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fifty_strategies_take_no_memory(kind):
     def resident():
