@@ -1,10 +1,12 @@
 """Checkpoints are written in the background: in order, none left out, and failures are logged."""
 
 import errno
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -163,3 +165,10 @@ def test_the_end_of_a_program_waits_for_what_was_submitted(tmp_path):
     assert done.returncode == 0
     assert done.stderr == ""
     assert CheckpointStore(tmp_path, log=silent).steps() == [1, 2]
+
+
+def test_a_writer_that_was_dropped_before_its_first_checkpoint_is_freed(tmp_path):
+    store = CheckpointStore(tmp_path)
+    found = weakref.ref(BackgroundWriter(store))
+    gc.collect()
+    assert found() is None

@@ -143,3 +143,11 @@ def test_a_lock_that_fails_otherwise_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(CheckpointError, match="no lock can be taken: Input/output error"):
         CheckpointStore(tmp_path).lock()
+
+
+def test_stores_that_are_gone_leave_no_handler_of_forks(tmp_path, monkeypatch):
+    registered = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **handlers: registered.append(handlers))
+    for number in range(3):
+        store_in(tmp_path / str(number), 1)
+    assert len(registered) <= 1  # None, if an earlier test has locked a directory.

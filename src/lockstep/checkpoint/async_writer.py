@@ -59,7 +59,6 @@ class BackgroundWriter:
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        atexit.register(self.close)
 
     def __enter__(self) -> "BackgroundWriter":
         return self
@@ -89,6 +88,8 @@ class BackgroundWriter:
                 )
             self._waiting = (step, make_snapshot)
             if self._written is None:
+                if self._thread is None:
+                    atexit.register(self.close)
                 first = self._next()
                 self._thread = threading.Thread(
                     target=self._run, args=(first,), name="lockstep-checkpoint", daemon=True

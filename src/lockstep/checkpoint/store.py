@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -44,7 +45,6 @@ class WriterLock:
         self._path, self._log, self._clock = path, log, clock
         self._held: weakref.finalize[..., WriterLock] | None = None  # closes the file, at the latest when this is freed
         self.is_exclusive = False
-        _forget_in_children(self)
 
     @property
     def is_held(self) -> bool:
@@ -69,6 +69,8 @@ class WriterLock:
             os.close(descriptor)
             raise
         self._held = weakref.finalize(self, os.close, descriptor)
+        _taken.add(self)
+        _release_in_children()
 
     def release(self) -> None:
         """Release the lock, if it is held."""
@@ -103,16 +105,18 @@ def _holder(descriptor: int) -> str:
         return "another process, which has not written its name yet,"
 
 
-def _forget_in_children(lock: WriterLock) -> None:
-    """Have a forked child close its copy of the lock at once, as it would hold it after this process has ended."""
-    reference = weakref.ref(lock)
+_taken: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
-    def forget() -> None:
-        held = reference()
-        if held is not None:
-            held.release()
 
-    os.register_at_fork(after_in_child=forget)
+@functools.cache  # Handlers of forks stay as long as the process.
+def _release_in_children() -> None:
+    """Have forked children close their copies of all locks at once, as they would hold them after this process has ended."""
+
+    def release() -> None:
+        for lock in list(_taken):
+            lock.release()
+
+    os.register_at_fork(after_in_child=release)
 
 
 class CheckpointStore:
