@@ -11,6 +11,7 @@ from lockstep import ClusterError, OptionError
 from lockstep._logging import CancelledError, is_cancelled
 from lockstep.distributed.control.failure_detector import FailureKind
 from lockstep.distributed.control.join import join
+from lockstep.distributed.process_group import report_saving
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 
@@ -153,6 +154,24 @@ def test_a_worker_that_compiles_is_waited_for():
         with pytest.raises(ClusterError, match=r"in 'compiling' at step 1: did not come to gather 'rows' within 3 s"):
             job.sessions[0].gather("rows")
         assert time.monotonic() - began > 3
+
+
+def test_a_chief_that_saves_says_so_and_the_others_wait_for_it():
+    class Model:
+        def save(self, path):
+            wait_until(lambda: chief.heartbeats()[0].activity == "saving", "a heartbeat that says so")
+            return path
+
+        save_weights = export = save
+
+    with ThreadedJob(2) as job:
+        chief, model = job.sessions[0], Model()
+        chief.report(3, "step")
+        report_saving(model, chief)
+        for save in (model.save, model.save_weights, model.export):
+            assert save("a.keras") == "a.keras"
+        wait_until(lambda: chief.heartbeats()[0].activity == "step", "the end of the saving")
+        assert chief.heartbeats()[0].step == 3
 
 
 @pytest.mark.parametrize("failing", [0, 1])

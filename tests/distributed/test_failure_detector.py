@@ -42,6 +42,7 @@ def seen(*statuses):
         [a_status(0, 8, "data", 1000), a_status(1, 7, "save", 1000)],  # Nobody waits.
         [a_status(0, 8, "step", 100), a_status(1, 7, "compiling", 100), a_status(2, 7, "step", 100)],
         [a_status(0, 1, "step", 1700), a_status(1, 0, "start", 1700)],
+        [a_status(0, 7, "saving", 1700), a_status(1, 8, "step", 1690)],
         [a_status(0, 8, "step", 1700), a_status(1, 8, "step", 1700)],  # One long step.
         [a_status(0, 8, "step", 9000)],  # Alone, nobody waits for anybody.
         [a_status(0, 8, "idle", 9000), a_status(1, 8, "idle", 9000)],
@@ -68,6 +69,7 @@ def test_nobody_is_named_while_all_may_be_well(statuses):
         ([a_status(0, 7, "callback", 99), a_status(1, 8, "step", 61)], (FailureKind.STUCK, 0)),
         ([a_status(0, 8, "step", 1801), a_status(1, 7, "compiling", 1801)], (FailureKind.STUCK, 1)),
         ([a_status(0, 1, "step", 1801), a_status(1, 0, "start", 1801)], (FailureKind.STUCK, 1)),
+        ([a_status(0, 7, "saving", 1801), a_status(1, 8, "step", 1801)], (FailureKind.STUCK, 0)),
         ([a_status(0, 8, "step", 1801), a_status(1, 8, "step", 1802)], (FailureKind.STUCK, 1)),
         ([a_status(0, 8, "step", 61), a_status(1, 7, "step", 70, silent=70, left=True)], (FailureKind.LEFT, 1)),
     ],

@@ -80,7 +80,7 @@ CHIEF_ONLY_FILES = Patch(
     target="model",
     attributes=("save", "save_weights", "export"),
     lifetime="as long as the model",
-    reason="of several workers only the chief writes files, also from Keras's own callbacks",
+    reason="of several workers only the chief writes files, also from Keras's own callbacks, and the others wait for it",
     public_api="a predicate of keras.saving that says whether this process writes",
 )
 INTERCEPT_FIT = Patch(

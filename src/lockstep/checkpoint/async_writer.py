@@ -66,6 +66,11 @@ class BackgroundWriter:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether :meth:`submit` would wait."""
+        return self._waiting is not None
+
     def submit(self, step: int, make_snapshot: Callable[[], Snapshot]) -> None:
         """Queue a checkpoint; returns at once, unless another one already waits.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from itertools import count
 from typing import Any
 
@@ -23,7 +23,7 @@ from lockstep.distributed.consistency_checks import describe_model
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
 
-__all__ = ["WorkerProcessGroup", "disable_saving"]
+__all__ = ["WorkerProcessGroup", "disable_saving", "report_saving"]
 
 _PLAIN = (int, float, str, bool, type(None))
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
@@ -168,6 +168,21 @@ class _WorkerBatchGather:
 def disable_saving(model: keras.Model) -> None:
     """Have ``save``, ``save_weights`` and ``export`` of a model do nothing, and so ModelCheckpoint, on a worker that is not the chief."""
     install(CHIEF_ONLY_FILES, [(model, name, _do_nothing) for name in CHIEF_ONLY_FILES.attributes])
+
+
+def report_saving(model: keras.Model, client: ControlClient) -> None:
+    """Have the chief report when it saves a model, so that the other workers wait for it as long as for compiling."""
+    methods = {name: getattr(type(model), name) for name in CHIEF_ONLY_FILES.attributes}
+    install(CHIEF_ONLY_FILES, [(model, name, _reporting(method, model, client)) for name, method in methods.items()])
+
+
+def _reporting(method: Callable[..., Any], model: keras.Model, client: ControlClient) -> Callable[..., Any]:
+    @wraps(method)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with client.saving():
+            return method(model, *args, **kwargs)
+
+    return save
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

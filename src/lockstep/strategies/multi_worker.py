@@ -18,7 +18,7 @@ from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.consistency_checks import ProgressReporter, agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.jax_init import ProcessJob, job_of_this_process
-from lockstep.distributed.process_group import WorkerProcessGroup, disable_saving
+from lockstep.distributed.process_group import WorkerProcessGroup, disable_saving, report_saving
 from lockstep.distributed.resolvers import ClusterResolver, resolve
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
@@ -140,6 +140,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         super()._claim(model)
         if not self.is_chief:
             disable_saving(model)
+        elif self._job is not None:
+            report_saving(model, self._job.client)
 
     def _log(self, message: str) -> None:
         if self.is_chief:

@@ -19,6 +19,7 @@ from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.failure_detector import (
     HEARTBEAT_SECONDS,
     QUIET,
+    SAVING,
     START,
     WAITING,
     Failure,
@@ -105,10 +106,20 @@ class ControlClient:
 
         Args:
             step: a number that never falls and counts the same on all workers, over the life of the client.
-            activity: ``"step"`` in the step itself, which needs all workers. ``"start"`` and ``"compiling"`` may take long. Any other
-                word names work of this worker alone: ``"data"``, ``"callback"``, ``"save"``, ``"idle"``.
+            activity: ``"step"`` from the begin of a step, which needs all workers, to the next ``"data"``: callbacks between them may
+                wait for the step's result. ``"start"``, ``"compiling"`` and ``"saving"`` may take long.
         """
         self._heartbeat.report(step, activity)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Report that this worker writes files, which may take long, until the end of the block."""
+        step, activity = self._heartbeat.progress
+        self.report(step, SAVING)
+        try:
+            yield
+        finally:
+            self.report(step, activity)
 
     def heartbeats(self) -> list[WorkerStatus]:
         """Return the last heartbeats of all workers, if this is the chief; else nothing."""

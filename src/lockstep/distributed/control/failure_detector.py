@@ -20,6 +20,7 @@ __all__ = [
     "HEARTBEAT_SECONDS",
     "MAY_TAKE_LONG",
     "QUIET",
+    "SAVING",
     "START",
     "STEP",
     "WAITING",
@@ -120,7 +121,8 @@ HEARTBEAT_SECONDS = 0.5
 START = "start"
 STEP = "step"
 WAITING = "waiting for others at "  # And the topic: in a collective call of the control client.
-MAY_TAKE_LONG = (START, "compiling")
+SAVING = "saving"  # Only the chief does, and the others wait for it in the next step.
+MAY_TAKE_LONG = (START, "compiling", SAVING)
 
 QUIET = 6 * HEARTBEAT_SECONDS  # A heartbeat is not that late by chance.
 _PAUSE = 4 * HEARTBEAT_SECONDS

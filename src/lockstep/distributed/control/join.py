@@ -63,7 +63,7 @@ def join(
             Nothing is encrypted. It may also say at which address of this machine the chief listens.
         timeout_seconds: limit of every wait except the two that follow.
         start_seconds: limit of the wait for all workers here; None: ``timeout_seconds``.
-        long_seconds: limit for a worker in the activity ``"start"`` or ``"compiling"``.
+        long_seconds: limit for a worker in the activity ``"start"``, ``"compiling"`` or ``"saving"``.
         listener: a listening socket for the chief, which is used instead of a new one.
         on_failure: is called once, in the client's thread, when the job cannot continue; None: the process logs why and ends
             (:class:`lockstep.distributed.control.termination.ExitGuard`).

@@ -378,6 +378,8 @@ class FitCheckpoint(StepHook):
 
     def _write(self, writer: BackgroundWriter, make: Callable[[], Snapshot]) -> None:
         step = self._position.step
+        if writer.is_full or not self._backup.async_:
+            self._functions.pause()  # The other workers wait for this one.
         try:
             writer.submit(step, make)
             if not self._backup.async_:
