@@ -35,9 +35,9 @@ class ServedDispatcher(contextlib.ExitStack):
         self.server.start()
         self.callback(self.server.stop)
 
-    def client(self, index, job=None):
-        rpc_client = connect("chief", self._address, peer(index, job=job), None, DEADLINE, self.logged.append)
-        client = TaskClient(rpc_client)
+    def client(self, index, job=None, timeout_seconds=DEADLINE, **options):
+        rpc_client = connect("chief", self._address, peer(index, job=job), None, timeout_seconds, self.logged.append)
+        client = TaskClient(rpc_client, **options)
         self.callback(client.close)
         return client
 
@@ -277,6 +277,31 @@ def test_a_wait_for_the_chief_ends_when_it_publishes_or_opens_the_call(wait):
         if wait == "ask":
             what, arrays = served.results[0]
             assert (what, arrays["state"].tolist()) == ({"seed": 3}, [1, 1])
+
+
+@pytest.mark.parametrize("wait", ["ask", "enter", "take"])
+def test_a_chief_that_answers_and_does_nothing_is_named_after_the_limit(wait):
+    with ServedDispatcher() as served:
+        client = served.client(1, timeout_seconds=0.1, long_seconds=0.4)
+        ask = {"ask": lambda: client.wait_for(1, "a"), "enter": lambda: client.enter(2), "take": lambda: client.take(1)}
+        with pytest.raises(
+            ClusterError, match=r"chief at \S+ answers, and has done nothing for 0 s, .* at '" + wait
+        ) as caught:
+            ask[wait]()
+        assert caught.value.exit_code == exit_codes.NO_PROGRESS
+
+
+def test_a_chief_that_makes_steps_is_waited_for():
+    with ServedDispatcher() as served:
+        client = served.client(1, timeout_seconds=0.1, long_seconds=0.4)
+        served.in_thread(lambda: client.wait_for(1, "a"))
+        for _ in range(16):
+            time.sleep(0.05)
+            served.dispatcher.note_progress()
+        served.dispatcher.publish("a", {"seed": 3})
+        served.wait()
+        assert not served.errors
+        assert served.results[0][0] == {"seed": 3}
 
 
 # --- the dispatcher without sockets ------------------------------------------------------------------------------------------

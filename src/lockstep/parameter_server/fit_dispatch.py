@@ -74,6 +74,10 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         finally:
             self._is_nested = False
 
+    def note_progress(self) -> None:
+        """Note that this process makes a step, for the others, which may wait for it."""
+        self._dispatcher.note_progress()
+
     def _next_call(self) -> int:
         self._call += 1
         return self._call
@@ -169,6 +173,9 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         if "error" in result.result:
             raise ClusterError(f"the chief's {call} has failed: {result.result['error']}", exit_codes.USER_ERROR)
         return self._apply_result(model, result) if call == "fit" else result.result["value"]
+
+    def note_progress(self) -> None:
+        """Do nothing: no other process waits for this one longer than for a task."""
 
     def _preemption(self, arguments: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return the handler of preemption if there is a backup: the chief then needs this process for its last checkpoint."""

@@ -12,7 +12,7 @@ from lockstep._arrays import ArraySpec
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.failure_detector import summary_of
-from lockstep.parameter_server.task_dispatcher import Result
+from lockstep.parameter_server.task_dispatcher import LONG_SECONDS, Result
 from lockstep.parameter_server.variables.array_transport import Message, ProtocolError, payload_bytes
 from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, check_no_arrays
 
@@ -100,10 +100,12 @@ class TaskClient:
 
     Args:
         rpc_client: connected to the chief.
+        long_seconds: limit of the time in which the chief answers and does nothing else, while this process waits for it.
     """
 
-    def __init__(self, rpc_client: RpcClient) -> None:
+    def __init__(self, rpc_client: RpcClient, long_seconds: float = LONG_SECONDS) -> None:
         self._rpc_client = rpc_client
+        self._long = max(long_seconds, rpc_client.timeout_seconds)
 
     def enter(self, call: int) -> CallResult | None:
         """Wait until the chief has begun a call; return its result if the chief has already ended it.
@@ -193,13 +195,19 @@ class TaskClient:
     def _wait(
         self, message: Message, kinds: str | tuple[str, ...], requested: "Future[Response] | None" = None
     ) -> Response:
-        """Repeat a request until its response has one of the kinds; there is no limit while the chief responds."""
+        """Repeat a request until its response has one of the kinds; there is no limit while the chief makes progress."""
         found = (requested or self._request(message)).result()
         while (kind := found[0]["kind"]) not in ((kinds,) if isinstance(kinds, str) else kinds):
             if kind == "over":
                 raise CallEnded(CallResult(found[0]["result"], found[1]))
             if kind == "failed":
                 raise ClusterError(str(found[0]["sentence"]), int(found[0]["code"]))
+            if (idle := float(found[0]["idle"])) > self._long:
+                raise ClusterError(
+                    f"{self._rpc_client.name} answers, and has done nothing for {idle:.0f} s, while this process waits for it at "
+                    f"{message['kind']!r}. Fix: see where the program of the chief hangs; if it is only slow, raise timeout_seconds.",
+                    exit_codes.NO_PROGRESS,
+                )
             found = self._request(message).result()
         return found
 

@@ -21,7 +21,7 @@ from lockstep.parameter_server.variables.rpc_client import read_whole_number
 from lockstep.parameter_server.variables.staleness_bound import CompletedIds
 from lockstep.parameter_server.variables.variable_server import ClientSession, Response, seconds_of
 
-__all__ = ["Result", "SyncPointLog", "TaskDispatcher", "TaskQueue"]
+__all__ = ["LONG_SECONDS", "Result", "SyncPointLog", "TaskDispatcher", "TaskQueue"]
 
 
 class TaskQueue:
@@ -121,6 +121,7 @@ class TaskQueue:
         return min(late, default=None)
 
 
+LONG_SECONDS = 1800.0  # Without any progress of the workers, or of the chief, until the other side gives up.
 _ABORT_SECONDS = 3.0  # How long an abort waits until all processes have received it.
 _POLL_SECONDS = 0.25  # How often a waiting request checks whether its process has disconnected.
 _ENTRY_BYTES = 256  # Least size of an entry in the log of sync points.
@@ -212,7 +213,7 @@ class TaskDispatcher:
         self,
         *,
         timeout_seconds: float = 60.0,
-        long_seconds: float = 1800.0,
+        long_seconds: float = LONG_SECONDS,
         result_bytes: int = 2**30,
         log: Callable[[str], None] = log_info,
         clock: Callable[[], float] = time.monotonic,
@@ -229,7 +230,7 @@ class TaskDispatcher:
         self._present: set[ClientSession] = set()  # that have entered the open call, or have not left the last one yet
         self._failure: tuple[str, int] | None = None
         self._loss = ""  # Which process a worker has lost since the last progress.
-        self._last_progress = clock()
+        self._last_progress = self._acted_at = clock()  # Of the workers, and of the chief.
         self._handlers = {"enter": self._enter, "ask": self._ask, "leave": self._leave_call}
         self._handlers |= {"take": self._take, "finish": self._finish, "fail": self._fail}
 
@@ -253,6 +254,10 @@ class TaskDispatcher:
 
     # Methods for the chief.
 
+    def note_progress(self) -> None:
+        """Note that the chief's program does something; its requests to this object count, too."""
+        self._acted_at = self._clock()
+
     def open(self, call: int, attached: Callable[[], Arrays] = dict) -> None:
         """Begin a call.
 
@@ -260,6 +265,7 @@ class TaskDispatcher:
             call: its number, from 1.
             attached: gives further arrays for each task when a worker takes it; called under the lock.
         """
+        self.note_progress()
         with self._changed:
             self._raise_failure()
             self._call, self._is_open, self._queue, self._attached = call, True, TaskQueue(self._timeout), attached
@@ -268,12 +274,14 @@ class TaskDispatcher:
 
     def publish(self, key: str, what: Message, arrays: Arrays | None = None) -> None:
         """Make a message available under a key during this call; replaces an earlier one."""
+        self.note_progress()
         with self._changed:
             self._published[key] = (what, arrays or {})
             self._changed.notify_all()
 
     def publish_sync_point(self, what: Message, arrays: Arrays | None = None, weights: Arrays | None = None) -> None:
         """Publish a message at the next sync point of the script, in this call or later: see :meth:`SyncPointLog.add`."""
+        self.note_progress()
         with self._changed:
             self._sync_points.add(what, arrays or {}, weights)
             self._changed.notify_all()
@@ -294,6 +302,7 @@ class TaskDispatcher:
         Raises:
             ClusterError: a task that was scheduled before has failed.
         """
+        self.note_progress()
         result: Future[Result] = Future()
         if when_done:
             result.add_done_callback(when_done)
@@ -317,6 +326,7 @@ class TaskDispatcher:
         """
         wait_logger, is_met = WaitLogger(self._log, self._clock), False
         while not is_met:
+            self.note_progress()
             with self._changed:
                 is_met = condition()
                 self._raise_failure()
@@ -334,6 +344,7 @@ class TaskDispatcher:
             result: for all processes, including those that come later.
             arrays: that belong to it, until the next call ends.
         """
+        self.note_progress()
         with self._changed:
             self._results = {call: (found, {}) for call, (found, _) in self._results.items()}
             self._results[self._call] = (result, arrays or {})
@@ -426,7 +437,7 @@ class TaskDispatcher:
                     return {"kind": "over", "result": self._results[call][0]}, self._results[call][1]
                 left = deadline - self._clock()
                 if left <= 0 or session.is_gone():
-                    return {"kind": "nothing"}, {}
+                    return {"kind": "nothing", "idle": max(0.0, self._clock() - self._acted_at)}, {}
                 self._changed.wait(min(left, _POLL_SECONDS))
 
     def _enter(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:

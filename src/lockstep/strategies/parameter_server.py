@@ -45,10 +45,20 @@ class _RemoteSteps(StepHook):
     Args:
         step: makes a step, given state and batch.
         settle: waits for all steps so far, and returns the state that they have left.
+        on_step: is called before each step of any kind.
     """
 
-    def __init__(self, step: Callable[[Any, Any], Any], settle: Callable[[], Any]) -> None:
-        self._step, self._settle = step, settle
+    def __init__(
+        self,
+        step: Callable[[Any, Any], Any],
+        settle: Callable[[], Any],
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._step, self._settle, self._on_step = step, settle, on_step
+
+    def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
+        """See :class:`StepHook`."""
+        self._on_step()
 
     def replaced_step(self, gated_step: Callable[[], GatedStep]) -> Callable[[Any, Any], Any]:
         """See :class:`StepHook`."""
@@ -245,7 +255,8 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:
-        return (_RemoteSteps(_refuse_step, lambda: None),)  # until ``steps_by`` adds another
+        on_step = lambda: self._process_group.note_progress()  # noqa: E731
+        return (_RemoteSteps(_refuse_step, lambda: None, on_step),)  # until ``steps_by`` adds another
 
     def _log(self, message: str) -> None:
         if self.is_chief:
