@@ -21,6 +21,8 @@ from lockstep.tools.scaling.workload import Workload, run_workload
 
 __all__ = ["main", "measure_all", "measure_in_child", "measure_workload"]
 
+_KILL_SECONDS = 10.0
+
 ProgressCallback = Callable[[ScalingSetting, "SettingResult | SettingFailure | None"], None]
 
 
@@ -98,7 +100,8 @@ def _run(files: list[str], limit: float, environment: Mapping[str, str], output:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # A driver or a disk may block it.
+            child.wait(_KILL_SECONDS)
 
 
 def _describe_exit(code: int, output: str) -> str:
