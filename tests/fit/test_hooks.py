@@ -37,6 +37,9 @@ class Recorder(keras.callbacks.Callback, StepHook):
     def on_step_start(self, model, kind, batch):
         self.calls.append(f"{kind} {batch[0].shape[0]}")
 
+    def on_pause(self):
+        self.calls.append("pause")
+
     def on_step_end(self, model, kind, state, logs):
         self.calls.append("started")
         if len(self.calls) == self.fails_at:
@@ -55,6 +58,13 @@ def test_step_hooks_have_the_order_of_the_fit_hooks(tmp_path):
     recorder = Recorder()
     fit(built(), NanGuard(), BackupAndRestore(tmp_path), recorder, ThroughputMonitor())
     assert recorder.seen == ["StepTimer", "FlopCounter", "Recorder", "FitCheckpoint", "StepGuard"]
+
+
+@pytest.mark.parametrize(("is_async", "pauses"), [(True, []), (False, ["pause", "pause"])])
+def test_hooks_hear_of_a_checkpoint_that_steps_wait_for(is_async, pauses, tmp_path):
+    recorder = Recorder()
+    fit(built(), BackupAndRestore(tmp_path, async_=is_async), recorder, epochs=1)
+    assert [call for call in recorder.calls if call == "pause"] == pauses
 
 
 def test_a_hook_ends_with_its_call_of_fit():
