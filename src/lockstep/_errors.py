@@ -16,11 +16,22 @@ LockstepError
 Each message names the component, what failed, what was expected and found, and a fix.
 """
 
+import contextlib
 import enum
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 Member = TypeVar("Member", bound=enum.Enum)
+Kind = TypeVar("Kind")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+MOST_SECONDS = 1e9  # 31 years; the waits of the operating system cannot take much more
+_DEEPEST = 100  # levels of nested values
+_LONGEST = 200  # characters of a value in a message
 
 
 class LockstepError(Exception):
@@ -110,19 +121,176 @@ class ScopeError(LockstepError, RuntimeError):
     """Strategies are mixed, or a scope is used in a place that does not allow it."""
 
 
-def whole_number(name: str, value: object, least: int = 1) -> int:
-    """Return ``value`` as an int if it is a whole number of at least ``least``, also of NumPy.
+def _is_bool(value: object) -> bool:
+    return type(value).__name__ == "bool"  # Also NumPy's, which is not imported here.
+
+
+def shown(value: object) -> str:
+    """Return a value as text for a message: cut if it is long, its type if it has no text of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # Nested too deeply, a number of too many digits, or an error in code of the user's.
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def whole_number(name: str, value: object, least: int | None = 1, most: int | None = None) -> int:
+    """Return ``value`` as an int if it is a whole number from ``least`` to ``most``, also of NumPy; None: no limit.
 
     Raises:
         OptionError: it is not; the message names the argument.
     """
     try:
-        number = -1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]  # index raises TypeError for other types
+        number = None if _is_bool(value) else index(value)  # type: ignore[arg-type]  # index raises TypeError for other types
     except TypeError:
-        number = -1
-    if number < least:
-        raise OptionError(f"{name}: expected a whole number of at least {least}, got {value!r}.")
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        is_large = number is not None and most is not None and number > most
+        allowed = f" of at most {most:,}" if is_large else "" if least is None else f" of at least {least}"
+        raise OptionError(f"{name}: expected a whole number{allowed}, got {shown(value)}.")
     return number
+
+
+def real_number(name: str, value: object, *, above: float | None = None, what: str = "a number") -> float:
+    """Return ``value`` as a float if it is a finite number, of at least 0 or above ``above``, also of NumPy.
+
+    Args:
+        name: of the argument.
+        value: of the argument.
+        above: the number must be larger; None: it may be 0 or larger.
+        what: the meaning of the number, for the message.
+
+    Raises:
+        OptionError: it is not; the message names the argument.
+    """
+    number = math.nan
+    if not _is_bool(value) and not isinstance(value, (str, bytes)):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)  # type: ignore[arg-type]  # float raises TypeError for other types
+    if not (0 <= number < math.inf if above is None else above < number < math.inf):
+        raise OptionError(
+            f"{name}: expected {what}, {'0 or more' if above is None else f'more than {above:g}'}, got {shown(value)}."
+        )
+    return number
+
+
+def seconds(name: str, value: object, *, above: float | None = 0) -> float:
+    """Return ``value`` as a float if it is a number of seconds that a wait can last, by default more than 0.
+
+    Raises:
+        OptionError: it is not; the message names the argument.
+    """
+    number = real_number(name, value, above=above, what="a number of seconds")
+    if number > MOST_SECONDS:
+        raise OptionError(f"{name}: expected at most {MOST_SECONDS:,.0f} seconds, got {shown(value)}.")
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    """Return ``value`` if it is True or False, also of NumPy.
+
+    Raises:
+        OptionError: it is something else, such as a text, which would count as True.
+    """
+    if not _is_bool(value):
+        raise OptionError(f"{name}: expected True or False, got {shown(value)}.")
+    return bool(value)
+
+
+def named_arguments(name: str, value: object) -> dict[str, Any]:
+    """Return keyword arguments, None for none, as a dict.
+
+    Raises:
+        OptionError: they are no dict with texts as keys.
+    """
+    given: Any = {} if value is None else value
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise OptionError(f"{name}: expected a dict from names to values, got {shown(value)}.")
+    return dict(given)
+
+
+def check_depth(name: str, value: object) -> None:
+    """Refuse lists, tuples and dicts that are nested deeper than libraries can follow: JAX counts recursion wrongly after one.
+
+    Raises:
+        InputError: they are.
+    """
+    level: list[Any] = [[value]]
+    for _ in range(_DEEPEST):
+        inner = [leaf for outer in level for leaf in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [leaf for leaf in inner if isinstance(leaf, (list, tuple, dict))]
+        if not level:
+            return
+    raise InputError(f"{name}: lists and dicts are nested more than {_DEEPEST} levels deep.")
+
+
+def file_path(name: str, value: object, what: str = "a path") -> Path:
+    """Return ``value`` as a path if it is a text or a path.
+
+    Raises:
+        OptionError: it is something else, or empty.
+    """
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise OptionError(f"{name}: expected {what}, got {shown(value)}.")
+    return Path(text)
+
+
+def truth(name: str, value: object) -> bool:
+    """Return whether ``value`` counts as true, as Keras takes it.
+
+    Raises:
+        OptionError: it has no truth, such as an array.
+    """
+    try:
+        return bool(value)
+    except Exception:
+        raise OptionError(f"{name}: expected True or False, got {shown(value)}.") from None
+
+
+def function(name: str, value: Function, what: str = "a function") -> Function:
+    """Return ``value`` if it can be called.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    if not callable(value):
+        raise OptionError(f"{name}: expected {what}, got {shown(value)}.")
+    return value
+
+
+def instance_of(kind: type[Kind] | tuple[type[Kind], ...], name: str, value: object, what: str) -> Kind:
+    """Return ``value`` if it is of a class.
+
+    Raises:
+        OptionError: it is not; the message says ``what`` was expected.
+    """
+    if not isinstance(value, kind):
+        raise OptionError(f"{name}: expected {what}, got {shown(value)}.")
+    return value
+
+
+def sequence_of(name: str, value: object, what: str) -> Sequence[Any]:
+    """Return ``value`` if it is a list, a tuple or another sequence, but no text.
+
+    Raises:
+        OptionError: it is not; the message says ``what`` was expected.
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise OptionError(f"{name}: expected {what}, got {shown(value)}.")
+    return value
+
+
+def one_of(names: Iterable[str], name: str, value: object) -> str:
+    """Return ``value`` if it is one of some texts.
+
+    Raises:
+        OptionError: it is not; the message lists them.
+    """
+    allowed = tuple(names)
+    if not isinstance(value, str) or value not in allowed:
+        raise OptionError(f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}.")
+    return value
 
 
 def member_of(kind: type[Member], name: str, value: object) -> Member:
@@ -133,7 +301,6 @@ def member_of(kind: type[Member], name: str, value: object) -> Member:
     """
     if isinstance(value, kind):
         return value
-    names = list(kind.__members__)
-    if isinstance(value, str) and value.upper() in names:
+    if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
-    raise OptionError(f"{name}: expected one of {', '.join(names)}, got {value!r}.")
+    return kind[one_of(kind.__members__, name, value)]

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import InputError
+from lockstep._errors import InputError, instance_of
 
 __all__ = ["cifar10", "mnist", "reuters"]
 
@@ -103,6 +103,7 @@ def reuters(length: int, environment: Mapping[str, str] = os.environ) -> tuple[S
 
 def _folder(name: str, environment: Mapping[str, str]) -> Path | None:
     """Return the folder of a data set, or None if ``LOCKSTEP_DATA`` is not set and Keras must fetch it."""
+    instance_of(Mapping, "environment", environment, "a dict of environment variables")
     root = environment.get("LOCKSTEP_DATA")
     folder = Path(root) / name if root else None
     if folder and not folder.is_dir():

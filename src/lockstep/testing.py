@@ -1,13 +1,15 @@
 """Checks of a custom cross-device operation: its results against the naive sum, and the messages that it sends."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep._errors import ContractError, OptionError
+from lockstep._arrays import DTYPES as KNOWN_DTYPES
+from lockstep._errors import ContractError, OptionError, instance_of, sequence_of, shown, whole_number
 from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, resolve_cross_device_ops
 from lockstep.collectives.cost_model import MessageTrace, trace_messages
 from lockstep.devices.names import resolve_devices
@@ -20,10 +22,11 @@ DTYPES = (
 )
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 0, 2), (3, 5), (1001,))
 _AXIS = "device"
+_LONGEST = 2**24  # of an axis
 
 
 def check_cross_device_ops(
-    ops: Ops,
+    ops: Ops | None,
     devices: Sequence[str | jax.Device] | None = None,
     *,
     dtypes: Sequence[str] = DTYPES,
@@ -46,7 +49,7 @@ def check_cross_device_ops(
         ContractError: a result is wrong; the message has the array, the number of devices, what was expected and
             what was found.
         DeviceError: a device is unknown.
-        OptionError: ``ops`` is not an operation, or one of ``dtypes`` is unknown.
+        OptionError: ``ops`` is not an operation, or one of ``dtypes`` or ``shapes`` is unknown.
 
     Example:
         >>> import jax, lockstep
@@ -54,16 +57,17 @@ def check_cross_device_ops(
         ...     return jax.lax.all_gather(array, axis).sum(axis=0)
         >>> lockstep.testing.check_cross_device_ops(gathered, ["cpu:0", "cpu:1"], dtypes=["float32", "int32"])
     """
-    operation, found, known = resolve_cross_device_ops(ops), resolve_devices(devices), _dtypes(dtypes)
+    operation, known, sizes = resolve_cross_device_ops(ops), _dtypes(dtypes), _shapes(shapes)
+    found = resolve_devices(devices)
     with jax.enable_x64(True):
         for count in range(1, len(found) + 1):
-            leaves = [_pieces(dtype, shape, count) for dtype in known for shape in shapes]
+            leaves = [_pieces(dtype, shape, count) for dtype in known for shape in sizes]
             first, again = _reduced_twice(operation, leaves, found[:count])
             for pieces, copies, second in zip(leaves, first, again, strict=True):
                 _compare(operation, pieces, copies, second)
 
 
-def count_traffic(ops: Ops, values: Sequence[jax.ShapeDtypeStruct | jax.Array], devices: int) -> MessageTrace:
+def count_traffic(ops: Ops | None, values: Sequence[jax.ShapeDtypeStruct | jax.Array], devices: int) -> MessageTrace:
     """Count the messages of a cross-device operation in its program; nothing runs, and no device is needed.
 
     Args:
@@ -85,16 +89,30 @@ def count_traffic(ops: Ops, values: Sequence[jax.ShapeDtypeStruct | jax.Array], 
         >>> len(traffic.rounds), traffic.sent[0]
         (14, 7000000.0)
     """
-    return trace_messages(resolve_cross_device_ops(ops), values, devices)
+    operation, given = resolve_cross_device_ops(ops), sequence_of("values", values, "a list of arrays")
+    if not all(isinstance(value, jax.ShapeDtypeStruct | jax.Array | np.ndarray) for value in given):
+        raise OptionError(f"values: expected arrays or their shapes, got {shown(values)}.")
+    return trace_messages(operation, given, devices)
 
 
 def _dtypes(names: Sequence[str]) -> list[np.dtype]:
-    if isinstance(names, str):
-        raise OptionError(f"dtypes: expected a list of names such as ['float32'], got {names!r}.")
+    return [_dtype(name) for name in sequence_of("dtypes", names, "a list of names such as ['float32']")]
+
+
+def _dtype(name: Any) -> np.dtype:
     try:
-        return [jnp.dtype(name) for name in names]
-    except TypeError as error:
-        raise OptionError(f"dtypes: expected names such as 'float32', got {list(names)!r}: {error}.") from None
+        known = jnp.dtype(name).name if name is not None else None
+    except (TypeError, ValueError, RecursionError):
+        known = None
+    if known not in KNOWN_DTYPES or (isinstance(name, str) and known != name):
+        raise OptionError(f"dtypes: expected names such as 'float32', got {shown(name)}.")
+    return KNOWN_DTYPES[known]
+
+
+def _shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    what = "a list of shapes such as [(3, 5)]"
+    given = [instance_of((tuple, list), "shapes", shape, what) for shape in sequence_of("shapes", shapes, what)]
+    return [tuple(whole_number("shapes", length, least=0, most=_LONGEST) for length in shape) for shape in given]
 
 
 def _pieces(dtype: np.dtype, shape: tuple[int, ...], count: int) -> np.ndarray:

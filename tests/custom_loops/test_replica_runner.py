@@ -559,6 +559,29 @@ def test_a_scope_can_be_entered_again_and_within_itself():
         assert own is plain
 
 
+@pytest.mark.parametrize("method", ["checkpoint", "doctor", "self_check"])
+def test_without_a_strategy_methods_of_strategies_are_refused(method):
+    with pytest.raises(lockstep.ScopeError, match=rf"get_strategy\(\)\.{method}: no scope .* is open"):
+        getattr(lockstep.get_strategy(), method)("x")
+
+
+def test_the_default_strategy_has_the_properties_of_strategies():
+    plain = lockstep.get_strategy()
+    assert (plain.devices, plain.deterministic) == (("cpu:0",), False)
+    assert isinstance(plain.cross_device_ops, lockstep.AutoAllReduce)
+
+
+@pytest.mark.parametrize("method", ["train_on_batch", "test_on_batch", "predict_on_batch"])
+def test_values_of_replicas_are_no_batch_of_a_model(method):
+    strategy = make(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    (batch,) = strategy.experimental_distribute_dataset([np.ones((4, 1), "float32")])
+    with pytest.raises(lockstep.InputError, match=f"{method}: x: expected arrays .* got a PerReplica"):
+        getattr(model, method)(batch)
+
+
 def test_a_keras_variable_stands_for_its_value():
     strategy = make(2)
     variable = keras.Variable([1.0, 2.0])

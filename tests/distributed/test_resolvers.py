@@ -241,3 +241,17 @@ def test_surroundings_and_accelerators_are_told_or_found():
     found = TFConfigClusterResolver(environ=of_spec(SPEC))
     others = sum(device.platform != "cpu" for device in jax_devices())
     assert (found.environment, sum(found.num_accelerators().values())) == ("", others)
+
+
+def test_a_resolver_without_a_membership_is_refused():
+    class Unfinished(lockstep.cluster_resolver.ClusterResolver):
+        pass
+
+    class Silent(lockstep.cluster_resolver.ClusterResolver):
+        def __init__(self):
+            pass
+
+    with pytest.raises(lockstep.OptionError, match=r"Unfinished: membership: expected a Membership\. Fix: derive from"):
+        Unfinished()
+    with pytest.raises(lockstep.OptionError, match="cluster_resolver: Silent: membership: expected a Membership"):
+        lockstep.MultiWorkerMirroredStrategy(Silent())

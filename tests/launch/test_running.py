@@ -157,8 +157,8 @@ def test_programs_have_no_input(tmp_path):
         (["--coordinator", "a:b", "x.py"], "--coordinator: expected an address"),
         (["--tee", "x.py"], "--log-dir is missing"),
         (["--log-dir", "/dev/null/logs", __file__], "--log-dir /dev/null/logs: "),
-        (["--grace", "-1", "x.py"], "--grace: expected a number of seconds, got -1"),
-        (["--timeout", "nan", "x.py"], "--timeout: expected a number of seconds, got nan"),
+        (["--grace", "-1", "x.py"], "--grace: expected a number of seconds, 0 or more, got -1"),
+        (["--timeout", "nan", "x.py"], "--timeout: expected a number of seconds, 0 or more, got nan"),
     ],
 )
 def test_wrong_usage_ends_with_one_line(words, message):

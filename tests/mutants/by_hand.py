@@ -169,8 +169,8 @@ FAULTS = [
     Mutant(
         "other-deterministic-threads",
         "devices/determinism.py",
-        "_setting.enabled, _setting.cpu_threads = bool(enabled), cpu_threads",
-        "_setting.enabled, _setting.cpu_threads = bool(enabled), CPU_THREADS",
+        "_setting.enabled, _setting.cpu_threads = enabled, cpu_threads",
+        "_setting.enabled, _setting.cpu_threads = enabled, CPU_THREADS",
         "The number of threads that set_deterministic was given is forgotten.",
     ),
     # Collectives.
@@ -326,8 +326,8 @@ FAULTS = [
     Mutant(
         "batch-of-all-for-each",
         "custom_loops/distributed_dataset.py",
-        "return global_batch_size // self.num_replicas_in_sync",
-        "return global_batch_size",
+        "return rows // self.num_replicas_in_sync",
+        "return rows",
         "Each replica reads as many rows as all are to have together.",
     ),
     Mutant(

@@ -292,7 +292,7 @@ def test_an_update_inside_jit_is_found():
     ("arguments", "error", "says"),
     [
         ({"parameter_device": 3}, lockstep.DeviceError, "parameter_device: 3 is neither a name such as 'cpu:0'"),
-        ({"parameter_device": "gpu:0"}, lockstep.DeviceError, "There is no device 'gpu:0' here"),
+        ({"parameter_device": "gpu:0"}, lockstep.DeviceError, "parameter_device: there is no device 'gpu:0' here"),
         ({"parameter_device": "cpu:9"}, lockstep.DeviceError, "10 CPU devices were asked for"),
         ({"compute_devices": []}, lockstep.DeviceError, "the list is empty"),
         ({"replicas": 0}, lockstep.OptionError, "replicas"),

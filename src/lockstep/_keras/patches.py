@@ -71,9 +71,9 @@ STEP_FUNCTIONS = Patch(
 )
 FIT_INPUT = Patch(
     target="model",
-    attributes=("fit", "evaluate", "predict"),
+    attributes=("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
     lifetime="as long as the model",
-    reason="inputs are wrapped in an adapter that places batches on the devices",
+    reason="arguments are checked, and inputs are wrapped in an adapter that places batches on the devices",
     public_api="registration of a data adapter",
 )
 CHIEF_ONLY_FILES = Patch(

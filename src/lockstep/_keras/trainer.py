@@ -23,6 +23,7 @@ import jax
 import keras
 import numpy as np
 from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import get_jax_iterator, unpack_x_y_sample_weight
@@ -47,6 +48,7 @@ __all__ = [
     "FitInterceptor",
     "adapter_of",
     "attach_strategy",
+    "can_convert_arrays",
     "check_keras",
     "claim_models",
     "get_jax_iterator",

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep._errors import CheckpointError, OptionError, whole_number
+from lockstep._errors import CheckpointError, OptionError, file_path, whole_number
 from lockstep._files import make_directory, open_own, publish, remove, sweep
 from lockstep._logging import log_info
 from lockstep.checkpoint import format
@@ -101,7 +101,7 @@ def _holder(descriptor: int) -> str:
     try:
         note = json.loads(os.pread(descriptor, _LONGEST_NOTE, 0))
         return f"process {note['pid']} on {note['host']}, since {note['since']},"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "another process, which has not written its name yet,"
 
 
@@ -161,6 +161,7 @@ class CheckpointStore:
         log: Callable[[str], None] = log_info,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        file_path("CheckpointStore: directory", directory)
         if "://" in os.fspath(directory):
             raise OptionError(f"CheckpointStore: directory: expected a path of this machine, got {directory!r}.")
         self.directory = Path(directory).absolute()

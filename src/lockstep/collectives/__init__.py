@@ -1,10 +1,11 @@
 """All-reduce algorithms for gradients. A new one is a file here and a line in ``ALGORITHMS``, which the common tests read."""
 
+import inspect
 from collections.abc import Callable
 
 import jax
 
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, instance_of, shown
 from lockstep.collectives.base import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -67,7 +68,7 @@ def resolve_cross_device_ops(ops: Ops | None) -> CrossDeviceOps:
         return AutoAllReduce()
     if isinstance(ops, str) and ops in ALGORITHMS:
         return ALGORITHMS[ops]()
-    if isinstance(ops, type) and issubclass(ops, CrossDeviceOps):
+    if isinstance(ops, type) and issubclass(ops, CrossDeviceOps) and not inspect.isabstract(ops):
         return ops()
     if isinstance(ops, CrossDeviceOps):
         return ops
@@ -76,7 +77,7 @@ def resolve_cross_device_ops(ops: Ops | None) -> CrossDeviceOps:
     names = ", ".join(map(repr, ALGORITHMS))
     raise OptionError(
         f"cross_device_ops: expected one of {names}, a lockstep.CrossDeviceOps such as lockstep.RingAllReduce(), or a "
-        f"function (array, axis) -> array, got {ops!r}."
+        f"function (array, axis) -> array, got {shown(ops)}."
     )
 
 
@@ -88,8 +89,7 @@ def choose_cross_device_ops(ops: Ops | None, options: CommunicationOptions | Non
     """
     if options is None:
         return resolve_cross_device_ops(ops)
-    if not isinstance(options, CommunicationOptions):
-        raise OptionError(f"communication_options: expected lockstep.CommunicationOptions(…), got {options!r}.")
+    instance_of(CommunicationOptions, "communication_options", options, "lockstep.CommunicationOptions(…)")
     if ops is not None:
         raise OptionError(
             f"cross_device_ops={ops!r} and communication_options={options!r} both say how gradients travel. Leave one "

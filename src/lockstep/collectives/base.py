@@ -3,7 +3,6 @@
 import abc
 import enum
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep._errors import OptionError, member_of, whole_number
+from lockstep._errors import OptionError, member_of, seconds, whole_number
 
 __all__ = [
     "CommunicationImplementation",
@@ -61,17 +60,11 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         size = whole_number("CommunicationOptions: bytes_per_pack", self.bytes_per_pack, least=0)
         chosen = member_of(CommunicationImplementation, "CommunicationOptions: implementation", self.implementation)
-        seconds = self.timeout_seconds
-        if seconds is not None and not _is_positive(seconds):
-            raise OptionError(
-                f"CommunicationOptions: timeout_seconds: expected a positive number of seconds or None, got {seconds!r}."
-            )
+        if self.timeout_seconds is not None:
+            limit = seconds("CommunicationOptions: timeout_seconds", self.timeout_seconds)
+            object.__setattr__(self, "timeout_seconds", limit)
         object.__setattr__(self, "bytes_per_pack", size)
         object.__setattr__(self, "implementation", chosen)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class CrossDeviceOps(abc.ABC):

@@ -35,6 +35,7 @@ __all__ = [
 
 
 _AXIS = "device"
+_MOST_DEVICES = 65_536
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -99,7 +100,7 @@ def trace_messages(ops: CrossDeviceOps, values: Sequence[jax.ShapeDtypeStruct | 
         OptionError: the program communicates inside a ``while`` loop or a conditional, whose rounds are not known
             beforehand, or by a collective that is not listed here, or in groups.
     """
-    count = whole_number("count", count)
+    count = whole_number("devices", count, most=_MOST_DEVICES)
     local, whole = jax.local_devices(), PartitionSpec()
     devices = [local[min(number, len(local) - 1)] for number in range(count)]  # Most operations only count them.
     run = jax.shard_map(

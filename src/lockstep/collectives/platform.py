@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lockstep._errors import OptionError
+from lockstep._errors import one_of
 from lockstep.collectives.bucketing import PackedAllReduce, pack, plan_packs, unpack
 from lockstep.devices.names import platform_of
 
@@ -125,9 +125,7 @@ class HalfPrecisionAllReduce(PackedAllReduce):
 
     def __init__(self, dtype: str = "bfloat16", num_packs: int = 1, *, bytes_per_pack: int = 0) -> None:
         super().__init__(num_packs, bytes_per_pack=bytes_per_pack)
-        if dtype not in ("bfloat16", "float16"):
-            raise OptionError(f"HalfPrecisionAllReduce: dtype: expected 'bfloat16' or 'float16', got {dtype!r}.")
-        self.dtype = dtype
+        self.dtype = one_of(("bfloat16", "float16"), "HalfPrecisionAllReduce: dtype", dtype)
 
     def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
         """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""

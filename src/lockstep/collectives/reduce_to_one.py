@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lockstep._errors import DeviceError
+from lockstep._errors import DeviceError, function, instance_of
 from lockstep.collectives.base import CrossDeviceOps
 from lockstep.collectives.bucketing import PackedAllReduce
 from lockstep.devices.names import device_name, parse_device_name
@@ -32,6 +32,10 @@ class ReductionToOneDevice(CrossDeviceOps):
         accumulation_fn: takes the list of the devices' arrays, in order, and returns their sum. By default they are
             added from left to right.
 
+    Raises:
+        DeviceError: ``reduce_to_device`` is no name of a device.
+        OptionError: an argument has another type.
+
     Example:
         >>> import lockstep
         >>> strategy = lockstep.MirroredStrategy(cross_device_ops=lockstep.ReductionToOneDevice())
@@ -39,7 +43,10 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def __init__(self, reduce_to_device: str | None = None, accumulation_fn: Accumulate | None = None) -> None:
         if reduce_to_device is not None:
-            parse_device_name(reduce_to_device)  # Refuses a misspelt name now and not at the first step.
+            name = instance_of(str, "reduce_to_device", reduce_to_device, "a name such as 'gpu:0'")
+            parse_device_name(name, "reduce_to_device")  # Refuses a misspelt name now and not at the first step.
+        if accumulation_fn is not None:
+            function("accumulation_fn", accumulation_fn, "a function of a list of arrays")
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn: Accumulate = accumulation_fn or _add_in_order
 

@@ -27,7 +27,7 @@ from lockstep._arrays import (
     encode_tree,
     parse_description,
 )
-from lockstep._errors import InputError, OptionError, ScopeError, whole_number
+from lockstep._errors import InputError, OptionError, ScopeError, shown, whole_number
 from lockstep._logging import CancelledError
 from lockstep.custom_loops.per_replica import (
     as_numeric_array,
@@ -61,6 +61,9 @@ class InputContext:
         input_pipeline_id: number of this process.
         num_replicas_in_sync: number of replicas of all processes.
 
+    Raises:
+        OptionError: one of them is not such a number.
+
     Example:
         >>> import lockstep
         >>> strategy = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
@@ -74,6 +77,11 @@ class InputContext:
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
+    def __post_init__(self) -> None:
+        pipelines = whole_number("InputContext: num_input_pipelines", self.num_input_pipelines)
+        whole_number("InputContext: input_pipeline_id", self.input_pipeline_id, least=0, most=pipelines - 1)
+        whole_number("InputContext: num_replicas_in_sync", self.num_replicas_in_sync)
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the number of rows of one replica.
 
@@ -84,20 +92,20 @@ class InputContext:
             Number of rows of each replica.
 
         Raises:
-            OptionError: the number of replicas does not divide ``global_batch_size``, or one of the two is not a whole number.
+            OptionError: the number of replicas does not divide ``global_batch_size``, or that is not a whole number.
 
         Example:
             >>> from lockstep import InputContext
             >>> InputContext(1, 0, 4).get_per_replica_batch_size(512)
             128
         """
-        replicas = whole_number("InputContext: num_replicas_in_sync", self.num_replicas_in_sync)
-        if whole_number("get_per_replica_batch_size: global_batch_size", global_batch_size) % replicas:
+        rows = whole_number("get_per_replica_batch_size: global_batch_size", global_batch_size)
+        if rows % self.num_replicas_in_sync:
             raise OptionError(
                 f"get_per_replica_batch_size: {self.num_replicas_in_sync} replicas do not divide a global batch of "
-                f"{global_batch_size} rows. Fix: use a multiple of {self.num_replicas_in_sync}."
+                f"{shown(rows)} rows. Fix: use a multiple of {self.num_replicas_in_sync}."
             )
-        return global_batch_size // self.num_replicas_in_sync
+        return rows // self.num_replicas_in_sync
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep._errors import InputError, member_of
-from lockstep.collectives import AutoAllReduce
+from lockstep._errors import InputError, ScopeError, member_of, shown
+from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
-from lockstep.custom_loops.per_replica import bools_as_integers, check_arrays, check_axis
+from lockstep.custom_loops.per_replica import bools_as_integers, check_arrays, check_axis, fits_jax, value_of
 from lockstep.custom_loops.replica_context import (
     ReplicaContext,
     as_floating,
@@ -24,6 +24,7 @@ from lockstep.custom_loops.replica_context import (
 from lockstep.custom_loops.strategy_api import StrategyApi
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.fit_entry import InputOptions, ProcessGroup
+from lockstep.devices.names import device_name
 from lockstep.execution.train_functions import is_in_step
 
 __all__ = [
@@ -50,9 +51,43 @@ class _NoStrategy(StrategyApi):
         """One."""
         return 1
 
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """The operation that would add gradients."""
+        return self._ops
+
+    @property
+    def deterministic(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Name of JAX's default device."""
+        return tuple(device_name(device) for device in self._placement.devices)
+
     def scope(self) -> AbstractContextManager["_NoStrategy"]:
         """Changes nothing."""
         return nullcontext(self)
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as :meth:`self_check` and :meth:`doctor`: there is no strategy that has made a model or a process group."""
+        raise _no_strategy("checkpoint")
+
+    def doctor(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """See :meth:`checkpoint`."""
+        raise _no_strategy("doctor")
+
+    def self_check(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """See :meth:`checkpoint`."""
+        raise _no_strategy("self_check")
+
+
+def _no_strategy(method: str) -> ScopeError:
+    return ScopeError(
+        f"get_strategy().{method}: no scope of a strategy is open, and the default strategy has no models. Fix: call it in strategy.scope(), or "
+        "as a method of the strategy."
+    )
 
 
 class _OnlyReplica(ReplicaContext):
@@ -61,12 +96,12 @@ class _OnlyReplica(ReplicaContext):
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """Return ``value``; the mean of whole numbers is a floating-point number."""
         op = member_of(ReduceOp, "all_reduce: reduce_op", reduce_op)
-        check_arrays("all_reduce", value)
+        check_arrays("all_reduce: value", value)
         return jax.tree.map(as_floating if op is ReduceOp.MEAN else bools_as_integers, value)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Return ``value``."""
-        check_arrays("all_gather", value)
+        check_arrays("all_gather: value", value)
         for leaf in jax.tree.leaves(value):
             check_axis("all_gather", jnp.shape(leaf), axis)
         return value
@@ -164,14 +199,14 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         >>> float(lockstep.compute_average_loss(jnp.asarray([1.0, 3.0]), global_batch_size=8))
         0.5
     """
-    losses = jnp.asarray(per_example_loss)
+    losses = _numbers("per_example_loss", per_example_loss)
     if losses.ndim == 0:
         raise InputError(
-            "compute_average_loss: expected a loss for each row, got one number. Fix: make the loss with reduction=None."
+            "compute_average_loss: expected a loss for each row, got one number as per_example_loss. Fix: make the loss with reduction=None."
         )
     if sample_weight is not None:
         losses = as_floating(losses)
-        losses = losses * _weights_of(losses.shape, jnp.asarray(sample_weight, losses.dtype))
+        losses = losses * _weights_of(losses, _numbers("sample_weight", sample_weight))
     if global_batch_size is not None:
         _check_rows(global_batch_size)
     return losses.sum() / (max(1, losses.shape[0]) * _replicas() if global_batch_size is None else global_batch_size)
@@ -196,13 +231,24 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         >>> float(lockstep.scale_regularization_loss([1.0, 2.0]))
         3.0
     """
-    check_arrays("scale_regularization_loss", regularization_loss)
+    check_arrays("scale_regularization_loss: regularization_loss", regularization_loss)
     total = sum((jnp.sum(jnp.asarray(loss)) for loss in jax.tree.leaves(regularization_loss)), start=jnp.zeros(()))
     return total / _replicas()
 
 
-def _weights_of(shape: tuple[int, ...], weights: jax.Array) -> jax.Array:
-    """Return weights with as many axes as the losses."""
+def _numbers(name: str, value: Any) -> jax.Array:
+    check_arrays(f"compute_average_loss: {name}", value)
+    try:
+        return jnp.asarray(value_of(value))
+    except (TypeError, ValueError):  # For example lists of different lengths.
+        raise InputError(f"compute_average_loss: {name}: expected one array, got {shown(value)}.") from None
+
+
+def _weights_of(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return weights with as many axes as the losses, of their dtype."""
+    shape = losses.shape
+    if jnp.iscomplexobj(weights) and not jnp.iscomplexobj(losses):
+        raise InputError(f"compute_average_loss: sample_weight: expected real numbers, got {weights.dtype}.")
     if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
     if weights.shape != shape[: weights.ndim]:
@@ -210,15 +256,20 @@ def _weights_of(shape: tuple[int, ...], weights: jax.Array) -> jax.Array:
             f"compute_average_loss: sample_weight has the shape {weights.shape}, and the losses have {shape}. Fix: pass one weight for each "
             "row, or for each loss."
         )
-    return weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
+    return weights.astype(losses.dtype).reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
 
 
 def _check_rows(number: Any) -> None:
     is_number = isinstance(number, int | np.integer | np.ndarray | jax.Array) and not isinstance(number, bool)
-    is_whole = is_number and jnp.ndim(number) == 0 and jnp.issubdtype(jnp.result_type(number), jnp.integer)
+    is_whole = (
+        is_number
+        and (not isinstance(number, int) or fits_jax(number))
+        and jnp.ndim(number) == 0
+        and jnp.issubdtype(jnp.result_type(number), jnp.integer)
+    )
     if not is_whole or (not isinstance(number, jax.core.Tracer) and int(number) < 1):
         raise InputError(
-            f"compute_average_loss: expected global_batch_size as a whole number of rows, 1 or more, got {number!r}. "
+            f"compute_average_loss: expected global_batch_size as a whole number of rows, 1 or more, got {shown(number)}. "
             "Fix: count the rows of all replicas."
         )
 

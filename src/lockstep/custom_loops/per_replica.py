@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep._errors import InputError, ModelError, OptionError
+from lockstep._errors import InputError, ModelError, OptionError, check_depth, shown
 from lockstep.data.device_placement import Placement
+from lockstep.data.sources import NON_NUMERIC_KINDS
 from lockstep.devices.batch_split import rows_of_replicas
 
 __all__ = [
-    "NON_NUMERIC_KINDS",
     "PerReplica",
     "as_numeric_array",
     "bools_as_integers",
@@ -29,6 +29,7 @@ __all__ = [
     "check_shapes",
     "check_structures",
     "explain_tracer_errors",
+    "fits_jax",
     "is_array",
     "is_per_replica",
     "is_value",
@@ -39,9 +40,6 @@ __all__ = [
     "sum_over_replicas",
     "value_of",
 ]
-
-
-NON_NUMERIC_KINDS = "OSUTMm"  # kinds of NumPy arrays that no device holds: objects, texts and times
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["members"])
@@ -129,8 +127,8 @@ def value_of(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, keras.Variable) else leaf
 
 
-def as_numeric_array(leaf: Any) -> np.ndarray:
-    """Return a leaf of a batch or an argument as a NumPy array.
+def as_numeric_array(leaf: Any, where: str = "") -> np.ndarray:
+    """Return a leaf of a batch or an argument as a NumPy array; errors begin with ``where``.
 
     Raises:
         InputError: it holds texts or other objects, or whole numbers that JAX's dtype cannot hold.
@@ -138,7 +136,7 @@ def as_numeric_array(leaf: Any) -> np.ndarray:
     array = np.asarray(leaf)
     if array.dtype.kind in NON_NUMERIC_KINDS:
         raise InputError(
-            f"Values of replicas must be numbers, as they are put on devices; got an array of {array.dtype}, {array!r:.60}. Fix: turn texts "
+            f"{where}Values of replicas must be numbers, as they are put on devices; got an array of {array.dtype}, {array!r:.60}. Fix: turn texts "
             "into numbers in the data set, with keras.layers.StringLookup or TextVectorization."
         )
     held = jax.dtypes.canonicalize_dtype(array.dtype)
@@ -146,7 +144,7 @@ def as_numeric_array(leaf: Any) -> np.ndarray:
         least, most = np.iinfo(held).min, np.iinfo(held).max
         if array.min() < least or array.max() > most:
             raise InputError(
-                f"Values of replicas are {held} numbers, {least} to {most}, unless jax_enable_x64 is set; got {array.min()} to {array.max()}. "
+                f"{where}Values of replicas are {held} numbers, {least} to {most}, unless jax_enable_x64 is set; got {array.min()} to {array.max()}. "
                 "Fix: renumber them, with keras.layers.IntegerLookup or np.unique(…, return_inverse=True)."
             )
     return array
@@ -218,10 +216,10 @@ def sum_over_replicas(value: Any, replicas: int, add: Callable[[jax.Array], jax.
 def check_axis(what: str, shape: Sequence[int], axis: int) -> None:
     """Refuse an axis that a value does not have."""
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise InputError(f"{what}: expected the number of an axis, got {axis!r}.")
+        raise InputError(f"{what}: expected the number of an axis, got {shown(axis)}.")
     if not -len(shape) <= axis < len(shape):
         raise InputError(
-            f"{what}: axis {axis} is not one of a value of shape {tuple(shape)}. Axes count from 0, and from -1 backwards."
+            f"{what}: axis {shown(axis)} is not one of a value of shape {tuple(shape)}. Axes count from 0, and from -1 backwards."
         )
 
 
@@ -229,8 +227,9 @@ def check_arrays(what: str, tree: Any) -> None:
     """Refuse texts and other objects, and sparse arrays, whose indices cannot be added.
 
     Raises:
-        InputError: the tree holds one.
+        InputError: the tree holds one, or is nested too deeply.
     """
+    check_depth(what, tree)
     for node in jax.tree.leaves(tree, is_leaf=_is_sparse):
         if _is_sparse(node):
             raise InputError(
@@ -238,8 +237,15 @@ def check_arrays(what: str, tree: Any) -> None:
             )
         value = value_of(node)
         is_text = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NON_NUMERIC_KINDS
+        if isinstance(value, int) and not fits_jax(value):
+            raise InputError(f"{what}: expected numbers that JAX's integers can hold, got {shown(value)}.")
         if is_text or not is_value(value):
-            raise InputError(f"{what}: expected arrays and numbers, got {node!r:.60}, a {type(node).__name__}.")
+            raise InputError(f"{what}: expected arrays and numbers, got {shown(node):.60}, a {type(node).__name__}.")
+
+
+def fits_jax(number: int) -> bool:
+    """Whether JAX's default integers can hold a number."""
+    return number.bit_length() < np.iinfo(jax.dtypes.canonicalize_dtype(int)).bits
 
 
 def check_structures(what: str, trees: Sequence[Any]) -> None:
@@ -322,7 +328,7 @@ def check_result(leaf: Any) -> Any:
 def check_host_argument(leaf: Any) -> Any:
     """Return an argument unchanged if JAX can hold its numbers; Python numbers keep their weak dtype."""
     if isinstance(leaf, (np.ndarray, np.generic, int)):
-        as_numeric_array(leaf)
+        as_numeric_array(leaf, "strategy.run: args, kwargs: ")
     return leaf
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import PartitionSpec
 
-from lockstep._errors import ModelError, OptionError, member_of
+from lockstep._errors import ModelError, OptionError, check_depth, function, member_of, named_arguments
 from lockstep.collectives import CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.distributed_dataset import DistributedDataset, InputContext, PerReplicaDataset, ValueContext
@@ -35,7 +35,7 @@ from lockstep.custom_loops.per_replica import (
 from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, check_not_in_replica, in_context
 from lockstep.custom_loops.replica_runner import run_on_replicas
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
-from lockstep.data.fit_entry import InputOptions, ProcessGroup
+from lockstep.data.fit_entry import InputOptions, ProcessGroup, check_input_options
 from lockstep.data.sources import make_tree_source
 from lockstep.distributed.resolvers import ClusterResolver
 
@@ -98,11 +98,15 @@ class StrategyApi:
                 "strategy.run does not support deterministic=True, because replicas run as one batch. Fix: write a custom train_step "
                 "and use fit, or make a strategy without deterministic=True."
             )
+        function("strategy.run: fn", fn)
         if not isinstance(args, (tuple, list)):
             raise OptionError(
                 f"strategy.run: args: expected a tuple or a list, got {type(args).__name__}. Fix: write args=(value,)."
             )
-        leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs or {})), is_leaf=is_per_replica)
+        kwargs = named_arguments("strategy.run: kwargs", kwargs)
+        check_depth("strategy.run: args", args)
+        check_depth("strategy.run: kwargs", kwargs)
+        leaves, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_per_replica)
         leaves = [value_of(leaf) for leaf in leaves]
         are_values = tuple(is_value(leaf) for leaf in leaves)
         fixed = tuple(leaf for leaf, value in zip(leaves, are_values, strict=True) if not value)
@@ -163,13 +167,13 @@ class StrategyApi:
         """
         check_not_in_replica("reduce")
         op = member_of(ReduceOp, "reduce: reduce_op", reduce_op)
-        check_arrays("reduce", value)
+        check_arrays("reduce: value", value)
         return jax.tree.map(lambda leaf: self._reduce_one(op, leaf, axis), value, is_leaf=is_per_replica)
 
     def _reduce_one(self, op: ReduceOp, value: Any, axis: int | None) -> jax.Array:
         if not is_per_replica(value):
             if axis is not None:
-                check_axis("strategy.reduce", jnp.shape(value), axis)
+                check_axis("strategy.reduce: axis", jnp.shape(value), axis)
             if op is ReduceOp.MEAN:
                 return jnp.asarray(value) if axis is None else jnp.mean(jnp.asarray(value), axis=axis)
             if self._placement.replicas == 1:
@@ -184,7 +188,7 @@ class StrategyApi:
         value = jax.tree.map(as_floating if op is ReduceOp.MEAN else bools_as_integers, value)
         if axis is not None:
             for array in value.groups:
-                check_axis("strategy.reduce", array.shape[1:], axis)
+                check_axis("strategy.reduce: axis", array.shape[1:], axis)
             count = sum(array.shape[0] * array.shape[1:][axis] for array in value.groups)
             inner = axis + 1 if axis >= 0 else axis
             groups = tuple(jnp.sum(array, axis=inner, dtype=array.dtype) for array in value.groups)
@@ -214,14 +218,14 @@ class StrategyApi:
             [0, 1, 2]
         """
         check_not_in_replica("gather")
-        check_arrays("gather", value)
+        check_arrays("gather: value", value)
 
         def one(leaf: Any) -> jax.Array:
             if is_per_replica(leaf):
                 check_replicas("gather", leaf, self._placement.replicas)
             own = leaf if is_per_replica(leaf) else PerReplica((jnp.asarray(leaf)[None],), ((0,),))
             for array in own.groups:
-                check_axis("strategy.gather", array.shape[1:], axis)
+                check_axis("strategy.gather: axis", array.shape[1:], axis)
             check_shapes("gather", [value.shape for value in own.values], axis)
             return jnp.concatenate(own.values, axis=axis)
 
@@ -243,6 +247,7 @@ class StrategyApi:
             >>> [int(number) for number in strategy.experimental_local_results(numbers)]
             [0, 1]
         """
+        check_depth("experimental_local_results: value", value)
         leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
         if not any(map(is_per_replica, leaves)):
             return (value,)
@@ -265,6 +270,7 @@ class StrategyApi:
         """
         check_not_in_replica("experimental_distribute_values_from_function")
         count = self._placement.replicas
+        function("experimental_distribute_values_from_function: value_fn", value_fn, "a function of a ValueContext")
         trees = [value_fn(ValueContext(replica, count)) for replica in range(count)]
         check_structures("experimental_distribute_values_from_function", trees)
         return jax.tree.map(lambda *values: per_replica_of(values, self._placement), *trees)
@@ -325,14 +331,13 @@ class StrategyApi:
         """
         check_not_in_replica("distribute_datasets_from_function")
         group = self._process_group
+        function("distribute_datasets_from_function: dataset_fn", dataset_fn, "a function of an InputContext")
         context = InputContext(group.processes, group.process, self._placement.replicas)
-        source = make_tree_source(dataset_fn(context))
+        source = make_tree_source(dataset_fn(context), "distribute_datasets_from_function: what dataset_fn returns")
         return PerReplicaDataset(source, self._placement, self._prefetch(options), group.make_batch_gather(source.name))
 
     def _prefetch(self, options: InputOptions | None) -> int:
-        if options is not None and not isinstance(options, InputOptions):
-            raise OptionError(f"options: expected a lockstep.InputOptions or None, got {options!r}.")
-        if options is not None and options.cache is not None:
+        if options is not None and check_input_options("options", options).cache is not None:
             raise OptionError(
                 f"InputOptions(cache={str(options.cache)!r}) is for fit. Fix: in a custom training loop, keep the batches of the first epoch."
             )

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,16 @@ from weakref import WeakKeyDictionary
 import keras
 import numpy as np
 
-from lockstep._errors import OptionError, whole_number
+from lockstep._errors import (
+    InputError,
+    OptionError,
+    file_path,
+    instance_of,
+    real_number,
+    shown,
+    truth,
+    whole_number,
+)
 from lockstep._keras import trainer
 from lockstep._keras.patches import FIT_INPUT, install
 from lockstep._keras.trainer import interceptable
@@ -26,11 +35,12 @@ from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore, Memo
 from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import BatchCheck, BatchGather
-from lockstep.data.sources import AdapterSource, InputSource, Pending, make_source
+from lockstep.data.sources import AdapterSource, InputSource, Pending, check_data, make_source
 
-__all__ = ["FitObserver", "InputFactory", "InputOptions", "ProcessGroup"]
+__all__ = ["FitObserver", "InputFactory", "InputOptions", "ProcessGroup", "check_call", "check_input_options"]
 
 Report = Callable[[str], None]
+_ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 
@@ -60,9 +70,17 @@ class InputOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", whole_number("InputOptions: prefetch", self.prefetch, least=0))
-        cache = self.cache
-        if cache is not None and (not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache)):
-            raise OptionError(f'InputOptions: cache: expected None, "memory", "device" or a path, got {cache!r}.')
+        if self.cache is not None:
+            file_path("InputOptions: cache", self.cache, 'None, "memory", "device" or a path')
+
+
+def check_input_options(name: str, options: object) -> InputOptions:
+    """Return an argument of a strategy or a data set that must be an InputOptions.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    return instance_of(InputOptions, name, options, "a lockstep.InputOptions or None")
 
 
 class FitObserver:
@@ -160,11 +178,13 @@ class InputFactory:
             Sentences to log when the model is used.
         """
         notes = []
-        for name in _STEPS:
+        for name in (*_STEPS, *_ON_BATCH):
             owner = next(cls for cls in type(model).__mro__ if name in vars(cls))
-            if owner in keras.Model.__mro__:
+            if owner in keras.Model.__mro__ and name in _ON_BATCH:
+                install(FIT_INPUT, [(model, name, _checked_on_batch(model, name))])
+            elif owner in keras.Model.__mro__:
                 install(FIT_INPUT, [(model, name, self._wrap(model, name, report))])
-            elif self._options != InputOptions():
+            elif name in _STEPS and self._options != InputOptions():
                 notes.append(f"{owner.__name__} has its own {name}, to which input_options do not apply")
         return notes
 
@@ -186,8 +206,9 @@ class InputFactory:
         def method(*args: Any, **kwargs: Any) -> Any:
             call = signature.bind(model, *args, **kwargs)
             given = call.arguments
-            if given.get("x") is None or isinstance(given["x"], KerasInput):
+            if isinstance(given.get("x"), KerasInput):
                 return original(*call.args, **call.kwargs)
+            check_call(name, given)
             with ExitStack() as stack:
                 make = functools.partial(self._input, model, report, name == "fit")
                 if name == "fit":
@@ -203,7 +224,8 @@ class InputFactory:
                 stack.enter_context(self._process_group.surround_call(model, name, given, options["batch_size"]))
 
                 def proceed() -> Any:
-                    with self._around_fit(model, given) if name == "fit" else nullcontext():
+                    around = self._around_fit(model, given) if name == "fit" else nullcontext()
+                    with around, _explained_without_batches(name, made):
                         return original(*call.args, **call.kwargs)
 
                 return self._process_group.run_call(model, name, given, proceed)
@@ -216,12 +238,15 @@ class InputFactory:
         report: Report,
         is_fit: bool,
         *data: Any,
+        argument: str = "x",
         path_suffix: str = "",
         on_first_batch: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> KerasInput:
         given = options | {"pending": self._pending_of}
         source = make_source(*data, **given)
+        if source.num_batches == 0:
+            raise InputError(f"{argument}: the {source.name} has no batches.")
         is_compiled = model.jit_compile and not model.run_eagerly
         if is_fit and self._options.cache:
             source = self._cached(source, data, is_compiled, path_suffix, given)
@@ -277,6 +302,78 @@ class InputFactory:
         return DeviceSource(make_source(numbers, **given | {"class_weight": None}), whole, self._placement)
 
 
+def _checked_on_batch(model: keras.Model, name: str) -> Callable[..., Any]:
+    """Return a method for one batch that first checks its data."""
+    original = getattr(type(model), name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(model, *args, **kwargs)
+        check_call(name, call.arguments)
+        return original(*call.args, **call.kwargs)
+
+    return method
+
+
+_COUNTS = ("batch_size", "validation_batch_size", "steps_per_epoch", "steps", "validation_steps")
+_EPOCHS = ("epochs", "initial_epoch")
+_SWITCHES = ("shuffle", "verbose", "return_dict")
+
+
+def check_call(name: str, given: dict[str, Any]) -> None:
+    """Check the arguments of a call of the model before anything begins, and make the numbers Python's.
+
+    What plain Keras accepts is accepted, except for a 0 or an empty value that Keras takes for None.
+
+    Raises:
+        InputError: the data have no rows, or no numbers.
+        OptionError: another argument is out of its range.
+    """
+    for argument in (each for each in (*_COUNTS, *_EPOCHS) if each in given):
+        if given[argument] is not None or argument in _EPOCHS:
+            number = int(given[argument]) if isinstance(given[argument], bool) else given[argument]  # as in Keras
+            given[argument] = whole_number(
+                f"{name}: {argument}", number, None if argument in _EPOCHS else 1, most=sys.maxsize
+            )
+    for argument in _SWITCHES:
+        truth(f"{name}: {argument}", given.get(argument))
+    if given.get("class_weight") is not None:
+        instance_of(Mapping, f"{name}: class_weight", given["class_weight"], "a dict from classes to weights")
+    check_callbacks(f"{name}: callbacks", given.get("callbacks"))
+    is_batch = name in _ON_BATCH
+    check_data(f"{name}: x", given.get("x"), is_arrays=is_batch, may_be_empty=is_batch)
+    for argument in ("y", "sample_weight"):
+        if given.get(argument) is not None:
+            check_data(f"{name}: {argument}", given[argument], is_arrays=True, may_be_empty=is_batch)
+    _check_validation(name, given)
+
+
+def check_callbacks(name: str, callbacks: Any) -> None:
+    if truth(name, callbacks):
+        given = list(callbacks.values()) if isinstance(callbacks, dict) else callbacks
+        for callback in given if isinstance(given, (list, tuple)) else [given]:
+            if not callable(getattr(callback, "set_model", None)):
+                raise OptionError(f"{name}: expected keras.callbacks.Callback objects, got {shown(callback)}.")
+
+
+def _check_validation(name: str, given: dict[str, Any]) -> None:
+    data, split = given.get("validation_data"), given.get("validation_split")
+    if data is None and truth(f"{name}: validation_split", split):
+        share = real_number(f"{name}: validation_split", split, what="a share of the rows")
+        if share >= 1:
+            raise OptionError(f"{name}: validation_split: expected a share of the rows below 1, got {shown(split)}.")
+    elif data is None:
+        return
+    else:
+        check_data(f"{name}: validation_data", data)
+    frequency = given.get("validation_freq", 1)
+    if not isinstance(frequency, (int, list)) or (not isinstance(frequency, list) and frequency == 0):
+        raise OptionError(
+            f"{name}: validation_freq: expected a number of epochs or a list of epochs, got {shown(frequency)}."
+        )
+
+
 def _batches_per_epoch(steps: int | None, steps_per_execution: int) -> int | None:
     """Return the number of batches that Keras takes: ``steps`` or KERAS_MAX_STEPS_PER_EPOCH, in whole executions."""
     given = [number for number in (steps, keras.config.max_steps_per_epoch()) if number]
@@ -300,10 +397,22 @@ def _wrap_validation(given: dict[str, Any], make: Callable[..., KerasInput]) -> 
         *data,
         steps_per_epoch=given.get("validation_steps"),
         path_suffix=".validation",
+        argument="validation_data",
         shuffle=False,
         class_weight=None,
         batch_size=given.get("validation_batch_size") or given.get("batch_size"),
     )
+
+
+@contextmanager
+def _explained_without_batches(name: str, opened: KerasInput) -> Iterator[None]:
+    """Replace the error of Keras's loop, which uses the results of a last step, if there was no batch at all."""
+    try:
+        yield
+    except (StopIteration, UnboundLocalError) as error:
+        if opened.total_taken:
+            raise
+        raise InputError(f"{name}: x: the {opened.name} has no batches.") from error
 
 
 @contextmanager

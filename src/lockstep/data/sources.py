@@ -20,11 +20,12 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._errors import InputError
+from lockstep._errors import InputError, check_depth, shown
 from lockstep._keras import trainer
 from lockstep._logging import log_info
 
 __all__ = [
+    "NON_NUMERIC_KINDS",
     "AdapterSource",
     "CallableSource",
     "DatasetSource",
@@ -32,12 +33,13 @@ __all__ = [
     "InputSource",
     "IterableSource",
     "Pending",
+    "check_data",
     "make_source",
     "make_tree_source",
 ]
 
 _CLOSE_SECONDS = 10.0  # for threads in the user's code to return when a pass is cut short
-
+NON_NUMERIC_KINDS = "OSUTMm"  # kinds of NumPy arrays that no device holds: objects, texts and times
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet
 
 
@@ -352,6 +354,35 @@ class IterableSource(_LeftoverSource):
         return iter(self._iterable)
 
 
+def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empty: bool = False) -> None:
+    """Refuse data without rows of numbers, for which Keras's errors do not name the argument.
+
+    Args:
+        argument: name of the argument.
+        data: a tree of arrays, or an object that yields batches.
+        is_arrays: whether it must be arrays.
+        may_be_empty: whether arrays may have no rows.
+
+    Raises:
+        InputError: it has none.
+    """
+    check_depth(argument, data)
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    if not leaves:
+        raise InputError(f"{argument}: expected arrays, or an object that yields batches, got {shown(data)}.")
+    for leaf in leaves:
+        is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+        if isinstance(leaf, (bool, int, float, complex, str, bytes)):
+            raise InputError(f"{argument}: expected arrays, got {shown(data)}. Fix: convert lists with numpy.asarray.")
+        if is_arrays and not is_array and not (trainer.can_convert_arrays(leaf) and getattr(leaf, "shape", None)):
+            raise InputError(f"{argument}: expected arrays (rows, …), got a {type(leaf).__name__}: {shown(leaf)}.")
+        if is_array and (not leaf.ndim or leaf.dtype.kind in NON_NUMERIC_KINDS or not (may_be_empty or len(leaf))):
+            raise InputError(
+                f"{argument}: expected rows of numbers, got an array of {leaf.dtype} of shape {leaf.shape}: {shown(leaf)}. Fix: turn "
+                "texts into numbers, with keras.layers.StringLookup or TextVectorization; leave out what has no rows."
+            )
+
+
 def make_source(
     x: Any,
     y: Any = None,
@@ -390,7 +421,7 @@ def make_source(
     return AdapterSource(adapter, type(x).__name__)
 
 
-def make_tree_source(dataset: Any) -> InputSource:
+def make_tree_source(dataset: Any, argument: str = "dataset") -> InputSource:
     """Return the source for batches that are any trees: an iterable, a ``keras.utils.PyDataset``, or a function of the step.
 
     Raises:
@@ -405,7 +436,7 @@ def make_tree_source(dataset: Any) -> InputSource:
     if callable(dataset):
         return CallableSource(dataset)
     raise InputError(
-        f"A data set is expected: an iterable of batches, a keras.utils.PyDataset or a function step -> batch. Got {dataset!r}."
+        f"{argument}: expected an iterable of batches, a keras.utils.PyDataset or a function step -> batch. Got {shown(dataset)}."
     )
 
 

@@ -147,6 +147,7 @@ def _is_configured(environ: Mapping[str, str]) -> bool:
     )
 
 
+MOST_CPU_DEVICES = 1024  # each has threads of its own
 THREADS_PER_DEVICE = 4  # A step has collectives that do not depend on each other; each may block a thread.
 POOL_VARIABLES = ("PJRT_NPROC", "NPROC")  # In the order in which XLA reads them.
 _COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -170,7 +171,7 @@ def set_logical_cpu_devices(count: int) -> None:
         >>> lockstep.MirroredStrategy(["cpu:0", "cpu:3"]).num_replicas_in_sync
         2
     """
-    count = whole_number("count", count)
+    count = whole_number("count", count, most=MOST_CPU_DEVICES)
     _configure(count, os.environ)
     found = len(jax.local_devices(backend="cpu"))
     if found != count:
@@ -182,8 +183,10 @@ def ensure_cpu_devices(count: int) -> None:
     """Start JAX with at least ``count`` CPU devices.
 
     Raises:
-        DeviceError: JAX has started with fewer.
+        DeviceError: JAX has started with fewer, or they are more than a process can have.
     """
+    if count > MOST_CPU_DEVICES:
+        raise DeviceError(f"devices: expected at most {MOST_CPU_DEVICES:,} CPU devices, got {count:,}.")
     _configure(max(count, _configured_count(os.environ)), os.environ)
     found = len(jax.local_devices(backend="cpu"))
     if found < count:

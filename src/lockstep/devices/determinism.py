@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import jax
 
-from lockstep._errors import DeviceError, whole_number
-from lockstep.devices.cpu_devices import pool_threads, start_with_threads
+from lockstep._errors import DeviceError, flag, whole_number
+from lockstep.devices.cpu_devices import MOST_CPU_DEVICES, pool_threads, start_with_threads
 from lockstep.devices.names import platform_of
 
 __all__ = ["CPU_THREADS", "describe_determinism", "is_deterministic", "prepare_determinism", "set_deterministic"]
 
 CPU_THREADS = 16  # Enough for 4 logical CPU devices, independent of the number of cores.
+_MOST_THREADS = 4 * MOST_CPU_DEVICES
 GPU_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
@@ -40,7 +41,7 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
 
     Raises:
         DeviceError: JAX has started on a thread pool of another size.
-        OptionError: ``cpu_threads`` is not a positive whole number.
+        OptionError: ``enabled`` is not a bool, or ``cpu_threads`` is not a whole number from 1 to 4,096.
 
     Example:
         >>> import lockstep
@@ -49,17 +50,18 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
         True
         >>> lockstep.config.set_deterministic(False)
     """
-    cpu_threads = whole_number("cpu_threads", cpu_threads)
+    enabled = flag("enabled", enabled)
+    cpu_threads = whole_number("cpu_threads", cpu_threads, most=_MOST_THREADS)
     if enabled:
         start_with_threads(cpu_threads, GPU_FLAG)
         found = pool_threads(os.environ)
         if found != cpu_threads and platform_of(jax.local_devices()[0]) == "cpu":
             raise DeviceError(
-                f"set_deterministic: JAX runs on a pool of {found} CPU threads, not {cpu_threads}. Call it before the first "
+                f"set_deterministic: cpu_threads: JAX runs on a pool of {found} CPU threads, not {cpu_threads}. Call it before the first "
                 f"JAX operation, with PJRT_NPROC and NPROC not set in the environment, or accept the pool that is there: "
                 f"set_deterministic(cpu_threads={found})."
             )
-    _setting.enabled, _setting.cpu_threads = bool(enabled), cpu_threads
+    _setting.enabled, _setting.cpu_threads = enabled, cpu_threads
 
 
 def is_deterministic() -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import jax
 
-from lockstep._errors import DeviceError
+from lockstep._errors import DeviceError, shown
 from lockstep.devices.cpu_devices import check_thread_pool, ensure_cpu_devices
 
 __all__ = [
@@ -19,14 +19,20 @@ __all__ = [
 ]
 
 # "/job:localhost/replica:0/task:0/device:GPU:0" is the form that TensorFlow prints.
-_NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d+)", re.IGNORECASE)
+_NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d{1,9})", re.IGNORECASE)
 
 
-def parse_device_name(name: str) -> tuple[str, int]:
-    """Return platform and index of a device name: ``"/device:GPU:0"``, ``"gpu:0"`` and ``"/gpu:0"`` are ``("gpu", 0)``."""
+def parse_device_name(name: str, argument: str = "devices") -> tuple[str, int]:
+    """Return platform and index of a device name: ``"/device:GPU:0"``, ``"gpu:0"`` and ``"/gpu:0"`` are ``("gpu", 0)``.
+
+    Raises:
+        DeviceError: it is no such name; the message has the name of the argument.
+    """
     match = _NAME.fullmatch(name.strip())
     if match is None:
-        raise DeviceError(f"Unknown device name {name!r}: expected something like 'gpu:0', '/gpu:0', 'cpu:1'.")
+        raise DeviceError(
+            f"{argument}: unknown device name {shown(name)}: expected something like 'gpu:0', '/gpu:0', 'cpu:1'."
+        )
     return match.group(1).lower(), int(match.group(2))
 
 
@@ -47,7 +53,7 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     if devices is None:
         found = tuple(jax.local_devices())
     elif isinstance(devices, (str, set, frozenset)) or not isinstance(devices, Collection):
-        raise DeviceError(f"devices: expected a list of names such as ['gpu:0'], got {devices!r}.")
+        raise DeviceError(f"devices: expected a list of names such as ['gpu:0'], got {shown(devices)}.")
     elif not len(devices):
         raise DeviceError("devices: the list is empty; leave it out to use every device.")
     else:
@@ -73,15 +79,21 @@ def resolve_with_parameter_device(
         DeviceError: see :func:`resolve_devices`.
     """
     if parameter_device is not None and not isinstance(parameter_device, (str, jax.Device)):
-        raise DeviceError(f"parameter_device: {parameter_device!r} is neither a name such as 'cpu:0' nor a JAX device.")
+        raise DeviceError(
+            f"parameter_device: {shown(parameter_device)} is neither a name such as 'cpu:0' nor a JAX device."
+        )
     named = [parameter_device] if isinstance(parameter_device, str) else []
-    if any(parse_device_name(name)[0] == "cpu" for name in named):  # JAX makes all CPU devices at once, when it starts.
+    if any(
+        parse_device_name(name, "parameter_device")[0] == "cpu" for name in named
+    ):  # JAX makes all CPU devices at once, when it starts.
         ensure_cpu_devices(max(count_cpu_devices(devices), count_cpu_devices(named)))
     found = resolve_devices(devices)
     if parameter_device is None:
         several = len(found) > 1 and platform_of(found[0]) != "cpu"
         return found, _lookup("cpu:0") if several else found[0]
-    return found, _named([parameter_device])[0]
+    if isinstance(parameter_device, str):
+        return found, _lookup(parameter_device, "parameter_device")
+    return found, parameter_device
 
 
 def count_cpu_devices(devices: Sequence[str | jax.Device] | None) -> int:
@@ -94,7 +106,7 @@ def count_cpu_devices(devices: Sequence[str | jax.Device] | None) -> int:
 def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
     for device in devices:
         if not isinstance(device, (str, jax.Device)):
-            raise DeviceError(f"devices: {device!r} is neither a name such as 'gpu:0' nor a JAX device.")
+            raise DeviceError(f"devices: {shown(device)} is neither a name such as 'gpu:0' nor a JAX device.")
     parsed = [parse_device_name(device) for device in devices if isinstance(device, str)]
     cpu_indices = [index for platform, index in parsed if platform == "cpu"]
     if cpu_indices and len(set(cpu_indices)) == len(cpu_indices):
@@ -109,11 +121,11 @@ def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
     return tuple(found)
 
 
-def _lookup(name: str) -> jax.Device:
-    platform, index = parse_device_name(name)
+def _lookup(name: str, argument: str = "devices") -> jax.Device:
+    platform, index = parse_device_name(name, argument)
     local = _local(platform)
     if index >= len(local):
-        raise DeviceError(f"There is no device {name!r} here; there are: {', '.join(_all_names())}.")
+        raise DeviceError(f"{argument}: there is no device {name!r} here; there are: {', '.join(_all_names())}.")
     return local[index]
 
 

@@ -11,6 +11,7 @@ import jax
 import keras
 import numpy as np
 
+from lockstep._errors import flag
 from lockstep.data.fit_entry import InputOptions
 
 __all__ = [
@@ -48,12 +49,15 @@ def set_doctor(enabled: bool = True) -> None:
     Args:
         enabled: False: no checks.
 
+    Raises:
+        OptionError: it is not a bool.
+
     Example:
         >>> import lockstep
         >>> lockstep.config.set_doctor(False)
         >>> lockstep.config.set_doctor(True)
     """
-    _setting.enabled = bool(enabled)
+    _setting.enabled = flag("enabled", enabled)
 
 
 def doctor_enabled(environ: Mapping[str, str] = os.environ) -> bool:

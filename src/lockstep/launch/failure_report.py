@@ -53,7 +53,7 @@ class ErrorRecord:
         """Decode a record; return None if it is missing or incomplete."""
         try:
             return cls(**json.loads(data))
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             return None
 
 

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep._errors import OptionError, whole_number
+from lockstep._errors import OptionError, seconds, whole_number
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT, join_address, split_address
 
-__all__ = ["LaunchConfig"]
+__all__ = ["MOST_WORKERS", "LaunchConfig"]
 
+MOST_WORKERS = 1024  # on one node
 _LARGEST_PORT = 65535
 
 
@@ -65,9 +66,9 @@ class LaunchConfig:
     allocator: str = "auto"
 
     def __post_init__(self) -> None:
-        whole_number("--nproc-per-node" if self.servers is None else "--workers", self.workers)
+        whole_number("--nproc-per-node" if self.servers is None else "--workers", self.workers, most=MOST_WORKERS)
         if self.servers is not None:
-            whole_number("--servers", self.servers)
+            whole_number("--servers", self.servers, most=MOST_WORKERS)
         whole_number("--nnodes", self.nodes)
         whole_number("--max-restarts", self.max_restarts, 0)
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
@@ -123,9 +124,9 @@ class LaunchConfig:
 
     def _check_seconds(self) -> None:
         waits = {"--join-seconds": self.join_seconds, "--start-seconds": self.start_seconds}
-        for name, seconds in {"--timeout": self.timeout, "--grace": self.grace, **waits}.items():
-            if seconds is not None and not 0 <= seconds < float("inf"):
-                raise OptionError(f"{name}: expected a number of seconds, got {seconds}.")
+        for name, limit in {"--timeout": self.timeout, "--grace": self.grace, **waits}.items():
+            if limit is not None:
+                seconds(name, limit, above=None)
 
     def _check_addresses(self) -> None:
         if self.hosts is not None and self.coordinator is not None:

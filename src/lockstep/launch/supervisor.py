@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from lockstep._errors import OptionError
 from lockstep._files import open_own
@@ -57,7 +56,7 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
     """
     node = find_node_rank(job)
     stop_at = None if job.timeout is None else time.monotonic() + job.timeout
-    if not job.is_module and not Path(job.program[0]).is_file():
+    if not job.is_module and not os.path.isfile(job.program[0]):
         raise OptionError(
             f"{job.program[0]}: there is no such file; give the script after the options of lockstep run."
         )

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import OptionError, ScopeError
+from lockstep._errors import OptionError, ScopeError, check_depth, function, named_arguments, shown
 from lockstep.parameter_server.scheduler_base import Outcome, SchedulerBase
 
 __all__ = [
@@ -72,13 +72,16 @@ class PerWorkerValues:
     Args:
         make: makes the value, on a worker.
 
+    Raises:
+        OptionError: it cannot be called.
+
     Example:
         >>> import lockstep
         >>> table = lockstep.PerWorkerValues(lambda: {"rows": 3})
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._values = make, list[Any]()
+        self._make, self._values = function("make", make, "a function without arguments"), list[Any]()
 
     def _get(self) -> Any:
         if not self._values:
@@ -112,8 +115,8 @@ class PerWorkerDataset:
     def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
         if not callable(dataset) and not isinstance(dataset, Iterable):
             raise OptionError(
-                "create_per_worker_dataset: expected an iterable of batches, or a function without arguments that makes one, got "
-                f"{dataset!r}."
+                "dataset: expected an iterable of batches, or a function without arguments that makes one, got "
+                f"{shown(dataset)}."
             )
         self._dataset = dataset
 
@@ -178,22 +181,22 @@ class ClusterCoordinator:
         >>> strategy.close()
     """
 
-    def __new__(cls, strategy: Any) -> "ClusterCoordinator":
+    def __new__(cls, strategy: SchedulingStrategy) -> "ClusterCoordinator":
         """Return the coordinator of this strategy."""
         if not isinstance(strategy, SchedulingStrategy):
             raise OptionError(
-                f"ClusterCoordinator: expected a ParameterServerStrategy, got {strategy!r}. Other strategies train in step: use fit, or "
+                f"ClusterCoordinator: strategy: expected a ParameterServerStrategy, got {shown(strategy)}. Other strategies train in step: use fit, or "
                 "strategy.run in a loop."
             )
         if strategy._coordinator is None:
             strategy._coordinator = super().__new__(cls)
         return strategy._coordinator
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy: SchedulingStrategy = strategy
+    def __init__(self, strategy: SchedulingStrategy) -> None:
+        self._strategy = strategy
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> SchedulingStrategy:
         """The strategy whose workers run the functions."""
         return self._strategy
 
@@ -217,9 +220,11 @@ class ClusterCoordinator:
             ModelError: the strategy has no model that is built and compiled.
             OptionError: ``fn`` cannot be called, or an argument is a RemoteValue; or ``max_staleness`` is 0.
         """
-        given = tuple(args or ()), dict(kwargs or {})
-        if not callable(fn):
-            raise OptionError(f"schedule: fn: expected a function, got {fn!r}.")
+        function("schedule: fn", fn)
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise OptionError(f"schedule: args: expected a tuple or a list, got {shown(args)}.")
+        given = tuple(args or ()), named_arguments("schedule: kwargs", kwargs)
+        check_depth("schedule: args and kwargs", list(given))
         if any(isinstance(leaf, RemoteValue) for leaf in keras.tree.flatten(given)):
             raise OptionError("schedule: a RemoteValue cannot be an argument. Fetch it before.")
         scheduler = self._strategy._scheduler
@@ -257,6 +262,7 @@ class ClusterCoordinator:
             ClusterError: a function has failed; or this worker was restarted, and the chief no longer keeps the results (it keeps
                 those of the last fetches, up to 64 MiB).
         """
+        check_depth("fetch: val", val)
         leaves = keras.tree.flatten(val)
         values = [leaf for leaf in leaves if isinstance(leaf, RemoteValue)]
         found = iter(self._strategy._scheduler.fetch([value._outcome for value in values]))
@@ -286,6 +292,9 @@ class ClusterCoordinator:
 
         Returns:
             An argument for :meth:`schedule`.
+
+        Raises:
+            OptionError: ``fn`` cannot be called.
         """
         return PerWorkerValues(fn)
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep._errors import ModelError, ScopeError
+from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizations
 from lockstep._logging import log_info
@@ -206,7 +206,14 @@ class Strategy(Diagnostics):
             (3, [5.0, 5.0])
             >>> folder.cleanup()
         """
-        return Checkpoint(directory, SaveFrequency(save_freq), keep, self._placement, self._process_group, self._log)
+        return Checkpoint(
+            file_path("checkpoint: directory", directory),
+            SaveFrequency(save_freq),
+            keep,
+            self._placement,
+            self._process_group,
+            self._log,
+        )
 
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         """Return what runs the steps of a model."""

@@ -12,11 +12,12 @@ import keras
 import numpy as np
 from keras import initializers, layers
 
-from lockstep._errors import DeterminismError, ModelError
+from lockstep._errors import DeterminismError, ModelError, shown
 from lockstep._keras import trainer
 from lockstep.custom_loops.strategy_api import StrategyApi
-from lockstep.data.device_placement import Placement
-from lockstep.data.fit_entry import InputFactory
+from lockstep.data.device_placement import Placement, count_rows
+from lockstep.data.fit_entry import InputFactory, check_call
+from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name
 from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
 from lockstep.doctor.checks import examine
@@ -69,6 +70,10 @@ class Diagnostics(StrategyApi):
                 model = _reference_model()
             x, y = _reference_batch(4 * self.num_replicas_in_sync)
         self._check_owner(model, "self_check")
+        for name, part in {"x": x, "y": y, "sample_weight": sample_weight}.items():
+            if part is not None or name == "x":
+                check_data(f"self_check: {name}", part, is_arrays=True)
+        count_rows((x, y, sample_weight))
         placements = [self._placement, self._placement]
         if self._deterministic and len(self._placement.devices) > 1:
             placements.append(self._placement.on_first_device())
@@ -126,9 +131,13 @@ class Diagnostics(StrategyApi):
             "steps_per_epoch": steps_per_epoch,
         }
         data = (x, y, sample_weight)
+        check_call("doctor", {"x": x, "y": y, "sample_weight": sample_weight} | options)
         return examine_fit(self, FitCall(model, *data, options, fit_at=calling_location()))
 
     def _check_owner(self, model: keras.Model, call: str) -> None:
+        what = "a compiled model of this strategy"
+        if not isinstance(model, keras.Model):
+            raise ModelError(f"{call}: model: expected {what}, got {shown(model)}.")
         if trainer.strategy_of(model) is not self or not model.compiled:
             raise ModelError(
                 f"{call}: {model.name!r} is not a compiled model of {self}. Fix: build and compile it in scope()."

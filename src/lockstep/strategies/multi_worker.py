@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import keras
 
-from lockstep._errors import OptionError, whole_number
+from lockstep._errors import instance_of, whole_number
 from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
 from lockstep.data import fit_entry
 from lockstep.data.fit_entry import InputOptions
@@ -19,7 +19,7 @@ from lockstep.distributed.consistency_checks import ProgressReporter, agree_on_r
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.jax_init import ProcessJob, job_of_this_process
 from lockstep.distributed.process_group import WorkerProcessGroup, disable_saving, report_saving
-from lockstep.distributed.resolvers import ClusterResolver, resolve
+from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import prepare_process, refuse_device_override
@@ -75,7 +75,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         input_options: InputOptions | None = None,
         check_every: int = 100,
     ) -> None:
-        options = communication_options or CommunicationOptions()
+        options = CommunicationOptions()
+        if communication_options is not None:
+            what = "lockstep.CommunicationOptions(…)"
+            options = instance_of(CommunicationOptions, "communication_options", communication_options, what)
         self._check_every = whole_number("check_every", check_every, least=0)
         self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
         self._resolver = _resolver(cluster_resolver)
@@ -155,8 +158,4 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _resolver(given: ClusterResolver | None) -> ClusterResolver | None:
-    if given is not None and not isinstance(given, ClusterResolver):
-        raise OptionError(
-            f"cluster_resolver: expected a resolver such as lockstep.cluster_resolver.TFConfigClusterResolver(), got {given!r}."
-        )
-    return given or resolve(os.environ)
+    return resolve(os.environ) if given is None else check_resolver(given)

@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 
-from lockstep._errors import ClusterError, ModelError, OptionError, whole_number
+from lockstep._errors import ClusterError, ModelError, OptionError, flag, function, seconds, whole_number
 from lockstep._keras import trainer
-from lockstep.data.fit_entry import InputOptions
+from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
@@ -19,7 +19,7 @@ from lockstep.distributed.cluster.env_reader import GENERATION, EnvReader, Netwo
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_group import disable_saving
-from lockstep.distributed.resolvers import ClusterResolver, resolve
+from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.train_functions import StepHook
 from lockstep.fit.hooks import FitContext, single_callback
@@ -129,13 +129,12 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
     ) -> None:
         if max_staleness is not None:
             max_staleness = whole_number("max_staleness", max_staleness, least=0)
-        if not isinstance(refuse_nonfinite, bool):
-            raise OptionError(f"refuse_nonfinite: expected True or False, got {refuse_nonfinite!r}.")
-        if variable_partitioner is not None and not callable(variable_partitioner):
-            raise OptionError(
-                f"variable_partitioner: expected one of lockstep.partitioners, or a function of shape and dtype, got {variable_partitioner!r}."
-            )
-        if input_options is not None and input_options.cache is not None:
+        refuse_nonfinite = flag("refuse_nonfinite", refuse_nonfinite)
+        if variable_partitioner is not None:
+            what = "one of lockstep.partitioners, or a function of shape and dtype"
+            function("variable_partitioner", variable_partitioner, what)
+        limit = seconds("timeout_seconds", timeout_seconds)
+        if input_options is not None and check_input_options("input_options", input_options).cache is not None:
             raise OptionError(
                 f"InputOptions: cache={str(input_options.cache)!r}: a worker reads its own part of an epoch, of which a cache cannot be made. Leave it out."
             )
@@ -144,7 +143,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
                 "lockstep.config.set_deterministic() and ParameterServerStrategy cannot be combined: workers that do not wait for each other "
                 "give other numbers in each run. Leave the setting out; with max_staleness=0 the result does not depend on the workers or their order."
             )
-        self._resolver = cluster_resolver or resolve(os.environ)
+        self._resolver = resolve(os.environ) if cluster_resolver is None else check_resolver(cluster_resolver)
         self._role = find_role(self._resolver)
         self._context = ProcessContext(
             self._role,
@@ -153,7 +152,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             max_staleness,
             refuse_nonfinite,
             NetworkOptions.of(os.environ),
-            timeout_seconds,
+            limit,
             self._log_on_any_process,
         )
         options = prepare_process(deterministic=False, input_options=input_options)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import jax
 
-from lockstep._errors import DeviceError, OptionError, whole_number
+from lockstep._errors import DeviceError, OptionError, flag, whole_number
 from lockstep._keras import trainer
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
-from lockstep.data.fit_entry import InputOptions
+from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
 from lockstep.devices.determinism import is_deterministic, prepare_determinism
 from lockstep.devices.names import platform_of, resolve_devices
@@ -24,6 +24,8 @@ __all__ = [
     "refuse_device_override",
     "scopes_disabled",
 ]
+
+MOST_REPLICAS = 65_536  # far above all batches; the parts of each replica are objects of this process
 
 _device_count: ContextVar[int | None] = ContextVar("lockstep_device_override", default=None)
 
@@ -71,14 +73,14 @@ def prepare_process(
         OptionError: an argument is out of its range, or two do not go together.
     """
     trainer.check_keras()
-    deterministic = is_deterministic() if deterministic is None else bool(deterministic)
+    deterministic = is_deterministic() if deterministic is None else flag("deterministic", deterministic)
     ops = _resolve_ops(cross_device_ops, deterministic)
-    if shard_optimizer:
+    if flag("shard_optimizer", shard_optimizer):
         _check_shard_optimizer(ops, deterministic)
     if replicas is not None:
-        replicas = whole_number("replicas", replicas)
-    if input_options is not None and not isinstance(input_options, InputOptions):
-        raise OptionError(f"input_options: expected a lockstep.InputOptions or None, got {input_options!r}.")
+        replicas = whole_number("replicas", replicas, most=MOST_REPLICAS)
+    if input_options is not None:
+        check_input_options("input_options", input_options)
     if deterministic:
         prepare_determinism()
     if not has_started():  # The allocator's settings do not reach threads that run already.

@@ -1,5 +1,6 @@
 """Run a user's script up to its first call of ``fit``, to examine the model and the data."""
 
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,11 @@ from lockstep._errors import OptionError
 from lockstep._keras.trainer import intercept_fit
 from lockstep.doctor.base import calling_location
 
-__all__ = ["FirstFit", "run_until_fit"]
+__all__ = ["FirstFit", "NoFitError", "run_until_fit"]
+
+
+class NoFitError(OptionError):
+    """The script has ended without a call of ``fit``."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,10 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
         on_fit: called once, inside the contexts that the script has entered.
 
     Raises:
-        OptionError: the file does not exist, or the script ended without a call of ``fit``.
+        OptionError: the file does not exist.
+        NoFitError: the script ended without a call of ``fit``.
     """
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
 
     outcome: list[Exception | None] = []  # the exception of on_fit, or None
@@ -75,7 +81,7 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
         if outcome[0] is not None:
             raise outcome[0]
         return
-    raise OptionError(
+    raise NoFitError(
         f"{path}: the script ended without a call of fit, so there is nothing to examine. Fix: in a custom training loop, call "
         "strategy.doctor or lockstep.scaling_report."
     )

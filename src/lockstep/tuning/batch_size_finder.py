@@ -9,11 +9,20 @@ from typing import Any
 import jax
 import keras
 
-from lockstep._errors import ClusterError, InputError, ModelError, OptionError, ScopeError, whole_number
+from lockstep._errors import (
+    ClusterError,
+    InputError,
+    ModelError,
+    OptionError,
+    ScopeError,
+    sequence_of,
+    shown,
+    whole_number,
+)
 from lockstep._keras import trainer
 from lockstep.data.device_placement import count_rows
 from lockstep.data.fit_entry import ProcessGroup
-from lockstep.data.sources import AdapterSource, make_source
+from lockstep.data.sources import AdapterSource, check_data, make_source
 from lockstep.devices.cpu_devices import host_memory
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import KerasProbes, StepProbe, StepProbes, StrategyProbes
@@ -213,6 +222,11 @@ def batch_size_finder(
         >>> [measured.rows for measured in found.measurements], found.largest
         ([8, 16, 32, 64], 64)
     """
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"batch_size_finder: model: expected a compiled Keras model, got {shown(model)}.")
+    for name, part in {"x": x, "y": y, "sample_weight": sample_weight}.items():
+        if part is not None or name == "x":
+            check_data(f"batch_size_finder: {name}", part, is_arrays=name != "x")
     owner = trainer.strategy_of(model)
     _check_model(model, owner)
     data = (x, y, sample_weight)
@@ -361,10 +375,11 @@ def _source(data: tuple[Any, ...], rows: int) -> AdapterSource:
 
 
 def _check_sizes(batch_sizes: Sequence[int], rows: int) -> list[int]:
-    sizes = sorted({whole_number("batch_size_finder: batch_sizes", size) for size in batch_sizes})
+    name = "batch_size_finder: batch_sizes"
+    sizes = sorted({whole_number(name, size) for size in sequence_of(name, batch_sizes, "numbers such as (32, 64)")})
     if not sizes or sizes[-1] > rows:
         raise OptionError(
-            f"batch_size_finder: batch_sizes: expected at least one size of at most {rows:,} rows, the rows of x, got {list(batch_sizes)!r}."
+            f"batch_size_finder: batch_sizes: expected at least one size of at most {rows:,} rows, the rows of x, got {shown(list(batch_sizes))}."
         )
     return sizes
 

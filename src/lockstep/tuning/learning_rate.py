@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from lockstep._errors import OptionError, ScopeError, whole_number
+from lockstep._errors import OptionError, ScopeError, one_of, whole_number
 from lockstep._keras import trainer
 from lockstep._logging import log_info
 from lockstep.data.keras_adapter import KerasInput
@@ -98,9 +98,7 @@ class LearningRateScaling(keras.callbacks.Callback):
         self, base_batch: int, rule: str = "linear", warmup_epochs: int = 5, *, global_batch: int | None = None
     ) -> None:
         super().__init__()
-        if rule not in RULES:
-            raise OptionError(f"LearningRateScaling: rule: expected one of {', '.join(RULES)}, got {rule!r}.")
-        self._rule = rule
+        self._rule = one_of(RULES, "LearningRateScaling: rule", rule)
         self._base_batch = whole_number("LearningRateScaling: base_batch", base_batch)
         self._epochs = whole_number("LearningRateScaling: warmup_epochs", warmup_epochs, least=0)
         self._given_batch = (

@@ -156,7 +156,14 @@ def test_folders_without_a_status_are_one_sentence(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.startswith(f"lockstep top: {tmp_path}: no status.json found. ")
     assert said.count("\n") == 1
-    for broken in ("{", "[]", '{"version": 2}', '{"version": 1}'):
+    for broken in (
+        "{",
+        "[]",
+        '{"version": 2}',
+        '{"version": 1}',
+        "[" * 100_000,
+        '{"version": 1, "workers": 1, "time": []}',
+    ):
         (tmp_path / STATUS).write_text(broken)
         assert cli.main(["top", str(tmp_path), "--once"]) == 2
         assert "not a readable status of a run" in capsys.readouterr().err

@@ -32,7 +32,8 @@ def test_the_difference_is_that_of_the_weights():
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [(["--epochs", "0"], "epochs: expected at least 1"), (["--devices", "gpu:0"], "no device")]
+    ("option", "message"),
+    [(["--epochs", "0"], "--epochs: expected a whole number of at least 1"), (["--devices", "gpu:0"], "no device")],
 )
 def test_wrong_options_end_with_one_line(option, message, capsys):
     assert cli.main(["demo", *option]) == 2
@@ -61,7 +62,7 @@ def test_the_command_needs_no_environment():
         text=True,
         timeout=120,
     )
-    assert "epochs: expected at least 1" in done.stderr
+    assert "--epochs: expected a whole number of at least 1" in done.stderr
 
 
 @pytest.mark.slow

@@ -312,10 +312,10 @@ def test_settings_that_are_compared_are_measured_one_after_the_other():
         (lambda: settings_of((1,), ()), r"batch: expected whole numbers such as \(1, 2\)"),
         (lambda: Budget(epochs=0), "epochs: expected"),
         (lambda: Budget(rows=0), "rows: expected"),
-        (lambda: Budget(limit=0), "limit: expected seconds"),
+        (lambda: Budget(limit=0), "limit: expected a number of seconds, more than 0"),
         (lambda: Question("token ring"), "bandwidth: expected GB/s or one of 10GbE, 100GbE"),
-        (lambda: Question(-1.0), "expected GB/s above 0"),
-        (lambda: Question(1.0, -2.0), "µs from 0"),
+        (lambda: Question(-1.0), "bandwidth: expected GB/s, more than 0"),
+        (lambda: Question(1.0, -2.0), "latency: expected a number of µs, 0 or more"),
         (lambda: Question(devices_per_machine=0), "devices_per_machine: expected"),
     ],
 )

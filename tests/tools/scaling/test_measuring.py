@@ -359,6 +359,15 @@ def test_a_terminal_gets_a_bar_and_a_line_for_each_setting():
     assert "1/1" in stream.getvalue()
 
 
+def test_a_script_without_fit_is_tried_once(tmp_path, capsys):
+    script, runs = tmp_path / "empty.py", tmp_path / "runs"
+    script.write_text(f"print('run', file=open({str(runs)!r}, 'a'))\n")
+    words = ["scale", str(script), "--html", str(tmp_path / "r.html"), "--devices", "1,2", "--batch", "8"]
+    assert cli.main(words) == 2
+    assert "empty.py: the script ended without a call of fit" in capsys.readouterr().err
+    assert runs.read_text() == "run\n"
+
+
 def test_words_of_the_script_that_stand_at_the_wrong_place_are_told_where_to_stand(capsys):
     with pytest.raises(SystemExit):
         cli.main(["scale", "train.py", "0.1"])

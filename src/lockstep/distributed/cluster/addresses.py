@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from zlib import crc32
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, shown
 from lockstep.distributed.cluster.env_reader import EnvReader
 
 __all__ = [
@@ -54,7 +54,7 @@ def split_address(where: str, address: object) -> tuple[str, int]:
     if match is None or not 0 < int(match["port"]) <= _LARGEST_PORT:
         raise ClusterError(
             f"{where}: expected an address such as 'worker-0:12421' or '[fd00::7]:12421', with a port of 1 to "
-            f"{_LARGEST_PORT}, got {address!r}."
+            f"{_LARGEST_PORT}, got {shown(address)}."
         )
     return match["six"] or match["host"], int(match["port"])
 

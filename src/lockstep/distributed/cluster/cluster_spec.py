@@ -1,9 +1,10 @@
 """The tasks of a cluster, by job: the counterpart of ``tf.train.ClusterSpec``."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, shown
 from lockstep.distributed.cluster.addresses import split_address
 
 __all__ = ["JOBS", "SINGLE_JOBS", "ClusterSpec", "Jobs"]
@@ -39,10 +40,10 @@ class ClusterSpec:
     def __init__(self, cluster: "Jobs | ClusterSpec") -> None:
         jobs = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
         if not isinstance(jobs, Mapping):
-            raise ClusterError(f"cluster: expected a dict of jobs such as {{'worker': ['a:2222']}}, got {jobs!r}.")
+            raise ClusterError(f"cluster: expected a dict of jobs such as {{'worker': ['a:2222']}}, got {shown(jobs)}.")
         self._tasks = {job: _parse_tasks(job, tasks) for job, tasks in jobs.items()}
         if not any(self._tasks.values()):
-            raise ClusterError(f"cluster: expected at least one task, got {dict(jobs)!r}.")
+            raise ClusterError(f"cluster: expected at least one task, got {shown(dict(jobs))}.")
         _check_distinct(self._tasks)
 
     @property
@@ -101,8 +102,8 @@ class ClusterSpec:
             ClusterError: there is no such job, or the address of this task is not known.
         """
         tasks = self._of(job_name)
-        if task_index not in tasks:
-            raise ClusterError(f"cluster: {job_name} has the indices {list(tasks)}, not {task_index!r}.")
+        if not isinstance(task_index, Integral) or isinstance(task_index, bool) or task_index not in tasks:
+            raise ClusterError(f"cluster: {job_name} has the indices {list(tasks)}, not {shown(task_index)}.")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
@@ -121,8 +122,8 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def _of(self, job_name: str) -> dict[int, str]:
-        if job_name not in self._tasks:
-            raise ClusterError(f"cluster: there is no job {job_name!r}; there are: {', '.join(self._tasks)}.")
+        if not isinstance(job_name, str) or job_name not in self._tasks:
+            raise ClusterError(f"cluster: there is no job {shown(job_name)}; there are: {', '.join(self._tasks)}.")
         return self._tasks[job_name]
 
     def __eq__(self, other: object) -> bool:
@@ -137,13 +138,13 @@ class ClusterSpec:
 def _parse_tasks(job: str, tasks: Any) -> dict[int, str]:
     """Return a dict from index to address, with ascending indices."""
     if job not in JOBS:
-        raise ClusterError(f"cluster: unknown job {job!r}; expected one of {', '.join(JOBS)}.")
+        raise ClusterError(f"cluster: unknown job {shown(job)}; expected one of {', '.join(JOBS)}.")
     if isinstance(tasks, Mapping):
         found = dict(sorted((_parse_index(job, index), address) for index, address in tasks.items()))
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str):
         found = dict(enumerate(tasks))
     else:
-        raise ClusterError(f"cluster: {job}: expected a list of addresses such as ['a:2222'], got {tasks!r}.")
+        raise ClusterError(f"cluster: {job}: expected a list of addresses such as ['a:2222'], got {shown(tasks)}.")
     for index, address in found.items():
         split_address(f"cluster: {job} {index}", address)
     if job in SINGLE_JOBS and len(found) > 1:
@@ -154,7 +155,7 @@ def _parse_tasks(job: str, tasks: Any) -> dict[int, str]:
 def _parse_index(job: str, index: Any) -> int:
     """Return an index, which may be a text, as keys of JSON are."""
     if isinstance(index, bool) or not (isinstance(index, int) or (isinstance(index, str) and index.isdecimal())):
-        raise ClusterError(f"cluster: {job}: expected whole numbers as indices, got {index!r}.")
+        raise ClusterError(f"cluster: {job}: expected whole numbers as indices, got {shown(index)}.")
     return int(index)
 
 

@@ -1,9 +1,11 @@
 """Membership of one process in a cluster: its task, and the group of workers that it trains with."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, OptionError, instance_of, shown, whole_number
 from lockstep.distributed.cluster.addresses import (
     DEFAULT_PORT,
     host_of,
@@ -32,6 +34,7 @@ class WorkerGroup:
 
     Raises:
         ClusterError: the numbers contradict each other; the network is not used.
+        OptionError: an argument has another type.
 
     Example:
         >>> from lockstep.distributed.cluster.membership import WorkerGroup
@@ -50,6 +53,7 @@ class WorkerGroup:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_numbers()
         split_address(f"{self.source}: the coordinator", self.coordinator)
         if self.addresses is not None:
@@ -74,22 +78,35 @@ class WorkerGroup:
         Returns:
             Such as ``worker 1 of 2 (b:12421)``.
         """
+        index = whole_number("index", index, least=0, most=self.workers - 1)
         if self.addresses is not None:
             address = f" ({self.addresses[index]})"
         else:
             address = f" ({self.coordinator})" if index == 0 else ""
         return f"worker {index} of {self.workers}{address}"
 
+    def _check_types(self) -> None:
+        instance_of(str, "source", self.source, "a text")
+        whole_number(f"{self.source}: workers", self.workers, least=None, most=sys.maxsize)
+        for name in ("index", "local_index", "local_workers"):
+            whole_number(f"{self.source}: {name}", vars(self)[name], least=None, most=sys.maxsize)
+        for name in ("addresses", "notes"):
+            texts = vars(self)[name]
+            if not (texts is None and name == "addresses") and not (
+                isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
+            ):
+                raise OptionError(f"{self.source}: {name}: expected a tuple of texts, got {shown(texts)}.")
+
     def _check_numbers(self) -> None:
         if self.workers < 1:
             raise ClusterError(f"{self.source}: expected at least 1 worker, got {self.workers}.")
         if not 0 <= self.index < self.workers:
             raise ClusterError(
-                f"{self.source}: {self.workers} workers have the indices 0 to {self.workers - 1}; got {self.index}."
+                f"{self.source}: index: {self.workers} workers have the indices 0 to {self.workers - 1}; got {self.index}."
             )
         if not 0 <= self.local_index < self.local_workers <= self.workers:
             raise ClusterError(
-                f"{self.source}: this process is number {self.local_index} of {self.local_workers} on its machine, of "
+                f"{self.source}: local_index, local_workers: this process is number {self.local_index} of {self.local_workers} on its machine, of "
                 f"{self.workers} in all; expected numbers that count from 0, and no more here than in all."
             )
 
@@ -223,14 +240,18 @@ def _check_task(source: str, spec: ClusterSpec, job: str | None, index: int | No
             f"cluster has {', '.join(f'{spec.num_tasks(name)} {name}' for name in spec.jobs)}."
         )
     if job not in JOBS:
-        raise ClusterError(f"{source}: unknown task type {job!r}; expected one of {', '.join(JOBS)}.")
+        raise ClusterError(f"{source}: unknown task type {shown(job)}; expected one of {', '.join(JOBS)}.")
     listed = spec.task_indices(job) if job in spec.jobs else []
-    if index not in listed and (job != "evaluator" or listed):
+    if (
+        not isinstance(index, Integral)
+        or isinstance(index, bool)
+        or (index not in listed and (job != "evaluator" or listed))
+    ):
         has = f"{job} {', '.join(map(str, listed))}" if listed else f"no {job}, only {', '.join(spec.jobs)}"
-        raise ClusterError(f"{source}: this process is {job} {index}, but the cluster has {has}.")
+        raise ClusterError(f"{source}: this process is {job} {shown(index)}, but the cluster has {has}.")
     if not training:
         raise ClusterError(f"{source}: no process trains: expected a chief or a worker in the cluster, got {spec!r}.")
-    return job, index
+    return job, int(index)
 
 
 def _count_tasks(source: str, spec: ClusterSpec, job: str) -> int:

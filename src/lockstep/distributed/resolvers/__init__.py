@@ -3,10 +3,10 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, OptionError, sequence_of, shown
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver
+from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver, check_environ, check_resolver
 from lockstep.distributed.resolvers.kubernetes import KubernetesClusterResolver
 from lockstep.distributed.resolvers.open_mpi import OpenMpiClusterResolver
 from lockstep.distributed.resolvers.ray_train import RayClusterResolver
@@ -27,6 +27,7 @@ __all__ = [
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
+    "check_resolver",
     "resolve",
 ]
 
@@ -41,6 +42,9 @@ RESOLVERS: tuple[type[EnvironmentResolver], ...] = (
     SlurmClusterResolver,
     KubernetesClusterResolver,  # Last, as pods may run any of the others.
 )
+
+
+_KINDS = "classes of resolvers such as lockstep.cluster_resolver.RESOLVERS"
 
 
 def resolve(
@@ -59,6 +63,7 @@ def resolve(
 
     Raises:
         ClusterError: the variables of the first one are incomplete or contradict each other.
+        OptionError: an argument has another type.
 
     Example:
         >>> from lockstep.cluster_resolver import resolve
@@ -68,6 +73,10 @@ def resolve(
         >>> resolve({}) is None
         True
     """
+    check_environ(environ)
+    for kind in sequence_of("resolvers", resolvers, _KINDS):
+        if not (isinstance(kind, type) and issubclass(kind, EnvironmentResolver)):
+            raise OptionError(f"resolvers: expected {_KINDS}, got {shown(kind)}.")
     present = [resolver for resolver in resolvers if resolver.is_present(environ)]
     if not present:
         return None

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from copy import copy
 from typing import ClassVar, Self
 
+from lockstep._errors import OptionError, instance_of, shown
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec
 from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup
 
-__all__ = ["ClusterResolver", "EnvironmentResolver"]
+__all__ = ["ClusterResolver", "EnvironmentResolver", "check_environ", "check_resolver", "check_texts"]
+
+
+_MEMBERSHIP = (
+    "a Membership. Fix: derive from SimpleClusterResolver and call its constructor, which makes it from a cluster_spec, a task_type "
+    "and a task_id"
+)
 
 
 class ClusterResolver:
@@ -33,14 +40,15 @@ class ClusterResolver:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: Membership | None = None,
         *,
         master: str | None = None,
         environment: str = "",
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        self._membership, self._master, self._accelerators = membership, master, num_accelerators
+        self._membership = instance_of(Membership, f"{type(self).__name__}: membership", membership, _MEMBERSHIP)
+        self._master, self._accelerators = master, num_accelerators
         self._environment, self._rpc_layer = environment, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
@@ -85,7 +93,9 @@ class ClusterResolver:
 
         Raises:
             ClusterError: the cluster has no such task.
+            OptionError: an argument has another type.
         """
+        check_texts(task_type=task_type, rpc_layer=rpc_layer)
         spec, layer = self.cluster_spec(), rpc_layer or self._rpc_layer
         if task_type is None and task_id is None:
             if self._master is not None:
@@ -159,6 +169,7 @@ class EnvironmentResolver(ClusterResolver, ABC):
 
     Raises:
         ClusterError: a variable is missing, has a value that it cannot have, or contradicts another.
+        OptionError: ``environ`` is no mapping of texts.
     """
 
     source: ClassVar[str]  # The scheduler, for messages.
@@ -166,6 +177,7 @@ class EnvironmentResolver(ClusterResolver, ABC):
     cure: ClassVar[str]  # A sentence that says how to set a missing one.
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        check_environ(environ)
         super().__init__(self._read(EnvReader(self.source, environ, self.cure)))
 
     @classmethod
@@ -176,6 +188,41 @@ class EnvironmentResolver(ClusterResolver, ABC):
     @abstractmethod
     def _read(self, variables: EnvReader) -> Membership:
         """Return the membership of this process from the variables."""
+
+
+def check_texts(**arguments: object) -> None:
+    """Refuse arguments that are neither texts nor None.
+
+    Raises:
+        OptionError: one of them is something else.
+    """
+    for name, text in arguments.items():
+        if text is not None:
+            instance_of(str, name, text, "a text")
+
+
+def check_environ(environ: object) -> None:
+    """Refuse an ``environ`` that does not map names to texts.
+
+    Raises:
+        OptionError: it does not.
+    """
+    given = instance_of(Mapping, "environ", environ, "a dict of environment variables")
+    if not all(isinstance(text, str) for item in given.items() for text in item):
+        raise OptionError(f"environ: expected texts as names and values, got {shown(environ)}.")
+
+
+def check_resolver(given: object) -> ClusterResolver:
+    """Return the ``cluster_resolver`` of a strategy.
+
+    Raises:
+        OptionError: it is no resolver, or one whose constructor did not call that of its base class.
+    """
+    what = "a resolver such as lockstep.cluster_resolver.TFConfigClusterResolver()"
+    resolver = instance_of(ClusterResolver, "cluster_resolver", given, what)
+    made = vars(resolver).get("_membership")
+    instance_of(Membership, f"cluster_resolver: {type(resolver).__name__}: membership", made, _MEMBERSHIP)
+    return resolver
 
 
 def _with_protocol(address: str, rpc_layer: str | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
-from lockstep._errors import ClusterError
+from lockstep._errors import ClusterError, instance_of
 from lockstep.distributed.cluster.addresses import COORDINATOR, DEFAULT_PORT, port_of_job, resolve_coordinator
 from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
@@ -95,7 +95,7 @@ class RayClusterResolver(EnvironmentResolver):
     cure = "Make the strategy in the function that the trainer runs."
 
     def __init__(self, environ: Mapping[str, str] = os.environ, *, ray: RayTrain | None = None) -> None:
-        self._ray = ray or RayTrain()
+        self._ray = RayTrain() if ray is None else instance_of(RayTrain, "ray", ray, "a RayTrain")
         super().__init__(environ)
 
     @classmethod

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Mapping
 
+from lockstep._errors import instance_of, named_arguments, whole_number
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT, resolve_coordinator, split_address
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec, Jobs
 from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, find_membership, membership_of_group
-from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver
+from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver, check_environ, check_texts
 
 __all__ = ["JaxClusterResolver", "SimpleClusterResolver"]
 
@@ -29,6 +30,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     Raises:
         ClusterError: the cluster or the task is invalid.
+        OptionError: another argument has another type.
 
     Example:
         >>> from lockstep.cluster_resolver import SimpleClusterResolver
@@ -39,7 +41,7 @@ class SimpleClusterResolver(ClusterResolver):
     def __init__(
         self,
         cluster_spec: ClusterSpec | Jobs,
-        master: str = "",
+        master: str | None = "",
         task_type: str | None = None,
         task_id: int | None = None,
         environment: str = "",
@@ -48,14 +50,22 @@ class SimpleClusterResolver(ClusterResolver):
         *,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
+        check_environ(environ)
+        check_texts(master=master, task_type=task_type, rpc_layer=rpc_layer)
+        instance_of(str, "environment", environment, "a text")
         membership = find_membership("arguments", ClusterSpec(cluster_spec), task_type, task_id, environ)
         super().__init__(
             membership,
             master=master,
             environment=environment,
-            num_accelerators=num_accelerators,
+            num_accelerators=None if num_accelerators is None else _checked_counts(num_accelerators),
             rpc_layer=rpc_layer,
         )
+
+
+def _checked_counts(given: object) -> dict[str, int]:
+    counts = named_arguments("num_accelerators", given)
+    return {kind: whole_number(f"num_accelerators: {kind}", count, least=0) for kind, count in counts.items()}
 
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"

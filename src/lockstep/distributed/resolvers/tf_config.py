@@ -9,7 +9,7 @@ from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.cluster_spec import ClusterSpec
 from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, find_membership
-from lockstep.distributed.resolvers.base import EnvironmentResolver
+from lockstep.distributed.resolvers.base import EnvironmentResolver, check_texts
 
 __all__ = ["TFConfigClusterResolver"]
 
@@ -29,6 +29,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
 
     Raises:
         ClusterError: it is no JSON, lacks something, or contradicts itself.
+        OptionError: an argument has another type.
 
     Example:
         >>> from lockstep.cluster_resolver import TFConfigClusterResolver
@@ -52,9 +53,10 @@ class TFConfigClusterResolver(EnvironmentResolver):
         *,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
+        check_texts(task_type=task_type, rpc_layer=rpc_layer, environment=environment)
         self._given = task_type, task_id
         super().__init__(environ)
-        config = json.loads(environ["TF_CONFIG"])
+        config = _parse(environ["TF_CONFIG"])
         self._master = config.get("session_master")
         self._rpc_layer = config.get("rpc_layer") if rpc_layer is None else rpc_layer
         self._environment = config.get("environment", "") if environment is None else environment
@@ -65,7 +67,7 @@ class TFConfigClusterResolver(EnvironmentResolver):
         text = environ.get("TF_CONFIG", "")
         try:
             config = json.loads(text) if text.strip() else {}
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return True
         return not (isinstance(config, dict) and (not config or config.get("cluster") == {}))
 
@@ -93,6 +95,8 @@ def _parse(text: str) -> dict[str, Any]:
             f"TF_CONFIG is no JSON: {error.msg} at character {error.pos}, near {around!r}. JSON wants double quotes and no "
             "comma after the last item; json.dumps of a dict writes it rightly."
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"TF_CONFIG cannot be read as JSON: {error}.") from None
     return _check_object(config, "TF_CONFIG")
 
 

@@ -4,12 +4,11 @@ import os
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 
-from lockstep._errors import OptionError, ScopeError, whole_number
+from lockstep._errors import OptionError, ScopeError, file_path, flag, seconds, shown, whole_number
 
 __all__ = ["BackupAndRestore", "SaveFrequency"]
 
@@ -53,11 +52,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         extend: bool = False,
     ) -> None:
         super().__init__()
-        self.directory = Path(directory)
+        self.directory = file_path("BackupAndRestore: directory", directory)
         self.frequency = SaveFrequency(save_freq)
         self.keep = whole_number("BackupAndRestore: keep", keep)
-        self.async_, self.replay = bool(async_), bool(replay)
-        self.allow_changes, self.extend = bool(allow_changes), bool(extend)
+        self.async_ = flag("BackupAndRestore: async_", async_)
+        self.replay = flag("BackupAndRestore: replay", replay)
+        self.allow_changes = flag("BackupAndRestore: allow_changes", allow_changes)
+        self.extend = flag("BackupAndRestore: extend", extend)
         self.is_attached = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -110,13 +111,13 @@ class SaveFrequency:
 
 def _frequency(save_freq: str | int) -> tuple[int | None, float | None]:
     """Return steps and seconds from one checkpoint to the next; both None: only at the end of epochs."""
-    if save_freq == "epoch":
-        return None, None
     if not isinstance(save_freq, str):
         return whole_number("save_freq", save_freq), None
+    if save_freq == "epoch":
+        return None, None
     match = _DURATION.fullmatch(save_freq)
     if match is None:
         raise OptionError(
-            f'save_freq: expected "epoch", a number of steps, or a time such as "30 s", "10min" or "2h", got {save_freq!r}.'
+            f'save_freq: expected "epoch", a number of steps, or a time such as "30 s", "10min" or "2h", got {shown(save_freq)}.'
         )
-    return None, float(match[1]) * _SECONDS[match[2]]
+    return None, seconds("save_freq", float(match[1]) * _SECONDS[match[2]], above=None)

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep._errors import OptionError, ScopeError, whole_number
+from lockstep._errors import ScopeError, real_number, whole_number
 from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.train_functions import StepFunctions, StepHook
@@ -368,6 +368,9 @@ def numbers_of(reading: TimerReading, devices: int) -> dict[str, float]:
     return dict(zip(NAMES[:4], values, strict=True))
 
 
+_LONGEST_WINDOW = 1_000_000  # steps; each is kept
+
+
 class ThroughputMonitor(MonitorCallback):
     """Adds throughput, step time and the wait for data to the logs of each epoch.
 
@@ -403,12 +406,11 @@ class ThroughputMonitor(MonitorCallback):
 
     def __init__(self, window: int = 100, peak_flops: float | None = None) -> None:
         super().__init__()
-        self.window = whole_number("ThroughputMonitor: window", window)
-        if peak_flops is not None and not 0 < peak_flops < float("inf"):
-            raise OptionError(
-                f"ThroughputMonitor: peak_flops: expected operations a second of one device, such as 312e12, got {peak_flops!r}."
-            )
-        self.peak_flops = peak_flops
+        self.window = whole_number("ThroughputMonitor: window", window, most=_LONGEST_WINDOW)
+        what = "operations a second of one device, such as 312e12"
+        self.peak_flops = (
+            None if peak_flops is None else real_number("ThroughputMonitor: peak_flops", peak_flops, above=0, what=what)
+        )
         self._last: dict[str, float] = {}
 
     @property

@@ -21,7 +21,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._errors import OptionError, whole_number
+from lockstep._errors import OptionError, file_path, flag, shown, whole_number
 from lockstep._files import open_own, open_to_read
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.execution.train_functions import StepHook
@@ -281,9 +281,10 @@ class TensorBoard(MonitorCallback):
         profile_batch: int | tuple[int, int] = 0,
     ) -> None:
         super().__init__()
-        self.log_dir = Path(log_dir)
+        self.log_dir = file_path("TensorBoard: log_dir", log_dir)
         self.histogram_freq = whole_number("TensorBoard: histogram_freq", histogram_freq, least=0)
-        self.write_graph, self.write_steps_per_second = bool(write_graph), bool(write_steps_per_second)
+        self.write_graph = flag("TensorBoard: write_graph", write_graph)
+        self.write_steps_per_second = flag("TensorBoard: write_steps_per_second", write_steps_per_second)
         self.update_freq = _frequency(update_freq)
         self.profile_batch = _profiled_steps(profile_batch)
         self._run: _FitRecorder | None = None
@@ -537,7 +538,7 @@ def _frequency(value: str | int) -> int:
     if isinstance(value, str):
         if value not in ("epoch", "batch"):
             raise OptionError(
-                f'TensorBoard: update_freq: expected "epoch", "batch" or a number of steps, got {value!r}.'
+                f'TensorBoard: update_freq: expected "epoch", "batch" or a number of steps, got {shown(value)}.'
             )
         return int(value == "batch")
     return whole_number("TensorBoard: update_freq", value)
@@ -545,8 +546,11 @@ def _frequency(value: str | int) -> int:
 
 def _profiled_steps(value: int | tuple[int, int]) -> tuple[int, int] | None:
     pair = value if isinstance(value, (tuple, list)) else (value, value)
-    if pair == (0, 0):
+    if len(pair) != 2:
+        raise OptionError(f"TensorBoard: profile_batch: expected a step or a pair of them, got {shown(value)}.")
+    first, last = (whole_number("TensorBoard: profile_batch", one, least=0) for one in pair)
+    if first == last == 0:
         return None
-    if len(pair) != 2 or not all(isinstance(one, int) for one in pair) or not 0 < pair[0] <= pair[1]:
-        raise OptionError(f"TensorBoard: profile_batch: expected a step or a pair of them, from 1, got {value!r}.")
-    return (pair[0], pair[1])
+    if not 0 < first <= last:
+        raise OptionError(f"TensorBoard: profile_batch: expected a step or a pair of them, from 1, got {shown(value)}.")
+    return first, last

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import NonFiniteError, OptionError, ScopeError, whole_number
+from lockstep._errors import NonFiniteError, OptionError, ScopeError, one_of, whole_number
 from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
 from lockstep.execution.train_functions import StepFunctions, StepHook
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
@@ -66,10 +66,8 @@ class NanGuard(keras.callbacks.Callback):
 
     def __init__(self, action: str = "stop", *, max_in_a_row: int = 10, max_rollbacks: int = 3) -> None:
         super().__init__()
-        if action not in ACTIONS:
-            raise OptionError(f"NanGuard: action: expected one of {', '.join(ACTIONS)}, got {action!r}.")
         self.asked = NanGuardOptions(
-            action,
+            one_of(ACTIONS, "NanGuard: action", action),
             whole_number("NanGuard: max_in_a_row", max_in_a_row),
             whole_number("NanGuard: max_rollbacks", max_rollbacks),
         )

@@ -1,6 +1,7 @@
 """``lockstep checkpoint``: list checkpoints, and export arrays of one."""
 
 import fnmatch
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def checkpoints_of(directory: str) -> list[Path]:
         CheckpointError: there is no checkpoint.
     """
     path = Path(directory)
-    paths = [path] if (path / MANIFEST).exists() else CheckpointStore(path).paths()
+    paths = [path] if os.path.exists(path / MANIFEST) else CheckpointStore(path).paths()
     if not paths:
         raise CheckpointError(f"{path.absolute()}: no checkpoint found.")
     return paths

@@ -13,9 +13,11 @@ import numpy as np
 from keras import layers
 
 from lockstep import datasets
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, file_path, whole_number
 from lockstep.devices.cpu_devices import set_logical_cpu_devices
+from lockstep.devices.names import parse_device_name
 from lockstep.strategies.mirrored import MirroredStrategy
+from lockstep.strategies.setup import MOST_REPLICAS
 
 __all__ = ["run_demo"]
 
@@ -44,11 +46,18 @@ def run_demo(data: str, replicas: int, devices: Sequence[str] | None, epochs: in
         epochs: passes over the data.
         output: folder that ``curves.png`` is written to.
 
+    Raises:
+        DeviceError: a device is unknown or absent.
+        OptionError: another argument is out of its range.
+
     Returns:
         Whether the weights agree within 1e-6 per step.
     """
-    if epochs < 1:
-        raise OptionError(f"epochs: expected at least 1, got {epochs}.")
+    whole_number("--epochs", epochs)
+    whole_number("--replicas", replicas, most=MOST_REPLICAS)
+    for name in devices or ():
+        parse_device_name(name, "--devices")
+    folder = _made_folder(output)
     train, test = _digits() if data == "digits" else _mnist()
     if devices is None:  # Without an accelerator: one logical CPU device per replica, at most one per core.
         set_logical_cpu_devices(max(1, min(replicas, os.cpu_count() or 1)))
@@ -60,11 +69,23 @@ def run_demo(data: str, replicas: int, devices: Sequence[str] | None, epochs: in
     plain = _train(train, test, epochs, None, verbose=0)
     difference = _largest_difference(ours.weights, plain.weights)
     bound = RELATIVE_PER_STEP * steps
-    picture = _draw(ours, plain, strategy, Path(output))
+    picture = _draw(ours, plain, strategy, folder)
     agreed = difference <= bound
     _print_summary(ours, plain, difference, bound)
     print(f"{'The numbers agree.' if agreed else 'THE NUMBERS DO NOT AGREE.'} Curves: {picture}")
     return agreed
+
+
+def _made_folder(output: str) -> Path:
+    """Make the folder of the curves now, and not after the training."""
+    folder = file_path("--output", output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"--output: {folder} cannot be made: {error.strerror}. Fix: give a writable folder."
+        ) from None
+    return folder
 
 
 def _train(train: Any, test: Any, epochs: int, strategy: MirroredStrategy | None, verbose: int) -> DemoRun:

@@ -1,7 +1,6 @@
 """``lockstep top``: show the state of the workers of a job, from the status file that its chief writes."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +11,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, seconds
 from lockstep._files import read_file
 from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
 __all__ = ["picture", "slowest", "watch"]
 
 _LARGEST_STATUS = 1 << 24  # bytes
+_SHORTEST = 0.1  # seconds between two updates
 STALE = 10.0  # seconds without a new status after which the chief counts as dead
 _NOTABLE = 0.05  # share of the time; a worker that waits less for its data is not reported as slow
 
@@ -37,8 +37,8 @@ def watch(directory: str, interval: float, console: Console, sleep: Callable[[fl
     Raises:
         OptionError: there is no status file, or the interval is out of its range.
     """
-    if not 0.1 <= interval < math.inf:
-        raise OptionError(f"--interval: expected 0.1 seconds or more, got {interval:g}.")
+    if seconds("--interval", interval, above=None) < _SHORTEST:
+        raise OptionError(f"--interval: expected {_SHORTEST} seconds or more, got {interval:g}.")
     with Live(picture(directory), console=console, auto_refresh=False) as live:
         try:
             while True:
@@ -66,7 +66,7 @@ def picture(directory: str | Path, now: Callable[[], float] = time.time) -> Rend
         if slow is not None:
             lines.append(f"slowest: {_describe_slowest(rows, slow)}")
         return Group(*(Text(line) for line in lines), _table(rows, slow))
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise _unreadable(path, repr(error)) from error
 
 
@@ -93,7 +93,7 @@ def _read(directory: Path) -> dict[str, Any]:
             f"{directory}: no {STATUS} found. Fix: give the folder of a lockstep.callbacks.BackupAndRestore or TensorBoard among the "
             "callbacks of fit."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(directory, str(error)) from error
     if not isinstance(found, dict) or found.get("version") != 1:
         raise _unreadable(directory, "its version is not 1")

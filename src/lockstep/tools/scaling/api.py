@@ -13,14 +13,21 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, file_path, shown
 from lockstep.tools.commands.env import describe_machine
 from lockstep.tools.scaling.html_report import page_of
 from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, settings_of
 from lockstep.tools.scaling.subprocess_runner import measure_all
 from lockstep.tools.scaling.table import recommend, table_of
 from lockstep.tools.scaling.terminal import Question, ReportData, outlook_of, progress_reporter, render
-from lockstep.tools.scaling.workload import FunctionWorkload, Workload, build_and_fit, is_measuring, workload_of
+from lockstep.tools.scaling.workload import (
+    FunctionWorkload,
+    Workload,
+    build_and_fit,
+    check_data,
+    is_measuring,
+    workload_of,
+)
 
 __all__ = ["ScalingReport", "check_writable", "report_of", "scale_script", "scaling_report"]
 
@@ -103,7 +110,8 @@ def scale_script(
     Raises:
         OptionError: the script does not exist, an argument is out of its range, or a file cannot be written.
     """
-    if not Path(path).is_file():
+    settings_of(devices, batch)
+    if not os.path.isfile(path):
         raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
     check_writable(outputs)
     workload = Workload("script", path=path, arguments=tuple(arguments))
@@ -157,11 +165,15 @@ def scaling_report(
         lockstep._errors.OptionError: build: expected a function that returns a compiled model, got None.
     """
     if not callable(build):
-        raise OptionError(f"build: expected a function that returns a compiled model, got {build!r}.")
+        raise OptionError(f"build: expected a function that returns a compiled model, got {shown(build)}.")
     if is_measuring():
         build_and_fit(FunctionWorkload(build, data, validation))
+    settings_of(devices, batch)
+    check_data("data", data)
+    if validation is not None:
+        check_data("validation", validation)
     budget, question = Budget(epochs, rows, limit), Question(bandwidth, latency, devices_per_machine)
-    check_writable([output])
+    check_writable([output if output is None else file_path("output", output)])
     named = build.func if isinstance(build, functools.partial) else build
     title = named.__qualname__ if isinstance(named, FunctionType | MethodType | type) else type(named).__name__
     with tempfile.TemporaryDirectory() as folder:
@@ -218,8 +230,8 @@ def check_writable(paths: Iterable[str | Path | None]) -> None:
         OptionError: a file cannot be written.
     """
     for path in (path for path in paths if path is not None):
-        is_new = not Path(path).exists()
         with _write_errors(path):
+            is_new = not Path(path).exists()
             Path(path).open("ab").close()
             if is_new:
                 Path(path).unlink()

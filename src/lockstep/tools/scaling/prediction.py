@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, real_number, shown
 from lockstep.collectives.cost_model import (
     AllReduceMeasurement,
     Network,
@@ -191,14 +191,11 @@ def link_between(bandwidth: float | str, latency: float | None) -> NetworkLink:
     if isinstance(bandwidth, str):
         names = {name.lower(): values for name, values in NETWORKS.items()}
         if bandwidth.lower() not in names:
-            raise OptionError(f"bandwidth: expected GB/s or one of {', '.join(NETWORKS)}, got {bandwidth!r}.")
+            raise OptionError(f"bandwidth: expected GB/s or one of {', '.join(NETWORKS)}, got {shown(bandwidth)}.")
         bandwidth, usual = names[bandwidth.lower()]
-    wait = usual if latency is None else latency
-    if not bandwidth > 0 or not wait >= 0:
-        raise OptionError(
-            f"bandwidth and latency: expected GB/s above 0 and µs from 0, got {bandwidth!r} and {wait!r}."
-        )
-    return NetworkLink(wait * 1e-6, 1 / (bandwidth * 1e9))
+    rate = real_number("bandwidth", bandwidth, above=0, what="GB/s")
+    wait = real_number("latency", usual if latency is None else latency, what="a number of µs")
+    return NetworkLink(wait * 1e-6, 1 / (rate * 1e9))
 
 
 def network_for(model: StepModel, platform: str, between: NetworkLink, devices_per_machine: int | None) -> Network:

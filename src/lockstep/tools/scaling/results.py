@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep._errors import OptionError, whole_number
+from lockstep._errors import OptionError, sequence_of, shown, whole_number
+from lockstep._errors import seconds as seconds_of_wait
 
 __all__ = [
     "AllReduceTiming",
@@ -22,6 +23,9 @@ __all__ = [
     "share",
     "to_json",
 ]
+
+
+MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,7 @@ class Budget:
         whole_number("epochs", self.epochs)
         if self.rows is not None:
             whole_number("rows", self.rows)
-        if not self.limit > 0:
-            raise OptionError(f"limit: expected seconds, more than 0, got {self.limit!r}.")
+        seconds_of_wait("limit", self.limit)
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,12 @@ class SettingFailure:
     Args:
         setting: devices and batch.
         reason: one sentence.
+        ends_all: whether no other setting can be measured, either.
     """
 
     setting: ScalingSetting
     reason: str
+    ends_all: bool = False
 
 
 def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: bool = True) -> list[ScalingSetting]:
@@ -151,10 +156,10 @@ def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: boo
         OptionError: a number is out of its range, or a sequence is empty.
     """
     for name, numbers in (("devices", devices), ("batch", batch)):
-        if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not numbers:
-            raise OptionError(f"{name}: expected whole numbers such as (1, 2), got {numbers!r}.")
+        if not sequence_of(name, numbers, "whole numbers such as (1, 2)"):
+            raise OptionError(f"{name}: expected whole numbers such as (1, 2), got {shown(numbers)}.")
         for number in numbers:
-            whole_number(name, number)
+            whole_number(name, number, most=MOST_DEVICES if name == "devices" else None)
     counts = sorted({1, *devices})
     plain = [0] if with_plain else []
     return [ScalingSetting(count, rows) for rows in sorted(set(batch)) for count in (*plain, *counts)]
@@ -169,7 +174,7 @@ def from_json(values: Mapping[str, Any]) -> SettingResult | SettingFailure:
     """Convert values of JSON to a result; the inverse of :func:`to_json`."""
     setting = ScalingSetting(**values["setting"])
     if "reason" in values:
-        return SettingFailure(setting, values["reason"])
+        return SettingFailure(setting, values["reason"], values["ends_all"])
     converted = {
         "setting": setting,
         "curve": tuple(CurvePoint(**point) for point in values["curve"]),

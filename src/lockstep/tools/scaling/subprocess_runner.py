@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep._errors import LockstepError
+from lockstep._errors import LockstepError, OptionError
 from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.launch.worker_process import die_with_parent
 from lockstep.strategies.setup import override_devices
+from lockstep.tools.run_until_fit import NoFitError
 from lockstep.tools.scaling.benchmark import measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json, to_json
 from lockstep.tools.scaling.workload import Workload, run_workload
@@ -43,6 +44,9 @@ def measure_all(
         budget: how much each trains, and its time limit.
         environment: variables of this process.
         report: called before each setting with None, and after it with its result.
+
+    Raises:
+        OptionError: the script calls no ``fit``.
     """
     results: list[SettingResult | SettingFailure] = []
     fixed: set[int] = (
@@ -53,6 +57,8 @@ def measure_all(
             report(setting, None)
             result = measure_in_child(workload, setting, budget, environment)
             report(setting, result)
+            if isinstance(result, SettingFailure) and result.ends_all:
+                raise OptionError(result.reason)
             results.append(result)
             if isinstance(result, SettingResult) and result.has_own_batches:
                 fixed.add(setting.devices)
@@ -138,7 +144,7 @@ def measure_workload(workload: Workload, setting: ScalingSetting, budget: Budget
         with override_devices(setting.devices):
             run_workload(workload, lambda first: results.append(measure(first, setting, budget)))
     except Exception as error:
-        return SettingFailure(setting, reason_of(error))
+        return SettingFailure(setting, reason_of(error), ends_all=isinstance(error, NoFitError))
     return results[0]
 
 

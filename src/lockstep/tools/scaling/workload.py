@@ -14,9 +14,10 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._errors import OptionError
+from lockstep._errors import OptionError, shown
 from lockstep._keras import trainer
 from lockstep._keras.trainer import intercept_fit
+from lockstep.data import sources
 from lockstep.data.sources import AdapterSource, InputSource, make_source
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 from lockstep.tools.scaling.results import Budget
@@ -134,12 +135,26 @@ def build_and_fit(given: FunctionWorkload) -> None:
         raise OptionError(f"build: expected a function that returns a compiled model, got {model!r}.")
     arrays = given.data() if callable(given.data) else given.data
     validation = given.validation() if callable(given.validation) else given.validation
-    if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 3):
-        raise OptionError(
-            f"data: expected (x, y) or (x, y, sample_weight), or a function that returns it, got {arrays!r:.100}."
-        )
+    check_data("data", arrays)
     x, y, *weights = arrays
     model.fit(x, y, sample_weight=weights[0] if weights else None, validation_data=validation)
+
+
+def check_data(name: str, data: Any) -> None:
+    """Refuse data that are neither a function nor two or three trees of arrays.
+
+    Raises:
+        InputError: a part has no rows, or no numbers.
+        OptionError: they are something else.
+    """
+    if callable(data):
+        return
+    if not isinstance(data, tuple | list) or len(data) not in (2, 3):
+        raise OptionError(
+            f"{name}: expected (x, y) or (x, y, sample_weight), or a function that returns it, got {shown(data)}."
+        )
+    for part in (data[0], *(part for part in data[1:] if part is not None)):
+        sources.check_data(name, part)
 
 
 def _import_name(function: Callable[..., Any]) -> str | None:
