@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import heapq
 import itertools
 import os
@@ -51,7 +52,8 @@ class EventLoop:
 
     def start(self) -> None:
         """Start the thread."""
-        _close_in_children(self)
+        _started.add(self)
+        _close_in_children()
         self._thread.start()
 
     def call(self, work: Work) -> None:
@@ -177,13 +179,15 @@ class EventLoop:
         self.close_descriptors()
 
 
-def _close_in_children(loop: EventLoop) -> None:
-    """Have forked children close their copies of the sockets, which would hide the death of this process from the other ends."""
-    reference = weakref.ref(loop)
+_started: weakref.WeakSet[EventLoop] = weakref.WeakSet()
+
+
+@functools.cache  # Handlers of forks stay as long as the process.
+def _close_in_children() -> None:
+    """Have forked children close their copies of all sockets, which would hide the death of this process from the other ends."""
 
     def close() -> None:
-        held = reference()
-        if held is not None:
-            held.close_descriptors()
+        for loop in list(_started):
+            loop.close_descriptors()
 
     os.register_at_fork(after_in_child=close)
