@@ -341,9 +341,9 @@ def test_a_value_that_a_trace_does_not_have_is_told(use):
 
 def test_contexts_have_defaults_and_know_rows():
     assert lockstep.experimental.ValueContext() == lockstep.experimental.ValueContext(0, 1)
-    for context, rows in ((lockstep.InputContext(1, 0, 0), 4), (lockstep.InputContext(1, 0, 3), -3)):
+    for replicas, rows in ((0, 4), (3, -3)):
         with pytest.raises(lockstep.OptionError, match="expected a whole number"):
-            context.get_per_replica_batch_size(rows)
+            lockstep.InputContext(1, 0, replicas).get_per_replica_batch_size(rows)
 
 
 def test_a_distributed_data_set_is_true_whether_or_not_its_length_is_known():
