@@ -79,6 +79,56 @@ def test_only_rows_at_the_edges_move_if_devices_have_several_replicas_of_an_unev
     assert moved <= 2 * (DEVICES - 1) * LENGTH * WORDS * 4
 
 
+def custom_step(strategy, build, rows, returned):
+    """Compile a step that runs a model on each replica, adds the gradients, and returns the loss or reduces the replicas' losses."""
+    with strategy.scope():
+        model = build()
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+
+    def on_replica(trainable, others, own, x, y):
+        def loss_of(trainable):
+            outputs, state = model.stateless_call(trainable, others, x, training=True)
+            return lockstep.compute_average_loss(((outputs - y) ** 2).mean(-1), global_batch_size=rows), state
+
+        (loss, state), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+        context = lockstep.get_replica_context()
+        gradients, total = context.all_reduce("SUM", (gradients, loss))
+        trainable, own = optimizer.stateless_apply(own, gradients, trainable)
+        return trainable, state, own, loss if returned == "reduced" else total
+
+    @jax.jit
+    def step(state, batch):
+        *state, loss = strategy.run(on_replica, (*state, *batch))
+        return state, strategy.reduce("SUM", loss, axis=None) if returned == "reduced" else loss
+
+    parts = model.trainable_variables, model.non_trainable_variables, optimizer.variables
+    state = strategy._placement.put([[variable.value for variable in part] for part in parts])
+    (batch,) = strategy.experimental_distribute_dataset(
+        [(np.zeros((rows, 8), "float32"), np.zeros((rows, 3), "float32"))]
+    )
+    return step.lower(state, batch).compile()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "between", "returned"),
+    [
+        (DEVICES, [], "total"),
+        (DEVICES, [layers.BatchNormalization], "reduced"),
+        (2 * DEVICES, [lambda: layers.Dropout(0.5)], "reduced"),
+    ],
+    ids=["plain", "normalized", "dropout"],
+)
+def test_custom_loop_needs_the_collectives_of_an_even_batch_for_an_uneven_one(replicas, between, returned):
+    def build():
+        hidden = [layers.Dense(16, "relu"), *(layer() for layer in between)]
+        return keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(3)])
+
+    even, uneven = (collectives(custom_step(strategy(replicas), build, rows, returned).as_text()) for rows in (64, 59))
+    assert len(uneven) <= len(even)
+    assert sum(found.bytes for found in uneven) <= sum(found.bytes for found in even)
+
+
 def rows_of(count):
     def branch(weights, inputs, words, seed):
         hidden = jnp.tanh(inputs[:count] @ weights[0]) + weights[2][words[:count]] + jax.random.uniform(seed)

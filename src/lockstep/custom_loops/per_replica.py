@@ -187,30 +187,33 @@ def bools_as_integers(leaf: Any) -> jax.Array:
     return array.astype("int32") if array.dtype == bool else array
 
 
-def sum_over_replicas(value: Any, replicas: int, add: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Sum over the replicas, in the value's own dtype.
+def sum_over_replicas(
+    values: Sequence[Any], replicas: int, add: Callable[[list[list[jax.Array]]], list[jax.Array]]
+) -> list[jax.Array]:
+    """Sum each value over the replicas, in its own dtype.
 
     Args:
-        value: a :class:`PerReplica` of equal shapes, or an array that ``replicas`` replicas share.
+        values: :class:`PerReplica` of equal shapes, or arrays that ``replicas`` replicas share.
         replicas: number of replicas.
-        add: sums a stack ``(replicas of a group, …)`` over axis 0.
+        add: sums for each value its stacks, ``(replicas of a group, …)``, over axis 0.
 
     Raises:
-        InputError: the shapes differ.
+        InputError: the shapes of a value differ.
     """
-    if not is_per_replica(value):
-        whole = jnp.asarray(value)
-        return whole if whole.dtype == bool else whole * jnp.asarray(replicas, whole.dtype)
-    shapes = {tuple(array.shape[1:]) for array in value.groups}
-    if len(shapes) > 1:
-        raise InputError(
-            f"The values of the replicas have different shapes ({', '.join(map(str, sorted(shapes)))}) and cannot be added. "
-            "Fix: reduce each over its rows first, or use reduce(…, axis=0)."
-        )
-    total, *others = [add(jnp.asarray(array)) for array in value.groups]
-    for other in others:
-        total = total + other
-    return total
+    stacks = [list(map(jnp.asarray, value.groups)) for value in values if is_per_replica(value)]
+    for own in stacks:
+        shapes = {tuple(array.shape[1:]) for array in own}
+        if len(shapes) > 1:
+            raise InputError(
+                f"The values of the replicas have different shapes ({', '.join(map(str, sorted(shapes)))}) and cannot be added. "
+                "Fix: reduce each over its rows first, or use reduce(…, axis=0)."
+            )
+    sums = iter(add(stacks) if stacks else [])
+    return [next(sums) if is_per_replica(value) else _times(jnp.asarray(value), replicas) for value in values]
+
+
+def _times(value: jax.Array, replicas: int) -> jax.Array:
+    return value if value.dtype == bool else value * jnp.asarray(replicas, value.dtype)
 
 
 def check_axis(what: str, shape: Sequence[int], axis: int) -> None:

@@ -110,12 +110,12 @@ class ReplicaContext:
 
     def _reduced(self, op: ReduceOp, leaves: list[Any], joined_along: int | None = None) -> list[Any]:
         """Return sums or means over the replicas; to join arrays, each replica gives its part with zeros around it."""
-        count, add = self.num_replicas_in_sync, self.strategy._sum_stack
+        count, add = self.num_replicas_in_sync, self.strategy._sum_stacks
 
         def combine(values: list[Any]) -> list[Any]:
             if joined_along is not None:
                 check_shapes("all_gather", [own.shape for value in values for own in _values_of(value)], joined_along)
-            sums = [sum_over_replicas(value, count, add) for value in values]
+            sums = sum_over_replicas(values, count, add)
             return [total / count for total in sums] if op is ReduceOp.MEAN else sums
 
         sync_point = SyncPoint(f"all_reduce({op.name})", combine, is_linear=True)

@@ -145,15 +145,19 @@ def _gathered_shapes(batches: "list[_ReplicaBatch]", replicas: int) -> Shapes:
 class _ReplicaBatch:
     """The replicas of one group, run as one batch from sync point to sync point.
 
-    A value is either shared by them, or varying: stacked with one entry for each, ``(replicas of the group, …)``.
+    A value is either shared by them, or varying: stacked with one entry for each, ``(replicas of the group, …)``. If a group is spread over the devices,
+    they run equal numbers of replicas: stacks end with copies of the last replica, which are dropped when values leave the group.
     """
 
     def __init__(
         self, function: Function, leaves: list[Any], replicas: Replicas, placement: Placement, known: Shapes
     ) -> None:
         self.replicas, self.placement = replicas, placement
+        devices, count = len(placement.devices), len(replicas)
         # XLA fails on a shard_map with arrays of 0 rows ("GlobalToLocalShape").
-        self.is_sharded = not any(is_per_replica(leaf) and not leaf.of(replicas).size for leaf in leaves)
+        self.is_empty = any(is_per_replica(leaf) and not leaf.of(replicas).size for leaf in leaves)
+        self.is_spread = devices > 1 and count > 1 and not self.is_empty
+        self.places = np.minimum(np.arange(count + (-count % devices if self.is_spread else 0)), count - 1)
         self.gathered: list[Any] = []
 
         def gathered_shapes(shape: Any) -> list[Any]:
@@ -161,7 +165,7 @@ class _ReplicaBatch:
             position = len(self.gathered) - 1
             return known[position] if position < len(known) else [shape] * placement.replicas
 
-        values = [leaf.of(replicas) if is_per_replica(leaf) else leaf for leaf in leaves]
+        values = [self.padded(leaf) if is_per_replica(leaf) else leaf for leaf in leaves]
         shapes = [_shape(value, is_per_replica(leaf)) for value, leaf in zip(values, leaves, strict=True)]
         number = jax.ShapeDtypeStruct((), jnp.int32)
         closed, results = jax.make_jaxpr(
@@ -173,7 +177,7 @@ class _ReplicaBatch:
         self.sync_equations = sync_equations
         self.sync_points: list[SyncPoint] = [mark.params["sync_point"] for mark in sync_equations]
         self.values: dict[Var, Any] = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
-        self.values.update(zip(self.jaxpr.invars, [np.asarray(replicas, "int32"), *values], strict=True))
+        self.values.update(zip(self.jaxpr.invars, [np.asarray(replicas, "int32")[self.places], *values], strict=True))
         self.varying = {
             v
             for v, leaf in zip(self.jaxpr.invars, [None, *leaves], strict=True)
@@ -199,10 +203,15 @@ class _ReplicaBatch:
         """Whether a value depends neither on an argument nor on a sync point."""
         return isinstance(atom, Literal) or atom in self.constant
 
+    def padded(self, value: PerReplica) -> jax.Array:
+        """Return the values of the group's replicas, with copies of the last one at the end if its devices need them."""
+        own = value.of(self.replicas)
+        return own if len(own) == len(self.places) else own[self.places]
+
     def stacked(self, atom: Any) -> jax.Array:
         """Return a value with one entry for each replica."""
-        value = jnp.asarray(self.read(atom))
-        return value if self.is_varying(atom) else jnp.broadcast_to(value, (len(self.replicas), *value.shape))
+        value, count = jnp.asarray(self.read(atom)), len(self.replicas)
+        return value[:count] if self.is_varying(atom) else jnp.broadcast_to(value, (count, *value.shape))
 
     def advance(self, position: int) -> None:
         """Run the equations before the sync point at ``position``."""
@@ -237,7 +246,6 @@ class _ReplicaBatch:
     def _run_vmapped(self, function: Callable[..., Any], inputs: list[Var]) -> list[jax.Array]:
         own = [var for var in inputs if self.is_varying(var)]
         shared = [var for var in inputs if not self.is_varying(var)]
-        devices, count = len(self.placement.devices), len(self.replicas)
 
         def one(own_values: list[Any], shared_values: list[Any]) -> list[Any]:
             values = dict(zip([*own, *shared], [*own_values, *shared_values], strict=True))
@@ -248,21 +256,23 @@ class _ReplicaBatch:
                 return [value[None] for value in one([value[0] for value in own_values], shared_values)]
             return jax.vmap(one, in_axes=(0, None))(own_values, shared_values)
 
-        # Devices run equal numbers of replicas: the last replica is repeated as padding, and these results are dropped.
-        places = np.minimum(np.arange(count + -count % devices), count - 1)
         values = [jnp.asarray(self.read(var)) for var in own]
-        if len(places) > count:
-            values = [value[places] for value in values]
-        if devices == 1 or not values:
-            return on_one_device(values, [self.read(var) for var in shared])
-        if not self.is_sharded:
-            found = on_one_device(values, [self.read(var) for var in shared])
-            return [jax.lax.with_sharding_constraint(value[:count], self.placement.replicated) for value in found]
-        cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
-        found = jax.shard_map(
-            on_one_device, mesh=self.placement.mesh, in_specs=(cut, whole), out_specs=cut, check_vma=False
-        )(values, [jnp.asarray(self.read(var)) for var in shared])
-        return [value[:count] for value in found]
+        others = [jnp.asarray(self.read(var)) for var in shared]
+        if len(self.placement.devices) == 1 or not values:
+            return on_one_device(values, others)
+        if self.is_empty:
+            found = on_one_device(values, others)
+            return [jax.lax.with_sharding_constraint(value, self.placement.replicated) for value in found]
+        # A group of one replica runs on every device: its results are everywhere, and no device would have less to do.
+        whole = PartitionSpec()
+        of_replicas = PartitionSpec(DEVICE_AXIS) if self.is_spread else whole
+        return jax.shard_map(
+            on_one_device,
+            mesh=self.placement.mesh,
+            in_specs=(of_replicas, whole),
+            out_specs=of_replicas,
+            check_vma=False,
+        )(values, others)
 
 
 def _run_sync_point(batches: list[_ReplicaBatch], position: int, sync_point: SyncPoint) -> None:
@@ -273,7 +283,7 @@ def _run_sync_point(batches: list[_ReplicaBatch], position: int, sync_point: Syn
     for batch in batches:
         for turn, (var, value) in enumerate(zip(batch.sync_equations[position].outvars, found, strict=True)):
             if is_per_replica(value):
-                batch.values[var] = value.of(batch.replicas)
+                batch.values[var] = batch.padded(value)
                 batch.varying.add(var)
             else:
                 batch.values[var] = value

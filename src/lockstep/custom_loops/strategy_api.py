@@ -1,5 +1,7 @@
 """Methods of a strategy for custom training loops, with the names of ``tf.distribute.Strategy``."""
 
+import functools
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -193,7 +195,7 @@ class StrategyApi:
             inner = axis + 1 if axis >= 0 else axis
             groups = tuple(jnp.sum(array, axis=inner, dtype=array.dtype) for array in value.groups)
             value = PerReplica(groups, value.members)
-        total = sum_over_replicas(value, self._placement.replicas, self._sum_stack)
+        (total,) = sum_over_replicas([value], self._placement.replicas, self._sum_stacks)
         return total / count if op is ReduceOp.MEAN else total
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -351,22 +353,29 @@ class StrategyApi:
         """Return a context in which the strategy's models are called on a replica."""
         return nullcontext()
 
-    def _sum_stack(self, stack: jax.Array) -> jax.Array:
-        """Sum ``(replicas, …)`` over axis 0 in its dtype; between devices by the strategy's cross-device operation."""
+    def _sum_stacks(self, values: list[list[jax.Array]]) -> list[jax.Array]:
+        """Sum for each value its stacks ``(replicas of a group, …)`` over axis 0 in its dtype; between devices by one cross-device operation."""
         devices = self._placement.devices
 
-        def local(values: jax.Array) -> jax.Array:
-            return values.any(axis=0) if values.dtype == bool else values.sum(axis=0, dtype=values.dtype)
+        def local(stacks: list[jax.Array]) -> jax.Array:
+            is_bool = stacks[0].dtype == bool
+            sums = [stack.any(axis=0) if is_bool else stack.sum(axis=0, dtype=stack.dtype) for stack in stacks]
+            return functools.reduce(operator.add, sums)
 
-        if len(devices) == 1 or len(stack) % len(devices):
-            return local(stack)
+        if len(devices) == 1:
+            return [local(stacks) for stacks in values]
+
+        def of_all(stack: jax.Array) -> jax.Array:
+            """Add zeros, for devices that have fewer replicas; XLA moves no value for that."""
+            return jnp.pad(stack, [(0, -len(stack) % len(devices)), *[(0, 0)] * (stack.ndim - 1)])
+
         return jax.shard_map(
-            lambda values: self._ops.all_reduce([local(values)], DEVICE_AXIS, devices)[0],
+            lambda values: self._ops.all_reduce([local(stacks) for stacks in values], DEVICE_AXIS, devices),
             mesh=self._placement.mesh,
             in_specs=PartitionSpec(DEVICE_AXIS),
             out_specs=PartitionSpec(),
             check_vma=False,
-        )(stack)
+        )(jax.tree.map(of_all, values))
 
     def _stacked_shape(self, shape: Any) -> PerReplica:
         """Return the shape of a PerReplica whose values have ``shape``."""
