@@ -199,8 +199,8 @@ def test_parts_of_a_batch_on_several_workers_train_as_the_batch_on_one_device(pa
             rows = np.array_split(np.arange(len(x)), parts)
             for index in np.random.default_rng(number).permutation(parts):  # Whoever is first.
                 mine = rows[index]
-                values = clients[index].pull(at_least=number, will_push=False)
-                found = step(values, others, metrics, (x[mine], y[mine]), number)
                 part = BatchPart(number, int(index), parts)
+                values = clients[index].pull(part=part, will_push=False)
+                found = step(values, others, metrics, (x[mine], y[mine]), number)
                 clients[index].push(found.gradients, weight=len(mine), part=part).wait()
         assert_close(clients[0].pull(at_least=5).values(), values_of(plain).values())  # Five steps of float32.

@@ -27,7 +27,7 @@ from lockstep.parameter_server.chief_fit import READY, ChiefFit
 from lockstep.parameter_server.chief_scheduler import ChiefScheduler
 from lockstep.parameter_server.process_role import ProcessContext
 from lockstep.parameter_server.staleness_metrics import StalenessMetrics
-from lockstep.parameter_server.task_client import CallResult, TaskClient
+from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
@@ -191,6 +191,8 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
             return self._task_client.wait_for_end(self._call)
         try:
             return self._roles[self._context.role.job](model, arguments)
+        except CallEnded as ended:  # Before the chief has begun to train: nothing was left to train.
+            return ended.result
         except Exception as error:
             self._task_client.report_failure(self._call, error)
             raise

@@ -192,11 +192,10 @@ class WorkerFit:
         return report | {"no_sums": sorted(self._no_sums)}
 
     def _pull_values(self, batch: Any, batch_part: BatchPart | None) -> dict[str, Any]:
-        """Return the newest values; of embeddings the rows that the batch needs."""
+        """Return the newest values, or those of a synchronous update; of embeddings the rows that the batch needs."""
         x = keras.utils.unpack_x_y_sample_weight(batch)[0]
         rows = self._touched.needed_rows(x)
-        at_least = batch_part.round if batch_part else 0
-        found = self._client.pull(rows, at_least=at_least, will_push=batch_part is None)
+        found = self._client.pull(rows, part=batch_part, will_push=batch_part is None)
         values = self._touched.full_tables(found, rows)
         if not self._touched.is_decided:
             compute = lambda each: vars(self._compute(each, self._non_trainable, self._zero_metrics, batch))  # noqa: E731

@@ -141,3 +141,13 @@ def test_a_job_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(job
     assert "SIGTERM: stopped after step" in made.processes["chief0"].said
     found = train(job(workers=2, servers=1), **options)
     assert int(found["long/optimizer/0"]) == 3 * 46
+
+
+def test_a_training_that_is_finished_ends_at_once_on_all_processes_when_it_starts_again(job, tmp_path):
+    options = {"cases": ["mixed"], "strategy": {}, "backup": str(tmp_path / "kept")}
+    expected = train(job(workers=2, servers=1, evaluator=True), **options)
+    again = job(workers=2, servers=1, evaluator=True)
+    assert bits(train(again, **options)) == bits(expected)
+    assert "nothing is left to train" in again.processes["chief0"].said
+    for task, index in (("worker", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)):
+        assert bits(arrays(again, task, index), "weights", "history") == bits(expected, "weights", "history")

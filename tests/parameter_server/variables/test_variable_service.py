@@ -138,6 +138,21 @@ def test_parts_of_a_round_make_one_update_whoever_pushes_them_in_whatever_order(
         assert all(found[name].tobytes() == np.array(value).tobytes() for name, value in alone.snapshot.values.items())
 
 
+def test_a_part_that_is_reassigned_gets_the_values_before_its_update_which_was_applied():
+    with Servers(2, max_staleness=0) as servers:
+        lost, other = servers.client(0), servers.client(1)
+        lost.fill(values_of(), version=4)
+        part, following = BatchPart(4, 0, 1), BatchPart(5, 0, 1)
+        assert_equal(lost.pull(part=part), values_of())
+        lost.push(values_of(seed=1), part=part).wait()
+        assert_equal(other.pull(part=part), values_of())
+        assert other.versions == [4, 4]
+        newest = other.pull()
+        assert other.versions == [5, 5]
+        assert_equal(other.pull(part=following), newest)
+        assert_equal(lost.pull(part=part), newest)  # It stood still meanwhile, and its part counts no more.
+
+
 def test_with_a_bound_a_fast_worker_waits_until_the_slowest_has_pushed():
     with Servers(2, max_staleness=1) as servers:
         fast, slow = servers.client(0), servers.client(1)

@@ -136,13 +136,19 @@ class VariableClient:
         PendingPush(self._send_all([message] * len(parts), arrays, [check_no_arrays] * len(parts))).wait()
 
     def pull(
-        self, rows: Mapping[str, np.ndarray] | None = None, *, at_least: int = 0, will_push: bool = True
+        self,
+        rows: Mapping[str, np.ndarray] | None = None,
+        *,
+        at_least: int = 0,
+        part: BatchPart | None = None,
+        will_push: bool = True,
     ) -> dict[str, np.ndarray]:
         """Return the newest values; waits while this worker is too far ahead of the slowest one.
 
         Args:
             rows: numbers of the rows, as vectors, of those variables of which only some rows are needed.
             at_least: number of updates that must have been made.
+            part: part of a synchronous update, which needs the values before that update, also if it was applied meanwhile.
             will_push: whether a push of this worker follows, so that the staleness bound counts it as active.
 
         Returns:
@@ -153,6 +159,7 @@ class VariableClient:
         """
         rows = rows or {}
         message = {"kind": "pull", "at_least": at_least, "seconds": self._timeout, "will_push": will_push}
+        message |= {} if part is None else {"at_least": part.round, "round": part.round}
         requested = [_encode_row_request(self._plan.shards_at(n), rows) for n in range(self._plan.servers)]
         checks = [pull_response_check(one, self._plan.specs_at(number)) for number, one in enumerate(requested)]
         replies = [response.result() for response in self._send_all([message] * len(requested), requested, checks)]

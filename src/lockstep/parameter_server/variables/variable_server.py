@@ -39,7 +39,7 @@ from lockstep.parameter_server.variables.rpc_client import (
 )
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.staleness_bound import CompletedIds, StalenessBound
-from lockstep.parameter_server.variables.variable_store import Push, VariableStore
+from lockstep.parameter_server.variables.variable_store import Push, VariableSnapshot, VariableStore
 
 __all__ = [
     "ArrayServer",
@@ -288,6 +288,7 @@ class VariableService:
         self._store, self._refuse_nonfinite, self._clock = store, refuse_nonfinite, clock
         self._staleness_bound = StalenessBound(max_staleness)
         self._aggregator, self._completed = SyncAggregator(), CompletedIds()
+        self._previous: VariableSnapshot | None = None  # Before the last synchronous update, until the next one begins.
         self._changed = threading.Condition()
         self.staleness: Counter[int] = Counter()
         self._handlers: dict[str, Callable[[ClientSession, Message, Mapping[str, np.ndarray]], Response]] = {
@@ -323,7 +324,7 @@ class VariableService:
         state = self._store.prepare({name.removeprefix(VALUE): array for name, array in arrays.items()}, version)
         with self._changed:
             self._store.load(state)
-            self._aggregator, self._completed = SyncAggregator(version), CompletedIds(task)
+            self._aggregator, self._completed, self._previous = SyncAggregator(version), CompletedIds(task), None
             self._changed.notify_all()
         return {"kind": "filled", "version": self._store.snapshot.version}, {}
 
@@ -336,6 +337,8 @@ class VariableService:
         pulled = read_whole_number(message, "pulled")
         with self._changed:
             pushes = self._pushes_to_apply(message, push)
+            if pushes and "round" in message:
+                self._previous = self._store.snapshot
         version = self._store.apply(pushes) if pushes else None  # Outside the lock: pulls need not wait.
         with self._changed:
             if version is not None:
@@ -362,6 +365,7 @@ class VariableService:
     def _pull(self, session: ClientSession, message: Message, arrays: Mapping[str, np.ndarray]) -> Response:
         requested = decode_row_request(arrays, self._store.specs)
         at_least = read_whole_number(message, "at_least")
+        number = read_whole_number(message, "round") if "round" in message else None
         deadline = self._clock() + seconds_of(message)
         worker = None if message.get("will_push") is False else session
         with self._changed:
@@ -370,8 +374,17 @@ class VariableService:
                 if left <= 0 or session.is_gone():
                     return {"kind": "late", "waits_for": waits_for}, {}
                 self._changed.wait(min(left, _POLL_SECONDS))
-            snapshot = self._store.snapshot
+            snapshot = self._store.snapshot if number is None else self._snapshot_before(number)
         return {"kind": "values", "version": snapshot.version}, _encode_values(snapshot.values, requested)
+
+    def _snapshot_before(self, number: int) -> VariableSnapshot:
+        """Return the values before a synchronous update, which may be applied already: the worker of a part may be lost after its push.
+
+        The chief begins an update when all parts of the one before are finished. A part of an older one counts no more.
+        """
+        if self._previous is not None and self._previous.version < number:
+            self._previous = None
+        return self._store.snapshot if self._previous is None else self._previous
 
     def _waits_for(self, worker: ClientSession | None, at_least: int) -> list[str]:
         if not self._store.is_filled:
