@@ -1,0 +1,3 @@
+"""The matrix of faults."""
+
+collect_ignore = ["training.py"]  # It is for processes of its own.
