@@ -254,3 +254,17 @@ def test_who_does_not_belong_here_is_refused(information, identity, why):
     rendezvous = Rendezvous()
     peer = Peer(-1, 1, "b", 7, identity={**rendezvous.spec.as_identity(), **identity}, information=information)
     assert why in rendezvous.state.validate(peer).sentence
+
+
+def test_nodes_that_are_heard_for_a_day_stay():
+    rendezvous = Rendezvous((2, 2))
+    rendezvous.join(0), rendezvous.join(1)
+    assert len(rendezvous.assignments()) == 2
+    for _ in range(24 * 2400):
+        rendezvous.state.hear(1)
+        rendezvous.wait(1.5)
+    assert rendezvous.sent == {}
+    assert list(rendezvous.state.nodes) == [0, 1]
+    for _ in range(60):
+        rendezvous.wait(1.5)
+    assert rendezvous.ends()[1] == 75
