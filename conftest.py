@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
-# The tests of these packages run in ./scripts/test-inputs, or by hand.
-_MAY_SKIP_IN_CI = ("tensorflow", "torch", "pandas", "PyYAML", "kubernetes-validate", "Ray")
+# The tests of these packages run in ./scripts/test-inputs and ./scripts/test-accelerators, or by hand.
+_MAY_SKIP_IN_CI = ("tensorflow", "torch", "pandas", "libtpu", "PyYAML", "kubernetes-validate", "Ray")
 _SKIPPED = set()
 
 

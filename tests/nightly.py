@@ -29,6 +29,9 @@ PATHS = {
     "rows": ["tests/execution/rowwise", "tests/programs"],
 }
 
+# Nets that are compiled for TPUs in one part.
+COMPILED = {"small": ["MLP", "CNN", "small LM"], "lm": ["LM"], "resnet50": ["ResNet50"]}
+
 
 def commands() -> dict[str, list[str]]:
     """Return the command of each part."""
@@ -39,6 +42,9 @@ def commands() -> dict[str, list[str]]:
     found["rest"] = [*pytest, *(f"--ignore={path}" for path in named)]
     found["soak"] = [sys.executable, "benchmarks/soak.py", "100"]
     found["inputs"] = ["./scripts/test-inputs"]
+    for topology in ("2x2", "2x4", "16x16"):
+        for name, nets in COMPILED.items():
+            found[f"compiled-{name}-{topology}"] = ["./scripts/test-accelerators", "--all", f"v5e {topology}", *nets]
     for way in ("plain", "replicas", "devices", "deterministic"):
         found[f"conformity-{way}"] = ["./scripts/conformity", way]
     found["versions"] = ["./scripts/test-versions"]

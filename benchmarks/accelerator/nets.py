@@ -33,9 +33,10 @@ def convolutional(small):
     return model, lambda rows: _classified(rows, (32, 32, 3))
 
 
-def language(small):
+def language(small, words=50_257, length=512, width=512, blocks=4, heads=8):
     """A decoder of transformer blocks."""
-    words, length, width, blocks, heads = (50, 16, 16, 1, 2) if small else (50_257, 512, 512, 4, 8)
+    if small:
+        words, length, width, blocks, heads = 50, 16, 16, 1, 2
     tokens = keras.Input((length,), dtype="int32")
     x = layers.Embedding(words, width)(tokens)
     for _ in range(blocks):

@@ -9,8 +9,12 @@ _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e5m2": 8} | {
 }
 _SHAPE = re.compile(r"\b(" + "|".join(_BITS) + r")\[([0-9,]*)\]")
 _NAMES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast"
-_INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({_NAMES})(-start)?\(", re.MULTILINE)
-HOST = re.compile(r" (infeed|outfeed|send|recv|host-compute)\(")
+_INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({_NAMES})(-start)?\(")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> (.*) \{$")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+# S(5) is the memory of the host, for TPUs.
+_HOST = re.compile(r" (infeed|outfeed|send|recv|host-compute)\(|custom_call_target=\"([^\"]*callback[^\"]*)\"|(S\(5\))")
+_ALIASES = re.compile(r"\binput_output_alias=\{((?:\s*\{[\d, ]*\}: \([^)]*\),?)*)")
 
 
 @dataclass(frozen=True)
@@ -22,19 +26,58 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Return the collectives of a compiled program; of a start and a done instruction the start counts."""
-    return [
-        Collective(match[2], _result_bytes(match[1], is_started=bool(match[3]) and match[2] != "all-reduce"))
-        for match in _INSTRUCTION.finditer(text)
-    ]
+    """Return the collectives of a compiled program.
+
+    Of a start and a done instruction the start counts. On TPUs an all-reduce in a computation ``all-reduce-scatter`` is a
+    reduce-scatter, and a collective that runs beside other work is in several computations, with one channel.
+    """
+    found, parts = [], set()
+    computation = result = ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            computation, result = header.groups()
+        elif match := _INSTRUCTION.match(line):
+            shapes, name, start = match.groups()
+            if computation.startswith("all-reduce-scatter"):
+                found.append(Collective("reduce-scatter", _result_bytes(result, is_started=False)))
+                continue
+            size = _result_bytes(shapes, is_started=bool(start) and name != "all-reduce")
+            part = name, size, *_CHANNEL.findall(line)
+            if len(part) == 2 or part not in parts:
+                found.append(Collective(name, size))
+            parts.add(part)
+    return found
+
+
+def host_instructions(text: str) -> list[str]:
+    """Return what a compiled program exchanges with the host: the names of instructions, callbacks and memories."""
+    return ["".join(found) for found in _HOST.findall(text)]
+
+
+def donated(text: str) -> int:
+    """Return the number of arguments whose memory the results of a compiled program reuse."""
+    aliases = _ALIASES.search(text)
+    return aliases[1].count("-alias)") if aliases else 0
 
 
 def _result_bytes(shapes: str, is_started: bool) -> int:
-    sizes = [
+    """Return the bytes of a result; that of a start instruction is (operands, results, …)."""
+    if is_started:
+        parts = _top_level(shapes)
+        shapes = parts[1] if len(parts) > 1 else shapes
+    return sum(
         _BITS[dtype] * math.prod(int(length) for length in lengths.split(",") if length) // 8
         for dtype, lengths in _SHAPE.findall(shapes)
-    ]
-    if is_started and len(sizes) > 1:  # the operands, then the results
-        half = len(sizes) // 2
-        return max(sum(sizes[:half]), sum(sizes[half:]))
-    return sum(sizes)
+    )
+
+
+def _top_level(shapes: str) -> list[str]:
+    """Divide ``(a, (b, c))`` at the commas that are in no inner parentheses, brackets or braces."""
+    parts, depth = [""], 0
+    for character in shapes.removeprefix("(").removesuffix(")"):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts

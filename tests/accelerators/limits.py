@@ -1,0 +1,91 @@
+"""What a step may exchange and need, from its model and from Keras's own step on the same devices."""
+
+from tests.accelerators.steps import KINDS, Case, Measured, Sizes
+
+SMALL = 4096  # bytes of losses, metrics and seeds
+GATHERED = 1 << 20  # bytes; smaller outputs are gathered on every device, for loss and metrics
+# Largest memory beside that of Keras's own step. With deterministic=True residuals are results of one program and arguments of another.
+MEMORY = {"uneven": 1.2, "deterministic": 2.0}
+# In an uneven batch with batch normalization each number of rows has its own branch. On TPUs branches keep in the memory of the device what
+# a step without them keeps in the vector memory of the core, which is not counted.
+MEMORY_OF_BRANCHES, VECTOR_MEMORY = 2.0, 16 << 20
+
+
+def faults(case: Case, found: Measured, keras: Measured, sizes: Sizes, rows: int, devices: int) -> list[str]:
+    """Return a sentence for each limit that a step of a case exceeds.
+
+    Args:
+        case: net, plan and target.
+        found: the step of Lockstep.
+        keras: Keras's own step on an even batch.
+        sizes: of the model.
+        rows: of the batch, padding included.
+        devices: their number.
+    """
+    outputs = rows * sizes.outputs
+    allowed = _exchanges(case, keras, sizes, outputs, devices)
+    wrong = []
+    for name, (number, size) in found.exchanged.items():
+        most, largest = allowed.get(name, (0, 0))
+        if number > most or size > largest:
+            wrong.append(f"{number} {name} of {size} bytes: at most {most} of {largest} are expected")
+    least = _least_reduced(case, sizes)
+    if found.reduced(devices) < least:
+        wrong.append(f"{found.reduced(devices)} bytes are reduced: the gradients and statistics have {least}")
+    memory = _memory(case, keras, sizes, outputs)
+    if found.memory > memory:
+        wrong.append(f"{found.memory} bytes of memory: at most {memory:.0f} are expected")
+    donated = _least_donated(case, sizes)
+    if found.donated < donated:
+        wrong.append(f"{found.donated} arrays of the state are donated: expected {donated}")
+    return [*wrong, *(f"an exchange with the host: {instruction}" for instruction in found.from_host)]
+
+
+def _exchanges(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices: int) -> dict[str, tuple[int, float]]:
+    """Return for each collective the largest number and the most bytes."""
+    is_gathered = outputs <= GATHERED or case.plan == "predict"
+    gathered = (1, outputs) if is_gathered else (0, 0)
+    averaged = sizes.gradients + sizes.statistics
+    if case.plan in KINDS:
+        return {"all-gather": gathered, "all-reduce": (0, 0) if is_gathered else (1, SMALL)}
+    if case.plan == "shard_optimizer":
+        # Arrays that the devices do not divide are reduced as in the fast plan. On TPUs slices are padded to tiles, and their rows move
+        # to the neighbour.
+        return {
+            "all-gather": (sizes.trainable + 2 * gathered[0], 1.3 * sizes.gradients + 2 * outputs * is_gathered),
+            "reduce-scatter": (sizes.trainable, 1.1 * sizes.gradients / devices + SMALL),
+            "all-reduce": (keras.number_of("all-reduce") + 2, sizes.statistics + 0.02 * sizes.gradients + 4 * SMALL),
+            "collective-permute": (sizes.trainable, sizes.gradients / devices),
+        }
+    if case.plan == "deterministic":
+        # Large sums: parts are exchanged, added in the order of the tree, and gathered. Of small ones every device gets all.
+        return {
+            "all-to-all": (sizes.trainable, sizes.gradients),
+            "all-gather": (sizes.trainable + 2, 1.3 * sizes.gradients + devices * (sizes.statistics + SMALL) + outputs),
+        }
+    used = {"all-reduce": (keras.number_of("all-reduce"), averaged + SMALL)}
+    return used if case.plan == "run" else used | {"all-gather": gathered}
+
+
+def _least_reduced(case: Case, sizes: Sizes) -> int:
+    return 0 if case.plan in KINDS or case.plan == "deterministic" else sizes.gradients + sizes.statistics
+
+
+def _memory(case: Case, keras: Measured, sizes: Sizes, outputs: int) -> float:
+    gathered = 2 * outputs if case.plan == "predict" or outputs <= GATHERED else 0
+    if case.plan == "uneven" and sizes.statistics:
+        branches = VECTOR_MEMORY if case.target.startswith("v5e") else 0
+        return MEMORY_OF_BRANCHES * keras.memory + branches + gathered + 16 * SMALL
+    return MEMORY.get(case.plan, 1.05) * keras.memory + gathered + 16 * SMALL
+
+
+def _least_donated(case: Case, sizes: Sizes) -> int:
+    if case.plan in KINDS:
+        return 0  # The state is kept.
+    if case.plan == "run":
+        return sizes.state - sizes.metrics
+    if (
+        case.plan == "deterministic"
+    ):  # All but the learning rate, which no program changes, and statistics, which are added up in another program.
+        return sizes.state - 1 - sizes.averaged
+    return sizes.state

@@ -1,0 +1,47 @@
+"""Steps for TPUs that are only described: number and bytes of their collectives, memory, and nothing for the host.
+
+``./scripts/test-accelerators`` runs these in an environment of their own, ``.venv-tpu``, and the nightly set compiles all nets, plans and
+targets: ``benchmarks/compiled.py``.
+"""
+
+import functools
+
+import pytest
+
+pytest.importorskip("libtpu", reason="libtpu is not installed: ./scripts/test-accelerators")
+
+from tests.accelerators import steps
+from tests.accelerators.limits import faults
+from tests.accelerators.steps import PLANS, Case
+from tests.support import compile_cache
+
+CASES = [
+    *(Case("MLP", plan, "v5e 2x4") for plan in PLANS),
+    Case("MLP", "fast", "v5e 2x2"),
+    *(Case("CNN", plan, "v5e 2x4") for plan in ("fast", "uneven")),
+    *(Case("small LM", plan, "v5e 2x4") for plan in ("uneven", "run")),
+]
+# Cases with one net run in one process, which compiles Keras's step once.
+keras = functools.cache(steps.measure_keras)
+sizes = functools.cache(steps.sizes)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_anew():
+    """JAX cannot read a program for devices that are only described from its cache."""
+    with compile_cache.unused():
+        yield
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.xdist_group(case.net), id=str(case)) for case in CASES]
+)
+def test_step_exchanges_and_needs_what_its_model_implies(case):
+    assert not check(case)
+
+
+def check(case):
+    devices = len(steps.devices(case.target))
+    even = Case(case.net, case.plan if case.plan in steps.KINDS else "fast", case.target)
+    return faults(case, steps.measure(case), keras(even), sizes(case.net), steps.padded_rows(case), devices)

@@ -1,0 +1,73 @@
+"""What is read from the text of compiled programs, for instructions as XLA writes them for CPUs, GPUs and TPUs."""
+
+import pytest
+
+from tests.support.hlo import Collective, collectives, donated, host_instructions
+
+STARTED = "(f32[8,16]{1,0}, f32[64,16]{1,0})"
+GROUP = "((f32[4]{0}, bf16[2,2]{1,0}), (f32[32]{0}, bf16[16,2]{1,0}))"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "size"),
+    [
+        ("  %all-reduce.1 = f32[10,4]{1,0} all-reduce(%x), channel_id=1", "all-reduce", 160),
+        ("  ROOT %r = (f32[10]{0}, s32[]) all-reduce-start(%x, %y), channel_id=1", "all-reduce", 44),
+        (f"  %g = {STARTED} all-gather-start(%x), channel_id=2", "all-gather", 4096),
+        (f"  %g = {GROUP} all-gather-start(%x, %y), channel_id=2", "all-gather", 192),
+        (
+            "  %s = ((f32[64]{0}), f32[8]{0:T(256)}) reduce-scatter-start(%x), channel_id=2",
+            "reduce-scatter",
+            32,
+        ),
+        (
+            "  %p = (f32[42,256]{1,0:T(8,128)S(1)}, f32[42,256]{1,0}, u32[]{:S(2)}, u32[]) collective-permute-start(%x)",
+            "collective-permute",
+            43_008,
+        ),
+    ],
+)
+def test_bytes_of_a_collective_are_those_of_its_result(line, name, size):
+    assert collectives(line) == [Collective(name, size)]
+
+
+def test_done_instructions_and_other_operations_are_no_collectives():
+    assert not collectives("  %d = f32[4]{0} all-gather-done(%g)\n  %f = f32[4]{0} fusion(%all-reduce.1), calls=%c\n")
+
+
+def test_parts_of_an_overlapped_collective_are_one_and_a_fused_reduce_scatter_is_one():
+    gather = "  %g = f32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=7, dimensions={0}"
+    text = f"""%start (x: f32[1,4]) -> (f32[8,4], u32[]) {{
+{gather}
+}}
+%async_collective_fusion.1 (x: f32[1,4], y: f32[8,4]) -> f32[8,4] {{
+{gather}
+}}
+%all-reduce-scatter (input: f32[784,256]) -> f32[104,256] {{
+  %all-reduce.6 = f32[832,256]{{1,0:T(8,128)}} all-reduce(%pad), channel_id=8
+}}
+ENTRY %main (x: f32[1,4]) -> f32[8,4] {{
+{gather.replace("=7", "=9")}
+}}
+"""
+    gathered = Collective("all-gather", 128)
+    assert collectives(text) == [gathered, Collective("reduce-scatter", 106_496), gathered]
+
+
+def test_donated_arguments_are_counted():
+    aliases = "{ {0}: (7, {}, may-alias), {1}: (20, {}, must-alias), {2, 1}: (0, {}, may-alias) }"
+    assert donated(f"HloModule jit_step, is_scheduled=true, input_output_alias={aliases}, entry={{f32[]}}") == 3
+    assert donated("HloModule jit_step, is_scheduled=true") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("  %o = token[] outfeed(%x, %t)", ["outfeed"]),
+        ('  %c = f32[] custom-call(%x), custom_call_target="xla_ffi_python_gpu_callback"', ["xla_ffi_python_gpu_callback"]),
+        ("  %h = f32[4]{0:T(256)S(5)} copy(%x)", ["S(5)"]),
+        ('  %c = f32[] custom-call(%x), custom_call_target="__cublas$gemm"', []),
+    ],
+)  # fmt: skip
+def test_exchanges_with_the_host_are_found(line, found):
+    assert host_instructions(line) == found
