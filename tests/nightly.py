@@ -40,7 +40,10 @@ def commands() -> dict[str, list[str]]:
     named = [path for paths in PATHS.values() for path in paths]
     found = {part: [*pytest, *paths] for part, paths in PATHS.items()}
     found["rest"] = [*pytest, *(f"--ignore={path}" for path in named)]
-    found["soak"] = [sys.executable, "benchmarks/soak.py", "100"]
+    for kind, kills in {"process": "500", "workers": "200", "servers": "200", "nodes": "100"}.items():  # 1,000 a night
+        found[f"soak-{kind}"] = [sys.executable, "benchmarks/soak.py", kind, kills]
+    for job in ("workers", "servers", "launcher", "nodes"):
+        found[f"faults-{job}"] = [sys.executable, "benchmarks/faults.py", job]
     found["inputs"] = ["./scripts/test-inputs"]
     for topology in ("2x2", "2x4", "16x16"):
         for name, nets in COMPILED.items():

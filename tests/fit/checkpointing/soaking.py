@@ -1,15 +1,18 @@
 """Kills at random, each followed by a resume, until the training has come to its end; then another training begins.
 
 A kill is at a random place of the program, or a random time after the processes were started; with two workers it hits one of them
-or both. ``benchmarks/soak.py`` runs this long, and a test briefly.
+or both, in other jobs any process. ``benchmarks/soak.py`` runs this long, and a test briefly.
 """
 
+import os
 import random
 import signal
-import statistics
+import time
 from dataclasses import dataclass, field
 
+from tests.faults.matrix import PHASES, ROLES, START, Attempt, Cell, leader_code, undisturbed
 from tests.fit.checkpointing.attempts import KILLED, LOST, Training
+from tests.support.waiting import has_ended
 
 PLACES = {  # and how often a process may come by before it is killed there
     "training begins": 1,
@@ -28,7 +31,7 @@ OF_THE_CHIEF = {
     "before an old one goes": 3,
     "an old one is deleted": 3,
 }
-EPOCHS = 20
+EPOCHS, JOB_EPOCHS = 20, 10
 OUT_OF_TIME, LONGEST = 0.3, 4.0  # the share of kills that come after a time, of so many seconds at most
 
 
@@ -45,11 +48,6 @@ class Soaked:
     done_again: int = 0  # steps that were started again, because they were after the last checkpoint
     other_codes: int = 0  # workers that were not killed, and ended with another code than 75 or 0
     places: dict = field(default_factory=dict)
-    seconds: list = field(default_factory=list)  # from the start of a process that goes on to the end of its first step
-
-    @property
-    def median_seconds(self):
-        return statistics.median(self.seconds) if self.seconds else float("nan")
 
 
 class Soak:
@@ -109,7 +107,6 @@ class Soak:
             place = self.rng.choice(list(places))
             processes = run.begin({"at": place, "nth": self.rng.randint(1, places[place])}, on=victims)
         codes = [process.end() for process in processes]
-        self.seconds(processes[0])
         self.found.other_codes += sum(code not in (KILLED, LOST, 0) for code in codes)
         if KILLED in codes:
             self.found.kills += 1
@@ -119,10 +116,6 @@ class Soak:
         self.found.missed += 1
         return processes[0].told
 
-    def seconds(self, process):
-        if "resumes from" in process.said and "seconds" in process.told:
-            self.found.seconds.append(process.told["seconds"])
-
     def judge(self, run, told, expected):
         found = self.found
         found.trainings += 1
@@ -130,3 +123,77 @@ class Soak:
         found.steps_in_weights += abs(told["steps"] - run.steps)
         found.rows += not run.counts_each_row_once(told)
         found.done_again += run.done_again
+
+
+class JobSoak:
+    """Jobs with servers, or of two nodes that join and leave, under random kills of any process.
+
+    The digest of a training has its number of steps, its history and all variables, so it differs if a step is lost or repeated.
+
+    Args:
+        forks: start processes.
+        folder: for everything.
+        job: ``"servers"`` or ``"nodes"``.
+        seed: of the kills.
+    """
+
+    def __init__(self, forks, folder, job, seed):
+        self.forks, self.folder, self.job, self.rng = forks, folder, job, random.Random(seed)
+        self.found, self._expected, self._seconds = Soaked(), None, 0.0
+
+    def run(self, kills):
+        """Go on until so many kills have hit."""
+        began = time.monotonic()
+        self._expected = undisturbed(self.forks, self.folder / "whole", self.job, JOB_EPOCHS)
+        self._seconds = time.monotonic() - began
+        while self.found.kills < kills:
+            self.train()
+        return self.found
+
+    def train(self):
+        """One training, with as many kills as it takes to its end."""
+        folder, number, code = self.folder / f"training{self.found.trainings}", 0, None
+        while code != 0:
+            code, digests = self.attempt(folder / f"attempt{number}", folder / "checkpoints")
+            number += 1
+        self.found.trainings += 1
+        self.found.differ += digests != {self._expected}
+
+    def attempt(self, folder, checkpoints):
+        """Gives the code of the job, and the digests that its processes leave."""
+        role = self.rng.choice([*ROLES[self.job], *(["a worker of a node"] if self.job == "nodes" else [])])
+        place = (
+            "at a random time" if role not in ROLES[self.job] or self.rng.random() < 0.5 else self.rng.choice(PHASES)
+        )
+        cell = None if place == "at a random time" else Cell(self.job, role, "SIGKILL", place)
+        attempt = Attempt(self.forks, folder, cell, self.job, checkpoints, JOB_EPOCHS)
+        try:
+            attempt.start()
+            if cell is None:
+                hit = self.kill_in_time(attempt, role)
+            elif hit := attempt.comes_to_phase():
+                attempt.strike()
+            assert not attempt.wait([*attempt.processes], START), f"they do not end\n{attempt.said}"
+            target = ROLES[self.job].get(role)
+            others = [code for name, code in attempt.codes.items() if name != target or not hit]
+            self.found.other_codes += sum(code not in (LOST, 0) for code in others)
+            self.found.kills += hit
+            self.found.missed += not hit
+            self.found.places[f"{role}, {place}"] = self.found.places.get(f"{role}, {place}", 0) + hit
+            return leader_code(attempt), attempt.digests
+        finally:
+            attempt.clean()
+
+    def kill_in_time(self, attempt, role):
+        """Kill a process after a random time; gives whether it was there."""
+        until = time.monotonic() + self.rng.uniform(0, self._seconds)
+        while time.monotonic() < until and any(process.code is None for process in attempt.processes.values()):
+            time.sleep(0.01)
+        if role in ROLES[self.job]:
+            pids = [attempt.processes[ROLES[self.job][role]].pid]
+        else:
+            pids = [int(path.name.split(".")[1]) for path in sorted(attempt.folder.glob("*.pid"))]
+        alive = [pid for pid in pids if not has_ended(pid)]
+        if alive:
+            os.kill(self.rng.choice(alive), signal.SIGKILL)
+        return bool(alive)
