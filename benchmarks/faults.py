@@ -36,7 +36,7 @@ LEGEND = f"""Each cell is a real job on loopback with a limit of {TIMEOUT:g} s f
 was sent. In a cell: the exit code of the process that got the signal → the codes of the others, `named` if each of those that failed, or
 started again, names it; the seconds until the others had ended; then `same bits` if that job came to the end with the bits of an
 undisturbed one, or `resumed` if its next start did. Negative codes are signals. A stopped process went on when the others had ended,
-and its code is that of its end. No process was left in any cell.
+and its code is that of its end. A cell in which a process is left is wrong.
 
 What a cell cannot be: in the phases marked \\* the role has no part, and the job was held by another process. A supervisor takes part in
 none: its worker 0 held the job, but for the rendezvous of nodes, in which the node was alone with its signal."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from lockstep.distributed.control.handshake import (
     verify_proof,
     wait_until_admitted,
 )
-from lockstep.distributed.control.transport import MAC_BYTES, MacCounter, encode
+from lockstep.distributed.control.transport import HANDSHAKE_BYTES, MAC_BYTES, MacCounter, encode
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rendezvous import RendezvousServer
 from lockstep.launch.rendezvous_state import JobSpec
@@ -133,6 +134,7 @@ WRONG = {
         hello("x") + encode({"kind": "join", "proof": 0, "peer": {}}),
         "it does not know the secret of this job",
     ),
+    "a large message": (struct.pack(">I", HANDSHAKE_BYTES + 1) + b"{", "it sent what is no message"),
     "no frame": (b"GET / HTTP/1.1\r\n\r\n", "it sent what is no message"),
 }
 

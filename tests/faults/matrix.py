@@ -328,11 +328,11 @@ def last_lines(attempt):
 def is_named(attempt):
     """Whether each other process that failed, or started its workers again, says who was lost; None if there is no such process.
 
-    Of workers that stop together for SIGTERM, the chief says so.
+    Where SIGTERM has all stop together, with a checkpoint, one of them says so.
     """
     pattern, target = NAMES.get(attempt.cell.target), attempt.cell.target
     if attempt.cell.signal == "SIGTERM" and attempt.processes[target].code == 75:
-        return "SIGTERM: stopped" in attempt.said or "SIGTERM" in "".join(last_lines(attempt).values())
+        return "SIGTERM" in attempt.said
     others = [process for name, process in attempt.processes.items() if name != target]
     harmed = [process for process in others if process.code or ": restart 1 of" in process.said]
     return all(re.search(pattern, process.said) for process in harmed) if harmed else None
