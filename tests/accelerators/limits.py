@@ -3,7 +3,8 @@
 from tests.accelerators.steps import KINDS, Case, Measured, Sizes
 
 SMALL = 4096  # bytes of losses, metrics and seeds
-GATHERED = 1 << 20  # bytes; smaller outputs are gathered on every device, for loss and metrics
+# Outputs of up to so many bytes are gathered on every device, for loss and metrics; with these plans larger ones too.
+GATHERED, ALWAYS_GATHERED = 1 << 20, ("predict", "deterministic")
 # Largest memory beside that of Keras's own step. With deterministic=True residuals are results of one program and arguments of another.
 MEMORY = {"uneven": 1.2, "deterministic": 2.0}
 # In an uneven batch with batch normalization each number of rows has its own branch. On TPUs branches keep in the memory of the device what
@@ -43,7 +44,7 @@ def faults(case: Case, found: Measured, keras: Measured, sizes: Sizes, rows: int
 
 def _exchanges(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices: int) -> dict[str, tuple[int, float]]:
     """Return for each collective the largest number and the most bytes."""
-    is_gathered = outputs <= GATHERED or case.plan == "predict"
+    is_gathered = _gathers_outputs(case, outputs)
     gathered = (1, outputs) if is_gathered else (0, 0)
     averaged = sizes.gradients + sizes.statistics
     if case.plan in KINDS:
@@ -67,12 +68,16 @@ def _exchanges(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices:
     return used if case.plan == "run" else used | {"all-gather": gathered}
 
 
+def _gathers_outputs(case: Case, outputs: int) -> bool:
+    return outputs <= GATHERED or case.plan in ALWAYS_GATHERED
+
+
 def _least_reduced(case: Case, sizes: Sizes) -> int:
     return 0 if case.plan in KINDS or case.plan == "deterministic" else sizes.gradients + sizes.statistics
 
 
 def _memory(case: Case, keras: Measured, sizes: Sizes, outputs: int) -> float:
-    gathered = 2 * outputs if case.plan == "predict" or outputs <= GATHERED else 0
+    gathered = 2 * outputs if _gathers_outputs(case, outputs) else 0
     if case.plan == "uneven" and sizes.statistics:
         branches = VECTOR_MEMORY if case.target.startswith("v5e") else 0
         return MEMORY_OF_BRANCHES * keras.memory + branches + gathered + 16 * SMALL
