@@ -3,8 +3,7 @@
 from tests.accelerators.steps import KINDS, Case, Measured, Sizes
 
 SMALL = 4096  # bytes of losses, metrics and seeds
-# Outputs of up to so many bytes are gathered on every device, for loss and metrics; with these plans larger ones too.
-GATHERED, ALWAYS_GATHERED = 1 << 20, ("predict", "deterministic")
+GATHERS_OUTPUTS = ("predict", "deterministic")
 # Largest memory beside that of Keras's own step. With deterministic=True residuals are results of one program and arguments of another.
 MEMORY = {"uneven": 1.2, "deterministic": 2.0}
 # In an uneven batch with batch normalization each number of rows has its own branch. On TPUs branches keep in the memory of the device what
@@ -44,16 +43,16 @@ def faults(case: Case, found: Measured, keras: Measured, sizes: Sizes, rows: int
 
 def _exchanges(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices: int) -> dict[str, tuple[int, float]]:
     """Return for each collective the largest number and the most bytes."""
-    is_gathered = _gathers_outputs(case, outputs)
-    gathered = (1, outputs) if is_gathered else (0, 0)
     averaged = sizes.gradients + sizes.statistics
+    if case.plan == "predict":
+        return {"all-gather": (1, outputs)}
     if case.plan in KINDS:
-        return {"all-gather": gathered, "all-reduce": (0, 0) if is_gathered else (1, SMALL)}
+        return {"all-reduce": (1, SMALL)}
     if case.plan == "shard_optimizer":
         # Arrays that the devices do not divide are reduced as in the fast plan. On TPUs slices are padded to tiles, and their rows move
         # to the neighbour.
         return {
-            "all-gather": (sizes.trainable + 2 * gathered[0], 1.3 * sizes.gradients + 2 * outputs * is_gathered),
+            "all-gather": (sizes.trainable, 1.3 * sizes.gradients),
             "reduce-scatter": (sizes.trainable, 1.1 * sizes.gradients / devices + SMALL),
             "all-reduce": (keras.number_of("all-reduce") + 2, sizes.statistics + 0.02 * sizes.gradients + 4 * SMALL),
             "collective-permute": (sizes.trainable, sizes.gradients / devices),
@@ -64,12 +63,7 @@ def _exchanges(case: Case, keras: Measured, sizes: Sizes, outputs: int, devices:
             "all-to-all": (sizes.trainable, sizes.gradients),
             "all-gather": (sizes.trainable + 2, 1.3 * sizes.gradients + devices * (sizes.statistics + SMALL) + outputs),
         }
-    used = {"all-reduce": (keras.number_of("all-reduce"), averaged + SMALL)}
-    return used if case.plan == "run" else used | {"all-gather": gathered}
-
-
-def _gathers_outputs(case: Case, outputs: int) -> bool:
-    return outputs <= GATHERED or case.plan in ALWAYS_GATHERED
+    return {"all-reduce": (keras.number_of("all-reduce"), averaged + SMALL)}
 
 
 def _least_reduced(case: Case, sizes: Sizes) -> int:
@@ -77,7 +71,7 @@ def _least_reduced(case: Case, sizes: Sizes) -> int:
 
 
 def _memory(case: Case, keras: Measured, sizes: Sizes, outputs: int) -> float:
-    gathered = 2 * outputs if _gathers_outputs(case, outputs) else 0
+    gathered = 2 * outputs if case.plan in GATHERS_OUTPUTS else 0
     if case.plan == "uneven" and sizes.statistics:
         branches = VECTOR_MEMORY if case.target.startswith("v5e") else 0
         return MEMORY_OF_BRANCHES * keras.memory + branches + gathered + 16 * SMALL

@@ -58,3 +58,10 @@ def test_only_trailing_padding_is_dropped_by_a_slice(layout):
     assert layout.has_trailing_padding == np.array_equal(places, np.arange(layout.rows))
     if layout.replicas % layout.devices == 0:
         assert layout.has_trailing_padding
+
+
+@given(layouts)
+def test_rows_are_sharded_like_the_places_if_devices_hold_the_same_ones(layout):
+    part = -(-layout.rows // layout.devices)
+    sharded = tuple(np.clip(layout.rows - part * np.arange(layout.devices), 0, part))
+    assert layout.is_sharded_like_rows == (layout.device_rows == sharded)

@@ -28,8 +28,8 @@ FAULTS = [
     Mutant(
         "first-of-each-device",
         "execution/replica.py",
-        "return jnp.where(replicas[0] == 0, new[0], jnp.zeros_like(new[0]))",
-        "return new[0]",
+        "first = jnp.where(is_first, new[0], jnp.zeros_like(new[0]))",
+        "first = new[0]",
         "A variable that replica 0 decides is the sum of what the first replica of each device says.",
     ),
     Mutant(
@@ -49,8 +49,8 @@ FAULTS = [
     Mutant(
         "seed-stands-still",
         "execution/spmd.py",
-        "state.append(old + new if merge is StateMerge.SUM else new.astype(old.dtype))",
-        "state.append(old + new if merge is StateMerge.SUM else old if merge is StateMerge.SEED else new.astype(old.dtype))",
+        "state.append(join_halves(new))",
+        "state.append(old)",
         "Every step draws the same random numbers: the state of a seed does not go on from step to step.",
     ),
     Mutant(

@@ -68,6 +68,11 @@ class Layout:
         )
         return self.device_rows == tuple(filled)
 
+    @property
+    def is_sharded_like_rows(self) -> bool:
+        """Whether each device holds the rows that it would get if XLA sharded the rows: ``ceil(rows / devices)``, while there are any."""
+        return self.has_trailing_padding and self.capacity == -(-self.rows // self.devices)
+
     def row_index(self) -> np.ndarray:
         """Return the row at each place of the shards, shape ``(devices * capacity,)``.
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ReplicaCall", "ReplicaResult", "StateMerge", "replica_seed", "run_replicas"]
+__all__ = ["ReplicaCall", "ReplicaResult", "StateMerge", "join_halves", "replica_seed", "run_replicas"]
 
 
 class StateMerge(Enum):
@@ -41,7 +41,8 @@ class StateMerge(Enum):
 class ReplicaResult:
     """Result of one replica, of one device or of all; a variable that did not change is None in ``state``.
 
-    The result of a device holds the joined rows of its replicas, and its share of the sum over devices of each mean and variable.
+    The result of a device holds the joined rows of its replicas, and its share of the sum over devices of each mean and variable; a
+    share of a seed is that of :func:`join_halves`.
     """
 
     rows: list[jax.Array]
@@ -139,7 +140,10 @@ def _state_share(new: jax.Array, merge: StateMerge, old: jax.Array, replicas: ja
         return _weighted(new, weights)
     if merge is StateMerge.SUM:
         return (new - old).sum(axis=0, dtype=new.dtype)
-    return jnp.where(replicas[0] == 0, new[0], jnp.zeros_like(new[0]))
+    # A device without replicas also counts from 0, and runs on padding only.
+    is_first = (replicas[0] == 0) & (jnp.asarray(weights)[0] > 0)
+    first = jnp.where(is_first, new[0], jnp.zeros_like(new[0]))
+    return _halves(first) if merge is StateMerge.SEED else first
 
 
 def _weighted(leaf: jax.Array, weights: Any) -> jax.Array:
@@ -172,3 +176,17 @@ def replica_seed(state: jax.Array, replica: jax.Array) -> jax.Array:
     key = jax.random.wrap_key_data(state, impl="threefry2x32")
     folded = jax.random.key_data(jax.random.fold_in(key, replica))
     return jnp.where(replica == 0, state, folded)
+
+
+def _halves(state: jax.Array) -> jax.Array:
+    """Return the upper and lower 16 bits of a seed's state, as ``float32 (2, 2)``, which are added to zeros without rounding.
+
+    XLA joins collectives of one dtype only: so a seed needs none of its own beside float32 gradients.
+    """
+    return jnp.stack([state >> 16, state & 0xFFFF]).astype("float32")
+
+
+def join_halves(halves: jax.Array) -> jax.Array:
+    """Return the state of a seed, ``uint32 (2,)``, of the sum over all devices of the shares in a :class:`ReplicaResult`."""
+    upper, lower = halves.astype("uint32")
+    return (upper << 16) | lower

@@ -25,7 +25,7 @@ from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.cpu_devices import compiler_options
-from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, run_replicas
+from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
 
 __all__ = [
     "PerDevice",
@@ -500,8 +500,13 @@ def _run_local(
 
 
 def _global_rows(leaf: jax.Array, layout: Layout, placement: Placement) -> jax.Array:
-    """Return the global batch of an output; small ones are gathered on every device, once, for loss and metrics."""
-    if leaf.nbytes <= REPLICATE_BELOW:
+    """Return the global batch of an output, for loss and metrics.
+
+    Small ones are gathered on every device, once, if replicas and XLA shard the rows differently. On CPUs always: there each array of an
+    all-reduce takes its time, so that adding up loss and metrics is slower than one all-gather.
+    """
+    stays = layout.is_sharded_like_rows and placement.platform != "cpu"
+    if leaf.nbytes <= REPLICATE_BELOW and not stays:
         leaf = lax.with_sharding_constraint(leaf, placement.replicated)
     return drop_padding(leaf, layout)
 
@@ -512,6 +517,8 @@ def finish_result(forward: SpmdForward, result: ReplicaResult) -> ReplicaResult:
     for new, old, merge in zip(result.state, forward.non_trainable, forward.merges, strict=True):
         if new is None:
             state.append(old)
+        elif merge is StateMerge.SEED:
+            state.append(join_halves(new))
         else:
             state.append(old + new if merge is StateMerge.SUM else new.astype(old.dtype))
     return ReplicaResult(rows=result.rows, means=result.means, state=list(state))

@@ -1,0 +1,102 @@
+"""The collectives of a compiled step of ``fit``, counted: one all-reduce, in which gradients, statistics, seeds, loss and metrics travel."""
+
+import contextlib
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from lockstep.data.device_placement import Placement
+from lockstep.execution.replica import ReplicaResult, StateMerge, join_halves, run_replicas
+from tests.execution.test_uneven_batches import DEVICES, compiled_step, language_model, strategy
+from tests.support.hlo import collectives
+
+
+def classifier(*hidden):
+    def make():
+        own = [layer() for layer in hidden]
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(16, "relu"), *own, layers.Dense(5, "softmax")])
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model, lambda rows: (np.zeros((rows, 8), "float32"), np.zeros(rows, "int32"))
+
+    return make
+
+
+def dropout():
+    return layers.Dropout(0.5)
+
+
+NETS = {
+    "dense": classifier(),
+    "dropout": classifier(dropout, dropout),
+    "normalized": classifier(layers.BatchNormalization, dropout),
+    "language model": lambda: language_model(0.1),
+}
+
+
+def names(replicas, net, rows):
+    return [found.name for found in collectives(compiled_step(strategy(replicas), NETS[net], rows).as_text())]
+
+
+@pytest.fixture
+def on_accelerators(monkeypatch):
+    """Placements say that their CPU devices are GPUs: steps are those of accelerators, compiled for CPUs."""
+    monkeypatch.setattr(Placement, "platform", "gpu")
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_step_on_accelerators_has_one_all_reduce(on_accelerators, net):
+    assert names(DEVICES, net, 64) == ["all-reduce"]
+
+
+@pytest.mark.parametrize("replicas", [DEVICES, 2 * DEVICES])
+def test_step_on_accelerators_has_one_all_reduce_if_the_last_device_has_fewer_rows(on_accelerators, replicas):
+    assert names(replicas, "dropout", 8 * DEVICES - 3) == ["all-reduce"]
+
+
+def test_small_outputs_are_gathered_once_if_rows_would_move_to_other_devices(on_accelerators):
+    rows = 59  # Devices have 16 rows each; XLA would shard 59 rows as 15 each.
+    assert sorted(names(2 * DEVICES, "dropout", rows)) == ["all-gather", "all-reduce"]
+
+
+@pytest.mark.parametrize(("replicas", "rows"), [(DEVICES, 64), (DEVICES, 59), (2 * DEVICES, 59), (DEVICES, 3)])
+def test_outputs_that_stay_on_their_devices_give_the_numbers_of_one_device(on_accelerators, replicas, rows):
+    def trained(scope):
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = keras.Sequential([keras.Input((8,)), layers.Dense(6, "relu"), layers.Dense(1, "sigmoid")])
+            model.compile(
+                "sgd", "binary_crossentropy", metrics=["accuracy", keras.metrics.AUC()], weighted_metrics=["mae"]
+            )
+        draw = np.random.default_rng(0).random
+        x, y, weights = draw((2 * rows, 8)), draw((2 * rows, 1)) < 0.4, draw(2 * rows)
+        logs = model.fit(x, y, rows, epochs=2, sample_weight=weights, shuffle=False, verbose=0).history
+        return [*model.get_weights(), *(np.asarray(logs[name]) for name in sorted(logs))]
+
+    expected = trained(contextlib.nullcontext())
+    for one, other in zip(trained(strategy(replicas).scope()), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("net", ["dense", "dropout", "normalized"])
+def test_step_on_cpus_gathers_small_outputs_and_has_one_all_reduce(net):
+    assert sorted(names(DEVICES, net, 64)) == ["all-gather", "all-reduce"]
+
+
+def test_seed_keeps_every_bit_in_a_sum_of_floats():
+    state = np.array([0xFFFFFFFF, 0x80000001], "uint32")
+
+    def call(trainable, non_trainable, inputs, **_):
+        return ReplicaResult(rows=[], means=[], state=[non_trainable[0] + jnp.array([0, 1], "uint32")])
+
+    shares = [
+        run_replicas(
+            call, (StateMerge.SEED,), [], [state], jnp.zeros((3, 1)), rows=(2, 1), first_replica=first, global_rows=6
+        )
+        for first in (0, 2)
+    ]
+    total = sum(share.state[0] for share in shares)
+    assert total.dtype == "float32"
+    np.testing.assert_array_equal(join_halves(total), state + np.array([0, 1], "uint32"))
