@@ -7,6 +7,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.data import device_placement
 from tests.laws.cases import case_named, logits_loss
 from tests.laws.compare import Topology, assert_same, reference, run
 
@@ -67,6 +68,46 @@ def test_each_device_holds_its_part_of_the_optimizer_and_all_of_the_weights():
     uncut = 2 * 3 * 4 + 8
     assert set(bytes_by_device(sliced.optimizer.variables).values()) == {(whole - uncut) // 4 + uncut}
     assert bytes_by_device(sliced.trainable_variables) == bytes_by_device(plain.trainable_variables)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((64, 32), 0),
+        ((64, 512), 1),  # 512 / 4 is a whole tile of 128 columns
+        ((64, 96), 0),  # 64 / 4 are two tiles of 8 rows, 96 / 4 is a part of one
+        ((64, 1000), 0),
+        ((4, 100), 1),  # no slice is a whole tile: the longest
+        ((3, 3, 64, 128), 2),
+        ((12, 3, 5, 7), 0),
+        ((96,), 0),
+        ((512,), 0),
+        ((3, 5), None),
+        ((), None),
+        ((0, 8), 1),
+    ],
+)
+def test_slices_are_whole_tiles_of_a_tpu_if_an_axis_allows_it(shape, axis):
+    assert lockstep.MirroredStrategy([f"cpu:{device}" for device in range(4)])._placement.slice_axis(shape) == axis
+
+
+def test_axis_of_the_slices_does_not_change_a_bit(monkeypatch):
+    def trained():
+        keras.utils.set_random_seed(0)
+        with lockstep.MirroredStrategy([f"cpu:{device}" for device in range(4)], shard_optimizer=True).scope():
+            model = keras.Sequential([keras.Input((64,)), layers.Dense(96, activation="tanh"), layers.Dense(8)])
+            model.compile("adam", logits_loss)
+        x, y = np.random.default_rng(0).normal(size=(24, 64)).astype("float32"), np.arange(24) % 3
+        model.fit(x, y, batch_size=8, verbose=0)
+        moment = model.optimizer.variables[2].value
+        return moment.sharding.shard_shape(moment.shape), model.get_weights()
+
+    shape, weights = trained()
+    monkeypatch.setattr(device_placement, "TPU_TILE", (1, 1))
+    other_shape, other_weights = trained()
+    assert (shape, other_shape) == ((16, 96), (64, 24))
+    for one, other in zip(weights, other_weights, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_saved_model_has_the_whole_optimizer(tmp_path):

@@ -22,6 +22,7 @@ __all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "PlacedRows", "Placement", "count_r
 
 DEVICE_AXIS = "device"
 REPLICATE_BELOW = 1 << 20  # bytes; larger arrays are sharded
+TPU_TILE = (8, 128)  # elements of the last two axes that a TPU stores together
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
@@ -94,16 +95,21 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
 
     def slice_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding in equal slices along the longest axis that the devices divide; replicated if there is none."""
+        """Return the sharding in equal slices along :meth:`slice_axis`; replicated if there is none."""
         axis = self.slice_axis(shape)
         if axis is None:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
 
     def slice_axis(self, shape: tuple[int, ...]) -> int | None:
-        """Return the longest axis that the devices divide, the first of several; None if there is none."""
-        fitting = [axis for axis, length in enumerate(shape) if length and length % len(self.devices) == 0]
-        return max(fitting, key=lambda axis: shape[axis], default=None)
+        """Return the longest axis that the devices divide, the first of several; None if there is none.
+
+        Axes whose slices are whole tiles of a TPU come first: it would pad others.
+        """
+        count, tiles = len(self.devices), (*[1] * len(shape), *TPU_TILE)[-len(shape) :] if shape else ()
+        fitting = [axis for axis, length in enumerate(shape) if length and length % count == 0]
+        whole = [axis for axis in fitting if shape[axis] % (count * tiles[axis]) == 0]
+        return max(whole or fitting, key=lambda axis: shape[axis], default=None)
 
     def on_first_device(self) -> "Placement":
         """Return a placement of the same replicas on the first device of this process."""
