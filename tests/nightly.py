@@ -44,6 +44,7 @@ def commands() -> dict[str, list[str]]:
         found[f"soak-{kind}"] = [sys.executable, "benchmarks/soak.py", kind, kills]
     for job in ("workers", "servers", "launcher", "nodes"):
         found[f"faults-{job}"] = [sys.executable, "benchmarks/faults.py", job]
+    found["fuzz"] = [sys.executable, "benchmarks/fuzz.py"]
     found["inputs"] = ["./scripts/test-inputs"]
     for topology in ("2x2", "2x4", "16x16"):
         for name, nets in COMPILED.items():
