@@ -2,7 +2,7 @@
 
 Undocumented parts, as of Keras 3.15: ``_flatten_layers``; that ``__call__`` of a layer or an operation looks ``call`` up on the
 instance, and that ``train_step`` so looks up ``stateless_call`` and ``compute_loss``; the masks that Keras attaches to tensors;
-the names of seed generators' variables; ``_operations`` and ``_non_trainable_variables``.
+the names of seed generators' variables; ``_loss_ids``; ``_operations`` and ``_non_trainable_variables``.
 
 Undocumented parts, as of Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of
 a node, ``_functional``, and the structure of a functional model's outputs.
@@ -26,6 +26,7 @@ __all__ = [
     "clear_synchronized",
     "copy_keras_mask",
     "disable_batch_statistics",
+    "forget_losses",
     "get_keras_mask",
     "global_batch_reason",
     "is_keras_class",
@@ -146,7 +147,7 @@ def lacks_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
     return any(not type(owner).__module__.startswith("keras.") for owner in owners)
 
 
-def attribute_arrays(model: keras.Model) -> dict[AttributeLeaf, jax.Array]:
+def attribute_arrays(model: keras.Layer) -> dict[AttributeLeaf, jax.Array]:
     """Return the arrays that a model and its layers hold in attributes, alone or in lists, tuples and dicts."""
     return {
         (layer, name, number): leaf
@@ -156,6 +157,16 @@ def attribute_arrays(model: keras.Model) -> dict[AttributeLeaf, jax.Array]:
         for number, leaf in enumerate(keras.tree.flatten(value))
         if isinstance(leaf, jax.Array)
     }
+
+
+def forget_losses(model: keras.Model) -> None:
+    """Make all layers forget the losses of earlier calls, before a call that collects losses in a ``StatelessScope``.
+
+    A layer knows its losses by their ``id``, and Keras 3.15 keeps the ids of arrays that are gone. A new loss of another layer may get
+    such an id: it would be counted twice, or dropped.
+    """
+    for layer in model._flatten_layers():
+        layer._loss_ids.clear()
 
 
 def set_attribute_arrays(leaves: list[AttributeLeaf], arrays: list[Any]) -> None:

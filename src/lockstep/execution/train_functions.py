@@ -16,7 +16,13 @@ import jax
 import keras
 
 from lockstep._keras import trainer
-from lockstep._keras.graph import clear_synchronized, global_batch_reason, nested_models, unsynchronized_normalizations
+from lockstep._keras.graph import (
+    clear_synchronized,
+    forget_losses,
+    global_batch_reason,
+    nested_models,
+    unsynchronized_normalizations,
+)
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._keras.trainer import patched_stateless_call
 from lockstep.data.device_placement import PlacedRows, Placement
@@ -275,7 +281,7 @@ class _ForwardInterceptor:
     ) -> Any:
         """Return what ``original``, the model's ``stateless_call``, returns: outputs, new non-trainable values, and losses if asked for."""
         values = list(trainable_variables), list(non_trainable_variables)
-        function = functools.partial(self._run_original, original)
+        function = functools.partial(self._run_original, model, original)
         if self._is_in_call:
             return function(*values, *args, return_losses=return_losses, **kwargs)
         # Keras warns when it calls a model, and a compiled model is called in a trace: only the first trace shows warnings.
@@ -320,11 +326,13 @@ class _ForwardInterceptor:
                     f"model {model.name!r} is called directly, and so runs on the global batch, "
                     f"{self.executor.global_batch_note}. To have it run by replicas, call its stateless_call"
                 )
-            return self._run_original(original, *args, **kwargs)
+            return self._run_original(model, original, *args, **kwargs)
 
         return call
 
-    def _run_original(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_original(self, model: keras.Model, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_in_call:
+            forget_losses(model)
         before, self._is_in_call = self._is_in_call, True
         try:
             return original(*args, **kwargs)
