@@ -16,6 +16,7 @@ EXECUTORS = {
     "deterministic": {"deterministic": True},
     "deterministic, three devices": {"deterministic": True, "devices": 3},
     "sliced optimizer": {"strategy": {"shard_optimizer": True}},
+    "sharded variables": {"strategy": {"shard": "variables", "recompute": "blocks"}},
     "variables on one device": {"home": "cpu:1"},
     "not compiled": {"compile": {"run_eagerly": True}},
 }

@@ -11,6 +11,13 @@ from lockstep.data import device_placement
 from tests.laws.cases import case_named, logits_loss
 from tests.laws.compare import Topology, assert_same, reference, run
 
+
+@pytest.fixture(autouse=True)
+def _shard_all(monkeypatch):
+    """The variables of these small models are sharded, too."""
+    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 1)
+
+
 ELEMENTWISE = ["adam", "sgd_nesterov", "adamw", "nadam", "rmsprop", "adagrad", "lion", "ftrl"]
 OTHERS = [
     "lamb",
@@ -134,11 +141,10 @@ def test_gradients_are_scattered_and_not_summed_everywhere(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"deterministic": True}, "leave one of them out"),
         ({"cross_device_ops": "ring"}, "not by RingAllReduce"),
         ({"communication_options": lockstep.CommunicationOptions(implementation="NCCL")}, "not by NcclAllReduce"),
     ],
 )
-def test_shard_optimizer_refuses_deterministic_and_operations(options, says):
+def test_shard_optimizer_refuses_operations(options, says):
     with pytest.raises(lockstep.OptionError, match=says):
         lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard_optimizer=True, **options)

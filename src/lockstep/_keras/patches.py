@@ -16,6 +16,7 @@ __all__ = [
     "OPTIMIZER_SLOTS",
     "OPTIMIZER_UPDATE",
     "PATCHES",
+    "SHARD_VARIABLES",
     "STATELESS_CALL",
     "STATE_SYNC",
     "STEP_FUNCTIONS",
@@ -54,6 +55,13 @@ CLAIM_MODELS = Patch(
     lifetime="while a strategy's scope is open in any thread",
     reason="a strategy attaches itself to each model that is made, compiled or used in its scope",
     public_api="a hook that Keras calls for each new model, as it does for tf.distribute on TensorFlow",
+)
+SHARD_VARIABLES = Patch(
+    target="class Variable",
+    attributes=("_initialize",),
+    lifetime="while a strategy's scope is open in any thread",
+    reason="a variable is laid over the devices when it gets its first value, before the next variable is made",
+    public_api="a layout for each new variable, as a keras.distribution gives it",
 )
 SYNCHRONIZED_ARGUMENT = Patch(
     target="class BatchNormalization",
@@ -149,6 +157,7 @@ SYNCHRONIZED_FLAG = Patch(
 
 PATCHES = (
     CLAIM_MODELS,
+    SHARD_VARIABLES,
     SYNCHRONIZED_ARGUMENT,
     STEP_FUNCTIONS,
     FIT_INPUT,

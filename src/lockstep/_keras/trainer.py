@@ -34,6 +34,7 @@ from lockstep._keras.patches import (
     CLAIM_MODELS,
     INTERCEPT_FIT,
     OBSERVE_COMPILE,
+    SHARD_VARIABLES,
     STATE_SYNC,
     STATELESS_CALL,
     STEP_FUNCTIONS,
@@ -131,6 +132,7 @@ def check_keras() -> None:
 # --- while a scope is open ---------------------------------------------------------------------------------------
 
 Claim = Callable[[keras.Model], None]  # attaches a strategy to a model, or raises if it belongs to another one
+ShardingOf = Callable[[tuple[int, ...]], Any]  # the sharding of a variable of this shape; None: that of plain Keras
 
 _claim_lock = threading.Lock()
 _open_contexts: dict[str, int] = {"count": 0}
@@ -138,19 +140,22 @@ _claim_patches = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def claim_models(current: Callable[[], Claim | None]) -> Iterator[None]:
-    """Claim each model that is made, compiled or used while this context, or another one of this function, is open.
+def claim_models(
+    current: Callable[[], Claim | None], current_sharding: Callable[[], ShardingOf | None] = lambda: None
+) -> Iterator[None]:
+    """Claim each model that is made, compiled or used, and shard each variable that is made while such a context is open.
 
     Keras's classes are restored when the last context closes, also after an exception.
 
     Args:
         current: returns what claims the models of the calling thread, or None if that thread has no scope open: it then
             uses plain Keras.
+        current_sharding: likewise the shardings of new variables.
     """
     with _claim_lock:
         _open_contexts["count"] += 1
         if _open_contexts["count"] == 1:
-            _patch_classes(current)
+            _patch_classes(current, current_sharding)
     try:
         yield
     finally:
@@ -160,12 +165,15 @@ def claim_models(current: Callable[[], Claim | None]) -> Iterator[None]:
                 _claim_patches.close()
 
 
-def _patch_classes(current: Callable[[], Claim | None]) -> None:
+def _patch_classes(current: Callable[[], Claim | None], current_sharding: Callable[[], ShardingOf | None]) -> None:
     trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
     base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
     changed = [(trainer, "__init__"), (base, "compile"), *((trainer, f"make_{name}_function") for name in FUNCTIONS)]
     claiming = [(owner, name, _claiming(vars(owner)[name], name, current)) for owner, name in changed]
     _claim_patches.enter_context(patched(CLAIM_MODELS, claiming))
+    owner = next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls))
+    initialize = _sharding(vars(owner)["_initialize"], current_sharding)
+    _claim_patches.enter_context(patched(SHARD_VARIABLES, [(owner, "_initialize", initialize)]))
     normalization = keras.layers.BatchNormalization
     construct = _accept_synchronized(vars(normalization)["__init__"], current)
     _claim_patches.enter_context(patched(SYNCHRONIZED_ARGUMENT, [(normalization, "__init__", construct)]))
@@ -188,6 +196,19 @@ def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Cla
         return own(*args, **kwargs) if own else original(self, *args, **kwargs)
 
     return method
+
+
+def _sharding(original: Callable[..., None], current: Callable[[], ShardingOf | None]) -> Callable[..., None]:
+    """Return a variable's ``_initialize`` which gives it a layout; Keras lays all later values over the devices by it."""
+
+    @functools.wraps(original)
+    def initialize(self: Any, value: Any) -> None:
+        sharding_of = current()
+        if sharding_of is not None and self._layout is None:
+            self._layout = sharding_of(tuple(value.shape))
+        original(self, value)
+
+    return initialize
 
 
 def _accept_synchronized(original: Callable[..., None], current: Callable[[], Claim | None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ Shards are padded to equal lengths. Model inputs are always sharded. Targets and
 computed on the whole batch; up to ``REPLICATE_BELOW`` bytes they are replicated, which saves a collective.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import InputError
 from lockstep.devices.batch_split import Layout
+from lockstep.devices.names import platform_of
 
-__all__ = ["DEVICE_AXIS", "REPLICATE_BELOW", "PlacedRows", "Placement", "count_rows", "drop_padding", "join_rows"]
+__all__ = [
+    "DEVICE_AXIS",
+    "REPLICATE_BELOW",
+    "SHARD_FROM",
+    "PlacedRows",
+    "Placement",
+    "count_rows",
+    "drop_padding",
+    "join_rows",
+]
 
 DEVICE_AXIS = "device"
 REPLICATE_BELOW = 1 << 20  # bytes; larger arrays are sharded
 TPU_TILE = (8, 128)  # elements of the last two axes that a TPU stores together
+SHARD_FROM = 1 << 12  # numbers; smaller variables stay whole, as a collective for each would take longer than it saves
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
@@ -59,7 +71,7 @@ class Placement:
     @property
     def platform(self) -> str:
         """Platform of the devices: "cpu", "gpu" or "tpu"."""
-        return self.devices[0].platform
+        return platform_of(self.devices[0])
 
     @property
     def local_indices(self) -> tuple[int, ...]:
@@ -102,12 +114,14 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, DEVICE_AXIS))
 
     def slice_axis(self, shape: tuple[int, ...]) -> int | None:
-        """Return the longest axis that the devices divide, the first of several; None if there is none.
+        """Return the longest axis that the devices divide, the first of several; None if there is none, or the variable is small.
 
         Axes whose slices are whole tiles of a TPU come first: it would pad others.
         """
         count, tiles = len(self.devices), (*[1] * len(shape), *TPU_TILE)[-len(shape) :] if shape else ()
-        fitting = [axis for axis, length in enumerate(shape) if length and length % count == 0]
+        if count == 1 or math.prod(shape) < SHARD_FROM:
+            return None
+        fitting = [axis for axis, length in enumerate(shape) if length % count == 0]
         whole = [axis for axis in fitting if shape[axis] % (count * tiles[axis]) == 0]
         return max(whole or fitting, key=lambda axis: shape[axis], default=None)
 

@@ -12,6 +12,7 @@ from lockstep.devices.cpu_devices import check_thread_pool, ensure_cpu_devices
 __all__ = [
     "count_cpu_devices",
     "device_name",
+    "is_described",
     "parse_device_name",
     "platform_of",
     "resolve_devices",
@@ -94,6 +95,11 @@ def resolve_with_parameter_device(
     if isinstance(parameter_device, str):
         return found, _lookup(parameter_device, "parameter_device")
     return found, parameter_device
+
+
+def is_described(device: jax.Device) -> bool:
+    """Return whether a device of this process is only described, for compiling without it: it holds no arrays."""
+    return device.local_hardware_id is None
 
 
 def count_cpu_devices(devices: Sequence[str | jax.Device] | None) -> int:

@@ -19,6 +19,7 @@ from lockstep.devices.batch_split import Layout, rows_of_replicas
 from lockstep.devices.cpu_devices import compiler_options, usable_cores
 from lockstep.execution.call_splitter import CallTrace
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
+from lockstep.execution.gathered_variables import SEPARATE_COLLECTIVES, Recompute, Shard, gather_variables, shard_axes
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.isolated_replicas import forward_isolated
 from lockstep.execution.nonfinite_gate import NonFiniteGate, loss_logs
@@ -79,14 +80,17 @@ class SpmdExecutor:
     Args:
         placement: devices and number of replicas.
         ops: adds up the gradients of the devices.
-        shard_optimizer: each device holds and updates a slice of the optimizer's variables.
+        shard: "optimizer": each device keeps and updates a shard of the optimizer's variables; "variables": of all variables.
+        recompute: which layers are recomputed in the backward pass, with ``shard="variables"``.
     """
 
     global_batch_note = "and XLA divides the work"
     supports_second_derivatives = True
 
-    def __init__(self, placement: Placement, ops: CrossDeviceOps, *, shard_optimizer: bool = False) -> None:
-        self.placement, self.ops, self.shard_optimizer = placement, ops, shard_optimizer
+    def __init__(
+        self, placement: Placement, ops: CrossDeviceOps, *, shard: Shard = None, recompute: Recompute = None
+    ) -> None:
+        self.placement, self.ops, self.shard, self.recompute = placement, ops, shard, recompute
 
     @property
     def eager_device(self) -> jax.Device:
@@ -95,14 +99,15 @@ class SpmdExecutor:
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
-        if kind == "train":
-            return _with_placement(self.train_step(step, gate), self.placement, self._state_shardings, gate)
-
-        return _with_placement(self.read_only_step(step), self.placement)
+        run = self.train_step(step, gate) if kind == "train" else self.read_only_step(step)
+        return _with_placement(run, self.placement, self._state_shardings, gate)
 
     def train_step(self, step: Step, gate: NonFiniteGate | None = None) -> CompiledTrainStep:
         """Return a training step on placed arrays."""
-        return CompiledTrainStep(step, self._state_shardings, self.placement.platform, donated=gate is None)
+        options = compiler_options(self.placement.platform)
+        if self.shard == "variables" and self.placement.platform == "gpu":
+            options = options | SEPARATE_COLLECTIVES
+        return CompiledTrainStep(step, self._state_shardings, options, donated=gate is None)
 
     def read_only_step(self, step: Step) -> Step:
         """Return a step on placed arrays that keeps the old state, and copies no value that did not change."""
@@ -133,11 +138,7 @@ class SpmdExecutor:
         return tuple(rows_of_replicas(sum(own), min(most, len(own)) or 1) for own in layout.per_device)
 
     def _state_shardings(self, state: Any) -> Any:
-        shardings = [self.placement.replicated] * len(state)
-        if not self.shard_optimizer:
-            return tuple(shardings)
-        sliced = [self.placement.slice_sharding(value.shape) for value in state[2]]
-        return (*shardings[:2], sliced, shardings[3])
+        return _state_shardings(state, self.placement, self.shard)
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
@@ -149,8 +150,12 @@ class SpmdExecutor:
             leaf.array if leaf is not None else self._place(value, forward.layout)
             for value, leaf in zip(inputs, placed, strict=True)
         ]
-        forward = replace(forward, call=rewrite_for_cpu(forward.call, self.placement.platform))
-        return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard_optimizer)
+        call, axes = forward.call, forward.axes
+        if self.shard == "variables" and forward.layout.devices > 1:
+            call = gather_variables(call, forward.model, self.placement, self.recompute)
+            axes = shard_axes(forward.trainable, self.placement), shard_axes(forward.non_trainable, self.placement)
+        forward = replace(forward, call=rewrite_for_cpu(call, self.placement.platform), axes=axes)
+        return forward_on_devices(forward, arrays, self.placement, self.ops, self.shard is not None)
 
     def _place(self, value: Any, layout: Layout) -> jax.Array:
         """Lay an array that the step computed (augmented images, say) over the devices."""
@@ -159,17 +164,18 @@ class SpmdExecutor:
 
 
 class DeterministicExecutor:
-    """Runs programs that do not depend on the number of devices (law 2).
+    """Runs programs that do not depend on the number of devices (law 2). Sharded variables are gathered before a step.
 
     Args:
         placement: devices and number of replicas.
+        shard: as in :class:`SpmdExecutor`.
     """
 
     global_batch_note = "on every device alike"
     supports_second_derivatives = False
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
+    def __init__(self, placement: Placement, shard: Shard = None) -> None:
+        self.placement, self.shard = placement, shard
 
     @property
     def eager_device(self) -> jax.Device:
@@ -178,8 +184,18 @@ class DeterministicExecutor:
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
-        donated = kind == "train" and gate is None
-        return _with_placement(ProgramPartition(step, self.placement, donated=donated), self.placement, gate=gate)
+        program = ProgramPartition(step, self.placement, donated=kind == "train" and gate is None)
+        if self.shard is None:
+            return _with_placement(program, self.placement, gate=gate)
+
+        def run(state: Any, batch: Any) -> tuple[Any, Any]:
+            result, new = program(self.placement.put(state), batch)
+            return result, self.placement.put(new, shardings(new))
+
+        def shardings(state: Any) -> Any:
+            return _state_shardings(state, self.placement, self.shard)
+
+        return _with_placement(run, self.placement, shardings, gate)
 
     def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
         """See :class:`Executor`: one call for each replica."""
@@ -235,6 +251,15 @@ class EagerExecutor:
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
         return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
+
+
+def _state_shardings(state: Any, placement: Placement, shard: Shard) -> Any:
+    """Return the shardings of a state: trainable and non-trainable variables, for training those of the optimizer, and metrics."""
+    is_sharded = [shard == "variables"] * 2 + [shard is not None] * (len(state) - 3) + [False]
+    return tuple(
+        [placement.slice_sharding(value.shape) for value in part] if sharded else placement.replicated
+        for part, sharded in zip(state, is_sharded, strict=False)
+    )
 
 
 class _PlacedState(tuple[Any, ...]):
@@ -313,7 +338,8 @@ class CentralExecutor(SpmdExecutor):
             return (), optimizer.stateless_apply(values[1], gradients, values[0])
 
         shardings = (self._home, self._home)
-        update = CompiledTrainStep(apply, lambda values: shardings, self.placement.platform, donated=gate is None)
+        options = compiler_options(self.placement.platform)
+        update = CompiledTrainStep(apply, lambda values: shardings, options, donated=gate is None)
 
         def run(state: _CentralState, batch: Any) -> tuple[Any, Any]:
             program = programs.program_for(state, batch)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,6 +26,7 @@ from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placement, drop_padding
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.cpu_devices import compiler_options
+from lockstep.execution.gathered_variables import Axes, gathered, shard_spec
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
 
 __all__ = [
@@ -133,6 +135,7 @@ class SpmdForward:
     """One forward pass to distribute: the call, its values, and the layout of its rows.
 
     Attributes:
+        model: the model that it calls.
         call: forward pass of one replica.
         merges: for each non-trainable variable how its values are merged.
         trainable: values of the trainable variables.
@@ -142,8 +145,11 @@ class SpmdForward:
         calls: for each device the number of rows of each of its calls: those of a replica, or of several.
         operations: number of operations of one call.
         allows_padding: whether rows after those of a call change none of its results.
+        axes: for each trainable and each non-trainable variable the axis along which it is sharded, None if it is whole; ``call`` takes
+            shards. By default all are whole.
     """
 
+    model: keras.Model
     call: ReplicaCall
     merges: tuple[StateMerge, ...]
     trainable: list[jax.Array]
@@ -153,6 +159,7 @@ class SpmdForward:
     calls: tuple[tuple[int, ...], ...]
     operations: int
     allows_padding: bool
+    axes: tuple[Axes, Axes] | None = None
 
     def padded_calls(self) -> tuple[tuple[int, ...], np.ndarray] | None:
         """Return calls that every device may make, some of them on padding after its rows; None if devices make their own calls.
@@ -207,23 +214,39 @@ def forward_on_devices(
         own = forward.calls[0]
         return finish_result(forward, _run_local(forward, inputs, own, 0, _is_vectorized(forward, own, placement)))
 
+    trainable_axes, other_axes = forward.axes or (
+        (None,) * len(forward.trainable),
+        (None,) * len(forward.non_trainable),
+    )
+
     def on_one_device(
         trainable: list[jax.Array], non_trainable: list[jax.Array], shared: list[jax.Array], inputs: Any
     ) -> ReplicaResult:
-        own = replace(forward, trainable=[value[0] for value in trainable], non_trainable=non_trainable, shared=shared)
+        values = [value[0] if axis is None else value for value, axis in zip(trainable, trainable_axes, strict=True)]
+        own = replace(forward, trainable=values, non_trainable=non_trainable, shared=shared)
         result = _on_this_device(own, inputs, placement)
         changed, form = jax.tree.flatten(result.state)
         state = jax.tree.unflatten(form, platform_sum_bucketed(changed, DEVICE_AXIS, placement.devices))
         return ReplicaResult(rows=result.rows, means=[share[None] for share in result.means], state=state)
 
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
+    trainable = list(forward.trainable)
+    copied = [position for position, axis in enumerate(trainable_axes) if axis is None]
+    copies = _device_copies([trainable[position] for position in copied], placement, ops, sliced)
+    for position, copy in zip(copied, copies, strict=True):
+        trainable[position] = copy
     result = jax.shard_map(
         on_one_device,
         mesh=placement.mesh,
-        in_specs=(cut, whole, whole, cut),
+        in_specs=(
+            [cut if axis is None else shard_spec(axis) for axis in trainable_axes],
+            [shard_spec(axis) for axis in other_axes],
+            whole,
+            cut,
+        ),
         out_specs=ReplicaResult(rows=cut, means=cut, state=whole),  # type: ignore[arg-type]  # a tree of specs
         check_vma=False,
-    )(_device_copies(forward.trainable, placement, ops, sliced), forward.non_trainable, forward.shared, inputs)
+    )(trainable, forward.non_trainable, forward.shared, inputs)
     rows = [_global_rows(leaf, layout, placement) for leaf in result.rows]
     return finish_result(forward, ReplicaResult(rows, [share.sum(axis=0) for share in result.means], result.state))
 
@@ -298,6 +321,9 @@ def _on_this_device(forward: SpmdForward, inputs: Any, placement: Placement) -> 
         branches.append(partial(_zeros_like_result_of, branches[0]))
     if placement.platform == "cpu":
         return _select(choice, branches, operands)
+    if forward.axes:  # A collective inside of a branch would wait for devices that take another one.
+        whole = [gathered(values, axes) for values, axes in zip(operands[:2], forward.axes, strict=True)]
+        operands = (*whole, *operands[2:])
     return switch_with_common_residuals(choice, branches, operands)
 
 

@@ -310,7 +310,15 @@ class _ForwardInterceptor:
             merges = tuple(state_merge(variable) for variable in model.non_trainable_variables)
             placed = [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]
             forward = SpmdForward(
-                split(spec, call), merges, *values, call.shared, layout, sizes, whole.operations, spec.allows_padding
+                model,
+                split(spec, call),
+                merges,
+                *values,
+                call.shared,
+                layout,
+                sizes,
+                whole.operations,
+                spec.allows_padding,
             )
             result = self.executor.forward(forward, call.inputs, placed)
         outputs, losses = join(spec, result)

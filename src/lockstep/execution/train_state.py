@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lockstep.devices.cpu_devices import compiler_options
-
 __all__ = [
     "CompiledTrainStep",
     "StateValues",
@@ -64,13 +62,12 @@ class CompiledTrainStep:
     Args:
         step: on arrays.
         shardings: function that returns the shardings of a state.
-        platform: of the devices.
+        options: compiler options.
         donated: whether the new state reuses the old one's memory.
     """
 
-    def __init__(self, step: Step, shardings: Callable[[Any], Any], platform: str, *, donated: bool) -> None:
-        self._step, self._shardings, self._donated = step, shardings, donated
-        self._options = compiler_options(platform)
+    def __init__(self, step: Step, shardings: Callable[[Any], Any], options: dict[str, str], *, donated: bool) -> None:
+        self._step, self._shardings, self._options, self._donated = step, shardings, options, donated
         self._program: Any = None
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -91,7 +88,7 @@ class CompiledTrainStep:
         return jax.jit(
             self._run,
             donate_argnums=donated,
-            out_shardings=(shardings[0], shardings),
+            out_shardings=(shardings[-1], shardings),
             compiler_options=self._options,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
@@ -21,9 +21,10 @@ from lockstep.custom_loops.replica_context import ReplicaContext, ReplicaModels,
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.devices.determinism import describe_determinism
-from lockstep.devices.names import device_name
+from lockstep.devices.names import device_name, is_described
 from lockstep.doctor.checks import FitChecks
 from lockstep.execution.executors import DeterministicExecutor, Executor, SpmdExecutor
+from lockstep.execution.gathered_variables import ModelLayout, layout_notes, layout_of
 from lockstep.execution.train_functions import StepFunctions, StepHook, in_step, trace_context
 from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.checkpoint_hook import CheckpointHook
@@ -53,7 +54,7 @@ def strategy_scope(strategy: Any) -> Iterator[Any]:
     _check_no_distribution()
     open_scopes.set((*open_scopes.get(), strategy))
     try:
-        with trainer.claim_models(_current_claim), trace_context(strategy.num_replicas_in_sync):
+        with trainer.claim_models(_current_claim, _current_sharding), trace_context(strategy.num_replicas_in_sync):
             yield strategy
     finally:
         scopes = list(open_scopes.get())
@@ -104,7 +105,13 @@ def _current_claim() -> trainer.Claim | None:
     return strategy._claim if strategy and not scopes_disabled() else None
 
 
+def _current_sharding() -> trainer.ShardingOf | None:
+    strategy = _innermost()
+    return strategy._variable_sharding if strategy and not scopes_disabled() else None
+
+
 _FUNCTIONS = "_lockstep_functions"
+_SHARDED = {"optimizer": "the optimizer's variables", "variables": "all large variables"}
 
 
 class Strategy(Diagnostics):
@@ -133,7 +140,7 @@ class Strategy(Diagnostics):
     )
 
     def __init__(self, devices: Sequence[jax.Device], options: StrategyOptions) -> None:
-        self._deterministic, self._shard_optimizer = options.deterministic, options.shard_optimizer
+        self._deterministic, self._shard, self._recompute = options.deterministic, options.shard, options.recompute
         self._ops, self._input_options = options.cross_device_ops, options.input_options
         self._placement = Placement(Mesh(np.asarray(devices), (DEVICE_AXIS,)), options.replicas or len(devices))
         self._models = ReplicaModels()
@@ -215,12 +222,39 @@ class Strategy(Diagnostics):
             self._log,
         )
 
+    def layout(self, model: keras.Model) -> ModelLayout:
+        """Return where the variables of a model lie, and when they are gathered.
+
+        Args:
+            model: a compiled model of this strategy. Its optimizer makes its variables in the first call of ``fit``, or in
+                ``model.optimizer.build(model.trainable_variables)``.
+
+        Returns:
+            A row for each variable, with sizes in bytes; ``str`` makes a table.
+
+        Raises:
+            ModelError: the model belongs to another strategy or is not compiled.
+
+        Example:
+            >>> import keras, lockstep
+            >>> strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard="variables")
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, name="hidden")])
+            ...     model.compile("sgd", "mse")
+            >>> for row in strategy.layout(model).variables:
+            ...     print(row.path, row.bytes, row.device_bytes)
+            hidden/kernel 32768 16384
+            hidden/bias 512 512
+        """
+        self._check_owner(model, "layout")
+        return layout_of(model, self._placement, self._shard, self._recompute, deterministic=self._deterministic)
+
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         """Return what runs the steps of a model."""
         return (
-            DeterministicExecutor(placement)
+            DeterministicExecutor(placement, self._shard)
             if self._deterministic
-            else SpmdExecutor(placement, self._ops, shard_optimizer=self._shard_optimizer)
+            else SpmdExecutor(placement, self._ops, shard=self._shard, recompute=self._recompute)
         )
 
     def _claim(self, model: keras.Model) -> None:
@@ -241,13 +275,22 @@ class Strategy(Diagnostics):
 
         def make(kind: str) -> Any:
             check_model(model, self)
-            for note in notes:
+            for note in (*notes, *self._layout_notes(model)):
                 log_once(note)
             return functions.make(kind)
 
         trainer.attach_strategy(model, self, make, in_step)
         notes = self._inputs.install(model, log_once)
         self._models.add(model)
+
+    def _layout_notes(self, model: keras.Model) -> list[str]:
+        return layout_notes(self.layout(model)) if self._shard == "variables" and model.built else []
+
+    def _variable_sharding(self, shape: tuple[int, ...]) -> NamedSharding | None:
+        """Return the sharding of a new variable; None if it is not sharded."""
+        if self._shard != "variables" or is_described(self._placement.first_local_device):
+            return None
+        return self._placement.slice_sharding(shape) if self._placement.slice_axis(shape) is not None else None
 
     def _functions_of(self, model: keras.Model) -> StepFunctions:
         """Return the step functions of a model of this strategy."""
@@ -283,8 +326,8 @@ class Strategy(Diagnostics):
         text += f"({', '.join(devices)})"
         if len(devices) > 1:
             text += f"; gradients: {self._ops.describe(self._placement.devices)}"
-        if self._shard_optimizer:
-            text += "; each device keeps and updates a slice of the optimizer's variables"
+        if self._shard is not None:
+            text += f"; each device keeps and updates a shard of {_SHARDED[self._shard]}"
         if self._deterministic:
             text += f"; {describe_determinism(self._placement.devices[0])}"
         if len(devices) > replicas:

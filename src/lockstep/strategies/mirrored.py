@@ -6,6 +6,7 @@ import jax
 
 from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
 from lockstep.data.fit_entry import InputOptions
+from lockstep.execution.gathered_variables import Recompute
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import find_devices, prepare_process
 
@@ -29,17 +30,22 @@ class MirroredStrategy(Strategy):
             replica then runs as a separate program, and gradients are added in the order of a fixed tree. By default as set by
             :func:`lockstep.config.set_deterministic`, else False.
         communication_options: chooses the operation instead of ``cross_device_ops``.
-        shard_optimizer: each of n devices keeps and updates 1/n of the optimizer's variables, for less memory: gradients
-            are added by a reduce-scatter, and an all-gather distributes the new weights. A variable with no axis that n
-            divides stays whole on each device. Source: Rajbhandari et al., "ZeRO" (2020), stage 1.
         input_options: how batches reach the devices.
+        shard: ``"variables"``: each of n devices keeps 1/n of every large variable of the model and of its optimizer, so that a model
+            may be larger than a device. A variable is gathered where a step uses it, and its gradient is added by a
+            reduce-scatter. ``"optimizer"``: only the optimizer's variables are sharded. Small variables, and those with no axis
+            that n divides, stay whole. Source: Rajbhandari et al., "ZeRO" (2020), stages 3 and 1.
+        recompute: with ``shard="variables"``, which layers are computed again in the backward pass, so that their gathered
+            variables and inner results need no memory until then: ``"blocks"``: repeated layers, and all others that have large
+            variables; a function ``layer -> bool``; None: no layer.
+        shard_optimizer: former name of ``shard="optimizer"``.
 
     Raises:
         BackendError: Keras does not run on JAX, or its version is unknown.
         DeviceError: a device is unknown, absent or named twice, or it is too late to make the CPU devices asked for.
         OptionError: ``replicas`` is not a positive integer; ``cross_device_ops`` or ``communication_options`` has another type,
             both are given, or the options have a ``timeout_seconds``; ``deterministic`` is combined with an operation whose
-            order depends on the devices; or ``shard_optimizer`` is combined with ``deterministic`` or an operation.
+            order depends on the devices; ``shard`` is combined with an operation, or ``recompute`` is given without it.
 
     Example:
         >>> import keras, lockstep, numpy as np
@@ -58,10 +64,14 @@ class MirroredStrategy(Strategy):
         replicas: int | None = None,
         deterministic: bool | None = None,
         communication_options: CommunicationOptions | None = None,
-        shard_optimizer: bool = False,
         input_options: InputOptions | None = None,
+        shard: str | None = None,
+        recompute: Recompute = None,
+        shard_optimizer: bool = False,
     ) -> None:
         if communication_options is not None:
             cross_device_ops = choose_cross_device_ops(cross_device_ops, communication_options)
-        options = prepare_process(cross_device_ops, replicas, deterministic, shard_optimizer, input_options)
+        options = prepare_process(
+            cross_device_ops, replicas, deterministic, input_options, shard, recompute, shard_optimizer
+        )
         super().__init__(find_devices(devices), options)

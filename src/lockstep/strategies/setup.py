@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import jax
 
-from lockstep._errors import DeviceError, OptionError, flag, whole_number
+from lockstep._errors import DeviceError, OptionError, flag, shown, whole_number
 from lockstep._keras import trainer
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
 from lockstep.devices.determinism import is_deterministic, prepare_determinism
 from lockstep.devices.names import platform_of, resolve_devices
+from lockstep.execution.gathered_variables import Recompute, Shard
 
 __all__ = [
     "StrategyOptions",
@@ -38,14 +39,16 @@ class StrategyOptions:
         cross_device_ops: adds the devices' gradients.
         replicas: number of replicas; None: one for each device.
         deterministic: whether a step has the same bits on any number of devices.
-        shard_optimizer: whether each device keeps and updates a slice of the optimizer's variables.
+        shard: which variables are sharded over the devices.
+        recompute: which layers are recomputed in the backward pass.
         input_options: how batches reach the devices.
     """
 
     cross_device_ops: CrossDeviceOps
     replicas: int | None
     deterministic: bool
-    shard_optimizer: bool
+    shard: Shard
+    recompute: Recompute
     input_options: InputOptions
 
 
@@ -53,8 +56,10 @@ def prepare_process(
     cross_device_ops: Ops | None = None,
     replicas: int | None = None,
     deterministic: bool | None = None,
-    shard_optimizer: bool = False,
     input_options: InputOptions | None = None,
+    shard: str | None = None,
+    recompute: Recompute = None,
+    shard_optimizer: bool = False,
 ) -> StrategyOptions:
     """Check a strategy's arguments, then change the settings of the process that JAX reads when it starts.
 
@@ -65,8 +70,10 @@ def prepare_process(
         cross_device_ops: as in :class:`MirroredStrategy`.
         replicas: likewise.
         deterministic: likewise; None: as :func:`lockstep.config.set_deterministic` says.
-        shard_optimizer: likewise.
         input_options: likewise.
+        shard: likewise.
+        recompute: likewise.
+        shard_optimizer: likewise.
 
     Raises:
         BackendError: Keras does not run on JAX, or its version is unknown.
@@ -75,8 +82,8 @@ def prepare_process(
     trainer.check_keras()
     deterministic = is_deterministic() if deterministic is None else flag("deterministic", deterministic)
     ops = _resolve_ops(cross_device_ops, deterministic)
-    if flag("shard_optimizer", shard_optimizer):
-        _check_shard_optimizer(ops, deterministic)
+    resolved_shard = _resolve_shard(shard, shard_optimizer, ops, deterministic)
+    _check_recompute(recompute, resolved_shard)
     if replicas is not None:
         replicas = whole_number("replicas", replicas, most=MOST_REPLICAS)
     if input_options is not None:
@@ -87,7 +94,7 @@ def prepare_process(
         keep_memory()
     if _device_count.get() is not None:
         replicas = None
-    return StrategyOptions(ops, replicas, deterministic, bool(shard_optimizer), input_options or InputOptions())
+    return StrategyOptions(ops, replicas, deterministic, resolved_shard, recompute, input_options or InputOptions())
 
 
 def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
@@ -101,16 +108,32 @@ def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
     return resolved
 
 
-def _check_shard_optimizer(ops: CrossDeviceOps, deterministic: bool) -> None:
-    if deterministic:
+def _resolve_shard(shard: str | None, shard_optimizer: bool, ops: CrossDeviceOps, deterministic: bool) -> Shard:
+    """Return which variables are sharded; ``shard_optimizer=True`` is the former name of ``shard="optimizer"``."""
+    if shard not in (None, "optimizer", "variables"):
+        raise OptionError(f'shard: expected "optimizer", "variables" or None, got {shown(shard)}.')
+    if flag("shard_optimizer", shard_optimizer):
+        if shard == "variables":
+            raise OptionError(
+                'shard_optimizer=True and shard="variables": the latter includes the former. Fix: leave shard_optimizer out.'
+            )
+        shard = "optimizer"
+    if shard is not None and not deterministic and type(ops) is not AutoAllReduce:
         raise OptionError(
-            "shard_optimizer=True and deterministic=True: what a device updates would depend on the number of devices. "
-            "Fix: leave one of them out."
-        )
-    if type(ops) is not AutoAllReduce:
-        raise OptionError(
-            f"shard_optimizer=True adds gradients by the platform's reduce-scatter, not by {type(ops).__name__}. Fix: leave "
+            f"shard={shard!r} adds gradients by the platform's reduce-scatter, not by {type(ops).__name__}. Fix: leave "
             "cross_device_ops and communication_options out."
+        )
+    return shard  # type: ignore[return-value]  # checked above
+
+
+def _check_recompute(recompute: Recompute, shard: Shard) -> None:
+    if recompute is None:
+        return
+    if recompute != "blocks" and not callable(recompute):
+        raise OptionError(f'recompute: expected "blocks", a function of a layer or None, got {shown(recompute)}.')
+    if shard != "variables":
+        raise OptionError(
+            'recompute belongs to shard="variables", whose gathered variables it saves. Fix: add shard="variables", or use keras.remat.'
         )
 
 

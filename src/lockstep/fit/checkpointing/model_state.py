@@ -112,8 +112,11 @@ def _copied(values: list[Any]) -> list[Any]:
 
 def copies_of(values: list[Any]) -> list[jax.Array]:
     """Copy arrays asynchronously on their devices; of an array that every device has, copy the first device's."""
-    arrays = map(jnp.asarray, values)
-    return _copied([x.addressable_shards[0].data if x.is_fully_replicated else x for x in arrays])
+    arrays = [jnp.asarray(value) for value in values]
+    sharded = [x for x in arrays if not x.is_fully_replicated]
+    whole = [x.addressable_shards[0].data for x in arrays if x.is_fully_replicated]
+    copies, whole_copies = iter(_copied(sharded)), iter(_copied(whole))  # Two programs, as they run on other devices.
+    return [next(whole_copies if x.is_fully_replicated else copies) for x in arrays]
 
 
 _LEFT_OUT = ("model", "_model", "params", "validation_data")

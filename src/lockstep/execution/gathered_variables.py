@@ -1,0 +1,218 @@
+"""Sharded variables: each device keeps a shard of every large variable and gathers it where a forward pass uses it.
+
+The transpose of a gather is a reduce-scatter, so a device also gets only its shard of a gradient, and the update runs on shards. Source:
+Rajbhandari et al., "ZeRO" (2020), stage 3. Both are explicit collectives inside of ``shard_map``; the partitioner of XLA decides nothing
+about them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import keras
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from lockstep._keras.recompute import blocks_of, layers_where, recompute_layers, uncovered_variables
+from lockstep.data.device_placement import DEVICE_AXIS, SHARD_FROM, Placement
+from lockstep.execution.replica import ReplicaCall, ReplicaResult
+
+__all__ = [
+    "SEPARATE_COLLECTIVES",
+    "Axes",
+    "ModelLayout",
+    "Recompute",
+    "Shard",
+    "VariableLayout",
+    "gather_variables",
+    "gathered",
+    "layout_notes",
+    "layout_of",
+    "shard_axes",
+    "shard_spec",
+]
+
+# XLA for GPUs joins collectives of this many bytes. Joined ones keep all gathered variables and whole gradients in memory at once.
+SEPARATE_COLLECTIVES = {
+    "xla_gpu_all_gather_combine_threshold_bytes": "1",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "1",
+}
+
+Shard = Literal["optimizer", "variables"] | None
+Recompute = str | Callable[[keras.Layer], bool] | None
+Axes = tuple[int | None, ...]  # for each variable the axis along which it is sharded; None: it is whole
+
+
+def shard_axes(values: Sequence[Any], placement: Placement) -> Axes:
+    """Return for each value of a variable the axis along which it is sharded."""
+    return tuple(placement.slice_axis(value.shape) for value in values)
+
+
+def gathered(values: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
+    """Return whole values from this device's shards; to be called inside of ``shard_map``."""
+    return [value if axis is None else _gather(value, axis) for value, axis in zip(values, axes, strict=True)]
+
+
+def shard_spec(axis: int | None) -> PartitionSpec:
+    """Return the ``PartitionSpec`` of a value that is sharded along ``axis``; None: it is whole on each device."""
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, DEVICE_AXIS)
+
+
+def _gather(shard: jax.Array, axis: int) -> jax.Array:
+    return lax.all_gather(shard, DEVICE_AXIS, axis=axis, tiled=True)
+
+
+def gather_variables(call: ReplicaCall, model: keras.Model, placement: Placement, recompute: Recompute) -> ReplicaCall:
+    """Return the forward pass of a replica as a function of shards of the variables, or of whole values.
+
+    Every variable is gathered once for the whole pass, and once more in each call of a recomputed layer; what is not used is not
+    computed. So a variable that is used outside of its layer has its value there, too.
+
+    Args:
+        call: the forward pass on whole values.
+        model: the model that it calls.
+        placement: the devices.
+        recompute: which layers are recomputed in the backward pass.
+    """
+    variables = [*model.trainable_variables, *model.non_trainable_variables]
+    axes = shard_axes(variables, placement)
+    axis_of = {id(variable): axis for variable, axis in zip(variables, axes, strict=True)}
+
+    def run(trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> ReplicaResult:
+        values = [*trainable, *non_trainable]
+        pairs = list(zip(variables, values, strict=True))
+        shards = {id(variable): value for variable, value in pairs if value.shape != tuple(variable.shape)}
+        own = tuple(axis if id(variable) in shards else None for variable, axis in zip(variables, axes, strict=True))
+        whole = gathered(values, own)
+        layers = recomputed_layers(model, placement, recompute) if shards else []
+        with recompute_layers(layers, shards, lambda variable, shard: gathered([shard], (axis_of[id(variable)],))[0]):
+            return call(whole[: len(trainable)], whole[len(trainable) :], inputs, shared)
+
+    return run
+
+
+def recomputed_layers(model: keras.Model, placement: Placement, recompute: Recompute) -> list[keras.Layer]:
+    """Return the layers of ``model`` that are recomputed in the backward pass."""
+    if recompute is None:
+        return []
+    if callable(recompute):
+        return layers_where(model, recompute)
+    return blocks_of(model, partial(_is_sharded, placement))
+
+
+def unrecomputed_variables(model: keras.Model, placement: Placement, recompute: Recompute) -> list[str]:
+    """Return the paths of the sharded variables whose whole values are kept for the backward pass."""
+    layers = recomputed_layers(model, placement, recompute)
+    return uncovered_variables(model, layers, partial(_is_sharded, placement))
+
+
+@dataclass(frozen=True)
+class VariableLayout:
+    """Where one variable lies.
+
+    Attributes:
+        path: name within the model or its optimizer.
+        owner: "model" or "optimizer".
+        shape: of the whole variable.
+        bytes: of the whole variable.
+        axis: along which it is sharded; None: it is whole on each device.
+        device_bytes: on each device.
+        gathered: in which parts of a step the whole value is gathered; what is gathered in "forward" alone is kept for the backward
+            pass. "" for a variable that is whole, or never gathered.
+    """
+
+    path: str
+    owner: str
+    shape: tuple[int, ...]
+    bytes: int
+    axis: int | None
+    device_bytes: int
+    gathered: str = ""
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Where the variables of a model and of its optimizer lie; ``str`` makes a table.
+
+    Attributes:
+        devices: number of devices.
+        variables: one entry for each variable.
+    """
+
+    devices: int
+    variables: tuple[VariableLayout, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all variables."""
+        return sum(variable.bytes for variable in self.variables)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the variables on each device, between two steps."""
+        return sum(variable.device_bytes for variable in self.variables)
+
+    def __str__(self) -> str:
+        rows = [("variable", "shape", "MiB", "MiB a device", "sharded along", "gathered")]
+        for one in self.variables:
+            along = "whole" if one.axis is None else f"axis {one.axis}"
+            rows.append(
+                (one.path, str(one.shape), _mebibytes(one.bytes), _mebibytes(one.device_bytes), along, one.gathered)
+            )
+        rows.append((f"all, {self.devices} devices", "", _mebibytes(self.bytes), _mebibytes(self.device_bytes), "", ""))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**20:.3f}"
+
+
+def layout_of(
+    model: keras.Model, placement: Placement, shard: Shard, recompute: Recompute, *, deterministic: bool
+) -> ModelLayout:
+    """Return where the variables lie between two steps.
+
+    Args:
+        model: a built model; variables that its optimizer has not made yet are left out.
+        placement: the devices.
+        shard: which variables are sharded.
+        recompute: which layers are recomputed in the backward pass.
+        deterministic: whether all variables are gathered before a step.
+    """
+    once = set(unrecomputed_variables(model, placement, recompute))
+
+    def row(owner: str, variable: keras.Variable) -> VariableLayout:
+        shape = tuple(variable.shape)
+        is_sharded = shard == "variables" or (shard == "optimizer" and owner == "optimizer")
+        axis = placement.slice_axis(shape) if is_sharded else None
+        size = math.prod(shape) * np.dtype(variable.dtype).itemsize
+        device_size = size if axis is None else size // len(placement.devices)
+        if axis is None or (owner == "optimizer" and not deterministic):
+            gathered = ""
+        else:
+            gathered = "before a step" if deterministic else "forward" if variable.path in once else "forward, backward"
+        return VariableLayout(variable.path, owner, shape, size, axis, device_size, gathered)
+
+    optimizer = getattr(model, "optimizer", None)
+    rows = [row("model", variable) for variable in model.weights]
+    rows += [row("optimizer", variable) for variable in (optimizer.variables if optimizer else ())]
+    return ModelLayout(len(placement.devices), tuple(rows))
+
+
+def layout_notes(layout: ModelLayout) -> list[str]:
+    """Return a sentence for each large variable that stays whole."""
+    return [
+        f"variable {one.path!r} ({_mebibytes(one.bytes)} MiB) stays whole on each device, as none of its axes {one.shape} can be "
+        f"divided by {layout.devices}"
+        for one in layout.variables
+        if one.axis is None and math.prod(one.shape) >= SHARD_FROM
+    ]
+
+
+def _is_sharded(placement: Placement, variable: keras.Variable) -> bool:
+    return placement.slice_axis(tuple(variable.shape)) is not None

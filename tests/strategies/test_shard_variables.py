@@ -1,0 +1,270 @@
+"""``shard="variables"``: the numbers of one device, and the bits of the unsharded deterministic run; each device keeps its shards."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import lockstep
+from tests.laws.cases import CASES, case_named, logits_loss
+from tests.laws.compare import Topology, assert_same, reference, run
+from tests.support.hlo import collectives
+
+SHARDED = {"shard": "variables"}
+RECOMPUTED = SHARDED | {"recompute": "blocks"}
+# Each shards or recomputes in another way: states of layers, losses, masks, several models, updates that look at whole tensors.
+IN_THE_SUITE = (
+    "add_loss",
+    "adversaries",
+    "attention",
+    "batch_normalization_synchronized",
+    "conv2d",
+    "frozen_and_recompiled",
+    "global_clipnorm",
+    "gradient_accumulation",
+    "l2_and_l1",
+    "lamb",
+    "last_batch_of_one",
+    "loss_of_what_the_call_has_kept",
+    "mixed_float16",
+    "muon",
+    "own_train_step",
+    "towers_over_the_batch",
+    "variables_of_every_aggregation",
+)
+
+
+@pytest.fixture
+def shard_all(monkeypatch):
+    """The variables of these small models are sharded, too."""
+    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 1)
+
+
+def cases():
+    """Yield every case with one number of devices, and with recomputed layers in every second."""
+    for number, case in enumerate(CASES):
+        topology = Topology(3, (2, 4, 3)[number % 3], RECOMPUTED if number % 2 else SHARDED)
+        marks = [pytest.mark.slow if case.name in IN_THE_SUITE else pytest.mark.nightly]
+        yield pytest.param(case, topology, id=f"{case}-{topology}", marks=[*marks, pytest.mark.xdist_group(case.name)])
+
+
+def test_the_cases_in_the_suite_exist():
+    assert set(IN_THE_SUITE) <= {case.name for case in CASES}
+
+
+@pytest.mark.parametrize(("case", "topology"), list(cases()))
+def test_law_1_holds(shard_all, case, topology):
+    assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SHARDED, RECOMPUTED], ids=["sharded", "recomputed"])
+def test_law_1_holds_for_evaluate_predict_and_single_batches(shard_all, options):
+    case = case_named("dicts")
+    assert_same(run(case, Topology(3, 2, options)), reference(case), case.relative)
+
+
+class Block(layers.Layer):
+    """A residual block with a state, a random draw, a mask, a loss and a stored array: all that a recomputed layer must keep."""
+
+    def __init__(self, width, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(width, activation="relu", name="inner")
+        self.outer = layers.Dense(width, name="outer")
+        self.drop = layers.Dropout(0.25, seed=3)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.outer.build(shape)
+
+    def call(self, x, training=False):
+        hidden = self.drop(self.inner(x), training=training)
+        self.add_loss(0.01 * ops.mean(ops.square(hidden)))
+        self.count.assign_add(1.0)
+        self.last = hidden
+        return x + self.outer(hidden)
+
+
+def train(devices, replicas=4, epochs=2, rows=24, callbacks=(), optimizer="adam", **options):
+    keras.utils.set_random_seed(0)
+    strategy = lockstep.MirroredStrategy([f"cpu:{device}" for device in range(devices)], replicas=replicas, **options)
+    with strategy.scope():
+        inputs = keras.Input((64,))
+        x = layers.Dense(128, name="first")(inputs)
+        for number in range(3):
+            x = Block(128, name=f"block_{number}")(x)
+        x = layers.BatchNormalization()(x)
+        model = keras.Model(inputs, layers.Dense(3, name="last")(x))
+        model.compile(optimizer, logits_loss)
+    x, y = np.random.default_rng(0).normal(size=(rows, 64)).astype("float32"), np.arange(rows) % 3
+    history = model.fit(
+        x, y, batch_size=9, epochs=epochs, verbose=0, validation_data=(x, y), callbacks=list(callbacks)
+    ).history
+    return strategy, model, history
+
+
+def values(model):
+    return [np.asarray(variable.value) for variable in (*model.weights, *model.optimizer.variables)]
+
+
+def assert_equal_bits(found, expected):
+    assert found[2] == expected[2]
+    for ours, theirs in zip(values(found[1]), values(expected[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_recomputing_changes_no_number(devices):
+    (_, model, history), (_, plain, expected) = (
+        train(devices, optimizer="sgd", **RECOMPUTED),
+        train(devices, optimizer="sgd"),
+    )
+    for name, curve in expected.items():
+        np.testing.assert_allclose(history[name], curve, rtol=1e-5, err_msg=name)
+    for ours, theirs in zip(values(model), values(plain), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shard"),
+    [
+        (2, "variables"),
+        *(pytest.param(devices, "variables", marks=pytest.mark.slow) for devices in (1, 4, 8)),
+        *(pytest.param(devices, "variables", marks=pytest.mark.nightly) for devices in (3, 5)),
+        pytest.param(2, "optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_law_2_holds_deterministic_bits_are_those_without_shards(devices, shard):
+    found = train(devices, deterministic=True, shard=shard)
+    assert_equal_bits(found, train(1, deterministic=True))
+
+
+class StopAfter(keras.callbacks.Callback):
+    def __init__(self, epochs):
+        super().__init__()
+        self.epochs = epochs
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch + 1 == self.epochs:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("variables", None),
+        pytest.param(None, "variables", marks=pytest.mark.slow),
+        pytest.param("optimizer", "variables", marks=pytest.mark.slow),
+    ],
+)
+def test_law_3_holds_a_checkpoint_resumes_with_other_shards_on_other_devices(tmp_path, before, after):
+    backup = lockstep.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(4, callbacks=[backup, StopAfter(1)], deterministic=True, shard=before)
+    found = train(2, callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path)], deterministic=True, shard=after)
+    expected = train(1, deterministic=True)
+    for ours, theirs in zip(values(found[1]), values(expected[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def bytes_by_device(variables):
+    held = {}
+    for variable in variables:
+        for shard in variable.value.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return held
+
+
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_device_holds_what_the_layout_says(deterministic):
+    strategy, model, _ = train(4, deterministic=deterministic, **SHARDED)
+    layout = strategy.layout(model)
+    assert set(bytes_by_device([*model.weights, *model.optimizer.variables]).values()) == {layout.device_bytes}
+    whole = sum(row.bytes for row in layout.variables if row.axis is None)
+    assert layout.device_bytes == (layout.bytes - whole) // 4 + whole
+    assert whole < layout.bytes / 10
+    assert {row.axis for row in layout.variables if row.path.endswith("kernel") and "last" not in row.path} == {0, 1}
+    assert "block_0/inner/kernel" in str(layout)
+
+
+def parts_of(variable):
+    return len({str(shard.index) for shard in variable.value.addressable_shards})
+
+
+def test_variables_are_sharded_when_they_are_made_and_when_they_are_loaded(tmp_path):
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **SHARDED).scope():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(128, name="hidden")])
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+    large = [one for one in (*model.weights, *model.optimizer.variables) if one.shape == (64, 128)]
+    assert [parts_of(one) for one in large] == [2, 2, 2]
+    weights = [np.full(one.shape, 3, "float32") for one in model.weights]
+    model.set_weights(weights)
+    model.save_weights(tmp_path / "some.weights.h5")
+    kernel = model.layers[0].kernel
+    kernel.assign(np.zeros((64, 128)))
+    model.load_weights(tmp_path / "some.weights.h5")
+    assert parts_of(kernel) == 2
+    np.testing.assert_array_equal(np.asarray(kernel.value), weights[0])
+
+
+def state_and_batch(strategy, model):
+    """Return what a training step gets, and its batch of 8 rows as it is on the devices."""
+    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    batch = np.zeros((8, 64), "float32"), np.zeros(8, "int32")
+    return tuple([variable.value for variable in kind] for kind in kinds), strategy._placement.abstract_batch(batch)
+
+
+def test_a_step_gathers_each_sharded_variable_and_scatters_each_of_their_gradients():
+    """XLA for CPUs undoes recomputing: it sees that a second gather has the result of the first."""
+    strategy, model, _ = train(4, **RECOMPUTED)
+    sharded = [row for row in strategy.layout(model).variables if row.owner == "model" and row.axis is not None]
+    functions = strategy._functions_of(model)
+    step = functions.executor.train_step(functions.build_step(functions.executor, "train"))
+    found = collectives(step.compile_for(*state_and_batch(strategy, model)).as_text())
+    gathered = sum(one.bytes for one in found if one.name == "all-gather")
+    scattered = sum(one.bytes for one in found if one.name == "reduce-scatter")
+    assert sum(row.bytes for row in sharded) <= gathered <= 2 * sum(row.bytes for row in sharded) + 64 * 1024
+    assert scattered == sum(row.device_bytes for row in sharded)
+
+
+def test_recomputed_layers_are_those_that_were_named():
+    counts = {}
+    for name, recompute in {
+        "none": None,
+        "blocks": "blocks",
+        "one": lambda layer: layer.name == "block_1",
+    }.items():
+        strategy, model, _ = train(2, epochs=1, rows=9, shard="variables", recompute=recompute)
+        functions = strategy._functions_of(model)
+        step = functions.build_step(functions.executor, "train")
+        counts[name] = str(jax.make_jaxpr(step)(*state_and_batch(strategy, model))).count("remat2[")
+    assert counts["none"] == 0 < counts["one"] < counts["blocks"]
+
+
+def test_a_large_variable_that_stays_whole_is_named(caplog):
+    with caplog.at_level("INFO", "lockstep"):
+        with lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **SHARDED).scope():
+            model = keras.Sequential([keras.Input((65,)), layers.Dense(67, name="odd")])
+            model.compile("sgd", "mse")
+        model.fit(np.ones((4, 65)), np.ones((4, 67)), verbose=0)
+    assert (
+        "odd/kernel' (0.017 MiB) stays whole on each device, as none of its axes (65, 67) can be divided" in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"shard": "weights"}, 'expected "optimizer", "variables" or None'),
+        ({"shard": "variables", "cross_device_ops": "ring"}, "not by RingAllReduce"),
+        ({"shard": "variables", "shard_optimizer": True}, "the latter includes the former"),
+        ({"recompute": "blocks"}, 'recompute belongs to shard="variables"'),
+        ({"shard": "variables", "recompute": "all"}, 'expected "blocks", a function of a layer or None'),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, says):
+    with pytest.raises(lockstep.OptionError, match=says):
+        lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **options)
