@@ -87,21 +87,19 @@ class Block(layers.Layer):
         return x + self.outer(hidden)
 
 
-def train(devices, replicas=4, epochs=2, rows=24, callbacks=(), optimizer="adam", **options):
+def train(devices, replicas=4, epochs=2, rows=14, callbacks=(), optimizer="adam", **options):
     keras.utils.set_random_seed(0)
     strategy = lockstep.MirroredStrategy([f"cpu:{device}" for device in range(devices)], replicas=replicas, **options)
     with strategy.scope():
         inputs = keras.Input((64,))
         x = layers.Dense(128, name="first")(inputs)
-        for number in range(3):
+        for number in range(2):
             x = Block(128, name=f"block_{number}")(x)
         x = layers.BatchNormalization()(x)
         model = keras.Model(inputs, layers.Dense(3, name="last")(x))
         model.compile(optimizer, logits_loss)
     x, y = np.random.default_rng(0).normal(size=(rows, 64)).astype("float32"), np.arange(rows) % 3
-    history = model.fit(
-        x, y, batch_size=9, epochs=epochs, verbose=0, validation_data=(x, y), callbacks=list(callbacks)
-    ).history
+    history = model.fit(x, y, batch_size=9, epochs=epochs, verbose=0, callbacks=list(callbacks)).history
     return strategy, model, history
 
 
@@ -268,3 +266,53 @@ def test_a_large_variable_that_stays_whole_is_named(caplog):
 def test_options_that_do_not_go_together_are_refused(options, says):
     with pytest.raises(lockstep.OptionError, match=says):
         lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+
+
+@pytest.mark.slow
+def test_callbacks_work_as_without_shards(tmp_path):
+    def fit(name, **options):
+        callbacks = [
+            keras.callbacks.EarlyStopping("loss", patience=0, restore_best_weights=True, start_from_epoch=1),
+            keras.callbacks.ModelCheckpoint(
+                tmp_path / f"{name}.weights.h5", save_weights_only=True, save_best_only=True
+            ),
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            lockstep.callbacks.NanGuard(),
+            lockstep.callbacks.TensorBoard(tmp_path / name, histogram_freq=1),
+            lockstep.callbacks.ThroughputMonitor(),
+        ]
+        optimizer = keras.optimizers.Adam(0.05, use_ema=True, global_clipnorm=1.0, gradient_accumulation_steps=2)
+        return train(2, epochs=4, callbacks=callbacks, optimizer=optimizer, deterministic=True, **options)
+
+    found, expected = fit("sharded", **SHARDED), fit("whole")
+    assert_equal_bits(found, expected)
+    assert (tmp_path / "sharded.weights.h5").stat().st_size == (tmp_path / "whole.weights.h5").stat().st_size
+
+
+@pytest.mark.slow
+def test_a_program_that_is_not_compiled_and_custom_loops_have_the_numbers_without_shards():
+    x, y = np.random.default_rng(0).normal(size=(8, 64)).astype("float32"), np.arange(8) % 3
+    results = {}
+    for name, options in {"sharded": SHARDED, "whole": {}}.items():
+        strategy, model, _ = train(2, epochs=1, **options)
+
+        @jax.jit
+        def step(weights, others, batch, strategy=strategy, model=model):
+            def replica(weights, others, x, y):
+                def loss(weights):
+                    outputs, _ = model.stateless_call(weights, others, x)
+                    return lockstep.compute_average_loss(logits_loss(y, outputs), global_batch_size=8)
+
+                return lockstep.get_replica_context().all_reduce("SUM", jax.grad(loss)(weights))
+
+            return strategy.run(replica, args=(weights, others, *batch))
+
+        weights, others = (
+            [one.value for one in kind] for kind in (model.trainable_variables, model.non_trainable_variables)
+        )
+        data = next(iter(strategy.experimental_distribute_dataset([(x, y)])))
+        gradients = [np.asarray(one) for one in step(weights, others, data)]
+        model.compile("sgd", logits_loss, run_eagerly=True)
+        results[name] = [*gradients, model.train_on_batch(x, y), *map(np.asarray, model.get_weights())]
+    for ours, theirs in zip(results["sharded"], results["whole"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)

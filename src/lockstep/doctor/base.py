@@ -1,7 +1,7 @@
 """What all checks share: a finding, the call of ``fit`` that is checked, and the switch of the checks."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from inspect import currentframe
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 
 from lockstep._errors import flag
 from lockstep.data.fit_entry import InputOptions
+from lockstep.execution.gathered_variables import ModelLayout
 
 __all__ = [
     "ROWS",
@@ -159,6 +160,7 @@ class RuntimeSettings:
         processes: number of processes that train in step.
         input_options: of the strategy.
         has_strategy: False for plain Keras on one device.
+        layout: returns where the variables of a model lie; None: all of them on each device.
     """
 
     replicas: int = 1
@@ -166,6 +168,7 @@ class RuntimeSettings:
     processes: int = 1
     input_options: InputOptions = field(default_factory=InputOptions)
     has_strategy: bool = True
+    layout: Callable[[keras.Model], ModelLayout] | None = None
 
 
 @dataclass(frozen=True)

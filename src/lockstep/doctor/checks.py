@@ -209,7 +209,7 @@ def _check_steps(
             f"training steps on a copy of the state: {1000 * steps.seconds:.2f} ms each, {1000 * batches.seconds:.2f} ms "
             f"to read a batch; {100 * waiting_share(batches, steps):.0f} % of the time would be spent waiting for data"
         )
-    memory = steps.bytes or minimum_bytes(call.model)
+    memory = steps.bytes or minimum_bytes(call)
     what = "a step" if steps.bytes else "weights, gradients and optimizer (JAX does not say what a step needs)"
     lines.append(f"memory of {what}: {memory / 2**20:.1f} MiB on each device")
     return found, lines, []

@@ -155,7 +155,7 @@ def check_memory(
         batches: number of batches of a pass and bytes of one; None if unknown.
         host: memory of this machine.
     """
-    step = of_a_step or minimum_bytes(call.model)
+    step = of_a_step or minimum_bytes(call)
     subject = "a step needs" if of_a_step else "weights, gradients and optimizer need"
     cached = bytes_of_cache(call, batches)
     own = [device for device in call.settings.devices if device.process_index == jax.process_index()]
@@ -177,10 +177,15 @@ def check_memory(
         )
 
 
-def minimum_bytes(model: keras.Model) -> int:
-    """Return the bytes of weights, gradients and optimizer variables, as far as they exist."""
-    optimizer = model.optimizer.variables if model.optimizer else []
-    return sum(map(_size, [*model.variables, *model.trainable_variables, *optimizer]))
+def minimum_bytes(call: FitCall) -> int:
+    """Return the bytes of weights, gradients and optimizer variables on each device, as far as they exist."""
+    model, optimizer = call.model, call.model.optimizer
+    if call.settings.layout is not None:
+        layout = call.settings.layout(model)
+        trained = {variable.path for variable in model.trainable_variables}
+        gradients = [row.device_bytes for row in layout.variables if row.owner == "model" and row.path in trained]
+        return layout.device_bytes + sum(gradients)
+    return sum(map(_size, [*model.variables, *model.trainable_variables, *(optimizer.variables if optimizer else [])]))
 
 
 def bytes_of_data(data: Any) -> int:
@@ -215,7 +220,9 @@ def _on_a_device(call: FitCall, devices: list[jax.Device], need: int, subject: s
 def _cure(is_cache: bool) -> str:
     if is_cache:
         return 'Use InputOptions(cache="a/file") or no cache'
-    return "Use a smaller batch, keras.Model(…).compile(optimizer) with less state, shard_optimizer=True, or mixed_bfloat16"
+    return (
+        'Use a smaller batch, keras.Model(…).compile(optimizer) with less state, shard="variables", or mixed_bfloat16'
+    )
 
 
 def _size(variable: keras.Variable) -> int:

@@ -22,6 +22,7 @@ from lockstep.devices.names import device_name
 from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
 from lockstep.doctor.checks import examine
 from lockstep.execution.executors import Executor
+from lockstep.execution.gathered_variables import ModelLayout
 from lockstep.execution.train_functions import StepFunctions
 
 __all__ = ["Diagnostics", "examine_fit"]
@@ -36,6 +37,7 @@ class Diagnostics(StrategyApi):
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
     _functions_of: Callable[[keras.Model], StepFunctions]
     _executor_for: Callable[[Placement, keras.Model], Executor]
+    layout: Callable[[keras.Model], ModelLayout]
 
     def self_check(
         self, model: keras.Model | None = None, x: Any = None, y: Any = None, sample_weight: Any = None
@@ -147,7 +149,9 @@ class Diagnostics(StrategyApi):
         """Return the settings that the doctor's checks need."""
         placement = self._placement
         processes = len({device.process_index for device in placement.devices})
-        return RuntimeSettings(placement.replicas, placement.devices, processes, self._input_options)
+        return RuntimeSettings(
+            placement.replicas, placement.devices, processes, self._input_options, layout=self.layout
+        )
 
     def _log_once(self, model: keras.Model, sentence: str) -> None:
         """Log a sentence about a model, once."""

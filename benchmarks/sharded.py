@@ -1,0 +1,136 @@
+"""Claim: with sharded variables and recomputed blocks a step needs a fraction of the memory, and gathers each weight twice.
+
+Blocks of a transformer (width 1024, 8 heads, Adam, 4 sequences of 256 positions on each device), compiled for devices that are only
+described; nothing is run. ``python benchmarks/sharded.py [TARGET [BLOCKS]]`` in the environment of ``./scripts/test-accelerators``; the
+targets are those of ``tests/accelerators/steps.py``. Rows of other targets and numbers of blocks stay in the table.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "KERAS_BACKEND": "jax",
+}
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+import keras
+import numpy as np
+from bars import draw
+from keras import layers, ops
+from results_file import write
+from tests.accelerators.steps import devices
+
+import lockstep
+from lockstep._keras import trainer
+from tests.support.hlo import collectives
+
+WIDTH, HEADS, LENGTH, ROWS, MIB = 1024, 8, 256, 4, 1 << 20
+PLANS = {
+    "replicated": {},
+    "optimizer": {"shard": "optimizer"},
+    "variables": {"shard": "variables"},
+    "variables, recomputed": {"shard": "variables", "recompute": "blocks"},
+}
+COLUMNS = (
+    "target",
+    "blocks",
+    "plan",
+    "arguments",
+    "temporaries",
+    "ratio",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+)
+RESULTS = Path(__file__).parent / "results"
+NOTE = (
+    "MiB on each device. Arguments: weights, the optimizer's variables, and the batch; all of the state is donated. The ratio is that of arguments "
+    "and temporaries to those of the replicated plan. Collectives of a step: their number, and the MiB of their results on a device.\n\n"
+    "![Memory of a training step on each device](sharded.svg)"
+)
+
+
+class Block(layers.Layer):
+    """A transformer block without biases and normalization."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        sizes = {"qkv": 3 * WIDTH, "out": WIDTH, "up": 4 * WIDTH, "down": WIDTH}
+        self.parts = {name: layers.Dense(size, use_bias=False, name=name) for name, size in sizes.items()}
+
+    def build(self, shape):
+        """Make the weights."""
+        for name, part in self.parts.items():
+            part.build((*shape[:-1], 4 * WIDTH if name == "down" else WIDTH))
+
+    def call(self, x):
+        """Return the results for ``x``, ``(rows, LENGTH, WIDTH)``."""
+        query, key, value = (self._heads(part) for part in ops.split(self.parts["qkv"](x), 3, axis=-1))
+        weights = ops.softmax(query @ ops.swapaxes(key, -1, -2) / np.sqrt(WIDTH // HEADS))
+        x = x + self.parts["out"](ops.reshape(ops.transpose(weights @ value, (0, 2, 1, 3)), (-1, LENGTH, WIDTH)))
+        return x + self.parts["down"](ops.gelu(self.parts["up"](x)))
+
+    def _heads(self, x):
+        return ops.transpose(ops.reshape(x, (-1, LENGTH, HEADS, WIDTH // HEADS)), (0, 2, 1, 3))
+
+
+def compiled(target, blocks, plan):
+    """Compile a training step."""
+    places = devices(target)
+    strategy = lockstep.MirroredStrategy(places, **PLANS[plan])
+    with strategy.scope():
+        inputs = x = keras.Input((LENGTH, WIDTH))
+        for _ in range(blocks):
+            x = Block()(x)
+        model = keras.Model(inputs, x)
+        model.compile("adam", "mse")
+    functions = strategy._functions_of(model)
+    step = functions.executor.train_step(functions.build_step(functions.executor, "train"))
+    batch = (np.zeros((ROWS * len(places), LENGTH, WIDTH), "float32"),) * 2
+    return step.compile_for(trainer.training_state(model, batch), strategy._placement.abstract_batch(batch))
+
+
+def main():
+    target = sys.argv[1] if len(sys.argv) > 1 else "v5e 2x4"
+    blocks = int(sys.argv[2]) if len(sys.argv) > 2 else 6
+    file, rows, whole = RESULTS / "sharded.json", [], None
+    for plan in PLANS:
+        program = compiled(target, blocks, plan)
+        memory = program.memory_analysis()
+        arguments, temporaries = memory.argument_size_in_bytes / MIB, memory.temp_size_in_bytes / MIB
+        whole = whole or arguments + temporaries
+        found = collectives(program.as_text())
+        cells = []
+        for name in COLUMNS[6:]:
+            sizes = [one.bytes for one in found if one.name == name]
+            cells.append(f"{len(sizes)}: {sum(sizes) / MIB:.1f}" if sizes else "")
+        ratio = round((arguments + temporaries) / whole, 3)
+        rows.append((target, blocks, plan, round(arguments), round(temporaries), ratio, *cells))
+        print(rows[-1], flush=True)
+    known = (
+        [tuple(row[column] for column in COLUMNS) for row in json.loads(file.read_text())["rows"]]
+        if file.exists()
+        else []
+    )
+    rows = sorted([row for row in known if row[:2] != (target, blocks)] + rows, key=lambda row: row[:2])
+    write(
+        "sharded",
+        "Memory of a step with sharded variables, compiled for devices that are only described",
+        COLUMNS,
+        rows,
+        NOTE,
+        arguments=(),
+    )
+    groups = {}
+    for row in rows:
+        groups.setdefault(f"{row[0]}, {row[1]} blocks", {})[row[2]] = row[5]
+    draw(RESULTS / "sharded.svg", "Memory of a training step on each device, beside replicated variables", groups)
+
+
+if __name__ == "__main__":
+    main()
