@@ -23,10 +23,10 @@ import numpy as np
 from bars import draw
 from keras import layers, ops
 from results_file import write
-from tests.accelerators.steps import devices
 
 import lockstep
 from lockstep._keras import trainer
+from tests.accelerators.steps import devices
 from tests.support.hlo import collectives
 
 WIDTH, HEADS, LENGTH, ROWS, MIB = 1024, 8, 256, 4, 1 << 20

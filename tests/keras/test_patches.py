@@ -41,6 +41,7 @@ def owners(patch, model):
         return [next(cls for cls in keras.Model.__mro__ if name in vars(cls)) for name in patch.attributes]
     kinds = {
         "class BatchNormalization": keras.layers.BatchNormalization,
+        "class Variable": next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls)),
         "model": model,
         "layer": model.layers[2],
         "optimizer": model.optimizer,
@@ -50,9 +51,8 @@ def owners(patch, model):
 
 def snapshot(model):
     """All attributes of Keras's classes, and of a model, its layers and its optimizer."""
-    classes = {*keras.Model.__mro__, *keras.layers.BatchNormalization.__mro__, *type(model.optimizer).__mro__} - {
-        object
-    }
+    kinds = keras.Model, keras.layers.BatchNormalization, keras.Variable, type(model.optimizer)
+    classes = {cls for kind in kinds for cls in kind.__mro__} - {object}
     objects = [*classes, model, *model.layers, model.optimizer]
     return {id(one): dict(vars(one)) for one in objects}
 

@@ -75,6 +75,20 @@ FAULTS = [
         "With shard_optimizer a device updates its slice with a slice of its own gradient, and the first one at that.",
     ),
     Mutant(
+        "shards-gathered-along-first-axis",
+        "execution/gathered_variables.py",
+        "return lax.all_gather(shard, DEVICE_AXIS, axis=axis, tiled=True)",
+        "return lax.all_gather(shard, DEVICE_AXIS, axis=0, tiled=True).reshape([-1 if n == axis else s for n, s in enumerate(shard.shape)])",
+        "A variable that is sharded along another axis than the first has its numbers in another order.",
+    ),
+    Mutant(
+        "recomputed-state-lost",
+        "_keras/recompute.py",
+        "scope.add_update((variable, new))",
+        "pass",
+        "What a recomputed layer counts or averages stays as it was.",
+    ),
+    Mutant(
         "seed-by-device",
         "execution/spmd.py",
         "tables = layout.first_replica, [place.get(share, len(shares)) for share in forward.calls], used",
@@ -441,8 +455,8 @@ FAULTS = [
     Mutant(
         "values-not-copied",
         "fit/checkpointing/model_state.py",
-        "return _copied([x.addressable_shards[0].data if x.is_fully_replicated else x for x in arrays])",
-        "return [x.addressable_shards[0].data if x.is_fully_replicated else x for x in arrays]",
+        "copies, whole_copies = iter(_copied(sharded)), iter(_copied(whole))  # Two programs, as they run on other devices.",
+        "copies, whole_copies = iter(sharded), iter(whole)",
         "What is to be written is given away to the next step meanwhile.",
     ),
     Mutant(

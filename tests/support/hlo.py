@@ -11,7 +11,7 @@ _SHAPE = re.compile(r"\b(" + "|".join(_BITS) + r")\[([0-9,]*)\]")
 _NAMES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast"
 _INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({_NAMES})(-start)?\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> (.*) \{$")
-_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_CHAIN = re.compile(r"\bchain_id=\"(\d+)\"")
 # S(5) is the memory of the host, for TPUs.
 _HOST = re.compile(r" (infeed|outfeed|send|recv|host-compute)\(|custom_call_target=\"([^\"]*callback[^\"]*)\"|(S\(5\))")
 _ALIASES = re.compile(r"\binput_output_alias=\{((?:\s*\{[\d, ]*\}: \([^)]*\),?)*)")
@@ -29,7 +29,7 @@ def collectives(text: str) -> list[Collective]:
     """Return the collectives of a compiled program.
 
     Of a start and a done instruction the start counts. On TPUs an all-reduce in a computation ``all-reduce-scatter`` is a
-    reduce-scatter, and a collective that runs beside other work is in several computations, with one channel.
+    reduce-scatter, and a collective that runs beside other work is in several computations, as one chain.
     """
     found, parts = [], set()
     computation = result = ""
@@ -42,10 +42,10 @@ def collectives(text: str) -> list[Collective]:
                 found.append(Collective("reduce-scatter", _result_bytes(result, is_started=False)))
                 continue
             size = _result_bytes(shapes, is_started=bool(start) and name != "all-reduce")
-            part = name, size, *_CHANNEL.findall(line)
-            if len(part) == 2 or part not in parts:
+            chain = _CHAIN.findall(line)
+            if not chain or (name, *chain) not in parts:
                 found.append(Collective(name, size))
-            parts.add(part)
+            parts.add((name, *chain))
     return found
 
 
