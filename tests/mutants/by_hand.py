@@ -82,13 +82,6 @@ FAULTS = [
         "A variable that is sharded along another axis than the first has its numbers in another order.",
     ),
     Mutant(
-        "recomputed-state-lost",
-        "_keras/recompute.py",
-        "scope.add_update((variable, new))",
-        "pass",
-        "What a recomputed layer counts or averages stays as it was.",
-    ),
-    Mutant(
         "seed-by-device",
         "execution/spmd.py",
         "tables = layout.first_replica, [place.get(share, len(shares)) for share in forward.calls], used",
