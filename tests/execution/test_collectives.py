@@ -1,7 +1,9 @@
 """The collectives of a compiled step of ``fit``, counted: one all-reduce, in which gradients, statistics, seeds, loss and metrics travel."""
 
+import collections
 import contextlib
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -11,7 +13,7 @@ from keras import layers
 from lockstep.data.device_placement import Placement
 from lockstep.execution.replica import ReplicaResult, StateMerge, join_halves, run_replicas
 from tests.execution.test_uneven_batches import DEVICES, compiled_step, language_model, strategy
-from tests.support.hlo import collectives
+from tests.support.hlo import collectives, host_instructions
 
 
 def classifier(*hidden):
@@ -83,6 +85,35 @@ def test_outputs_that_stay_on_their_devices_give_the_numbers_of_one_device(on_ac
 @pytest.mark.parametrize("net", ["dense", "dropout", "normalized"])
 def test_step_on_cpus_gathers_small_outputs_and_has_one_all_reduce(net):
     assert sorted(names(DEVICES, net, 64)) == ["all-gather", "all-reduce"]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "gathers"),
+    [([], 3), ([layers.BatchNormalization, dropout, dropout], 4)],
+    ids=["dense", "statistics and seeds"],
+)
+def test_deterministic_step_has_two_collectives_for_a_large_gradient_and_one_for_each_other_kind(hidden, gathers):
+    with strategy(2 * DEVICES, deterministic=True).scope():
+        own = [layer() for layer in hidden]
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(520), *own, layers.Dense(5, "softmax")])
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    batch = np.zeros((64, 8), "float32"), np.zeros(64, "int32")
+    texts = new_programs(lambda: model.train_on_batch(*batch))
+    found = collections.Counter(one.name for text in texts for one in collectives(text))
+    # A sum of 8 * 520 numbers; small gradients; outputs; statistics together with seeds.
+    assert found == {"all-to-all": 1, "all-gather": gathers}
+    assert not any(host_instructions(text) for text in texts)
+
+
+def new_programs(run):
+    """Return the texts of the programs that are compiled while a function runs."""
+    client = jax.devices("cpu")[0].client
+    before = client.live_executables()
+    run()
+    known = {id(program) for program in before}
+    return [
+        module.to_string() for one in client.live_executables() if id(one) not in known for module in one.hlo_modules()
+    ]
 
 
 def test_seed_keeps_every_bit_in_a_sum_of_floats():

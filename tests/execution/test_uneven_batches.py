@@ -42,8 +42,8 @@ def normalized_images():
     return model, lambda rows: (np.zeros((rows, 16, 16, 3), "float32"), np.zeros((rows, 500), "float32"))
 
 
-def strategy(replicas):
-    return lockstep.MirroredStrategy([f"cpu:{number}" for number in range(DEVICES)], replicas=replicas)
+def strategy(replicas, **options):
+    return lockstep.MirroredStrategy([f"cpu:{number}" for number in range(DEVICES)], replicas=replicas, **options)
 
 
 def compiled_step(strategy, make, rows):
