@@ -91,7 +91,7 @@ def test_each_device_holds_its_part_of_the_optimizer_and_all_of_the_weights():
         ((512,), 0),
         ((3, 5), None),
         ((), None),
-        ((0, 8), 1),
+        ((0, 8), None),
     ],
 )
 def test_slices_are_whole_tiles_of_a_tpu_if_an_axis_allows_it(shape, axis):
