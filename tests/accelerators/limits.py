@@ -4,11 +4,12 @@ from tests.accelerators.steps import KINDS, Case, Measured, Sizes
 
 SMALL = 4096  # bytes of losses, metrics and seeds
 GATHERS_OUTPUTS = ("predict", "deterministic")
-# Largest memory beside that of Keras's own step. With deterministic=True residuals are results of one program and arguments of another.
+# Largest memory beside that of Keras's own step. In an uneven batch with batch normalization each number of rows has its own branch; with
+# deterministic=True residuals are results of one program and arguments of another.
 MEMORY = {"uneven": 1.2, "deterministic": 2.0}
-# In an uneven batch with batch normalization each number of rows has its own branch. On TPUs branches keep in the memory of the device what
-# a step without them keeps in the vector memory of the core, which is not counted.
-MEMORY_OF_BRANCHES, VECTOR_MEMORY = 2.0, 16 << 20
+MEMORY_OF_BRANCHES = 2.0
+# A step of one program without branches keeps so much in the vector memory of a TPU core, which is not counted.
+VECTOR_MEMORY = 128 << 20
 
 
 def faults(case: Case, found: Measured, keras: Measured, sizes: Sizes, rows: int, devices: int) -> list[str]:
@@ -71,11 +72,14 @@ def _least_reduced(case: Case, sizes: Sizes) -> int:
 
 
 def _memory(case: Case, keras: Measured, sizes: Sizes, outputs: int) -> float:
-    gathered = 2 * outputs if case.plan in GATHERS_OUTPUTS else 0
-    if case.plan == "uneven" and sizes.statistics:
-        branches = VECTOR_MEMORY if case.target.startswith("v5e") else 0
-        return MEMORY_OF_BRANCHES * keras.memory + branches + gathered + 16 * SMALL
-    return MEMORY.get(case.plan, 1.05) * keras.memory + gathered + 16 * SMALL
+    has_branches = case.plan == "uneven" and sizes.statistics > 0
+    times = MEMORY_OF_BRANCHES if has_branches else MEMORY.get(case.plan, 1.05)
+    more = 16 * SMALL
+    if case.plan in GATHERS_OUTPUTS:
+        more += 2 * outputs
+    if case.target.startswith("v5e") and (has_branches or case.plan == "deterministic"):
+        more += VECTOR_MEMORY
+    return times * keras.memory + more
 
 
 def _least_donated(case: Case, sizes: Sizes) -> int:
@@ -83,8 +87,7 @@ def _least_donated(case: Case, sizes: Sizes) -> int:
         return 0  # The state is kept.
     if case.plan == "run":
         return sizes.state - sizes.metrics
-    if (
-        case.plan == "deterministic"
-    ):  # All but the learning rate, which no program changes, and statistics, which are added up in another program.
+    if case.plan == "deterministic":
+        # The learning rate is changed by no program, and statistics are added up in another one.
         return sizes.state - 1 - sizes.averaged
     return sizes.state

@@ -36,8 +36,8 @@ def test_done_instructions_and_other_operations_are_no_collectives():
 
 
 def test_parts_of_an_overlapped_collective_are_one_and_a_fused_reduce_scatter_is_one():
-    gather = "  %g = f32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=7, dimensions={0}"
-    text = f"""%start (x: f32[1,4]) -> (f32[8,4], u32[]) {{
+    gather = '  %g = f32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=7, frontend_attributes={chain_id="0"}'
+    text = f"""%fused_computation.5 (x: f32[1,4]) -> (f32[8,4], u32[]) {{
 {gather}
 }}
 %async_collective_fusion.1 (x: f32[1,4], y: f32[8,4]) -> f32[8,4] {{
@@ -47,11 +47,17 @@ def test_parts_of_an_overlapped_collective_are_one_and_a_fused_reduce_scatter_is
   %all-reduce.6 = f32[832,256]{{1,0:T(8,128)}} all-reduce(%pad), channel_id=8
 }}
 ENTRY %main (x: f32[1,4]) -> f32[8,4] {{
-{gather.replace("=7", "=9")}
+{gather.replace('chain_id="0"', "")}
 }}
 """
     gathered = Collective("all-gather", 128)
     assert collectives(text) == [gathered, Collective("reduce-scatter", 106_496), gathered]
+
+
+def test_collectives_of_one_size_and_channel_are_several():
+    lines = [f"  %r.{number} = f32[4]{{0}} all-reduce(%x), channel_id=1" for number in range(2)]
+    text = "\n".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *lines, "}"])
+    assert collectives(text) == [Collective("all-reduce", 16)] * 2
 
 
 def test_donated_arguments_are_counted():
