@@ -52,6 +52,12 @@ def test_outputs_that_are_gathered_once_more_are_a_fault(plan):
     assert "all-gather" in found(plan, more)[0]
 
 
+def test_sharded_sums_of_many_tpus_may_be_all_reduces():
+    whole = replace(SHARDED, exchanged={"all-reduce": (2, 2_040_000)})
+    assert not faults(Case("CNN", "shard_optimizer", "v5e 16x16"), whole, KERAS, MODEL, ROWS, 256)
+    assert found("shard_optimizer", whole)
+
+
 def test_gradients_that_are_not_reduced_are_a_fault():
     less = replace(STEP, exchanged={"all-reduce": (1, 900_000)})
     assert found("fast", less) == ["900000 bytes are reduced: the gradients and statistics have 1002000"]
