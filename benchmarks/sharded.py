@@ -36,17 +36,8 @@ PLANS = {
     "variables": {"shard": "variables"},
     "variables, recomputed": {"shard": "variables", "recompute": "blocks"},
 }
-COLUMNS = (
-    "target",
-    "blocks",
-    "plan",
-    "arguments",
-    "temporaries",
-    "ratio",
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-)
+NAMES = "all-gather", "reduce-scatter", "all-reduce"
+COLUMNS = ("target", "blocks", "plan", "arguments", "temporaries", "ratio", *NAMES)
 RESULTS = Path(__file__).parent / "results"
 NOTE = (
     "MiB on each device. Arguments: weights, the optimizer's variables, and the batch; all of the state is donated. The ratio is that of arguments "
@@ -95,37 +86,40 @@ def compiled(target, blocks, plan):
     return step.compile_for(trainer.training_state(model, batch), strategy._placement.abstract_batch(batch))
 
 
-def main():
-    target = sys.argv[1] if len(sys.argv) > 1 else "v5e 2x4"
-    blocks = int(sys.argv[2]) if len(sys.argv) > 2 else 6
-    file, rows, whole = RESULTS / "sharded.json", [], None
+def measured(target, blocks):
+    """Return the rows of the table for one target and number of blocks."""
+    rows, whole = [], None
     for plan in PLANS:
         program = compiled(target, blocks, plan)
         memory = program.memory_analysis()
         arguments, temporaries = memory.argument_size_in_bytes / MIB, memory.temp_size_in_bytes / MIB
         whole = whole or arguments + temporaries
-        found = collectives(program.as_text())
-        cells = []
-        for name in COLUMNS[6:]:
-            sizes = [one.bytes for one in found if one.name == name]
-            cells.append(f"{len(sizes)}: {sum(sizes) / MIB:.1f}" if sizes else "")
         ratio = round((arguments + temporaries) / whole, 3)
-        rows.append((target, blocks, plan, round(arguments), round(temporaries), ratio, *cells))
+        found = collectives(program.as_text())
+        rows.append((target, blocks, plan, round(arguments), round(temporaries), ratio, *map(listed(found), NAMES)))
         print(rows[-1], flush=True)
-    known = (
-        [tuple(row[column] for column in COLUMNS) for row in json.loads(file.read_text())["rows"]]
-        if file.exists()
-        else []
-    )
-    rows = sorted([row for row in known if row[:2] != (target, blocks)] + rows, key=lambda row: row[:2])
-    write(
-        "sharded",
-        "Memory of a step with sharded variables, compiled for devices that are only described",
-        COLUMNS,
-        rows,
-        NOTE,
-        arguments=(),
-    )
+    return rows
+
+
+def listed(found):
+    """Return a function from the name of a collective to its cell: number and MiB."""
+
+    def cell(name):
+        sizes = [one.bytes for one in found if one.name == name]
+        return f"{len(sizes)}: {sum(sizes) / MIB:.1f}" if sizes else "none"
+
+    return cell
+
+
+def record(rows):
+    """Add rows to the table in place of those of the same targets and numbers of blocks, and draw it."""
+    file = RESULTS / "sharded.json"
+    before = json.loads(file.read_text())["rows"] if file.exists() else []
+    new = {row[:2] for row in rows}
+    kept = [row for row in (tuple(row[column] for column in COLUMNS) for row in before) if row[:2] not in new]
+    rows = sorted([*kept, *rows], key=lambda row: row[:2])
+    title = "Memory of a step with sharded variables, compiled for devices that are only described"
+    write("sharded", title, COLUMNS, rows, NOTE, arguments=())
     groups = {}
     for row in rows:
         groups.setdefault(f"{row[0]}, {row[1]} blocks", {})[row[2]] = row[5]
@@ -133,4 +127,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    record(measured(sys.argv[1] if len(sys.argv) > 1 else "v5e 2x4", int(sys.argv[2]) if len(sys.argv) > 2 else 6))

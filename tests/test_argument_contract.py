@@ -154,6 +154,7 @@ GIVEN = {
     "Diagnostics.self_check": Given(
         {"model": MODEL, "x": X, "y": Y}, stops_with="one common length|valid value for jnp.array", owner=STRATEGY
     ),
+    "Strategy.layout": Given({"model": MODEL}, owner=STRATEGY),
     "ClusterResolver.master": Given(owner=RESOLVER),
     "ClusterResolver.num_accelerators": Given(owner=RESOLVER),
     "ClusterSpec.job_tasks": Given({"job_name": "worker"}, owner=SPEC),

@@ -183,7 +183,7 @@ def test_each_device_holds_what_the_layout_says(deterministic):
     whole = sum(row.bytes for row in layout.variables if row.axis is None)
     assert layout.device_bytes == (layout.bytes - whole) // 4 + whole
     assert whole < layout.bytes / 10
-    assert {row.axis for row in layout.variables if row.path.endswith("kernel") and "last" not in row.path} == {0, 1}
+    assert {row.axis for row in layout.variables if row.path.endswith("kernel") and "last" not in row.path} == {0}
     assert "block_0/inner/kernel" in str(layout)
 
 
@@ -274,12 +274,11 @@ def test_callbacks_work_as_without_shards(tmp_path):
         callbacks = [
             keras.callbacks.EarlyStopping("loss", patience=0, restore_best_weights=True, start_from_epoch=1),
             keras.callbacks.ModelCheckpoint(
-                tmp_path / f"{name}.weights.h5", save_weights_only=True, save_best_only=True
+                tmp_path / f"{name}.weights.h5", save_weights_only=True, save_best_only=True, monitor="loss"
             ),
             keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
             lockstep.callbacks.NanGuard(),
             lockstep.callbacks.TensorBoard(tmp_path / name, histogram_freq=1),
-            lockstep.callbacks.ThroughputMonitor(),
         ]
         optimizer = keras.optimizers.Adam(0.05, use_ema=True, global_clipnorm=1.0, gradient_accumulation_steps=2)
         return train(2, epochs=4, callbacks=callbacks, optimizer=optimizer, deterministic=True, **options)
@@ -292,16 +291,16 @@ def test_callbacks_work_as_without_shards(tmp_path):
 @pytest.mark.slow
 def test_a_program_that_is_not_compiled_and_custom_loops_have_the_numbers_without_shards():
     x, y = np.random.default_rng(0).normal(size=(8, 64)).astype("float32"), np.arange(8) % 3
-    results = {}
+    each, results = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None), {}
     for name, options in {"sharded": SHARDED, "whole": {}}.items():
-        strategy, model, _ = train(2, epochs=1, **options)
+        strategy, model, _ = train(2, epochs=1, optimizer="sgd", **options)
 
         @jax.jit
         def step(weights, others, batch, strategy=strategy, model=model):
             def replica(weights, others, x, y):
                 def loss(weights):
                     outputs, _ = model.stateless_call(weights, others, x)
-                    return lockstep.compute_average_loss(logits_loss(y, outputs), global_batch_size=8)
+                    return lockstep.compute_average_loss(each(y, outputs), global_batch_size=8)
 
                 return lockstep.get_replica_context().all_reduce("SUM", jax.grad(loss)(weights))
 

@@ -110,7 +110,7 @@ def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
 
 def _resolve_shard(shard: str | None, shard_optimizer: bool, ops: CrossDeviceOps, deterministic: bool) -> Shard:
     """Return which variables are sharded; ``shard_optimizer=True`` is the former name of ``shard="optimizer"``."""
-    if shard not in (None, "optimizer", "variables"):
+    if shard is not None and not (isinstance(shard, str) and shard in ("optimizer", "variables")):
         raise OptionError(f'shard: expected "optimizer", "variables" or None, got {shown(shard)}.')
     if flag("shard_optimizer", shard_optimizer):
         if shard == "variables":
@@ -129,7 +129,7 @@ def _resolve_shard(shard: str | None, shard_optimizer: bool, ops: CrossDeviceOps
 def _check_recompute(recompute: Recompute, shard: Shard) -> None:
     if recompute is None:
         return
-    if recompute != "blocks" and not callable(recompute):
+    if not callable(recompute) and not (isinstance(recompute, str) and recompute == "blocks"):
         raise OptionError(f'recompute: expected "blocks", a function of a layer or None, got {shown(recompute)}.')
     if shard != "variables":
         raise OptionError(
