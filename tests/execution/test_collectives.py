@@ -58,6 +58,19 @@ def test_step_on_accelerators_has_one_all_reduce_if_the_last_device_has_fewer_ro
     assert names(replicas, "dropout", 8 * DEVICES - 3) == ["all-reduce"]
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_gradients_of_mixed_precision_are_added_in_float32(on_accelerators, policy):
+    def make():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(64, dtype=policy), layers.Dense(5, dtype=policy)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model, lambda rows: (np.zeros((rows, 8), "float32"), np.zeros(rows, "int32"))
+
+    (found,) = collectives(compiled_step(strategy(DEVICES), make, 64).as_text())
+    gradients = 4 * (9 * 64 + 65 * 5)
+    assert found.name == "all-reduce"
+    assert gradients <= found.bytes <= gradients + 16  # loss and scale
+
+
 def test_small_outputs_are_gathered_once_if_rows_would_move_to_other_devices(on_accelerators):
     rows = 59  # Devices have 16 rows each; XLA would shard 59 rows as 15 each.
     assert sorted(names(2 * DEVICES, "dropout", rows)) == ["all-gather", "all-reduce"]
