@@ -253,6 +253,24 @@ def test_a_large_variable_that_stays_whole_is_named(caplog):
     )
 
 
+def test_variables_that_no_recomputed_layer_holds_are_named(caplog):
+    with caplog.at_level("INFO", "lockstep"):
+        train(2, epochs=1, rows=9, shard="variables", recompute=lambda layer: layer.name == "block_1")
+    assert (
+        "no recomputed layer holds 'first/kernel', 'block_0/inner/kernel', 'block_0/outer/kernel': 0.156 MiB"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_model_that_is_not_compiled_predicts(caplog, devices):
+    with lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], **SHARDED).scope():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(128)])
+    with caplog.at_level("INFO", "lockstep"):
+        assert model.predict(np.ones((5, 64)), verbose=0).shape == (5, 128)
+    assert "stays whole" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

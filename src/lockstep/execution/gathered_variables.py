@@ -205,13 +205,21 @@ def layout_of(
 
 
 def layout_notes(layout: ModelLayout) -> list[str]:
-    """Return a sentence for each large variable that stays whole."""
-    return [
+    """Return a sentence for each large variable that stays whole, and one for those that no recomputed layer holds."""
+    if layout.devices == 1:
+        return []
+    whole = [
         f"variable {one.path!r} ({_mebibytes(one.bytes)} MiB) stays whole on each device, as none of its axes {one.shape} can be "
         f"divided by {layout.devices}"
         for one in layout.variables
         if one.axis is None and math.prod(one.shape) >= SHARD_FROM
     ]
+    kept = [one for one in layout.variables if one.gathered == "forward"]
+    if not kept or len(kept) == sum(one.gathered != "" for one in layout.variables):
+        return whole
+    size = _mebibytes(sum(one.bytes for one in kept))
+    paths = ", ".join(repr(one.path) for one in kept)
+    return [*whole, f"no recomputed layer holds {paths}: {size} MiB are kept for the backward pass"]
 
 
 def _is_sharded(placement: Placement, variable: keras.Variable) -> bool:

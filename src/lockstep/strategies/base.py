@@ -247,7 +247,7 @@ class Strategy(Diagnostics):
             hidden/bias 512 512
         """
         self._check_owner(model, "layout")
-        return layout_of(model, self._placement, self._shard, self._recompute, deterministic=self._deterministic)
+        return self._layout_of(model)
 
     def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
         """Return what runs the steps of a model."""
@@ -284,7 +284,10 @@ class Strategy(Diagnostics):
         self._models.add(model)
 
     def _layout_notes(self, model: keras.Model) -> list[str]:
-        return layout_notes(self.layout(model)) if self._shard == "variables" and model.built else []
+        return layout_notes(self._layout_of(model)) if self._shard == "variables" and model.built else []
+
+    def _layout_of(self, model: keras.Model) -> ModelLayout:
+        return layout_of(model, self._placement, self._shard, self._recompute, deterministic=self._deterministic)
 
     def _variable_sharding(self, shape: tuple[int, ...]) -> NamedSharding | None:
         """Return the sharding of a new variable; None if it is not sharded."""
