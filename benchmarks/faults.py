@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +38,7 @@ was sent. In a cell: the exit code of the process that got the signal → the co
 started again, names it; the seconds until the others had ended; then `same bits` if that job came to the end with the bits of an
 undisturbed one, or `resumed` if its next start did. Negative codes are signals. A stopped process went on when the others had ended,
 and its code is that of its end. A cell in which a process is left is wrong.
+Other work ran on the machine, so the seconds are above what they need be. The next call of the script runs a wrong cell again.
 
 What a cell cannot be: in the phases marked \\* the role has no part, and the job was held by another process. A supervisor takes part in
 none: its worker 0 held the job, but for the rendezvous of nodes, in which the node was alone with its signal."""
@@ -72,11 +74,13 @@ class Table:
 def write(results):
     content = {"machine": describe_machine(), "cells": dict(sorted(results.items()))}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    commits = Counter(result["commit"][:9] for result in results.values())
     wrong = {key: result["wrong"] for key, result in sorted(results.items()) if result["wrong"]}
     count = sum(len(cells(job)) for job in ROLES)
     lines = ["# Signals to each role in each phase", "", describe_machine(), "", "`python benchmarks/faults.py`", ""]
     lines += [
-        f"{len(results)} of {count} cells were run; {len(wrong)} of them are not as they must be.",
+        f"{len(results)} of {count} cells were run; {len(wrong)} of them are not as they must be. "
+        f"Sources: {', '.join(f'{number} cells at {commit}' for commit, number in commits.most_common())}.",
         "",
         LEGEND,
         "",
