@@ -239,12 +239,11 @@ class Strategy(Diagnostics):
             >>> import keras, lockstep
             >>> strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard="variables")
             >>> with strategy.scope():
-            ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, name="hidden")])
+            ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
             ...     model.compile("sgd", "mse")
-            >>> for row in strategy.layout(model).variables:
-            ...     print(row.path, row.bytes, row.device_bytes)
-            hidden/kernel 32768 16384
-            hidden/bias 512 512
+            >>> kernel = strategy.layout(model).variables[0]
+            >>> kernel.shape, kernel.bytes, kernel.device_bytes
+            ((64, 128), 32768, 16384)
         """
         self._check_owner(model, "layout")
         return self._layout_of(model)
