@@ -11,7 +11,7 @@ from lockstep import ClusterError, OptionError
 from lockstep._logging import CancelledError, is_cancelled
 from lockstep.distributed.control.failure_detector import FailureKind
 from lockstep.distributed.control.join import join
-from lockstep.distributed.process_group import report_saving
+from lockstep.distributed.process_group import coordinate_saving
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import DEADLINE, wait_until
 
@@ -158,6 +158,8 @@ def test_a_worker_that_compiles_is_waited_for():
 
 def test_a_chief_that_saves_says_so_and_the_others_wait_for_it():
     class Model:
+        variables = ()
+
         def save(self, path):
             wait_until(lambda: chief.heartbeats()[0].activity == "saving", "a heartbeat that says so")
             return path
@@ -167,7 +169,7 @@ def test_a_chief_that_saves_says_so_and_the_others_wait_for_it():
     with ThreadedJob(2) as job:
         chief, model = job.sessions[0], Model()
         chief.report(3, "step")
-        report_saving(model, chief)
+        coordinate_saving(model, chief)
         for save in (model.save, model.save_weights, model.export):
             assert save("a.keras") == "a.keras"
         wait_until(lambda: chief.heartbeats()[0].activity == "step", "the end of the saving")

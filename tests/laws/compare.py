@@ -104,7 +104,7 @@ def first(tree: Any, rows: int) -> Any:
 
 def state_of(model: keras.Model) -> dict[str, np.ndarray]:
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-    return {f"{number} {variable.path}": np.asarray(variable.value) for number, variable in enumerate(variables)}
+    return {f"{number} {variable.path}": np.asarray(variable) for number, variable in enumerate(variables)}
 
 
 def assert_same(found: Run, expected: Run, relative: float = RELATIVE) -> None:

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
 
 SMALL = {"numbers": "mlp", "bits": "mlp"}
 LARGE = {"numbers": "cnn", "bits": "cnn_normalized"}
+SHARDED = {"strategy": {"shard": "variables", "recompute": "blocks"}, "shard_from": 3}
 # Workers, and devices of each. The nightly ones compile the same for minutes, with other numbers.
 SHAPES = {
     (2, 2): pytest.mark.slow,
@@ -20,14 +21,15 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(
-    ("workers", "devices", "nets"),
-    [pytest.param(2, 1, SMALL, id="2x1-small")]
-    + [pytest.param(*shape, LARGE, marks=mark, id=f"{shape[0]}x{shape[1]}") for shape, mark in SHAPES.items()],
+    ("workers", "devices", "nets", "options"),
+    [pytest.param(2, 1, SMALL, {}, id="2x1-small")]
+    + [pytest.param(*shape, LARGE, {}, marks=mark, id=f"{shape[0]}x{shape[1]}") for shape, mark in SHAPES.items()]
+    + [pytest.param(2, 2, LARGE, SHARDED, marks=pytest.mark.nightly, id="2x2-sharded")],
 )
-def test_numbers_and_bits_are_those_of_one_process(job, alone, workers, devices, nets):
+def test_numbers_and_bits_are_those_of_one_process(job, alone, workers, devices, nets, options):
     # The deterministic one runs first, because it fixes the size of the thread pool.
     found, *others = train(
-        job(workers, environ=AS_FOR_USERS), [[nets["bits"], True], [nets["numbers"], False]], devices
+        job(workers, environ=AS_FOR_USERS), [[nets["bits"], True], [nets["numbers"], False]], devices, **options
     )
     for other in others:
         assert_same_bits(other, found)
@@ -46,9 +48,14 @@ CASES = (
 
 
 @pytest.mark.parametrize(
-    "only_fit", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)]
+    ("only_fit", "options"),
+    [
+        pytest.param(True, {}, marks=pytest.mark.slow, id="fit"),
+        pytest.param(False, {}, marks=pytest.mark.nightly, id="all"),
+        pytest.param(False, SHARDED, marks=pytest.mark.nightly, id="all-sharded"),
+    ],
 )
-def test_what_can_be_in_a_step_has_the_numbers_of_plain_keras(job, only_fit):
-    chief, other = job(2).run("cases", names=CASES, replicas=3, only_fit=only_fit)
+def test_what_can_be_in_a_step_has_the_numbers_of_plain_keras(job, only_fit, options):
+    chief, other = job(2).run("cases", names=CASES, replicas=3, only_fit=only_fit, **options)
     assert chief["compared"] == dict.fromkeys(CASES, "the same")
     assert chief["digests"] == other["digests"]

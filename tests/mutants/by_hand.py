@@ -448,15 +448,15 @@ FAULTS = [
     Mutant(
         "values-not-copied",
         "fit/checkpointing/model_state.py",
-        "copies, whole_copies = iter(_copied(sharded)), iter(_copied(whole))  # Two programs, as they run on other devices.",
-        "copies, whole_copies = iter(sharded), iter(whole)",
+        "for place, copy in zip(group, _copied(list(group.values())), strict=True):",
+        "for place, copy in group.items():",
         "What is to be written is given away to the next step meanwhile.",
     ),
     Mutant(
         "stops-alone",
         "fit/checkpointing/preemption.py",
-        'found = self._process_group.all_gather("whether to stop", [self._signal_name, seconds])',
-        "found = [[self._signal_name, seconds]]",
+        'found = self._process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_late()])',
+        "found = [[self._signal_name, seconds, self._is_late()]]",
         "A worker that is preempted stops without the others, which wait for it.",
     ),
     # Who takes part.

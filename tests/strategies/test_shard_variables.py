@@ -7,6 +7,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
+from lockstep.execution import gathered_variables
 from tests.laws.cases import CASES, case_named, logits_loss
 from tests.laws.compare import Topology, assert_same, reference, run
 from tests.support.hlo import collectives
@@ -137,6 +138,36 @@ def test_recomputing_changes_no_number(devices):
 def test_law_2_holds_deterministic_bits_are_those_without_shards(devices, shard):
     found = train(devices, deterministic=True, shard=shard)
     assert_equal_bits(found, train(1, deterministic=True))
+
+
+@pytest.mark.parametrize("shard", ["variables", "optimizer"])
+def test_variables_of_an_optimizer_are_sharded_before_the_first_step(shard):
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard=shard)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(128)])
+        model.compile("adam", "mse")
+    found = []
+
+    def note(logs=None):
+        arrays = [variable.value for variable in model.optimizer.variables if "kernel" in variable.path]
+        found.extend(array.addressable_shards[0].data.size / array.size for array in arrays)
+
+    callback = keras.callbacks.LambdaCallback(on_train_begin=note)  # The scope is closed.
+    model.fit(np.ones((4, 64)), np.ones((4, 128)), verbose=0, callbacks=[callback])
+    assert found == [0.5, 0.5]
+
+
+def test_self_check_compares_gradients_with_those_of_whole_variables(monkeypatch):
+    strategy, model, _ = train(2, epochs=1, **RECOMPUTED)
+    x, y = np.random.default_rng(1).normal(size=(8, 64)).astype("float32"), np.arange(8) % 3
+    before = values(model)
+    assert len(strategy.self_check(model, x, y)) == 64
+    for ours, expected in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    gather = gathered_variables._gather
+    monkeypatch.setattr(gathered_variables, "_gather", lambda shard, axis: 1.01 * gather(shard, axis))
+    with pytest.raises(lockstep.DeterminismError, match=r"gradient of '.*kernel' differs from that of whole variables"):
+        strategy.self_check(model, x, y)
 
 
 class StopAfter(keras.callbacks.Callback):

@@ -42,6 +42,7 @@ from lockstep._keras.patches import (
     install,
     patched,
 )
+from lockstep._keras.sharded_variable import VariableLayouts, lay_out
 
 __all__ = [
     "CALLBACK_STATE",
@@ -132,7 +133,6 @@ def check_keras() -> None:
 # --- while a scope is open ---------------------------------------------------------------------------------------
 
 Claim = Callable[[keras.Model], None]  # attaches a strategy to a model, or raises if it belongs to another one
-ShardingOf = Callable[[tuple[int, ...]], Any]  # the sharding of a variable of this shape; None: that of plain Keras
 
 _claim_lock = threading.Lock()
 _open_contexts: dict[str, int] = {"count": 0}
@@ -141,7 +141,7 @@ _claim_patches = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def claim_models(
-    current: Callable[[], Claim | None], current_sharding: Callable[[], ShardingOf | None] = lambda: None
+    current: Callable[[], Claim | None], current_layouts: Callable[[], VariableLayouts | None] = lambda: None
 ) -> Iterator[None]:
     """Claim each model that is made, compiled or used, and shard each variable that is made while such a context is open.
 
@@ -150,12 +150,12 @@ def claim_models(
     Args:
         current: returns what claims the models of the calling thread, or None if that thread has no scope open: it then
             uses plain Keras.
-        current_sharding: likewise the shardings of new variables.
+        current_layouts: likewise where new variables are laid.
     """
     with _claim_lock:
         _open_contexts["count"] += 1
         if _open_contexts["count"] == 1:
-            _patch_classes(current, current_sharding)
+            _patch_classes(current, current_layouts)
     try:
         yield
     finally:
@@ -165,14 +165,14 @@ def claim_models(
                 _claim_patches.close()
 
 
-def _patch_classes(current: Callable[[], Claim | None], current_sharding: Callable[[], ShardingOf | None]) -> None:
+def _patch_classes(current: Callable[[], Claim | None], current_layouts: Callable[[], VariableLayouts | None]) -> None:
     trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
     base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
     changed = [(trainer, "__init__"), (base, "compile"), *((trainer, f"make_{name}_function") for name in FUNCTIONS)]
     claiming = [(owner, name, _claiming(vars(owner)[name], name, current)) for owner, name in changed]
     _claim_patches.enter_context(patched(CLAIM_MODELS, claiming))
     owner = next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls))
-    initialize = _sharding(vars(owner)["_initialize"], current_sharding)
+    initialize = _laying_out(vars(owner)["_initialize"], current_layouts)
     _claim_patches.enter_context(patched(SHARD_VARIABLES, [(owner, "_initialize", initialize)]))
     normalization = keras.layers.BatchNormalization
     construct = _accept_synchronized(vars(normalization)["__init__"], current)
@@ -198,14 +198,14 @@ def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Cla
     return method
 
 
-def _sharding(original: Callable[..., None], current: Callable[[], ShardingOf | None]) -> Callable[..., None]:
+def _laying_out(original: Callable[..., None], current: Callable[[], VariableLayouts | None]) -> Callable[..., None]:
     """Return a variable's ``_initialize`` which gives it a layout; Keras lays all later values over the devices by it."""
 
     @functools.wraps(original)
     def initialize(self: Any, value: Any) -> None:
-        sharding_of = current()
-        if sharding_of is not None and self._layout is None:
-            self._layout = sharding_of(tuple(value.shape))
+        layouts = current()
+        if layouts is not None:
+            lay_out(self, layouts.sharding_of(tuple(value.shape)), layouts)
         original(self, value)
 
     return initialize

@@ -5,9 +5,9 @@ computed on the whole batch; up to ``REPLICATE_BELOW`` bytes they are replicated
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ __all__ = [
     "Placement",
     "count_rows",
     "drop_padding",
+    "gather_on_host",
+    "is_spread",
     "join_rows",
 ]
 
@@ -128,6 +130,12 @@ class Placement:
     def on_first_device(self) -> "Placement":
         """Return a placement of the same replicas on the first device of this process."""
         return Placement(Mesh(self.mesh.devices[list(self.local_indices[:1])], (DEVICE_AXIS,)), self.replicas)
+
+    def on_one_cpu(self) -> "Placement":
+        """Return a placement of the same replicas on a CPU device of this process."""
+        if self.platform == "cpu":
+            return self.on_first_device()
+        return Placement(Mesh(np.asarray(jax.local_devices(backend="cpu")[:1]), (DEVICE_AXIS,)), self.replicas)
 
     def put(self, tree: Any, shardings: Any = None) -> Any:
         """Put arrays on the devices. Every process has the whole arrays, and puts its devices' parts there.
@@ -252,9 +260,32 @@ class Placement:
 
 def _put_local_part(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return leaf if leaf.sharding == sharding else jax.jit(lambda array: array, out_shardings=sharding)(leaf)
+        return leaf if leaf.sharding == sharding else _laid_out(sharding)(leaf)
     host = np.asarray(leaf, dtype=jax.typeof(leaf).dtype)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+@cache
+def _laid_out(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Return a program that lays an array over devices of several processes, all of which call it."""
+    return jax.jit(lambda array: array, out_shardings=sharding)
+
+
+def is_spread(array: jax.Array) -> bool:
+    """Return whether the shards of an array are on devices of several processes, none of which has all of it."""
+    return not array.is_fully_addressable and not array.is_fully_replicated
+
+
+def gather_on_host(array: jax.Array, wanted: bool = True) -> Any:
+    """Return an array as NumPy's, or None if it is not wanted; if it is spread over processes, all of them call this.
+
+    Args:
+        array: with a ``NamedSharding`` if it is spread.
+        wanted: whether this process needs the array.
+    """
+    if is_spread(array):
+        array = _laid_out(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)  # type: ignore[attr-defined]
+    return np.asarray(array) if wanted else None
 
 
 @partial(jax.jit, static_argnums=(2, 3))

@@ -134,6 +134,13 @@ class ProcessGroup:
         """Return the values of all processes, each of which calls this method with the same topic."""
         return [value]
 
+    def agree(self, topic: str, value: Any) -> None:
+        """Check that all processes call this method with the same topic and an equal value.
+
+        Raises:
+            ClusterError: one does not.
+        """
+
     def worker_statuses(self) -> list[Any]:
         """Return the statuses in the newest heartbeats of all processes; an empty list on workers, and for one process."""
         return []

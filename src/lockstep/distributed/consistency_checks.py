@@ -17,7 +17,7 @@ from jax import lax
 
 from lockstep._keras import trainer
 from lockstep._version import used_versions
-from lockstep.data.device_placement import PlacedRows, Placement
+from lockstep.data.device_placement import PlacedRows, Placement, is_spread
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.execution.spmd import PerDeviceProgram, to_per_device
 from lockstep.execution.train_functions import STATE, StepHook
@@ -64,7 +64,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
     return {
         "layers": {layer.name: _config(layer.get_config) for layer in model.layers},
         "compile": _config(model.get_compile_config),
-        "variables": {x.path: f"{x.dtype} {list(x.shape)}, checksum {_host_checksum(x.value)}" for x in variables},
+        "variables": {x.path: f"{x.dtype} {list(x.shape)}{_host_checksum(x.value)}" for x in variables},
     }
 
 
@@ -76,8 +76,10 @@ def _config(get: Callable[[], Any]) -> Any:
         return None
 
 
-def _host_checksum(value: Any) -> int:
-    return zlib.crc32(np.ascontiguousarray(value).tobytes())
+def _host_checksum(value: jax.Array) -> str:
+    if is_spread(value):
+        return ""  # Its value was compared when it was set.
+    return f", checksum {zlib.crc32(np.ascontiguousarray(value).tobytes())}"
 
 
 def _digest(text: str) -> str:
@@ -126,7 +128,9 @@ class ProgressReporter(StepHook):
         if self._trained == 1 or self._trained % self._check_every == 0:
             variables = [x for name in STATE[kind] for x in _variables(model, name)]
             arrays = [array for part in state for array in part]
-            self._check(self._trained, [f"{n} {x.path}" for n, x in enumerate(variables)], arrays)
+            names = [f"{n} {x.path}" for n, x in enumerate(variables)]
+            whole = [pair for pair in zip(names, arrays, strict=True) if pair[1].is_fully_replicated]
+            self._check(self._trained, *map(list, zip(*whole, strict=True)))
 
 
 def _variables(model: keras.Model, name: str) -> list[keras.Variable]:

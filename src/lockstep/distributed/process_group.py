@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from lockstep._arrays import array_bytes, arrays_from_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
 from lockstep._keras.patches import CHIEF_ONLY_FILES, install
+from lockstep._keras.sharded_variable import whole_values
 from lockstep._logging import CancelledError
 from lockstep.data import fit_entry
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
@@ -23,7 +24,7 @@ from lockstep.distributed.consistency_checks import describe_model
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
 
-__all__ = ["WorkerProcessGroup", "disable_saving", "report_saving"]
+__all__ = ["WorkerProcessGroup", "coordinate_saving", "disable_saving"]
 
 _PLAIN = (int, float, str, bool, type(None))
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
@@ -81,6 +82,10 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
     def all_gather(self, topic: str, value: Any) -> list[Any]:
         """See the base class."""
         return self._client.gather(topic, value)
+
+    def agree(self, topic: str, value: Any) -> None:
+        """See the base class."""
+        self._client.agree(topic, value)
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """See the base class."""
@@ -166,21 +171,30 @@ class _WorkerBatchGather:
 
 
 def disable_saving(model: keras.Model) -> None:
-    """Have ``save``, ``save_weights`` and ``export`` of a model do nothing, and so ModelCheckpoint, on a worker that is not the chief."""
+    """Have ``save``, ``save_weights`` and ``export`` of a model do nothing, and so ModelCheckpoint, on a process that is not the chief."""
     install(CHIEF_ONLY_FILES, [(model, name, _do_nothing) for name in CHIEF_ONLY_FILES.attributes])
 
 
-def report_saving(model: keras.Model, client: ControlClient) -> None:
-    """Have the chief report when it saves a model, so that the other workers wait for it as long as for compiling."""
+def coordinate_saving(model: keras.Model, client: ControlClient) -> None:
+    """Have only the chief write files in ``save``, ``save_weights`` and ``export`` of a model, and so in ModelCheckpoint.
+
+    The other workers only gather sharded variables with it. The chief reports that it saves, so that they wait for it as long as for
+    compiling.
+    """
     methods = {name: getattr(type(model), name) for name in CHIEF_ONLY_FILES.attributes}
-    install(CHIEF_ONLY_FILES, [(model, name, _reporting(method, model, client)) for name, method in methods.items()])
+    install(CHIEF_ONLY_FILES, [(model, name, _saving(method, model, client)) for name, method in methods.items()])
 
 
-def _reporting(method: Callable[..., Any], model: keras.Model, client: ControlClient) -> Callable[..., Any]:
+def _saving(method: Callable[..., Any], model: keras.Model, client: ControlClient) -> Callable[..., Any]:
     @wraps(method)
     def save(*args: Any, **kwargs: Any) -> Any:
-        with client.saving():
-            return method(model, *args, **kwargs)
+        optimizer = getattr(model, "optimizer", None)
+        variables = [*model.variables, *(optimizer.variables if optimizer else ())]
+        with whole_values(variables, wanted=client.group.is_chief):
+            if client.group.is_chief:
+                with client.saving():
+                    return method(model, *args, **kwargs)
+        return None
 
     return save
 

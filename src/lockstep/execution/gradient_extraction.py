@@ -53,10 +53,14 @@ class GradientPrograms:
         model: the model whose optimizer the step calls.
         placement: the devices that compute.
         donated: whether the gradients may reuse the memory of the trainable values.
+        is_replicated: whether every device gets all results; else they stay where they are computed.
     """
 
-    def __init__(self, step: Step, model: keras.Model, placement: Placement, *, donated: bool) -> None:
-        self._make = partial(GradientProgram, step, model, placement, donated=donated)
+    def __init__(
+        self, step: Step, model: keras.Model, placement: Placement, *, donated: bool, is_replicated: bool = True
+    ) -> None:
+        results = placement.replicated if is_replicated else None
+        self._make = partial(GradientProgram, step, model, placement, donated=donated, out_shardings=results)
         self._programs: dict[Any, GradientProgram] = {}
 
     def program_for(self, state: State, batch: Any) -> "GradientProgram":
@@ -77,7 +81,15 @@ class GradientProgram:
     """
 
     def __init__(
-        self, step: Step, model: keras.Model, placement: Placement, state: State, batch: Any, *, donated: bool
+        self,
+        step: Step,
+        model: keras.Model,
+        placement: Placement,
+        state: State,
+        batch: Any,
+        *,
+        donated: bool,
+        out_shardings: Any,
     ) -> None:
         def marked(state: State, batch: Any) -> Any:
             with patched_method(OPTIMIZER_UPDATE, [model.optimizer], lambda *_: _bind_update):
@@ -100,7 +112,7 @@ class GradientProgram:
         inputs = [*constants, *(jaxpr.invars[position] for position in self._used_inputs)]
         donated_inputs = [n for n, var in enumerate(inputs) if donated and var in jaxpr.invars[: sizes[0]]]
         function = subprogram(jaxpr, equations, inputs, outputs)
-        self._program = jax.jit(function, donate_argnums=donated_inputs, out_shardings=placement.replicated)
+        self._program = jax.jit(function, donate_argnums=donated_inputs, out_shardings=out_shardings)
         flags = iter([var in used for var in jaxpr.invars])
         self.is_used = [[next(flags) for _ in part] for part in state]
 

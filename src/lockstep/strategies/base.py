@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,10 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizations
+from lockstep._keras.sharded_variable import VariableLayouts, lay_out
 from lockstep._logging import log_info
 from lockstep.collectives import CrossDeviceOps
 from lockstep.custom_loops.replica_context import ReplicaContext, ReplicaModels, ReusableContext, open_scopes
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.device_placement import DEVICE_AXIS, Placement, gather_on_host
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.devices.determinism import describe_determinism
 from lockstep.devices.names import device_name, is_described
@@ -54,7 +56,7 @@ def strategy_scope(strategy: Any) -> Iterator[Any]:
     _check_no_distribution()
     open_scopes.set((*open_scopes.get(), strategy))
     try:
-        with trainer.claim_models(_current_claim, _current_sharding), trace_context(strategy.num_replicas_in_sync):
+        with trainer.claim_models(_current_claim, _current_layouts), trace_context(strategy.num_replicas_in_sync):
             yield strategy
     finally:
         scopes = list(open_scopes.get())
@@ -105,12 +107,16 @@ def _current_claim() -> trainer.Claim | None:
     return strategy._claim if strategy and not scopes_disabled() else None
 
 
-def _current_sharding() -> trainer.ShardingOf | None:
-    strategy = _innermost()
-    return strategy._variable_sharding if strategy and not scopes_disabled() else None
+def _current_layouts() -> VariableLayouts | None:
+    strategy = _built_for.get() or _innermost()
+    is_sharded = strategy is not None and strategy._shard == "variables" and not scopes_disabled()
+    return strategy._layouts if is_sharded else None
 
 
 _FUNCTIONS = "_lockstep_functions"
+_built_for: ContextVar[Any] = ContextVar(
+    "lockstep_built_for", default=None
+)  # the strategy whose model Keras builds now
 _SHARDED = {"optimizer": "the optimizer's variables", "variables": "all large variables"}
 
 
@@ -278,7 +284,7 @@ class Strategy(Diagnostics):
                 log_once(note)
             return functions.make(kind)
 
-        trainer.attach_strategy(model, self, make, in_step)
+        trainer.attach_strategy(model, self, make, partial(self._build_context, model))
         notes = self._inputs.install(model, log_once)
         self._models.add(model)
 
@@ -288,11 +294,34 @@ class Strategy(Diagnostics):
     def _layout_of(self, model: keras.Model) -> ModelLayout:
         return layout_of(model, self._placement, self._shard, self._recompute, deterministic=self._deterministic)
 
-    def _variable_sharding(self, shape: tuple[int, ...]) -> NamedSharding | None:
-        """Return the sharding of a new variable; None if it is not sharded."""
-        if self._shard != "variables" or is_described(self._placement.first_local_device):
+    @cached_property
+    def _layouts(self) -> VariableLayouts | None:
+        """Where sharded variables are laid; None: where plain Keras lays them."""
+        placement = self._placement
+        if self._shard is None or is_described(placement.first_local_device):
             return None
-        return self._placement.slice_sharding(shape) if self._placement.slice_axis(shape) is not None else None
+
+        def sharding_of(shape: tuple[int, ...]) -> NamedSharding | None:
+            return placement.slice_sharding(shape) if placement.slice_axis(shape) is not None else None
+
+        return VariableLayouts(sharding_of, placement.put, gather_on_host, self._process_group.agree)
+
+    @contextmanager
+    def _build_context(self, model: keras.Model) -> Iterator[None]:
+        """Lay variables over the devices that Keras makes for a model while this context is open, and those that its optimizer has."""
+        token = _built_for.set(self)
+        try:
+            with trainer.claim_models(_current_claim, _current_layouts), in_step():
+                yield
+        finally:
+            _built_for.reset(token)
+        if self._layouts is None or getattr(model, "optimizer", None) is None:
+            return
+        for variable in model.optimizer.variables:  # Some may be older than the scope.
+            lay_out(variable, self._layouts.sharding_of(tuple(variable.shape)), self._layouts)
+        if self._shard == "optimizer":
+            for variable in model.variables:  # They get averages from the optimizer, which are sharded.
+                lay_out(variable, self._placement.replicated, self._layouts)
 
     def _functions_of(self, model: keras.Model) -> StepFunctions:
         """Return the step functions of a model of this strategy."""

@@ -15,14 +15,15 @@ from keras import initializers, layers
 from lockstep._errors import DeterminismError, ModelError, shown
 from lockstep._keras import trainer
 from lockstep.custom_loops.strategy_api import StrategyApi
-from lockstep.data.device_placement import Placement, count_rows
+from lockstep.data.device_placement import Placement, count_rows, gather_on_host
 from lockstep.data.fit_entry import InputFactory, check_call
 from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name
 from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
 from lockstep.doctor.checks import examine
 from lockstep.execution.executors import Executor
-from lockstep.execution.gathered_variables import ModelLayout
+from lockstep.execution.gathered_variables import ModelLayout, Shard
+from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
 
 __all__ = ["Diagnostics", "examine_fit"]
@@ -34,6 +35,7 @@ class Diagnostics(StrategyApi):
     """Base of the strategies: checks of the machine and of a program."""
 
     _inputs: InputFactory
+    _shard: Shard
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
     _functions_of: Callable[[keras.Model], StepFunctions]
     _executor_for: Callable[[Placement, keras.Model], Executor]
@@ -44,7 +46,8 @@ class Diagnostics(StrategyApi):
     ) -> str:
         """Run one training step twice from the same state and compare every bit.
 
-        With ``deterministic=True`` the step is also repeated on the first device alone, with the same number of replicas. The model, its
+        With ``deterministic=True`` the step is also repeated on the first device alone, with the same number of replicas. With sharded
+        variables, gradients and logs are compared with those of whole variables on a CPU, which may differ by rounding. The model, its
         optimizer and the random state are unchanged. Run it on a new machine: there are reports of compiled programs whose result
         differs from call to call (https://github.com/jax-ml/jax/issues/39741).
 
@@ -59,7 +62,7 @@ class Diagnostics(StrategyApi):
             SHA-256 of the logs and of the state after the step, in hex; it can be compared between machines.
 
         Raises:
-            DeterminismError: a variable or a log differs; the message names it.
+            DeterminismError: a variable, a gradient or a log differs; the message names it.
             ModelError: the model belongs to another strategy or is not compiled.
 
         Example:
@@ -77,8 +80,11 @@ class Diagnostics(StrategyApi):
                 check_data(f"self_check: {name}", part, is_arrays=True)
         count_rows((x, y, sample_weight))
         placements = [self._placement, self._placement]
-        if self._deterministic and len(self._placement.devices) > 1:
+        if len(self._placement.devices) > 1 and self._deterministic:
             placements.append(self._placement.on_first_device())
+        elif len(self._placement.devices) > 1 and self._shard == "variables":
+            both = self._placement, self._placement.on_one_cpu()
+            _compare_gradients(model, (x, y, sample_weight), [(p, self._executor_for(p, model)) for p in both])
         return _compare_steps(model, (x, y, sample_weight), [(p, self._executor_for(p, model)) for p in placements])
 
     def doctor(
@@ -170,6 +176,41 @@ def examine_fit(strategy: Diagnostics, call: FitCall) -> Report:
     return examine(replace(call, settings=strategy._runtime_settings()), functions, strategy._inputs, os.environ)
 
 
+def _compare_gradients(model: keras.Model, batch: Any, variants: Sequence[tuple[Placement, Executor]]) -> None:
+    """Compare the gradients and the logs of a step on shards with those on one CPU.
+
+    Raises:
+        DeterminismError: they differ by more than rounding.
+    """
+    state, outcomes = trainer.training_state(model, batch), []
+    for placement, executor in variants:
+        step = StepFunctions(model, placement, executor, lambda _: None).build_step(executor, "train")
+        programs = GradientPrograms(step, model, placement, donated=False, is_replicated=False)
+        whole, placed = _readable(state, placement), placement.place(batch)
+        own = placement.put(whole, tuple([placement.slice_sharding(leaf.shape) for leaf in part] for part in whole))
+        gradients, logs, _ = programs.program_for(own, placed)(own, placed)
+        named = zip(model.trainable_variables, gradients, strict=True)
+        found = {f"gradient of {variable.path!r}": gather_on_host(gradient) for variable, gradient in named}
+        outcomes.append(found | {name: gather_on_host(value) for name, value in _named_logs(logs).items()})
+    ours, expected = outcomes
+    relative = 1e-3 if variants[0][0].platform == "cpu" else 2e-2  # Accelerators multiply matrices in fewer bits.
+    largest = max(float(np.abs(value).max(initial=0)) for value in expected.values())
+    for name, value in expected.items():
+        difference = float(np.abs(ours[name] - value).max(initial=0))
+        if not difference <= relative * (float(np.abs(value).max(initial=0)) + 1e-3 * largest):
+            raise DeterminismError(
+                f"self_check: with sharded variables, {name} differs from that of whole variables on a CPU by {difference:.3g}, and its "
+                f"largest value is {float(np.abs(value).max(initial=0)):.3g}. Fix: train without shard=, and report this program."
+            )
+
+
+def _readable(state: Any, placement: Placement) -> Any:
+    """Return a state that can be put on the devices of a placement, which may be those of this process only."""
+    if not placement.is_local:
+        return state
+    return jax.tree.map(lambda leaf: leaf if leaf.is_fully_addressable else gather_on_host(leaf), state)
+
+
 def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Placement, Executor]]) -> str:
     """Run one training step with each of the placements and executors, from the model's current state.
 
@@ -183,7 +224,7 @@ def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Plac
     outcomes = []
     for placement, executor in variants:
         step = StepFunctions(model, placement, executor, lambda _: None).make("train")
-        logs, new = step(jax.tree.map(jax.numpy.copy, state), iter([batch]))
+        logs, new = step(jax.tree.map(jax.numpy.copy, _readable(state, placement)), iter([batch]))
         outcomes.append(_named(model, logs, new))
     for (placement, _), outcome in zip(variants[1:], outcomes[1:], strict=True):
         _compare(outcomes[0], outcome, [device_name(device) for device in placement.devices])
@@ -193,12 +234,16 @@ def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Plac
     return digest.hexdigest()
 
 
+def _named_logs(logs: dict[str, Any]) -> dict[str, Any]:
+    return {f"log {name!r}": value for name, value in keras.tree.flatten_with_path(logs)}
+
+
 def _named(model: keras.Model, logs: dict[str, Any], state: Sequence[Sequence[Any]]) -> Values:
     kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
-    found = {f"log {name!r}": np.asarray(value) for name, value in keras.tree.flatten_with_path(logs)}
+    found = {name: np.asarray(value) for name, value in _named_logs(logs).items()}
     for variables, values in zip(kinds, state, strict=True):
         for variable, value in zip(variables, values, strict=True):
-            found[f"variable {variable.path!r} ({len(found)})"] = np.asarray(value)
+            found[f"variable {variable.path!r} ({len(found)})"] = gather_on_host(value)
     return found
 
 

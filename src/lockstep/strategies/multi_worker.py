@@ -18,8 +18,9 @@ from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.consistency_checks import ProgressReporter, agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.jax_init import ProcessJob, job_of_this_process
-from lockstep.distributed.process_group import WorkerProcessGroup, disable_saving, report_saving
+from lockstep.distributed.process_group import WorkerProcessGroup, coordinate_saving
 from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
+from lockstep.execution.gathered_variables import Recompute
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import prepare_process, refuse_device_override
@@ -47,6 +48,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         deterministic: as in :class:`MirroredStrategy`; the bits do not depend on the number of processes either.
         input_options: how batches reach the devices.
         check_every: number of training steps from one comparison of the variables of all workers to the next; 0: never.
+        shard: as in :class:`MirroredStrategy`, over the devices of all workers.
+        recompute: likewise.
 
     Raises:
         ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already.
@@ -74,6 +77,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         deterministic: bool | None = None,
         input_options: InputOptions | None = None,
         check_every: int = 100,
+        shard: str | None = None,
+        recompute: Recompute = None,
     ) -> None:
         options = CommunicationOptions()
         if communication_options is not None:
@@ -86,7 +91,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._job: ProcessJob | None = None
         communication = replace(options, timeout_seconds=None)
         ops = None if communication == CommunicationOptions() else choose_cross_device_ops(None, communication)
-        prepared = prepare_process(ops, replicas, deterministic, input_options=input_options)
+        prepared = prepare_process(ops, replicas, deterministic, input_options, shard, recompute)
         refuse_device_override(type(self).__name__)
         super().__init__(self._connect_and_find_devices(devices), prepared)
         if self._job:
@@ -128,6 +133,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             "deterministic": self.deterministic,
             "cross_device_ops": repr(type(self.cross_device_ops).__name__),
             "check_every": self._check_every,
+            "shard": self._shard,
+            "recompute": getattr(self._recompute, "__qualname__", self._recompute),
         }
 
     def _join_process_group(self) -> fit_entry.ProcessGroup:
@@ -141,10 +148,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)
-        if not self.is_chief:
-            disable_saving(model)
-        elif self._job is not None:
-            report_saving(model, self._job.client)
+        if self._job is not None:
+            coordinate_saving(model, self._job.client)
 
     def _log(self, message: str) -> None:
         if self.is_chief:

@@ -5,13 +5,18 @@ import numpy as np
 REPLICAS = 8
 
 
-def train(run, nets, devices):
+def train(run, nets, devices, **options):
     """Train nets in a job with so many devices a worker; gives for each worker its arrays."""
     folders = [run.folder / str(index) for index in range(run.workers)]
     for folder in folders:
         folder.mkdir()
     run.run(
-        "laws", each=lambda _, index: {"folder": str(folders[index])}, nets=nets, devices=devices, replicas=REPLICAS
+        "laws",
+        each=lambda _, index: {"folder": str(folders[index])},
+        nets=nets,
+        devices=devices,
+        replicas=REPLICAS,
+        **options,
     )
     return [arrays(folder) for folder in folders]
 

@@ -4,8 +4,10 @@ import json
 import sys
 
 import lockstep
+from lockstep.data import device_placement
 
 config = json.loads(sys.argv[1])
+device_placement.SHARD_FROM = config.get("shard_from", device_placement.SHARD_FROM)
 
 
 def tell(**values):
@@ -14,7 +16,11 @@ def tell(**values):
 
 
 def make_strategy(**options):
-    """A strategy over ``devices`` logical CPU devices of this worker, which ends a wait after ``timeout`` seconds."""
+    """A strategy over ``devices`` logical CPU devices of this worker, which ends a wait after ``timeout`` seconds.
+
+    ``strategy`` are further options. If these shard variables, ``shard_from`` lets those of small models be sharded.
+    """
+    options |= config.get("strategy", {})
     devices = [f"cpu:{number}" for number in range(config.get("devices", 1))]
     if "timeout" in config:
         options["communication_options"] = lockstep.CommunicationOptions(timeout_seconds=config["timeout"])

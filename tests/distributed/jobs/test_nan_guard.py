@@ -5,10 +5,20 @@ import pytest
 pytestmark = pytest.mark.xdist_group(__name__)
 
 
-@pytest.mark.parametrize(("deterministic", "bad_row"), [(False, 6), pytest.param(True, 1, marks=pytest.mark.nightly)])
-def test_all_workers_name_the_bad_replica_and_do_the_same(job, tmp_path, deterministic, bad_row):
-    run = job(2)
-    chief, other = run.run("guard", deterministic=deterministic, bad_row=bad_row, folder=str(tmp_path / "backup"))
+SHARDED = {"strategy": {"shard": "variables"}, "shard_from": 3}
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "bad_row", "options"),
+    [
+        (False, 6, {}),
+        pytest.param(True, 1, {}, marks=pytest.mark.nightly),
+        pytest.param(False, 6, SHARDED, marks=pytest.mark.nightly, id="sharded"),
+    ],
+)
+def test_all_workers_name_the_bad_replica_and_do_the_same(job, tmp_path, deterministic, bad_row, options):
+    run, backup = job(2), str(tmp_path / "backup")
+    chief, other = run.run("guard", deterministic=deterministic, bad_row=bad_row, folder=backup, **options)
     replica = bad_row // 4
     for index, told in enumerate((chief, other)):
         *found, message = told.pop("stopped")

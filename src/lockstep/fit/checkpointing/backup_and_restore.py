@@ -100,9 +100,12 @@ class SaveFrequency:
         self.saved()
 
     def is_due(self, before: int, now: int) -> bool:
-        """Return whether to save now, given the number of steps before the last call and now."""
-        is_late = self.seconds is not None and self._clock() - self._saved_at >= self.seconds
-        return is_late or (self.steps is not None and now // self.steps > before // self.steps)
+        """Return whether to save after a number of steps, given the number of steps at the last call and now."""
+        return self.steps is not None and now // self.steps > before // self.steps
+
+    def is_late(self) -> bool:
+        """Return whether it is time to save."""
+        return self.seconds is not None and self._clock() - self._saved_at >= self.seconds
 
     def saved(self) -> None:
         """Restart the clock after a save."""

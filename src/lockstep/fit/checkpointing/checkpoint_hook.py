@@ -35,7 +35,7 @@ class CheckpointHook:
 def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[None]:
     is_writer, data = context.process_group.process == 0, context.data
     store = CheckpointStore(backup.directory, backup.keep, log=context.log) if is_writer else None
-    with store or nullcontext(), Preemption(context.process_group) as preemption:
+    with store or nullcontext(), Preemption(context.process_group, backup.frequency.is_late) as preemption:
         found = context.process_group.broadcast_from_chief(_newest(store, MetadataCheck(context.callbacks)))
         resumed = ResumedRun.from_checkpoint(found).for_epochs(context.arguments.get("epochs", 1), backup.extend)
         setup = context.setup | {"steps of an epoch": data.steps}

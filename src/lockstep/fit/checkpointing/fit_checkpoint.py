@@ -271,7 +271,8 @@ class FitCheckpoint(StepHook):
         self._position = before._replace(step=before.step + self._unreported_steps, batch=batch)
         self._unreported_steps = 0
         is_last = self._preemption.is_now()
-        if is_last or self._backup.frequency.is_due(before.step, self._position.step):
+        is_due = self._preemption.is_save_due or self._backup.frequency.is_due(before.step, self._position.step)
+        if is_last or is_due:
             self.save(self._save_point(self._position, is_epoch_over=False))
         if is_last:
             self._exit()
@@ -332,6 +333,7 @@ class FitCheckpoint(StepHook):
         if newest is not None:
             self._variables.state = newest
         self._backup.frequency.saved()
+        copies = self._variables.copies(wanted=self._writer is not None)
         if self._writer is None:
             return
         arrays: dict[str, np.ndarray] = {}
@@ -358,7 +360,7 @@ class FitCheckpoint(StepHook):
             "versions": self._versions,
             "variables": {name: variable.path for name, variable in self._variables.named().items()},
         }
-        copies = self._variables.copies() | point.values | {f"logs/{n}": value for n, value in enumerate(logs)}
+        copies |= point.values | {f"logs/{n}": value for n, value in enumerate(logs)}
 
         def snapshot() -> Snapshot:
             return Snapshot(arrays | {name: np.asarray(copy) for name, copy in copies.items()}, metadata)
@@ -368,7 +370,7 @@ class FitCheckpoint(StepHook):
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
         """The state now, with the values of some kinds of variables."""
         data, random = self._data.get_state(is_epoch_over), capture_random_state()
-        values = self._variables.copies(*kinds) if kinds else {}
+        values = self._variables.copies(*kinds, wanted=self._writer is not None) if kinds else {}
         is_over = is_epoch_over and position.batch > 0
         return _SavePoint(position, is_over, data, random, values)
 

@@ -46,7 +46,7 @@ class Checkpoint:
         self._placement, self._process_group, self._log = placement, process_group, log
         self._store = CheckpointStore(directory, keep, log=log)
         self._frequency, self._step, self._versions = frequency, 0, used_versions()
-        self._preemption = Preemption(process_group)
+        self._preemption = Preemption(process_group, frequency.is_late)
         self._writer = BackgroundWriter(self._store, log=log) if process_group.process == 0 else None
         if self._writer:
             self._store.lock()
@@ -110,17 +110,17 @@ class Checkpoint:
         """
         before, self._step = self._step, step
         is_last = self._preemption.is_now()
-        if is_last or self._frequency.is_due(before, step):
+        if is_last or self._preemption.is_save_due or self._frequency.is_due(before, step):
             self._write(step, state)
         if is_last:
             exit_after_checkpoint(self._preemption, step, self._store.directory, self._writer, self._log)
 
     def _write(self, step: int, state: Any) -> None:
         self._frequency.saved()
+        names, _ = _named(state)
+        copies = copies_of(list(names.values()), wanted=self._writer is not None)
         if self._writer is None:
             return
-        names, _ = _named(state)
-        copies = copies_of(list(names.values()))
         metadata = {"random": capture_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
         try:
             self._writer.submit(

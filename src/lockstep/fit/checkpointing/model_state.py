@@ -26,6 +26,7 @@ from lockstep._arrays import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
 from lockstep.checkpoint.format import Loaded
+from lockstep.data.device_placement import gather_on_host, is_spread
 from lockstep.data.pass_iterator import check_random_state
 
 __all__ = [
@@ -62,15 +63,20 @@ class ModelVariables:
         groups = zip(KINDS, variables_of(self._model), strict=True)
         return {f"{kind}/{number}": x for kind, group in groups for number, x in enumerate(group)}
 
-    def copies(self, *kinds: str) -> dict[str, jax.Array]:
-        """Copy the current values of some kinds of variables, or of all, as the next step reuses their memory."""
+    def copies(self, *kinds: str, wanted: bool = True) -> dict[str, Any]:
+        """Copy the current values of some kinds of variables, or of all, as the next step reuses their memory.
+
+        Args:
+            *kinds: of variables.
+            wanted: whether this process needs the copies. All processes call this, as they have shards of sharded variables.
+        """
         named = self.named()
         if self.state is None or trainer.is_synced(self._model):
             values = {name: variable.value for name, variable in named.items()}
         else:
             values = dict(zip(named, (array for part in self.state for array in part), strict=True))
         chosen = {name: value for name, value in values.items() if not kinds or name.partition("/")[0] in kinds}
-        return dict(zip(chosen, copies_of(list(chosen.values())), strict=True))
+        return dict(zip(chosen, copies_of(list(chosen.values()), wanted=wanted), strict=True))
 
     def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
         """Set all variables. Args and errors are those of :meth:`check`; after an error no variable is changed."""
@@ -110,13 +116,30 @@ def _copied(values: list[Any]) -> list[Any]:
     return [jnp.copy(value) for value in values]
 
 
-def copies_of(values: list[Any]) -> list[jax.Array]:
-    """Copy arrays asynchronously on their devices; of an array that every device has, copy the first device's."""
+def copies_of(values: list[Any], *, wanted: bool = True) -> list[Any]:
+    """Copy arrays.
+
+    Args:
+        values: the arrays. Of one that every device has, the first device's is copied; one whose shards are on devices of several
+            processes is gathered in the memory of the host, and the others are copied on their devices, asynchronously.
+        wanted: whether this process needs the copies. All processes call this with the same arrays.
+
+    Returns:
+        The copies; None for what is not wanted.
+    """
     arrays = [jnp.asarray(value) for value in values]
-    sharded = [x for x in arrays if not x.is_fully_replicated]
-    whole = [x.addressable_shards[0].data for x in arrays if x.is_fully_replicated]
-    copies, whole_copies = iter(_copied(sharded)), iter(_copied(whole))  # Two programs, as they run on other devices.
-    return [next(whole_copies if x.is_fully_replicated else copies) for x in arrays]
+    copies: list[Any] = [None] * len(arrays)
+    for place, array in enumerate(arrays):
+        if is_spread(array):  # One after the other, as each needs the memory of a whole array on every device.
+            copies[place] = gather_on_host(array, wanted)
+    if not wanted:
+        return copies
+    whole = {place: x.addressable_shards[0].data for place, x in enumerate(arrays) if x.is_fully_replicated}
+    sharded = {place: x for place, x in enumerate(arrays) if place not in whole and not is_spread(x)}
+    for group in whole, sharded:  # Two programs, as they run on other devices.
+        for place, copy in zip(group, _copied(list(group.values())), strict=True):
+            copies[place] = copy
+    return copies
 
 
 _LEFT_OUT = ("model", "_model", "params", "validation_data")

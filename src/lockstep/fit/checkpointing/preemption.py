@@ -2,8 +2,9 @@
 
 Schedulers send SIGTERM before they take a machine away; Slurm, if asked to, sends SIGUSR1 some time before that.
 
-Several processes exchange whether they were signalled about once a second, each after the same step. A signalled process cannot simply
-wait at its current step: the other processes may be in the next step, which does not end without it.
+Several processes exchange whether they were signalled, and whether it is time for a checkpoint, about once a second, each after the same
+step. A signalled process cannot simply wait at its current step: the other processes may be in the next step, which does not end without
+it.
 """
 
 import signal
@@ -36,15 +37,23 @@ class Preemption:
 
     Args:
         process_group: all processes.
+        is_late: whether it is time for a checkpoint; the first process decides for all.
         clock: gives seconds; monotonic.
 
     Attributes:
         reason: why to stop; None if no process was signalled.
+        is_save_due: whether all processes save after this step, because it is time to.
     """
 
-    def __init__(self, process_group: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> None:
-        self._process_group, self._clock = process_group, clock
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        is_late: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._process_group, self._is_late, self._clock = process_group, is_late, clock
         self.reason: str | None = None
+        self.is_save_due = False
         self._signal_name: str | None = None  # of the signal that this process got
         self._steps, self._last_exchange, self._next_exchange = 0, 0, 1
         self._last_time = clock()
@@ -76,6 +85,7 @@ class Preemption:
             ClusterError: another process does not call this.
         """
         self._steps += 1
+        self.is_save_due = False
         if self._steps < self._next_exchange:
             return False
         steps, now = self._steps - self._last_exchange, self._clock()
@@ -91,13 +101,14 @@ class Preemption:
         return self.reason is not None
 
     def _exchange(self, seconds: float) -> float:
-        """Find out whether a process was signalled, and return the largest ``seconds`` of all processes."""
-        found = self._process_group.all_gather("whether to stop", [self._signal_name, seconds])
-        for process, (signal_name, _) in enumerate(found):
+        """Find out whether a process was signalled and whether to save, and return the largest ``seconds`` of all processes."""
+        found = self._process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_late()])
+        self.is_save_due = found[0][2]
+        for process, (signal_name, _, _) in enumerate(found):
             if signal_name and self.reason is None:
                 worker = "" if len(found) == 1 else f"worker {process} of {len(found)}: "
                 self.reason = f"{worker}{signal_name}"
-        return max(seconds for _, seconds in found)
+        return max(seconds for _, seconds, _ in found)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self._signal_name = signal.Signals(number).name

@@ -43,7 +43,7 @@ def trained(name, scope):
     x, y = rng.normal(size=(ROWS, *SHAPES[name])).astype("float32"), rng.integers(0, 3, ROWS)
     history = model.fit(x, y, batch_size=BATCH, epochs=2, validation_data=(x[:8], y[:8]), verbose=0).history
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-    found = {f"{number} {variable.path}": np.asarray(variable.value) for number, variable in enumerate(variables)}
+    found = {f"{number} {variable.path}": np.asarray(variable) for number, variable in enumerate(variables)}
     found |= {f"history {key}": np.asarray(values) for key, values in history.items()}
     x, y = x[:11], y[:11]
     evaluation = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)

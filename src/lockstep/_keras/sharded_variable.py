@@ -1,0 +1,106 @@
+"""Variables whose shards lie on devices of several processes: Keras reads and sets them on all processes together.
+
+Undocumented parts, as of Keras 3.15: ``Variable._layout``, by which Keras lays all values of a variable over devices;
+``Variable._direct_assign`` and ``Variable._value``, through which it sets them.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.sharding import Sharding
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+__all__ = ["ShardedVariable", "VariableLayouts", "lay_out", "whole_values"]
+
+
+@dataclass(frozen=True)
+class VariableLayouts:
+    """Where a strategy lays the variables of its models.
+
+    Args:
+        sharding_of: returns the sharding of a variable of this shape; None: that of plain Keras.
+        put: lays a value, which all processes have, over the devices.
+        gather: returns the whole value of an array on the host, or None if this process does not want it; all processes call it.
+        agree: checks that all processes call it now, with this topic and an equal value, and raises an error otherwise.
+    """
+
+    sharding_of: Callable[[tuple[int, ...]], Sharding | None]
+    put: Callable[[Any, Sharding], jax.Array]
+    gather: Callable[[jax.Array, bool], Any]
+    agree: Callable[[str, Any], None]
+
+
+class ShardedVariable(keras.Variable):
+    """A variable whose value is on devices of several processes.
+
+    If no process has all of it, all set it, and read it on the host, at the same point of the program. Keras makes its variables itself, so
+    :func:`lay_out` changes the class of an instance.
+    """
+
+    _layouts: VariableLayouts
+    _whole: np.ndarray | None = None  # the value while the chief saves a model, which it does alone
+
+    @property
+    def value(self) -> Any:
+        """See Keras."""
+        return super().value if self._whole is None or in_stateless_scope() else jnp.asarray(self._whole)
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        if self._whole is not None:
+            return np.asarray(self._whole, dtype)
+        if not self._layout.is_fully_replicated:
+            self._layouts.agree(f"the value of variable {self.path!r}, which all workers read together", None)
+        return np.asarray(self._layouts.gather(self.value, True), dtype)
+
+    def _direct_assign(self, value: Any) -> None:
+        if isinstance(value, jax.core.Tracer):
+            super()._direct_assign(value)
+            return
+        if value.is_fully_addressable and not self._layout.is_fully_replicated:
+            value = np.ascontiguousarray(value)
+            what = f"the new value of variable {self.path!r}, which all workers set together"
+            self._layouts.agree(what, zlib.crc32(value.tobytes()))
+        self._value = self._layouts.put(value, self._layout)
+
+
+def lay_out(variable: keras.Variable, sharding: Sharding | None, layouts: VariableLayouts) -> None:
+    """Give a variable a layout, and lay the value that it has over the devices; None: the layout that it has, if any."""
+    sharding = sharding or variable._layout
+    if sharding is None:
+        return
+    variable._layout = sharding
+    if not sharding.is_fully_addressable:
+        variable.__class__ = ShardedVariable
+        variable._layouts = layouts
+    if vars(variable).get("_value") is not None:
+        variable._direct_assign(variable._value)
+
+
+@contextlib.contextmanager
+def whole_values(variables: Iterable[keras.Variable], *, wanted: bool) -> Iterator[None]:
+    """Have sharded variables give their whole values without the other processes while this context is open.
+
+    All processes enter it.
+
+    Args:
+        variables: any variables; those that this process has as a whole stay as they are.
+        wanted: whether this process needs the values, in the memory of its host.
+    """
+    sharded = [x for x in variables if isinstance(x, ShardedVariable) and not x._layout.is_fully_replicated]
+    if sharded:
+        paths = [variable.path for variable in sharded]
+        sharded[0]._layouts.agree("the values of the variables, which all workers gather to save a model", paths)
+    try:
+        for variable in sharded:
+            variable._whole = variable._layouts.gather(variable.value, wanted)
+        yield
+    finally:
+        for variable in sharded:
+            variable._whole = None

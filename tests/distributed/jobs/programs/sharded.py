@@ -1,0 +1,125 @@
+"""Trains with variables whose shards are on the devices of all workers, and reads, sets, saves and resumes them."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import keras
+import numpy as np
+from keras import layers
+
+import lockstep
+from tests.distributed.jobs.program import config, make_strategy, tell
+
+folder = Path(config["folder"])
+x = np.random.default_rng(0).normal(size=(22, 12)).astype("float32")
+y = np.arange(22) % 4
+SHARDED = {"shard": config.get("shard", "variables")}
+if SHARDED["shard"] == "variables":
+    SHARDED["recompute"] = "blocks"
+
+
+def build(deterministic=False, use_ema=False, **options):
+    """A compiled model; without options of the first worker alone."""
+    keras.utils.set_random_seed(3)
+    strategy = make_strategy(replicas=4, deterministic=deterministic, **options)
+    with strategy.scope():
+        hidden = [layers.Dense(12, activation="tanh", name=f"hidden_{number}") for number in range(3)]
+        model = keras.Sequential([keras.Input((12,)), *hidden, layers.Dense(4, name="last")])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01, use_ema=use_ema, clipnorm=1.0), loss, metrics=["accuracy"])
+    return strategy, model
+
+
+def digest(model):
+    """Of all variables; with sharded ones, all workers call this."""
+    values = [np.asarray(variable) for variable in (*model.variables, *model.optimizer.variables)]
+    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
+
+
+def fit(model, epochs, *callbacks):
+    return model.fit(
+        x, y, batch_size=8, epochs=epochs, validation_data=(x[:8], y[:8]), callbacks=list(callbacks), verbose=0
+    )
+
+
+def bytes_here(model):
+    """Of all variables on the first device, and the whole of all."""
+    arrays = [variable.value for variable in (*model.variables, *model.optimizer.variables)]
+    return [sum(array.addressable_shards[0].data.nbytes for array in arrays), sum(array.nbytes for array in arrays)]
+
+
+def reads_and_sets(model):
+    """A model whose weights are read and set, saved, loaded and trained on is the same as before, or as one that was not."""
+    before = digest(model)
+    weights = model.get_weights()
+    model.set_weights([0 * value for value in weights])
+    zeros = sum(float(np.abs(np.asarray(value)).sum()) for value in model.weights)
+    model.set_weights(weights)
+    model.save(folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+    with make_strategy(replicas=4, **SHARDED).scope():
+        loaded = keras.models.load_model(folder / "model.keras")
+    model.load_weights(folder / "model.weights.h5")
+    same = [digest(each) == before for each in (model, loaded)]
+    losses = [each.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"] for each in (model, loaded)]
+    return {
+        "zeros": zeros,
+        "same again": same,
+        "trained on": losses[0] == losses[1],
+    }
+
+
+def resumed(model, run, save_freq):
+    """The digest after four epochs, from a copy of a run's checkpoints."""
+    if config["index"] == 0:  # Only the chief reads them.
+        shutil.copytree(run, folder / "resumed")
+    fit(model, 4, BackupAndRestore(folder / "resumed", save_freq=save_freq))
+    return digest(model)
+
+
+def run_alone():
+    """One process without shards: the same numbers, uninterrupted and from the checkpoints of the workers."""
+    for epochs in 2, 4:
+        model = build(deterministic=True)[1]
+        fit(model, epochs)
+        tell(**{f"bits of {epochs}": digest(model)})
+    tell(resumed=resumed(build(deterministic=True)[1], config["run"], 2))
+    tell(history=fit(build()[1], 3).history["loss"])
+
+
+def run_workers():
+    strategy, model = build(deterministic=True, **SHARDED)
+    fit(model, 2, BackupAndRestore(folder / "run", save_freq=2))
+    tell(bits=digest(model), bytes=bytes_here(model), layout=strategy.layout(model).device_bytes)
+    again = build(deterministic=True, **SHARDED)[1]
+    tell(resumed=resumed(again, folder / "run", "0.001 s"))  # The chief finds when it is time.
+
+    tell(history=fit(build(**SHARDED)[1], 3).history["loss"])
+    strategy, model = build(use_ema=True, **SHARDED)
+    best = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
+    files = keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="loss", save_best_only=True)
+    fit(model, 3, best, files, keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
+    tell(**reads_and_sets(model), checked=len(strategy.self_check(model, x[:8], y[:8])))
+
+
+def use_alone():
+    """Only the first worker uses the variables; the other trains on."""
+    model = build(**SHARDED)[1]
+    if config["index"] == 1:
+        fit(model, 1)
+    elif config["alone"] == "read":
+        model.get_weights()
+    elif config["alone"] == "set":
+        model.layers[0].set_weights([np.zeros((12, 12)), np.zeros(12)])
+    else:
+        model.save(folder / "model.keras")
+
+
+BackupAndRestore = lockstep.callbacks.BackupAndRestore
+if "alone" in config:
+    use_alone()
+elif "run" in config:
+    run_alone()
+else:
+    run_workers()

@@ -1,0 +1,46 @@
+"""Sharded variables over workers: the bits of one process, shards on each device, and files that each of them reads."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.support.processes import AS_FOR_USERS
+
+pytestmark = [pytest.mark.xdist_group(__name__), pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("shard", "devices", "most"),
+    [
+        pytest.param("variables", 1, 0.6, marks=pytest.mark.slow),
+        pytest.param("variables", 2, 0.45, marks=pytest.mark.nightly),
+        pytest.param("optimizer", 1, 0.75, marks=pytest.mark.nightly),
+    ],
+)
+def test_sharded_variables_of_two_workers_are_as_those_of_one_process(job, shard, devices, most):
+    run = job(2, environ=AS_FOR_USERS)
+    chief, other = run.run("sharded", shard=shard, devices=devices, shard_from=64)
+    assert chief == other
+    process = job(1, environ=AS_FOR_USERS).start("alone", 0, "sharded", run=str(run.folder / "run"))
+    assert process.end() == 0, process.said
+    alone = process.told
+    assert chief["bits"] == alone["bits of 2"]
+    assert chief["resumed"] == alone["resumed"] == alone["bits of 4"]
+    np.testing.assert_allclose(chief["history"], alone["history"], rtol=1e-6)
+    here, everywhere = chief["bytes"]
+    assert here == chief["layout"]
+    assert here < most * everywhere
+    assert (chief["zeros"], chief["same again"], chief["trained on"], chief["checked"]) == (0.0, [True, True], True, 64)
+    for name in ("model.keras", "best.keras"):
+        keras.models.load_model(run.folder / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("does", ["read", *(pytest.param(does, marks=pytest.mark.nightly) for does in ("set", "save"))])
+def test_a_sharded_variable_that_one_worker_uses_alone_ends_the_job_with_its_name(job, does):
+    run = job(2)
+    run.start_all("sharded", alone=does, timeout=5, shard_from=64)
+    for process in run.processes.values():
+        assert process.end() == 13
+        assert "which all workers" in process.said
+        assert "hidden_0" in process.said or "save a model" in process.said
