@@ -284,6 +284,13 @@ def test_a_large_variable_that_stays_whole_is_named(caplog):
     )
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_an_optimizer_that_needs_whole_tensors_is_named(caplog, optimizer):
+    with caplog.at_level("INFO", "lockstep"):
+        train(2, epochs=1, optimizer=optimizer, **SHARDED)
+    assert ("Muon multiplies whole matrices" in caplog.text) == (optimizer == "muon")
+
+
 def test_variables_that_no_recomputed_layer_holds_are_named(caplog):
     with caplog.at_level("INFO", "lockstep"):
         train(2, epochs=1, rows=9, shard="variables", recompute=lambda layer: layer.name == "block_1")

@@ -204,8 +204,8 @@ def layout_of(
     return ModelLayout(len(placement.devices), tuple(rows))
 
 
-def layout_notes(layout: ModelLayout) -> list[str]:
-    """Return a sentence for each large variable that stays whole, and one for those that no recomputed layer holds."""
+def layout_notes(layout: ModelLayout, optimizer: keras.Optimizer | None) -> list[str]:
+    """Return a sentence for each large variable that stays whole, one for those that no recomputed layer holds, and one for Muon."""
     if layout.devices == 1:
         return []
     whole = [
@@ -214,6 +214,8 @@ def layout_notes(layout: ModelLayout) -> list[str]:
         for one in layout.variables
         if one.axis is None and math.prod(one.shape) >= SHARD_FROM
     ]
+    if isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.Muon):
+        whole.append("optimizer Muon multiplies whole matrices, for which XLA adds collectives to the update")
     kept = [one for one in layout.variables if one.gathered == "forward"]
     if not kept or len(kept) == sum(one.gathered != "" for one in layout.variables):
         return whole

@@ -289,7 +289,9 @@ class Strategy(Diagnostics):
         self._models.add(model)
 
     def _layout_notes(self, model: keras.Model) -> list[str]:
-        return layout_notes(self._layout_of(model)) if self._shard == "variables" and model.built else []
+        if self._shard != "variables" or not model.built:
+            return []
+        return layout_notes(self._layout_of(model), getattr(model, "optimizer", None))
 
     def _layout_of(self, model: keras.Model) -> ModelLayout:
         return layout_of(model, self._placement, self._shard, self._recompute, deterministic=self._deterministic)
