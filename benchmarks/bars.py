@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape
 
 from curves import COLORS
 
-LEFT, TOP, WIDTH, BAR, GAP, LEGEND = 120, 52, 620, 13, 12, 3
+LEFT, TOP, WIDTH, BAR, GAP, LEGEND = 170, 52, 620, 13, 12, 3
 TICKS = {2.0**power: str(2**power) if power >= 0 else f"1/{2**-power}" for power in range(-6, 7)}
 
 

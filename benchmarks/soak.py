@@ -6,7 +6,7 @@ by itself, until the training ends. Lost and repeated steps are found by the bit
 of steps and, of processes and workers, the rows of each epoch; recomputed steps are those started after the last checkpoint.
 
 ``python benchmarks/soak.py KIND KILLS [SEED]`` adds a part to the table, which has the sums of all parts. KIND is ``process``, ``workers``,
-``servers`` or ``nodes``; 150 kills take less than an hour.
+``sharded``, ``servers`` or ``nodes``; 150 kills take less than an hour.
 """
 
 import datetime
@@ -32,9 +32,11 @@ SAVE_FREQ = 2
 KINDS = {
     "process": "one process, two devices",
     "workers": "two workers",
+    "sharded": "two workers, sharded variables",
     "servers": "chief, two workers, server, evaluator",
     "nodes": "two nodes that join and leave",
 }
+COUNTED = ("process", "workers", "sharded")  # kinds whose steps and rows are counted
 SUMS = {  # of a part: its title in the table
     "kills": "kills",
     "trainings": "trainings",
@@ -45,7 +47,7 @@ SUMS = {  # of a part: its title in the table
     "done again": "steps done again",
     "seconds": "seconds",
 }
-NOTE = f"""Steps and rows are counted with one process and two workers: a CNN with BatchNorm and dropout, 3 replicas, 23 rows in batches of 8,
+NOTE = f"""Steps and rows are counted with one process and two workers (with sharded variables the digest is that of whole ones): a CNN with BatchNorm and dropout, 3 replicas, 23 rows in batches of 8,
 {EPOCHS} epochs. With servers (`max_staleness=0`) and nodes a dense net with dropout trains for {JOB_EPOCHS} epochs of 3 steps; its digest has
 the number of steps and the history. A checkpoint each {SAVE_FREQ} steps. Processes are forked from one that has imported Keras, but for the
 workers of nodes. A process that was not killed ends with 0 or 75. Other work ran on the machine, so the seconds are above what they need be."""
@@ -54,9 +56,10 @@ workers of nodes. A process that was not killed ends with 0 or 75. Other work ra
 def soaked(kind, kills, seed):
     forks = ForkServer(), ForkServer()
     with tempfile.TemporaryDirectory() as folder:
-        if kind in ("process", "workers"):
-            workers = 1 + (kind == "workers")
-            found = Soak(forks, Path(folder) / "soak", workers, SAVE_FREQ, seed).run(kills)
+        if kind in COUNTED:
+            workers = 1 + (kind != "process")
+            strategy = {"shard": "variables", "recompute": "blocks"} if kind == "sharded" else None
+            found = Soak(forks, Path(folder) / "soak", workers, SAVE_FREQ, seed, strategy).run(kills)
         else:
             found = JobSoak(forks, Path(folder) / "soak", kind, seed).run(kills)
     for each in forks:
@@ -67,7 +70,7 @@ def soaked(kind, kills, seed):
 def part(kind, kills, seed):
     began = time.monotonic()
     found = soaked(kind, kills, seed)
-    counted = kind in ("process", "workers")
+    counted = kind in COUNTED
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "kind": kind,

@@ -40,7 +40,7 @@ def commands() -> dict[str, list[str]]:
     named = [path for paths in PATHS.values() for path in paths]
     found = {part: [*pytest, *paths] for part, paths in PATHS.items()}
     found["rest"] = [*pytest, *(f"--ignore={path}" for path in named)]
-    for kind, kills in {"process": "500", "workers": "200", "servers": "200", "nodes": "100"}.items():  # 1,000 a night
+    for kind, kills in {"process": "500", "workers": "200", "sharded": "200", "servers": "200", "nodes": "100"}.items():
         found[f"soak-{kind}"] = [sys.executable, "benchmarks/soak.py", kind, kills]
     for job in ("workers", "servers", "launcher", "nodes"):
         found[f"faults-{job}"] = [sys.executable, "benchmarks/faults.py", job]

@@ -28,6 +28,11 @@ TARGETS = {
     "v5e 16x16": {"platform": "tpu", "topology_name": "v5e:16x16"},
     "H100 x 8": {"platform": "cuda", "topology_name": "h100", "topology": "1x1x8"},
 }
+LARGE_TARGETS = {  # for sharded variables
+    "v5e 8x8": {"platform": "tpu", "topology_name": "v5e:8x8"},
+    "H100 x 64": {"platform": "cuda", "topology_name": "h100", "topology": "1x8x8"},
+    "H100 x 256": {"platform": "cuda", "topology_name": "h100", "topology": "1x32x8"},
+}
 # Options of each net, and rows of a device. The small language model is compiled in seconds, and its logits are large as well.
 NETS = {"MLP": {}, "CNN": {}, "ResNet50": {}, "LM": {}}
 NETS["small LM"] = {"words": 10_000, "length": 64, "width": 128, "blocks": 2, "heads": 4}
@@ -57,7 +62,7 @@ def devices(target):
     Raises:
         RuntimeError, ValueError: this installation of JAX has no compiler for them.
     """
-    options = dict(TARGETS[target])
+    options = dict((TARGETS | LARGE_TARGETS)[target])
     if options["platform"] == "cuda":
         options["target_config"] = Path(__file__).with_name("h100.txtpb").read_text()
     return list(topologies.get_topology_desc(**options).devices)

@@ -59,16 +59,19 @@ class Soak:
         workers: number of processes.
         save_freq: of the backups.
         seed: of the kills.
+        strategy: options that change no bit: the digest must be that of a training without them.
     """
 
-    def __init__(self, forks, folder, workers, save_freq, seed):
+    def __init__(self, forks, folder, workers, save_freq, seed, strategy=None):
         self.forks, self.folder, self.workers, self.rng = forks, folder, workers, random.Random(seed)
         self.config = {
             "net": "cnn",
             "uneven": True,
             "epochs": EPOCHS,
             "backup": {"save_freq": save_freq},
+            "deterministic": strategy is not None,
         }
+        self.strategy = {"strategy": strategy, "shard_from": 3} if strategy else {}
         self.found = Soaked()
 
     def run(self, kills):
@@ -84,7 +87,7 @@ class Soak:
         """One training, with as many kills as it takes to its end."""
         folder = self.folder / f"training{self.found.trainings}"
         folder.mkdir()
-        run = Training(self.forks, folder, self.workers, **self.config)
+        run = Training(self.forks, folder, self.workers, **self.config, **self.strategy)
         try:
             told = None
             while told is None and self.found.kills < kills:
