@@ -17,7 +17,7 @@ from tests.support import compile_cache
 
 CASES = [
     *(Case("MLP", plan, "v5e 2x4") for plan in PLANS),
-    Case("MLP", "fast", "v5e 2x2"),
+    *(Case("MLP", plan, "v5e 2x2") for plan in ("fast", "predict")),
     *(Case("CNN", plan, "v5e 2x4") for plan in ("fast", "uneven")),
     *(Case("small LM", plan, "v5e 2x4") for plan in ("uneven", "run")),
 ]

@@ -52,6 +52,13 @@ def test_outputs_that_are_gathered_once_more_are_a_fault(plan):
     assert "all-gather" in found(plan, more)[0]
 
 
+def test_outputs_of_predict_stay_on_the_devices_of_one_host():
+    stays = replace(PREDICTED, exchanged={})
+    (gathered,) = faults(Case("CNN", "predict", "v5e 2x2"), PREDICTED, KERAS, MODEL, ROWS, 4)
+    assert "1 all-gather" in gathered
+    assert not faults(Case("CNN", "predict", "v5e 2x2"), stays, KERAS, MODEL, ROWS, 4)
+
+
 def test_sharded_sums_of_many_tpus_may_be_all_reduces():
     whole = replace(SHARDED, exchanged={"all-reduce": (2, 2_040_000)})
     assert not faults(Case("CNN", "shard_optimizer", "v5e 16x16"), whole, KERAS, MODEL, ROWS, 256)

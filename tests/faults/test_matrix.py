@@ -23,13 +23,10 @@ def expected(forks, tmp_path_factory):
         *(
             pytest.param(cell, marks=pytest.mark.slow)
             for cell in (
-                Cell("workers", "worker", "SIGSTOP", "rendezvous"),
                 Cell("workers", "chief", "SIGTERM", "compile"),
                 Cell("servers", "parameter server", "SIGKILL", "step"),
-                Cell("servers", "evaluator", "SIGTERM", "validation"),
                 Cell("servers", "chief", "SIGSTOP", "checkpoint"),
                 Cell("launcher", "supervisor", "SIGTERM", "end"),
-                Cell("nodes", "supervisor of another node", "SIGSTOP", "step"),
                 Cell("nodes", "host of the rendezvous", "SIGKILL", "rendezvous"),
             )
         ),

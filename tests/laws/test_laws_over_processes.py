@@ -47,15 +47,23 @@ CASES = (
 )
 
 
+# Losses of layers, several models, states, and updates that look at whole tensors.
+CASES_OF_SHARDS = (
+    *("add_loss", "adversaries", "attention", "frozen_and_recompiled", "global_clipnorm", "l2_and_l1", "lamb"),
+    *("last_batch_of_one", "loss_of_what_the_call_has_kept", "mixed_float16", "muon", "towers_over_the_batch"),
+)
+
+
 @pytest.mark.parametrize(
-    ("only_fit", "options"),
+    ("names", "only_fit", "options"),
     [
-        pytest.param(True, {}, marks=pytest.mark.slow, id="fit"),
-        pytest.param(False, {}, marks=pytest.mark.nightly, id="all"),
-        pytest.param(False, SHARDED, marks=pytest.mark.nightly, id="all-sharded"),
+        pytest.param(CASES, True, {}, marks=pytest.mark.slow, id="fit"),
+        pytest.param(CASES, False, {}, marks=pytest.mark.nightly, id="all"),
+        pytest.param(CASES, False, SHARDED, marks=pytest.mark.nightly, id="all-sharded"),
+        pytest.param(CASES_OF_SHARDS, True, SHARDED, marks=pytest.mark.nightly, id="fit-sharded"),
     ],
 )
-def test_what_can_be_in_a_step_has_the_numbers_of_plain_keras(job, only_fit, options):
-    chief, other = job(2).run("cases", names=CASES, replicas=3, only_fit=only_fit, **options)
-    assert chief["compared"] == dict.fromkeys(CASES, "the same")
+def test_what_can_be_in_a_step_has_the_numbers_of_plain_keras(job, names, only_fit, options):
+    chief, other = job(2).run("cases", names=names, replicas=3, only_fit=only_fit, **options)
+    assert chief["compared"] == dict.fromkeys(names, "the same")
     assert chief["digests"] == other["digests"]

@@ -14,21 +14,15 @@ from tests.support.hlo import collectives
 
 SHARDED = {"shard": "variables"}
 RECOMPUTED = SHARDED | {"recompute": "blocks"}
-# Each shards or recomputes in another way: states of layers, losses, masks, several models, updates that look at whole tensors.
+# Each shards or recomputes in another way: states of layers, losses, masks, several models, an update that looks at whole tensors.
 IN_THE_SUITE = (
     "add_loss",
     "adversaries",
     "attention",
     "batch_normalization_synchronized",
     "conv2d",
-    "frozen_and_recompiled",
-    "global_clipnorm",
-    "gradient_accumulation",
-    "l2_and_l1",
-    "lamb",
     "last_batch_of_one",
     "loss_of_what_the_call_has_kept",
-    "mixed_float16",
     "muon",
     "own_train_step",
     "towers_over_the_batch",

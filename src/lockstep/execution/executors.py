@@ -99,7 +99,7 @@ class SpmdExecutor:
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
-        run = self.train_step(step, gate) if kind == "train" else self.read_only_step(step)
+        run = self.train_step(step, gate) if kind == "train" else self.read_only_step(step, kind)
         return _with_placement(run, self.placement, self._state_shardings, gate)
 
     def train_step(self, step: Step, gate: NonFiniteGate | None = None) -> CompiledTrainStep:
@@ -109,21 +109,33 @@ class SpmdExecutor:
             options = options | SEPARATE_COLLECTIVES
         return CompiledTrainStep(step, self._state_shardings, options, donated=gate is None)
 
-    def read_only_step(self, step: Step) -> Step:
-        """Return a step on placed arrays that keeps the old state, and copies no value that did not change."""
+    def read_only_step(self, step: Step, kind: str) -> Step:
+        """Return a step on placed arrays that keeps the old state, and copies no value that did not change.
+
+        Rows that "predict" returns stay on their devices, and the host collects them, unless other processes have some of them.
+        """
+        stays = kind == "predict" and self.placement.is_local
 
         def changes(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = step(state, batch)
+            if stays:
+                result = jax.tree.map(self._as_rows, result)
             return result, state_changes(state, new)
 
         options = compiler_options(self.placement.platform)
-        program = jax.jit(changes, out_shardings=self.placement.replicated, compiler_options=options)
+        whole = self.placement.replicated
+        program = jax.jit(changes, out_shardings=(None if stays else whole, whole), compiler_options=options)
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             result, new = program(state, batch)
             return result, apply_changes(state, new)
 
         return run
+
+    def _as_rows(self, leaf: jax.Array) -> jax.Array:
+        """Shard an output by rows if the devices share them evenly; XLA shards others."""
+        is_even = leaf.ndim > 0 and leaf.shape[0] % len(self.placement.devices) == 0
+        return jax.lax.with_sharding_constraint(leaf, self.placement.row_sharding) if is_even else leaf
 
     def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
         """Return one call for each replica if the model depends on the replica; otherwise one for each device.
@@ -318,7 +330,7 @@ class CentralExecutor(SpmdExecutor):
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
-        run = self._train(step, gate) if kind == "train" else self._evaluate(step)
+        run = self._train(step, gate) if kind == "train" else self._evaluate(step, kind)
 
         def placed(state: Any, batch: Any) -> tuple[Any, Any]:
             batch = self.placement.place(batch)
@@ -357,8 +369,8 @@ class CentralExecutor(SpmdExecutor):
 
         return run
 
-    def _evaluate(self, step: Step) -> Step:
-        read = self.read_only_step(step)
+    def _evaluate(self, step: Step, kind: str) -> Step:
+        read = self.read_only_step(step, kind)
 
         def run(state: _CentralState, batch: Any) -> tuple[Any, Any]:
             sent = self._transfer(state, [[True] * len(part) for part in state])
