@@ -1,11 +1,15 @@
 """The functions that Keras's ``fit`` calls."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import lockstep
+from lockstep.execution.executors import SpmdExecutor
+from lockstep.execution.train_state import CompiledTrainStep
 
 
 class Penalty(layers.Layer):
@@ -42,3 +46,79 @@ def test_layers_do_not_know_losses_of_earlier_calls(deterministic, kind):
     assert loss == pytest.approx(1 + 4 + 16)
     assert len(Probe.seen) > 2
     assert set(Probe.seen) == {0}
+
+
+@pytest.fixture
+def joining(monkeypatch):
+    """Steps of CPU devices are joined as well; gives the numbers of batches of all programs that were started."""
+    started, run = [], CompiledTrainStep.__call__
+
+    def counted(self, state, batch):
+        started.append(len(batch) if isinstance(batch[0], tuple) else 1)
+        return run(self, state, batch)
+
+    monkeypatch.setattr(SpmdExecutor, "joins_steps", True)
+    monkeypatch.setattr(CompiledTrainStep, "__call__", counted)
+    return started
+
+
+ROWS = 45  # 11 batches of 4 rows and one of 1
+X, Y = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32"), np.arange(ROWS) % 3
+
+
+def compiled(steps, scope, accumulate=None, has_noise=True):
+    keras.utils.set_random_seed(1)
+    with scope:
+        noise = [layers.BatchNormalization(synchronized=True), layers.Dropout(0.3, seed=2)] if has_noise else []
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8), *noise, layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulate)
+        model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=steps)
+    return model
+
+
+def trained(model, **options):
+    history = model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0, **options).history
+    return [*history.values(), *model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
+
+
+def mirrored(devices=2, **options):
+    return lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], replicas=2, **options).scope()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_joined_steps_have_the_numbers_of_plain_keras(joining, devices):
+    found = trained(compiled(3, mirrored(devices), has_noise=False))
+    assert joining == 2 * [3, 3, 3, 1, 1, 1]  # The last batch has another shape.
+    for ours, expected in zip(found, trained(compiled(3, contextlib.nullcontext(), has_noise=False)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": "variables"}], ids=["replicated", "sharded"])
+def test_joined_steps_keep_noise_statistics_and_accumulation(joining, monkeypatch, options):
+    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
+    found = trained(compiled(3, mirrored(**options), accumulate=2))
+    assert max(joining) == 3
+    monkeypatch.setattr(SpmdExecutor, "joins_steps", False)
+    for ours, expected in zip(found, trained(compiled(3, mirrored(**options), accumulate=2)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_are_not_joined_if_a_hook_needs_each(joining):
+    trained(compiled(3, mirrored()), callbacks=[lockstep.callbacks.NanGuard()])
+    trained(compiled(1, mirrored()))
+    assert set(joining) == {1}
+
+
+def test_an_error_in_the_input_comes_after_the_steps_before_it(joining):
+    def broken():
+        for start in range(0, 20, 4):
+            if start == 16:
+                raise OSError("the disk is gone")
+            yield X[start : start + 4], Y[start : start + 4]
+
+    model = compiled(3, mirrored())
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.fit(broken(), epochs=1, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 4
+    assert joining == [3, 1]

@@ -37,7 +37,7 @@ from lockstep.execution.call_splitter import (
     state_merge,
     trace_call,
 )
-from lockstep.execution.executors import EagerExecutor, Executor
+from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.spmd import SpmdForward
 
@@ -168,6 +168,7 @@ class StepFunctions:
     def make(self, kind: str) -> Callable[[Any, Iterator[Any]], tuple[Any, Any]]:
         """Return the function for ``kind`` ("train", "test" or "predict") of the model as it is compiled now."""
         step, gated = self._compile_step(kind), functools.cache(self._compile_gated_step)
+        joined = functools.cache(self._compile_joined_step)
         combine = _concatenated if kind == "predict" else _last
         last = None  # result of the last step
 
@@ -175,13 +176,19 @@ class StepFunctions:
             nonlocal last
             if kind == "train" and (logs := self._replayed_logs()) is not None:
                 return logs, state
-            results = []
+            batches, steps, results = _Batches(iterator), self.model.steps_per_execution, []
             try:
-                for position in range(self.model.steps_per_execution):
+                if steps > 1 and kind == "train" and not self.hooks and (run := joined()):
+                    together = batches.take_alike(steps, last)
+                    if together:
+                        with trace_context(None):
+                            last, state = run(state, together)
+                        return last, state
+                for position in range(steps):
                     for hook in self.hooks:
                         hook.on_fetch()
                     try:
-                        batch = next_batch(iterator, last)
+                        batch = batches.take(last)
                     except StopIteration:
                         if position:
                             break  # The input ends within the steps of one call.
@@ -216,6 +223,12 @@ class StepFunctions:
         step = self.build_step(executor, "train")
         return GatedStep(lambda gate: executor.compile(step, "train", gate), donated=executor is self.executor)
 
+    def _compile_joined_step(self) -> KerasStep | None:
+        executor = self._select_executor()
+        if not isinstance(executor, SpmdExecutor) or not executor.joins_steps:
+            return None
+        return executor.compile_joined(self.build_step(executor, "train"))
+
     def _select_executor(self) -> Executor:
         if not self.model.run_eagerly and self.model.jit_compile:
             return self.executor
@@ -249,6 +262,44 @@ class StepFunctions:
                 stack.enter_context(patched_stateless_call(model, call))
             stack.enter_context(patched_method(LAYER_CALL, models, interceptor.wrap_direct_call))
             yield
+
+
+class _Batches:
+    """The batches of one call of a function.
+
+    Args:
+        iterator: what Keras passed to the function.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator, self._ahead = iterator, []  # type: tuple[Iterator[Any], list[Any]]
+        self._error: BaseException | None = None
+
+    def take(self, after: Any) -> Any:
+        """Return the next batch; ``after`` is the result of the last step."""
+        if self._ahead:
+            return self._ahead.pop(0)
+        if self._error is not None:
+            raise self._error
+        return next_batch(self._iterator, after)
+
+    def take_alike(self, count: int, after: Any) -> tuple[Any, ...] | None:
+        """Return the next ``count`` batches if all have the same shapes; else None, and ``take`` returns them, then the error if there was one."""
+        try:
+            while len(self._ahead) < count:
+                self._ahead.append(next_batch(self._iterator, after))
+        except BaseException as error:  # It is raised after the steps before it.
+            self._error = error
+            return None
+        if len({_kind(batch) for batch in self._ahead}) > 1:
+            return None
+        found, self._ahead = tuple(self._ahead), []
+        return found
+
+
+def _kind(batch: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, *map(jax.typeof, leaves)
 
 
 class _ForwardInterceptor:
