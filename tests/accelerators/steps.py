@@ -139,6 +139,18 @@ def measure_keras(case):
     return _measured(programs)
 
 
+def measure_joined(case, count):
+    """Compile so many joined training steps of a case."""
+    strategy, rows = lockstep.MirroredStrategy(devices(case.target)), rows_of(case)
+    with strategy.scope():
+        model, state, batch = _made(case.net, rows, "train")
+    functions = strategy._functions_of(model)
+    step = functions.build_step(functions.executor, "train")
+    with recording() as programs:
+        functions.executor.compile_joined(step)(state, (batch,) * count)
+    return _measured(programs)
+
+
 def sizes(net):
     """Return what the model of a net implies."""
     model, state, _ = _made(net, 1, "train")
