@@ -125,8 +125,8 @@ class SpmdExecutor:
     def train_step(self, step: Step, gate: NonFiniteGate | None = None) -> CompiledTrainStep:
         """Return a training step on placed arrays."""
         options = compiler_options(self.placement.platform)
-        if self.shard == "variables" and self.placement.platform == "gpu":
-            options = options | SEPARATE_COLLECTIVES
+        if self.shard == "variables":
+            options = options | SEPARATE_COLLECTIVES.get(self.placement.platform, {})
         return CompiledTrainStep(step, self._state_shardings, options, donated=gate is None)
 
     def read_only_step(self, step: Step, kind: str) -> Step:

@@ -36,10 +36,14 @@ __all__ = [
     "shard_spec",
 ]
 
-# XLA for GPUs joins collectives of this many bytes. Joined ones keep all gathered variables and whole gradients in memory at once.
+# By platform, options of XLA, which joins collectives up to so many bytes. Joined ones keep all gathered variables and whole gradients in
+# memory at once. For many TPUs it writes gathers as all-reduces; small ones are still joined.
 SEPARATE_COLLECTIVES = {
-    "xla_gpu_all_gather_combine_threshold_bytes": "1",
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": "1",
+    "gpu": {
+        "xla_gpu_all_gather_combine_threshold_bytes": "1",
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": "1",
+    },
+    "tpu": {"xla_jf_crs_combiner_threshold_in_bytes": str(1 << 20)},
 }
 
 Shard = Literal["optimizer", "variables"] | None
