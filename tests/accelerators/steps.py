@@ -39,7 +39,11 @@ NETS["small LM"] = {"words": 10_000, "length": 64, "width": 128, "blocks": 2, "h
 ROWS = {"MLP": 32, "CNN": 32, "ResNet50": 16, "LM": 8, "small LM": 8}
 MORE_ROWS = 3  # of an uneven batch, which has one row more on as many devices
 KINDS = {"evaluate": "test", "predict": "predict"}  # of the plans that do not train
-OPTIONS = {"shard_optimizer": {"shard_optimizer": True}, "deterministic": {"deterministic": True}}
+OPTIONS = {
+    "shard_optimizer": {"shard_optimizer": True},
+    "deterministic": {"deterministic": True},
+    "shard_variables": {"shard": "variables"},  # not in the table of plans: benchmarks/sharded.py has its figures
+}
 PLANS = ("fast", "uneven", "shard_optimizer", "run", "deterministic", "evaluate", "predict")
 STATE = {"train": (0, 1, 2, 3), "test": (0, 1, 3), "predict": (0, 1)}  # the parts of a training state that a step gets
 

@@ -49,6 +49,19 @@ def test_joined_steps_are_one_program_with_the_collectives_of_one_step():
     assert not joined.from_host
 
 
+@pytest.mark.timeout(900)
+def test_sharded_variables_are_gathered_and_their_gradients_scattered_once():
+    found = steps.measure(Case("MLP", "shard_variables", "v5e 2x2"))
+    fast = steps.measure(Case("MLP", "fast", "v5e 2x2"))
+    assert (found.number_of("all-gather"), found.number_of("reduce-scatter"), found.number_of("all-reduce")) == (
+        2,
+        2,
+        1,
+    )
+    assert found.arguments < 0.4 * fast.arguments
+    assert (found.donated, found.from_host) == (fast.donated, ())
+
+
 def check(case):
     devices = len(steps.devices(case.target))
     even = Case(case.net, case.plan if case.plan in steps.KINDS else "fast", case.target)
