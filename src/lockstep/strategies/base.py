@@ -311,15 +311,18 @@ class Strategy(Diagnostics):
     @contextmanager
     def _build_context(self, model: keras.Model) -> Iterator[None]:
         """Lay variables over the devices that Keras makes for a model while this context is open, and those that its optimizer has."""
+        if self._layouts is None:
+            with in_step():
+                yield
+            return
         token = _built_for.set(self)
         try:
             with trainer.claim_models(_current_claim, _current_layouts), in_step():
                 yield
         finally:
             _built_for.reset(token)
-        if self._layouts is None or getattr(model, "optimizer", None) is None:
-            return
-        for variable in model.optimizer.variables:  # Some may be older than the scope.
+        optimizer = getattr(model, "optimizer", None)
+        for variable in optimizer.variables if optimizer else ():  # Some may be older than the scope.
             lay_out(variable, self._layouts.sharding_of(tuple(variable.shape)), self._layouts)
         if self._shard == "optimizer":
             for variable in model.variables:  # They get averages from the optimizer, which are sharded.
