@@ -144,6 +144,27 @@ FAULTS = [
         "raise  # The input ends within the steps of one call.",
         "With steps_per_execution the last steps of an epoch are lost where the input ends within a call.",
     ),
+    Mutant(
+        "joined-though-hooked",
+        "execution/train_functions.py",
+        'if steps > 1 and kind == "train" and not self.hooks and (run := joined()):',
+        'if steps > 1 and kind == "train" and (run := joined()):',
+        "Hooks do not see steps that are joined: a NaN goes through.",
+    ),
+    Mutant(
+        "joined-logs-of-first",
+        "execution/executors.py",
+        "return jax.tree.map(lambda leaf: leaf[-1], logs), new",
+        "return jax.tree.map(lambda leaf: leaf[0], logs), new",
+        "The logs of an epoch are those of a step before its last.",
+    ),
+    Mutant(
+        "input-error-drops-steps",
+        "execution/train_functions.py",
+        "self._error = error",
+        "raise",
+        "Batches that were read before the input failed are not trained on.",
+    ),
     # Which rows are whose.
     Mutant(
         "chunk-rounded-down",

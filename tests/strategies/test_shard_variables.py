@@ -164,6 +164,18 @@ def test_self_check_compares_gradients_with_those_of_whole_variables(monkeypatch
         strategy.self_check(model, x, y)
 
 
+@pytest.mark.slow
+def test_self_check_allows_the_rounding_of_mixed_precision():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        strategy, model, _ = train(2, epochs=1, **SHARDED)
+    finally:
+        keras.config.set_dtype_policy(before)
+    x, y = np.random.default_rng(1).normal(size=(8, 64)).astype("float32"), np.arange(8) % 3
+    assert len(strategy.self_check(model, x, y)) == 64
+
+
 class StopAfter(keras.callbacks.Callback):
     def __init__(self, epochs):
         super().__init__()

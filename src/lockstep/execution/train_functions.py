@@ -272,7 +272,8 @@ class _Batches:
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator, self._ahead = iterator, []  # type: tuple[Iterator[Any], list[Any]]
+        self._iterator = iterator
+        self._ahead: list[Any] = []
         self._error: BaseException | None = None
 
     def take(self, after: Any) -> Any:

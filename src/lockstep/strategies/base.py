@@ -114,9 +114,8 @@ def _current_layouts() -> VariableLayouts | None:
 
 
 _FUNCTIONS = "_lockstep_functions"
-_built_for: ContextVar[Any] = ContextVar(
-    "lockstep_built_for", default=None
-)  # the strategy whose model Keras builds now
+# The strategy whose model Keras builds now.
+_built_for: ContextVar[Any] = ContextVar("lockstep_built_for", default=None)
 _SHARDED = {"optimizer": "the optimizer's variables", "variables": "all large variables"}
 
 
