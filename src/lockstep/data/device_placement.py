@@ -31,6 +31,7 @@ __all__ = [
     "gather_on_host",
     "is_spread",
     "join_rows",
+    "local_values",
 ]
 
 DEVICE_AXIS = "device"
@@ -286,6 +287,11 @@ def gather_on_host(array: jax.Array, wanted: bool = True) -> Any:
     if is_spread(array):
         array = _laid_out(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)  # type: ignore[attr-defined]
     return np.asarray(array) if wanted else None
+
+
+def local_values(tree: Any) -> Any:
+    """Return a tree with the arrays that are on devices of other processes, too, as NumPy's; if one is spread, all processes call this."""
+    return jax.tree.map(lambda leaf: leaf if leaf.is_fully_addressable else gather_on_host(leaf), tree)
 
 
 @partial(jax.jit, static_argnums=(2, 3))

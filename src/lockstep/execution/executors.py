@@ -14,7 +14,7 @@ import keras
 from jax.sharding import SingleDeviceSharding
 
 from lockstep.collectives import CrossDeviceOps
-from lockstep.data.device_placement import PlacedRows, Placement, gather_on_host, is_spread, join_rows
+from lockstep.data.device_placement import PlacedRows, Placement, join_rows, local_values
 from lockstep.devices.batch_split import Layout, rows_of_replicas
 from lockstep.devices.cpu_devices import compiler_options, usable_cores
 from lockstep.execution.call_splitter import CallTrace
@@ -266,8 +266,7 @@ class EagerExecutor:
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
             with jax.default_device(self.device):
-                whole = jax.tree.map(lambda leaf: gather_on_host(leaf) if is_spread(leaf) else leaf, tuple(state))
-                own = jax.device_put(without_aliases(whole), self.device)
+                own = jax.device_put(without_aliases(local_values(tuple(state))), self.device)
                 result, new = step(own, batch)
                 return result, gate(own, new, result) if gate else new
 

@@ -16,7 +16,7 @@ from lockstep._errors import DeterminismError, ModelError, shown
 from lockstep._keras import trainer
 from lockstep._keras.graph import layers_of
 from lockstep.custom_loops.strategy_api import StrategyApi
-from lockstep.data.device_placement import Placement, count_rows, gather_on_host
+from lockstep.data.device_placement import Placement, count_rows, gather_on_host, local_values
 from lockstep.data.fit_entry import InputFactory, check_call
 from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name
@@ -187,7 +187,7 @@ def _compare_gradients(model: keras.Model, batch: Any, variants: Sequence[tuple[
     for placement, executor in variants:
         step = StepFunctions(model, placement, executor, lambda _: None).build_step(executor, "train")
         programs = GradientPrograms(step, model, placement, donated=False, is_replicated=False)
-        whole, placed = _readable(state, placement), placement.place(batch)
+        whole, placed = local_values(state) if placement.is_local else state, placement.place(batch)
         own = placement.put(whole, tuple([placement.slice_sharding(leaf.shape) for leaf in part] for part in whole))
         gradients, logs, _ = programs.program_for(own, placed)(own, placed)
         named = zip(model.trainable_variables, gradients, strict=True)
@@ -208,13 +208,6 @@ def _compare_gradients(model: keras.Model, batch: Any, variants: Sequence[tuple[
             )
 
 
-def _readable(state: Any, placement: Placement) -> Any:
-    """Return a state that can be put on the devices of a placement, which may be those of this process only."""
-    if not placement.is_local:
-        return state
-    return jax.tree.map(lambda leaf: leaf if leaf.is_fully_addressable else gather_on_host(leaf), state)
-
-
 def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Placement, Executor]]) -> str:
     """Run one training step with each of the placements and executors, from the model's current state.
 
@@ -228,7 +221,8 @@ def _compare_steps(model: keras.Model, batch: Any, variants: Sequence[tuple[Plac
     outcomes = []
     for placement, executor in variants:
         step = StepFunctions(model, placement, executor, lambda _: None).make("train")
-        logs, new = step(jax.tree.map(jax.numpy.copy, _readable(state, placement)), iter([batch]))
+        own = local_values(state) if placement.is_local else state
+        logs, new = step(jax.tree.map(jax.numpy.copy, own), iter([batch]))
         outcomes.append(_named(model, logs, new))
     for (placement, _), outcome in zip(variants[1:], outcomes[1:], strict=True):
         _compare(outcomes[0], outcome, [device_name(device) for device in placement.devices])

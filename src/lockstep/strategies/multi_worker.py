@@ -134,7 +134,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             "cross_device_ops": repr(type(self.cross_device_ops).__name__),
             "check_every": self._check_every,
             "shard": self._shard,
-            "recompute": getattr(self._recompute, "__qualname__", self._recompute),
+            "recompute": "a function" if callable(self._recompute) else self._recompute,
         }
 
     def _join_process_group(self) -> fit_entry.ProcessGroup:

@@ -27,6 +27,7 @@ def test_sharded_variables_of_two_workers_are_as_those_of_one_process(job, shard
     assert chief["bits"] == alone["bits of 2"]
     assert chief["resumed"] == alone["resumed"] == alone["bits of 4"]
     np.testing.assert_allclose(chief["history"], alone["history"], rtol=1e-6)
+    np.testing.assert_allclose(chief["eager"], chief["history"][:1], rtol=1e-5)
     here, everywhere = chief["bytes"]
     assert here == chief["layout"]
     assert here < most * everywhere

@@ -1,5 +1,6 @@
 """Trains with variables whose shards are on the devices of all workers, and reads, sets, saves and resumes them."""
 
+import functools
 import hashlib
 import shutil
 from pathlib import Path
@@ -100,7 +101,15 @@ def run_workers():
     best = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
     files = keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="loss", save_best_only=True)
     fit(model, 3, best, files, keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
-    tell(**reads_and_sets(model), checked=len(strategy.self_check(model, x[:8], y[:8])))
+    tell(eager=run_eagerly(), **reads_and_sets(model), checked=len(strategy.self_check(model, x[:8], y[:8])))
+
+
+def run_eagerly():
+    """Not compiled, and with what is recomputed chosen by a function without a name."""
+    options = SHARDED | ({"recompute": functools.partial(bool)} if "recompute" in SHARDED else {})
+    model = build(**options)[1]
+    model.run_eagerly = True
+    return fit(model, 1).history["loss"]
 
 
 def use_alone():
