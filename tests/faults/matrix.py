@@ -320,8 +320,9 @@ def leader_code(attempt):
 
 
 def last_lines(attempt):
-    """The last line of each process that did not get the signal."""
-    others = {name: process.said.splitlines() for name, process in attempt.processes.items()}
+    """The last line of each process that did not get the signal, with paths within the job's folder."""
+    folder = f"{attempt.folder}/"
+    others = {name: process.said.replace(folder, "").splitlines() for name, process in attempt.processes.items()}
     return {name: lines[-1] for name, lines in sorted(others.items()) if lines and name != attempt.cell.target}
 
 

@@ -198,13 +198,13 @@ def _compare_gradients(model: keras.Model, batch: Any, variants: Sequence[tuple[
     is_half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in layers_of(model))
     is_exact = variants[0][0].platform == "cpu" and not is_half
     relative = 1e-3 if is_exact else 5e-2
-    largest = max(float(np.abs(value).max(initial=0)) for value in expected.values())
+    sizes = {name: float(np.abs(value).max(initial=0)) for name, value in expected.items()}
     for name, value in expected.items():
         difference = float(np.abs(ours[name] - value).max(initial=0))
-        if not difference <= relative * (float(np.abs(value).max(initial=0)) + 1e-3 * largest):
+        if not difference <= relative * (sizes[name] + 1e-3 * max(sizes.values())):
             raise DeterminismError(
                 f"self_check: with sharded variables, {name} differs from that of whole variables on a CPU by {difference:.3g}, and its "
-                f"largest value is {float(np.abs(value).max(initial=0)):.3g}. Fix: train without shard=, and report this program."
+                f"largest value is {sizes[name]:.3g}. Fix: train without shard=, and report this program."
             )
 
 
