@@ -2,7 +2,7 @@
 
 ``./scripts/test-accelerators --all "v5e 2x4" MLP CNN`` compiles the steps of these nets with all plans for devices that are only described
 (``tests/accelerators/steps.py``) and adds them to the table; without names of nets all of them, without a target all TPUs. The exit code is 1
-if a step exceeds a limit of ``tests/accelerators/limits.py``. For H100 the environment needs ``jax[cuda12]`` in place of ``jax[tpu]``.
+if a step exceeds a limit of ``tests/accelerators/limits.py``.
 """
 
 import argparse

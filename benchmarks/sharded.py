@@ -34,9 +34,9 @@ from results_file import write
 import lockstep
 from lockstep._keras import trainer
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.tools.plan.hlo import collectives
 from tests.accelerators.steps import devices
 from tests.support.described import described
-from tests.support.hlo import collectives
 
 WIDTH, MIB = 1024, 1 << 20
 WORDS = 50_257

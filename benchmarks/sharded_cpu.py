@@ -20,7 +20,7 @@ import sharded  # It sets the platform, so it comes before JAX.
 from results_file import write
 
 import lockstep
-from tests.support.hlo import collectives
+from lockstep.tools.plan.hlo import collectives
 
 DEVICES, BLOCKS, WIDTH, HEADS, LENGTH, ROWS = 4, 2, 512, 8, 64, 4
 TURNS, STEPS = 5, 4

@@ -6,6 +6,7 @@ with the next part. ``./scripts/nightly PART ...`` runs these parts, ``--list`` 
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import re
@@ -46,9 +47,9 @@ def commands() -> dict[str, list[str]]:
         found[f"faults-{job}"] = [sys.executable, "benchmarks/faults.py", job]
     found["fuzz"] = [sys.executable, "benchmarks/fuzz.py"]
     found["inputs"] = ["./scripts/test-inputs"]
-    for topology in ("2x2", "2x4", "16x16"):
-        for name, nets in COMPILED.items():
-            found[f"compiled-{name}-{topology}"] = ["./scripts/test-accelerators", "--all", f"v5e {topology}", *nets]
+    targets = {"2x2": "v5e 2x2", "2x4": "v5e 2x4", "16x16": "v5e 16x16", "h100": "H100 x 8"}
+    for target, (name, nets) in itertools.product(targets, COMPILED.items()):
+        found[f"compiled-{name}-{target}"] = ["./scripts/test-accelerators", "--all", targets[target], *nets]
     for way in ("plain", "replicas", "devices", "deterministic"):
         found[f"conformity-{way}"] = ["./scripts/conformity", way]
     found["versions"] = ["./scripts/test-versions"]

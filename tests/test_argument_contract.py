@@ -104,6 +104,7 @@ GIVEN = {
     ),
     "lockstep.compute_average_loss": Given({"per_example_loss": np.ones(2)}),
     "lockstep.scale_regularization_loss": Given({"regularization_loss": 1.0}),
+    "lockstep.plan": Given({"model": MODEL, "data": (X, Y), "hardware": "h100:1"}, stops_with="there is no compiler"),
     "lockstep.scaling_report": Given(
         {"build": Made, "data": (X, Y), "output": "/dev/null/report.html"}, stops_with="cannot be written"
     ),
@@ -506,6 +507,7 @@ WORDS = {
     "run": STOPPED,
     "test": [],
     "scale": STOPPED,
+    "plan": ["--for", "cpu:1", *STOPPED],
     "doctor": STOPPED,
     "migrate": STOPPED,
     "top": ["missing"],
@@ -514,6 +516,7 @@ WORDS = {
     "checkpoint sign": ["missing"],
     "checkpoint export": ["missing", "out.npz"],
 }
+NEEDED = {"plan": ["--for", "cpu:1"]}  # options besides those that are tested
 STOPS_WITH = r"missing|KEY_FILE is not set|no status.json|not a readable status|/dev/null/x|no such file|cannot be|no checkpoint|unrecognized arguments|the following arguments"
 EXCLUDED_OPTIONS = {
     ("demo", "--output"): "a right value starts the training",
@@ -544,7 +547,11 @@ def check_option(command, name, text, capfd):
     """Run a command with one value; wrong usage is exit code 2 and a sentence with the name of the option."""
     words = [*command.split(), *([f"{name}={text}"] if name.startswith("-") else []), *WORDS[command]]
     if not name.startswith("-"):
-        words = [*command.split(), *([text] if name != "arguments" else [*WORDS[command], text])]
+        words = [
+            *command.split(),
+            *NEEDED.get(command, ()),
+            *([text] if name != "arguments" else [*WORDS[command], text]),
+        ]
     began = time.perf_counter()
     try:
         code = cli.main(words)

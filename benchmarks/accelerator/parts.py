@@ -26,6 +26,10 @@ from steps import Steps, scalars, state_of
 
 import lockstep
 from accelerator.nets import compiled
+from lockstep.tools.plan.compiled_step import TrainingCall
+from lockstep.tools.plan.hardware import known_accelerators
+from lockstep.tools.plan.measured import check_steps, keep_checks
+from lockstep.tools.scaling.prediction import link_between
 
 ROWS, UNEVEN = 64, 67  # of a batch; and of one that no number of replicas but one divides
 
@@ -296,6 +300,23 @@ def memory(small):
         yield Finding(f"{net}: MiB at the peak of the process", round(peak / 2**20, 1) if peak else "not measured here")
 
 
+def plan(small):
+    """What ``lockstep plan`` predicts for a step on the devices here, beside what is measured; later plans print the ratios."""
+    for net, rows in (("MLP", 256), ("CNN", 128), ("LM", 8), ("ResNet50", 64)):
+        model, batch = compiled(net, small)
+        call = TrainingCall.of_fit(model, batch(8 if small else rows), {"batch_size": 8 if small else rows})
+        checks = check_steps(call, net, known_accelerators(), ("replicated",), (), link_between("100GbE", None))
+        keep_checks(checks)
+        for one in checks:
+            yield Finding(f"{net}: ms of a step", round(1e3 * one.measured_seconds, 3))
+            told = one.predicted_seconds and round(1e3 * one.predicted_seconds, 3)
+            yield Finding(f"{net}: ms that the plan predicts", told or "not predicted here")
+            for what, size in (("predicts", one.predicted_memory), ("is measured", one.measured_memory)):
+                yield Finding(
+                    f"{net}: MiB of a device, {what}", round(size / 2**20, 1) if size else "not measured here"
+                )
+
+
 def devices(small):
     """Several devices: law 1, every all-reduce, and the time of a step beside one device."""
     count = min(8, jax.local_device_count())
@@ -353,7 +374,7 @@ def torch_seconds(library, module, optimizer, x, y, steps):
 
 PARTS = {
     part.__name__: part
-    for part in (numbers, bits, inputs, uneven, precision, nan_guard, resume, steps, host, memory, devices, torch)
+    for part in (numbers, bits, inputs, uneven, precision, nan_guard, resume, steps, host, memory, plan, devices, torch)
 }
 
 

@@ -62,6 +62,7 @@ _PUBLIC = {
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "lockstep.strategies.parameter_server": ("ParameterServerStrategy",),
+    "lockstep.tools.plan.planner": ("plan",),
     "lockstep.tools.scaling.api": ("scaling_report",),
     "lockstep.tuning.batch_size_finder": ("batch_size_finder",),
 }
@@ -119,6 +120,7 @@ if TYPE_CHECKING:  # Type checkers need imports; tests/test_public_api.py compar
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from lockstep.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
+    from lockstep.tools.plan.planner import plan as plan
     from lockstep.tools.scaling.api import scaling_report as scaling_report
     from lockstep.tuning.batch_size_finder import batch_size_finder as batch_size_finder
 else:

@@ -31,10 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    separator = words.index("--") if words[:1] == ["scale"] and "--" in words else len(words)
+    takes_script = words[:1] in (["scale"], ["plan"])
+    separator = words.index("--") if takes_script and "--" in words else len(words)
     options, unknown = parser.parse_known_args(words[:separator])
     if unknown:
-        hint = "; give arguments of the script last, after --" if words[0] == "scale" else ""
+        hint = "; give arguments of the script last, after --" if takes_script else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.script_arguments = words[separator + 1 :]
     if "run" not in options:
@@ -63,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     scale = commands.add_parser("scale", help="measure how a script's model scales with devices and batch sizes")
     _add_scale(scale)
     scale.set_defaults(run=_scale)
+    plan = commands.add_parser(
+        "plan", help="compile a script's step for hardware that is not here: does it fit, how fast"
+    )
+    _add_plan(plan)
+    plan.set_defaults(run=_plan)
     environment = commands.add_parser("env", help="describe this machine for a bug report")
     environment.set_defaults(run=_env)
     _add_inspection(commands)
@@ -116,6 +122,42 @@ def _add_scale(scale: argparse.ArgumentParser) -> None:
     scale.add_argument(
         "script", metavar="SCRIPT", help="a Python program that calls fit; its arguments stand last, after --"
     )
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    text = "targets, such as h100:8 (a number of GPUs), v5e:2x4 (a slice of TPUs) or cpu:4"
+    plan.add_argument(
+        "--for", dest="hardware", type=_parse_names, action="extend", default=[], metavar="A,B", help=text
+    )
+    text = "global batches (that of the script)"
+    plan.add_argument("--batch", type=_parse_numbers, default=(), metavar="64,128", help=text)
+    text = "replicated, optimizer, variables, recompute, or auto for all (auto)"
+    plan.add_argument("--strategy", default="auto", metavar="A,B", help=text)
+    text = "of an hour of a target; may be given several times"
+    plan.add_argument("--price", type=_parse_price, action="append", default=[], metavar="TARGET=PRICE", help=text)
+    text = "between machines of GPUs: GB/s, or 10GbE, 100GbE, infiniband, nvlink, pcie (100GbE)"
+    plan.add_argument("--bandwidth", type=_parse_number_or_name, default="100GbE", metavar="B", help=text)
+    plan.add_argument("--hardware-file", metavar="FILE", help="TOML with further accelerators")
+    plan.add_argument("--no-search", dest="search", action="store_false", help="do not search the largest batch")
+    text = "seconds for each target and strategy (1800)"
+    plan.add_argument("--limit", type=float, default=1800.0, metavar="S", help=text)
+    plan.add_argument("--memory", type=float, metavar="GB", help="limit of memory for each target and strategy (none)")
+    plan.add_argument("--jobs", type=int, metavar="N", help="compilers side by side (by cores and memory)")
+    text = "measure steps on the devices of this machine, compare, and keep the ratio for later plans"
+    plan.add_argument("--check", action="store_true", help=text)
+    plan.add_argument("--html", metavar="FILE", help="write a page with charts")
+    plan.add_argument("--json", metavar="FILE", help="write all figures as JSON")
+    text = "a Python program that calls fit; its arguments stand last, after --"
+    plan.add_argument("script", metavar="SCRIPT", help=text)
+
+
+def _parse_price(text: str) -> tuple[str, float]:
+    name, _, price = text.rpartition("=")
+    return name, float(price)
+
+
+def _parse_names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _parse_numbers(text: str) -> tuple[int, ...]:
@@ -238,6 +280,42 @@ def _scale(options: argparse.Namespace) -> int:
         return 2
     print(f"HTML report: {options.html}")
     return 0 if report.table.rows else 1
+
+
+def _plan(options: argparse.Namespace) -> int:
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # This process has not imported Keras yet.
+    from lockstep.tools.plan.planner import PlanOptions, check_script, plan_script
+    from lockstep.tools.plan.render import report_progress, text_of
+    from lockstep.tools.scaling.api import check_writable
+
+    try:
+        settings = PlanOptions.checked(
+            options.hardware,
+            options.strategy,
+            options.batch,
+            dict(options.price),
+            options.bandwidth,
+            hardware_file=options.hardware_file,
+            limit=options.limit,
+            memory=options.memory,
+            jobs=options.jobs,
+            is_search=options.search,
+            is_check=options.check,
+        )
+        check_writable((options.html, options.json))
+        if options.check:
+            print(check_script(options.script, options.script_arguments, settings, os.environ), end="")
+            return 0
+        plan = plan_script(options.script, options.script_arguments, settings, os.environ, report_progress)
+        print(text_of(plan, is_terminal=sys.stdout.isatty()), end="")
+        if options.html:
+            plan.save_html(options.html)
+        if options.json:
+            plan.save_json(options.json)
+    except LockstepError as error:
+        print(f"lockstep plan: {error}", file=sys.stderr)
+        return 2
+    return 0 if any(row.fits for row in plan.rows) else 1
 
 
 def _env(options: argparse.Namespace) -> int:

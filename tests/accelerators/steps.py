@@ -7,32 +7,23 @@ Lockstep: ``jax.jit`` of Keras's own step, with the batch cut over the devices. 
 import math
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import keras
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lockstep
 from benchmarks.accelerator import nets
 from lockstep._keras import trainer
 from lockstep.custom_loops.per_replica import split_batch
-from tests.support import hlo
+from lockstep.tools.plan import hlo
+from lockstep.tools.plan.hardware import parse_target
 from tests.support.described import described, recording
 
-TARGETS = {
-    "v5e 2x2": {"platform": "tpu", "topology_name": "v5e:2x2"},
-    "v5e 2x4": {"platform": "tpu", "topology_name": "v5e:2x4"},
-    "v5e 16x16": {"platform": "tpu", "topology_name": "v5e:16x16"},
-    "H100 x 8": {"platform": "cuda", "topology_name": "h100", "topology": "1x1x8"},
-}
-LARGE_TARGETS = {  # for sharded variables
-    "v5e 8x8": {"platform": "tpu", "topology_name": "v5e:8x8"},
-    "H100 x 64": {"platform": "cuda", "topology_name": "h100", "topology": "1x8x8"},
-    "H100 x 256": {"platform": "cuda", "topology_name": "h100", "topology": "1x32x8"},
-}
+# Names in the tables, and as `lockstep plan` takes them.
+TARGETS = {"v5e 2x2": "v5e:2x2", "v5e 2x4": "v5e:2x4", "v5e 16x16": "v5e:16x16", "H100 x 8": "h100:8"}
+LARGE_TARGETS = {"v5e 8x8": "v5e:8x8", "H100 x 64": "h100:64", "H100 x 256": "h100:256"}  # for sharded variables
 # Options of each net, and rows of a device. The small language model is compiled in seconds, and its logits are large as well.
 NETS = {"MLP": {}, "CNN": {}, "ResNet50": {}, "LM": {}}
 NETS["small LM"] = {"words": 10_000, "length": 64, "width": 128, "blocks": 2, "heads": 4}
@@ -61,15 +52,8 @@ class Case:
 
 
 def devices(target):
-    """Return the devices of a target.
-
-    Raises:
-        RuntimeError, ValueError: this installation of JAX has no compiler for them.
-    """
-    options = dict((TARGETS | LARGE_TARGETS)[target])
-    if options["platform"] == "cuda":
-        options["target_config"] = Path(__file__).with_name("h100.txtpb").read_text()
-    return list(topologies.get_topology_desc(**options).devices)
+    """Return the devices of a target."""
+    return parse_target((TARGETS | LARGE_TARGETS)[target]).devices()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Steps for TPUs that are only described: number and bytes of their collectives, memory, and nothing for the host.
+"""Steps for TPUs and GPUs that are only described: number and bytes of their collectives, memory, and nothing for the host.
 
-``./scripts/test-accelerators`` runs these in an environment of their own, ``.venv-tpu``, and the nightly set compiles all nets, plans and
+``./scripts/test-accelerators`` runs these in an environment of their own, ``.venv-accelerators``, and the nightly set compiles all nets, plans and
 targets: ``benchmarks/compiled.py``.
 """
 
@@ -20,6 +20,7 @@ CASES = [
     *(Case("MLP", plan, "v5e 2x2") for plan in ("fast", "predict")),
     *(Case("CNN", plan, "v5e 2x4") for plan in ("fast", "uneven")),
     *(Case("small LM", plan, "v5e 2x4") for plan in ("uneven", "run")),
+    *(Case(net, plan, "H100 x 8") for net in ("MLP", "CNN", "small LM") for plan in ("fast", "uneven")),
 ]
 # Cases with one net run in one process, which compiles Keras's step once.
 keras = functools.cache(steps.measure_keras)

@@ -12,7 +12,7 @@ import lockstep
 from lockstep._keras import trainer
 from lockstep.execution.rowwise import draws_for_each_row, trace_for_rows
 from lockstep.execution.spmd import switch_with_common_residuals
-from tests.support.hlo import collectives
+from lockstep.tools.plan.hlo import collectives
 
 DEVICES, LENGTH, WIDTH, WORDS = 4, 32, 32, 500
 SMALL = 4096  # bytes: numbers, seeds and statistics

@@ -8,9 +8,9 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.execution import gathered_variables
+from lockstep.tools.plan.hlo import collectives
 from tests.laws.cases import CASES, case_named, logits_loss
 from tests.laws.compare import Topology, assert_same, reference, run
-from tests.support.hlo import collectives
 
 SHARDED = {"shard": "variables"}
 RECOMPUTED = SHARDED | {"recompute": "blocks"}

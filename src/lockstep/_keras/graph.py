@@ -2,7 +2,7 @@
 
 Undocumented parts, as of Keras 3.15: ``_flatten_layers``; that ``__call__`` of a layer or an operation looks ``call`` up on the
 instance, and that ``train_step`` so looks up ``stateless_call`` and ``compute_loss``; the masks that Keras attaches to tensors;
-the names of seed generators' variables; ``_loss_ids``; ``_operations`` and ``_non_trainable_variables``.
+the names of seed generators' variables; the texts of Keras's exceptions; ``_loss_ids``; ``_operations`` and ``_non_trainable_variables``.
 
 Undocumented parts, as of Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of
 a node, ``_functional``, and the structure of a functional model's outputs.
@@ -10,6 +10,7 @@ a node, ``_functional``, and the structure of a functional model's outputs.
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep._keras.patches import LAYER_CALL, SYNCHRONIZED_FLAG, patched, patc
 __all__ = [
     "Output",
     "attribute_arrays",
+    "cause_of",
     "clear_synchronized",
     "copy_keras_mask",
     "disable_batch_statistics",
@@ -298,3 +300,14 @@ def _is_unconstrained(layer: Any) -> bool:
     """Return whether a layer may give any number; a layer with a constraint, or not trained, may preserve probabilities."""
     constraints = [weight.constraint for weight in layer.weights]
     return bool(layer.trainable) and all(constraint is None for constraint in constraints)
+
+
+def cause_of(error: Exception) -> str:
+    """Return the line of an exception that gives the cause; Keras puts the layer before it and the arguments after it."""
+    if "_error_repr" in str(error) and isinstance(error.__context__, Exception):
+        # Keras (3.15) rebuilds JAX's exceptions from a text, which some of them do not accept.
+        error = error.__context__
+    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
+    causes = [line for line in lines if line and not line.startswith("Exception encountered when calling")]
+    # Shapes are left out, so that batches of different sizes log one line.
+    return re.sub(r" with shape \S+$", "", causes[0]) if causes else type(error).__name__

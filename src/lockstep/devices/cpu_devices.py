@@ -254,7 +254,10 @@ def _configure(count: int, environment: MutableMapping[str, str], threads: int |
     if has_started():
         return False
     jax.config.update("jax_num_cpu_devices", count)
-    if not any(environment.get(name, "").isdigit() for name in POOL_VARIABLES):
+    is_set = any(environment.get(name, "").isdigit() for name in POOL_VARIABLES)
+    if not is_set and (
+        threads or count > 1
+    ):  # JAX's own pool is enough for one device, and a later call may want more.
         environment["PJRT_NPROC"] = str(threads or max(os.cpu_count() or 1, _threads_for(count)))
     return True
 

@@ -25,6 +25,7 @@ __all__ = [
     "array_in_memory",
     "calling_location",
     "doctor_enabled",
+    "is_user_code",
     "sample_rows",
     "sampling_stride",
     "set_doctor",
@@ -148,6 +149,7 @@ def _listed(head: str, lines: Sequence[str]) -> list[str]:
 
 ROWS = 32  # Keras's default batch size
 _PACKAGES = (*(str(Path(module.__file__ or "").parent) for module in (keras, jax)), str(Path(__file__).parents[1]))
+_BETWEEN = ("contextlib.py", "functools.py")
 
 
 @dataclass(frozen=True)
@@ -229,11 +231,15 @@ def calling_location() -> str:
     """Return ``file:line`` of the innermost caller outside of Lockstep, Keras and JAX; "" if there is none."""
     frame = currentframe()
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_PACKAGES, "<frozen")) and Path(path).name not in ("contextlib.py", "functools.py"):
-            return f"{path}:{frame.f_lineno}"
+        if is_user_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_user_code(path: str) -> bool:
+    """Return whether a source file is outside of Lockstep, Keras, JAX and what calls them."""
+    return not path.startswith((*_PACKAGES, "<frozen")) and Path(path).name not in _BETWEEN
 
 
 def array_in_memory(leaf: Any) -> Any:

@@ -133,6 +133,18 @@ def with_batch(call: FitCall, batch: Any) -> FitCall:
     return replace(whole, rows_read=whole.rows)
 
 
+def check_call(call: FitCall, first: Any = None) -> list[Finding]:
+    """Return the findings about a call of ``fit`` and its data, without running a step.
+
+    Args:
+        call: the call.
+        first: the first batch of its input; None: it is unknown.
+    """
+    call = replace(call, max_values=_MAX_VALUES)
+    data = call if call.rows is not None or first is None else with_batch(call, first)
+    return run_checks(call, CALL_CHECKS) + run_checks(data, BATCH_CHECKS)
+
+
 # Not at each fit, as strategies refuse the worst settings when they are made. These checks also read the environment.
 PROCESS_CHECKS: tuple[Callable[[FitCall, Mapping[str, str]], Iterable[Finding]], ...] = (
     check_versions,  # First, as other findings may follow from it.
@@ -162,8 +174,7 @@ def examine(call: FitCall, functions: StepFunctions, inputs: InputFactory, envir
     call = replace(call, max_values=_MAX_VALUES)
     data = call.x, call.y, call.sample_weight
     batches = read_batches(inputs.open_preview(model, data, **{name: call.arguments.get(name) for name in _OPTIONS}))
-    checked = call if call.rows is not None or not batches.batches else with_batch(call, batches.batches[0])
-    found = run_checks(call, CALL_CHECKS) + run_checks(checked, BATCH_CHECKS)
+    found = check_call(call, batches.batches[0] if batches.batches else None)
     try:
         of_steps, lines, left_out = _check_steps(call, functions, batches)
     except Exception as error:

@@ -8,7 +8,6 @@ In order of use: :func:`trace_call`, :func:`infer_output_spec`, :func:`split`, :
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 
 from lockstep._keras.graph import (
     attribute_arrays,
+    cause_of,
     disable_batch_statistics,
     get_keras_mask,
     is_seed,
@@ -198,7 +198,7 @@ def trace_call(call: ModelCall) -> CallTrace:
     try:
         return _trace(call, call.rows)
     except Exception as error:
-        raise CannotSplitError(f"it cannot be traced ({_reason(error)})") from error
+        raise CannotSplitError(f"it cannot be traced ({cause_of(error)})") from error
 
 
 def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> OutputSpec:
@@ -341,7 +341,7 @@ def _explaining_size(rows: int, size: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any type, as the same call has run on all rows
-        raise CannotSplitError(f"it runs on {rows} rows but not on {size} of them ({_reason(error)})") from error
+        raise CannotSplitError(f"it runs on {rows} rows but not on {size} of them ({cause_of(error)})") from error
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def _follow_rows(whole: Trace, part: Trace) -> list[RowDependence]:
     try:
         return infer_dependences(whole, part)
     except Exception as error:
-        raise CannotSplitError(f"its rows cannot be followed ({type(error).__name__}: {_reason(error)})") from error
+        raise CannotSplitError(f"its rows cannot be followed ({type(error).__name__}: {cause_of(error)})") from error
 
 
 def _row_axis(whole: jax.ShapeDtypeStruct, dep: RowDependence) -> RowAxis | None:
@@ -379,14 +379,3 @@ def _check_variable(path: str, dep: RowDependence) -> None:
 def _shape(whole: jax.ShapeDtypeStruct, axis: RowAxis | None, rows: int) -> tuple[int, ...]:
     """Return the shape of a result for a part of the rows."""
     return whole.shape if axis is None else axis.shape(whole.shape, rows)
-
-
-def _reason(error: Exception) -> str:
-    """Return the line of an exception that gives the cause; Keras puts the layer before it and the arguments after it."""
-    if "_error_repr" in str(error) and isinstance(error.__context__, Exception):
-        # Keras (3.15) rebuilds JAX's exceptions from a text, which some of them do not accept.
-        error = error.__context__
-    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
-    causes = [line for line in lines if line and not line.startswith("Exception encountered when calling")]
-    # Shapes are left out, so that batches of different sizes log one line.
-    return re.sub(r" with shape \S+$", "", causes[0]) if causes else type(error).__name__

@@ -23,7 +23,7 @@ from lockstep.distributed.resolvers import ClusterResolver, check_resolver, reso
 from lockstep.execution.gathered_variables import Recompute
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import prepare_process, refuse_device_override
+from lockstep.strategies.setup import find_devices, is_made_alone, prepare_process, refuse_device_override
 
 __all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy"]
 
@@ -86,13 +86,14 @@ class MultiWorkerMirroredStrategy(Strategy):
             options = instance_of(CommunicationOptions, "communication_options", communication_options, what)
         self._check_every = whole_number("check_every", check_every, least=0)
         self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
-        self._resolver = _resolver(cluster_resolver)
+        self._resolver = None if is_made_alone() else _resolver(cluster_resolver)
         self._group = self._resolver.group() if self._resolver else _ALONE
         self._job: ProcessJob | None = None
         communication = replace(options, timeout_seconds=None)
         ops = None if communication == CommunicationOptions() else choose_cross_device_ops(None, communication)
         prepared = prepare_process(ops, replicas, deterministic, input_options, shard, recompute)
-        refuse_device_override(type(self).__name__)
+        if not is_made_alone():
+            refuse_device_override(type(self).__name__)
         super().__init__(self._connect_and_find_devices(devices), prepared)
         if self._job:
             self._job.client.agree("the strategy", self._compared_settings())
@@ -118,7 +119,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         for note in self._group.notes:
             self._log(note)
         if self._group.workers == 1:
-            return resolve_devices(devices)
+            return find_devices(devices)
         self._job = job_of_this_process(
             self._group, count_cpu_devices(devices), self._timeout, self._log_on_any_process
         )

@@ -19,6 +19,7 @@ from lockstep.execution.gathered_variables import Recompute, Shard
 __all__ = [
     "StrategyOptions",
     "find_devices",
+    "is_made_alone",
     "overridden_devices",
     "override_devices",
     "prepare_process",
@@ -29,6 +30,7 @@ __all__ = [
 MOST_REPLICAS = 65_536  # far above all batches; the parts of each replica are objects of this process
 
 _device_count: ContextVar[int | None] = ContextVar("lockstep_device_override", default=None)
+_is_alone = ContextVar("lockstep_alone", default=False)
 
 
 @dataclass(frozen=True)
@@ -141,17 +143,24 @@ def _check_recompute(recompute: Recompute, shard: Shard) -> None:
 
 
 @contextmanager
-def override_devices(count: int) -> Iterator[None]:
+def override_devices(count: int, *, is_alone: bool = False) -> Iterator[None]:
     """Give each strategy that is made in this context the first ``count`` devices of JAX's default platform, one replica each.
 
     Args:
         count: number of devices; 0: strategies are made on one device, and their scopes leave models to plain Keras.
+        is_alone: whether a ``MultiWorkerMirroredStrategy`` is made for this process alone, and not refused.
     """
-    token = _device_count.set(count)
+    tokens = _device_count.set(count), _is_alone.set(is_alone)
     try:
         yield
     finally:
-        _device_count.reset(token)
+        _device_count.reset(tokens[0])
+        _is_alone.reset(tokens[1])
+
+
+def is_made_alone() -> bool:
+    """Whether workers are not connected, inside ``override_devices(…, is_alone=True)``."""
+    return _is_alone.get()
 
 
 def overridden_devices() -> Sequence[jax.Device] | None:

@@ -20,11 +20,12 @@ from lockstep.collectives import resolve_cross_device_ops
 from lockstep.data.prefetch import WaitMeter, collect_meters
 from lockstep.strategies import setup
 from lockstep.strategies.setup import override_devices
+from lockstep.tools.child_process import reason_of
 from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling import api
 from lockstep.tools.scaling.benchmark import formula_of, is_higher_better, measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
-from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child, measure_workload, reason_of
+from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child, measure_workload
 from lockstep.tools.scaling.terminal import line_of, progress_reporter
 from lockstep.tools.scaling.workload import FunctionWorkload, Workload, run_workload, workload_of
 

@@ -30,7 +30,7 @@ from lockstep.execution.train_functions import StepFunctions
 from lockstep.strategies.diagnostics import Diagnostics, examine_fit
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 
-__all__ = ["ClusterFindings", "examine_script", "look_at_cluster", "to_standard_error"]
+__all__ = ["ClusterFindings", "examine_script", "fit_call_of", "look_at_cluster", "to_standard_error"]
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,7 @@ def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings
         compiled_at[model] = calling_location()
 
     def on_fit(first: FirstFit) -> None:
-        given = dict(inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments)
-        x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
-        program = FitCall(first.model, x, y, weight, given, fit_at=first.where)
-        reports.append(_examine_call(replace(program, compiled_at=compiled_at.get(first.model, ""))))
+        reports.append(_examine_call(fit_call_of(first, compiled_at.get(first.model, ""))))
 
     before = doctor_enabled()
     set_doctor(False)  # Otherwise the strategy of the script would also examine its calls.
@@ -108,6 +105,18 @@ def examine_script(path: str, arguments: Sequence[str], network: ClusterFindings
 def _with_network(report: Report, network: ClusterFindings) -> Report:
     looked = (*report.looked_at, network.looked_at) if network.looked_at else report.looked_at
     return replace(report, findings=network.findings + report.findings, looked_at=looked)
+
+
+def fit_call_of(first: FirstFit, compiled_at: str = "") -> FitCall:
+    """Return a script's call of ``fit`` as the checks take it.
+
+    Args:
+        first: the call.
+        compiled_at: file and line where the model was compiled, if they are known.
+    """
+    given = dict(inspect.signature(keras.Model.fit).bind(first.model, *first.args, **first.kwargs).arguments)
+    x, y, weight = (given.pop(name, None) for name in ("x", "y", "sample_weight"))
+    return FitCall(first.model, x, y, weight, given, fit_at=first.where, compiled_at=compiled_at)
 
 
 def _examine_call(program: FitCall) -> Report:

@@ -29,7 +29,7 @@ from lockstep.tools.scaling.workload import (
     workload_of,
 )
 
-__all__ = ["ScalingReport", "check_writable", "report_of", "scale_script", "scaling_report"]
+__all__ = ["ScalingReport", "check_writable", "report_of", "scale_script", "scaling_report", "write_text"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ScalingReport(ReportData):
         Raises:
             OptionError: the file cannot be written.
         """
-        _write(path, json.dumps(self.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     def save_html(self, path: str | Path) -> None:
         """Write the report as one HTML page without external files.
@@ -81,7 +81,7 @@ class ScalingReport(ReportData):
         Raises:
             OptionError: the file cannot be written.
         """
-        _write(path, page_of(self))
+        write_text(path, page_of(self))
 
 
 def scale_script(
@@ -237,7 +237,12 @@ def check_writable(paths: Iterable[str | Path | None]) -> None:
                 Path(path).unlink()
 
 
-def _write(path: str | Path, text: str) -> None:
+def write_text(path: str | Path, text: str) -> None:
+    """Write a report.
+
+    Raises:
+        OptionError: the file cannot be written.
+    """
     with _write_errors(path):
         Path(path).write_text(text, encoding="utf-8")
 

@@ -17,7 +17,11 @@ __all__ = [
     "Figure",
     "Series",
     "bar_chart",
+    "bulleted",
+    "figure_of",
     "figures_of",
+    "html_page",
+    "html_table",
     "line_chart",
     "page_of",
     "standalone",
@@ -529,14 +533,19 @@ def page_of(report: ReportData) -> str:
     notes = [*report.notes, *_METHOD]
     parts = [
         f'<header><h1>{escape(title)}</h1><p class="soft">{metadata}</p></header><main>',
-        f'<section class="take" aria-label="Recommendation">{_list(report.recommendation)}</section>',
+        f'<section class="take" aria-label="Recommendation">{bulleted(report.recommendation)}</section>',
         "<section><h2>All settings</h2>",
         _settings_table(report.table) if report.table.rows else "<p>No setting could be measured.</p>",
         _failures(report.table),
         '</section><section><h2>Charts</h2><div class="figures">',
-        *(_figure(figure) for figure in figures),
-        f'</div></section><section><h2>How it was measured</h2><div class="soft">{_list(notes)}</div></section></main>',
+        *(figure_of(figure) for figure in figures),
+        f'</div></section><section><h2>How it was measured</h2><div class="soft">{bulleted(notes)}</div></section></main>',
     ]
+    return html_page(title, parts)
+
+
+def html_page(title: str, parts: Sequence[str]) -> str:
+    """Return a page of these parts, without external files."""
     styles = _STYLE + _STYLE_DARK + STYLE + STYLE_DARK + _STYLE_PRINT
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -545,7 +554,8 @@ def page_of(report: ReportData) -> str:
     return "\n".join([head, *parts, "</body></html>\n"])
 
 
-def _list(sentences: Sequence[str]) -> str:
+def bulleted(sentences: Sequence[str]) -> str:
+    """Return a list of sentences."""
     return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
 
 
@@ -566,7 +576,7 @@ def _settings_table(table: ScalingTable) -> str:
     if table.metric:
         columns += [f"{table.metric} after {table.equal_rows:,} rows", f"after {seconds(table.equal_seconds)}"]
     lines = [_cells(row, with_metric=bool(table.metric)) for row in table.rows]
-    return _table("All settings", [*columns, "memory"], lines)
+    return html_table("All settings", [*columns, "memory"], lines)
 
 
 def _cells(row: ScalingRow, *, with_metric: bool) -> list[str]:
@@ -591,17 +601,19 @@ def _cells(row: ScalingRow, *, with_metric: bool) -> list[str]:
 def _failures(table: ScalingTable) -> str:
     if not table.failed:
         return ""
-    return f"<h3>Not measured</h3>{_list([f'{one.setting.name}: {one.reason}' for one in table.failed])}"
+    return f"<h3>Not measured</h3>{bulleted([f'{one.setting.name}: {one.reason}' for one in table.failed])}"
 
 
-def _figure(figure: Figure) -> str:
+def figure_of(figure: Figure) -> str:
+    """Return a chart with its explanation and its table."""
     return (
         f'<figure><figcaption><h3>{escape(figure.chart.title)}</h3><p class="soft">{escape(figure.text)}</p></figcaption>\n'
-        f"{figure.chart.svg}\n{_table(figure.chart.title, figure.columns, figure.lines)}</figure>"
+        f"{figure.chart.svg}\n{html_table(figure.chart.title, figure.columns, figure.lines)}</figure>"
     )
 
 
-def _table(name: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def html_table(name: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table that scrolls if it is wide."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>\n" for line in lines)
     return (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.hlo import Collective, collectives, donated, host_instructions
+from lockstep.tools.plan.hlo import Collective, collectives, donated, host_instructions, memory_traffic
 
 STARTED = "(f32[8,16]{1,0}, f32[64,16]{1,0})"
 GROUP = "((f32[4]{0}, bf16[2,2]{1,0}), (f32[32]{0}, bf16[16,2]{1,0}))"
@@ -77,3 +77,47 @@ def test_donated_arguments_are_counted():
 )  # fmt: skip
 def test_exchanges_with_the_host_are_found(line, found):
     assert host_instructions(line) == found
+
+
+KIB = "f32[256]{0}"  # bytes of an array: 1,024
+LOOP = """%body (x: f32[256]) -> f32[256] {{
+  ROOT %a = {kib} fusion(%x), kind=kLoop, calls=%inner
+}}
+%inner (x: f32[256]) -> f32[256] {{
+  ROOT %b = {kib} multiply(%x, %x)
+}}
+%one (x: f32[256]) -> f32[256] {{
+  ROOT %c = {kib} negate(%x)
+}}
+ENTRY %main (x: f32[256]) -> f32[256] {{
+  {line}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        (f"%a = {KIB} fusion(%x), kind=kLoop, calls=%inner", 1),
+        (f"%a = ({KIB}, {KIB}) custom-call(%x)", 2),
+        (f"%a = {KIB} bitcast(%x)", 0),
+        ("%a = f32[256]{0:T(256)S(1)} fusion(%x), calls=%inner", 0),
+        (f"%a = ({KIB}, {KIB}) all-gather-start(%x)", 0),
+        (f"%a = {KIB} all-gather-done(%x)", 1),
+        (f"%a = {KIB} call(%x), to_apply=%body", 1),
+        (f"%a = {KIB} while(%x), condition=%one, body=%body", 1),
+        (
+            f'%a = {KIB} while(%x), condition=%one, body=%body, backend_config={{"known_trip_count":{{"n":"24"}}}}',
+            24,
+        ),
+        (f"%a = {KIB} conditional(%x, %x), branch_computations={{%one, %body}}", 1),
+        (f"%a = {KIB} conditional(%x, %x), true_computation=%one, false_computation=%body", 1),
+    ],
+)
+def test_memory_traffic_counts_results_twice_and_loops_as_often_as_they_run(line, written):
+    assert memory_traffic(LOOP.format(kib=KIB, line=line)) == 2 * 1024 * written
+
+
+def test_memory_traffic_of_a_conditional_is_that_of_the_larger_branch():
+    text = LOOP.format(kib=KIB, line=f"%a = {KIB} conditional(%x), branch_computations={{%one, %body}}")
+    assert memory_traffic(text.replace(f"%c = {KIB}", "%c = f32[1024]{0}")) == 2 * 4096

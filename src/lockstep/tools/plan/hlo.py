@@ -1,8 +1,11 @@
-"""Reads the text of compiled programs: their collectives, and what they exchange with the host."""
+"""Reads the text of compiled programs: their collectives, their memory traffic, and what they exchange with the host."""
 
+import functools
 import math
 import re
 from dataclasses import dataclass
+
+__all__ = ["Collective", "collectives", "donated", "host_instructions", "memory_traffic"]
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e5m2": 8} | {
     f"{kind}{bits}": bits for kind in "sufc" for bits in (4, 8, 16, 32, 64, 128)
@@ -14,12 +17,23 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> (.*) \{$")
 _CHAIN = re.compile(r"\bchain_id=\"(\d+)\"")
 # S(5) is the memory of the host, for TPUs.
 _HOST = re.compile(r" (infeed|outfeed|send|recv|host-compute)\(|custom_call_target=\"([^\"]*callback[^\"]*)\"|(S\(5\))")
+_RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(")
+_WITH_LAYOUT = re.compile(_SHAPE.pattern + r"(\{[^}]*\})?")
+_FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}  # instructions that move nothing
+_CALLS = {"while", "conditional", "call"}
+_CALLED = re.compile(r"\b(?:body|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+_TRIPS = re.compile(r"\"known_trip_count\":\{\"n\":\"(\d+)\"")
 _ALIASES = re.compile(r"\binput_output_alias=\{((?:\s*\{[\d, ]*\}: \([^)]*\),?)*)")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program: its name, and the bytes of its result on a device."""
+    """One collective of a program.
+
+    Args:
+        name: such as "all-reduce".
+        bytes: of its result on a device.
+    """
 
     name: str
     bytes: int
@@ -54,6 +68,48 @@ def host_instructions(text: str) -> list[str]:
     return ["".join(found) for found in _HOST.findall(text)]
 
 
+def memory_traffic(text: str) -> int:
+    """Return the bytes that a compiled program moves to and from the memory of a device, if each result is written and read once.
+
+    What XLA keeps in a faster memory (``S(1)``) is not counted, nor the arguments. The body of a loop counts as often as it runs, if
+    XLA knows that, and of a conditional the branch that moves most.
+    """
+    bodies, entry = _computations(text)
+
+    @functools.cache
+    def traffic(name: str) -> int:
+        return sum(map(moved, bodies.get(name, ())))
+
+    def moved(line: str) -> int:
+        match = _RESULT.match(line)
+        if match is None or match[2].endswith("-start"):  # What is started counts where it is done.
+            return 0
+        if match[2] in _CALLS:
+            called = [traffic(name) for names in _CALLED.findall(line) for name in re.findall(r"[\w.\-]+", names)]
+            trips = _TRIPS.search(line)
+            return max(called, default=0) * (int(trips[1]) if trips else 1)
+        if match[2] in _FREE:
+            return 0
+        shapes = _WITH_LAYOUT.findall(match[1])
+        return 2 * sum(_bytes_of(dtype, lengths) for dtype, lengths, layout in shapes if "S(" not in layout)
+
+    return traffic(entry)
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Return the lines of each computation of a program by its name, and the name of the first to run."""
+    bodies: dict[str, list[str]] = {}
+    name = entry = ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            name = header[1]
+            entry = name if line.startswith("ENTRY") else entry
+            bodies[name] = []
+        elif name:
+            bodies[name].append(line)
+    return bodies, entry
+
+
 def donated(text: str) -> int:
     """Return the number of arguments whose memory the results of a compiled program reuse."""
     aliases = _ALIASES.search(text)
@@ -65,10 +121,11 @@ def _result_bytes(shapes: str, is_started: bool) -> int:
     if is_started:
         parts = _top_level(shapes)
         shapes = parts[1] if len(parts) > 1 else shapes
-    return sum(
-        _BITS[dtype] * math.prod(int(length) for length in lengths.split(",") if length) // 8
-        for dtype, lengths in _SHAPE.findall(shapes)
-    )
+    return sum(_bytes_of(dtype, lengths) for dtype, lengths in _SHAPE.findall(shapes))
+
+
+def _bytes_of(dtype: str, lengths: str) -> int:
+    return _BITS[dtype] * math.prod(int(length) for length in lengths.split(",") if length) // 8
 
 
 def _top_level(shapes: str) -> list[str]:

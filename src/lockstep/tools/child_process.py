@@ -1,0 +1,148 @@
+"""Child processes of the tools: each has its own devices and memory, may crash alone, and writes its result as JSON."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep._errors import LockstepError
+from lockstep.launch.worker_process import die_with_parent
+
+__all__ = ["ChildResult", "read_request", "reason_of", "run_child"]
+
+_KILL_SECONDS = 10.0
+_CHECK_SECONDS = 0.5  # between two looks at the memory of a child
+
+
+@dataclass(frozen=True)
+class ChildResult:
+    """What a child process leaves.
+
+    Args:
+        content: that it wrote last, also if it was killed; None: nothing.
+        failure: why it has not ended well; "" if it has.
+        is_late: whether it reached the time limit.
+    """
+
+    content: Any
+    failure: str
+    is_late: bool = False
+
+
+def run_child(
+    module: str,
+    request: Mapping[str, Any],
+    limit: float,
+    environment: Mapping[str, str],
+    memory: int | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> ChildResult:
+    """Run a module in a child process, which is killed with its children at a limit.
+
+    Args:
+        module: whose ``main`` calls :func:`read_request`.
+        request: values of JSON.
+        limit: seconds.
+        environment: variables of this process.
+        memory: bytes; None: no limit.
+        is_over: whether the result is no longer wanted; asked all the time.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = folder / "request.json", folder / "result.json"
+        files[0].write_text(json.dumps({**request, "parent": os.getpid()}))
+        with (folder / "output").open("wb") as output:
+            command = [sys.executable, "-m", module, *map(str, files)]
+            code, failure, is_late = _run(command, limit, environment, output, memory, is_over)
+        content = json.loads(files[1].read_text()) if files[1].exists() else None
+        if not failure and (code or content is None):
+            failure = _describe_exit(code, (folder / "output").read_text(errors="replace"))
+        return ChildResult(content, failure, is_late)
+
+
+def _run(
+    command: Sequence[str],
+    limit: float,
+    environment: Mapping[str, str],
+    output: Any,
+    memory: int | None,
+    is_over: Callable[[], bool],
+) -> tuple[int, str, bool]:
+    """Run the child; return its exit code, which limit it reached, and whether that is the time."""
+    source = str(Path(__file__).parents[2])
+    paths = environment.get("PYTHONPATH", "")
+    variables = {"KERAS_BACKEND": "jax", **environment, "PYTHONPATH": os.pathsep.join(filter(None, [source, paths]))}
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
+    )
+    end = time.monotonic() + limit
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(min(_CHECK_SECONDS, max(0.0, end - time.monotonic()))), "", False
+            if time.monotonic() >= end:
+                return 0, f"Not finished within {limit:g} s.", True
+            if is_over():
+                return 0, "Interrupted.", False
+            if memory is not None and _resident_bytes(child.pid) > memory:
+                return 0, f"It took more than {memory / 1e9:,.1f} GB of memory.", False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # A driver or a disk may block it.
+            child.wait(_KILL_SECONDS)
+
+
+def _resident_bytes(process: int) -> int:
+    """Return the memory that a process takes now; 0 if the system does not report it."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _describe_exit(code: int, output: str) -> str:
+    """Describe why a child ended without a result."""
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "no output")[:300]
+    if code == -signal.SIGKILL:
+        return "The process was killed (SIGKILL), usually because memory ran out."
+    ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    return f"The process ended {ended}: {last}"
+
+
+def read_request(arguments: Sequence[str]) -> tuple[Any, Callable[[Any], None]]:
+    """Return the request of the parent, and a function that writes a result in place of the one before.
+
+    Args:
+        arguments: paths of the request and of the result.
+    """
+    request, result = map(Path, arguments)
+    content = json.loads(request.read_text())
+    die_with_parent(content.pop("parent"))
+
+    def write(value: Any) -> None:
+        new = result.with_suffix(".new")
+        new.write_text(json.dumps(value))
+        new.replace(result)
+
+    return content, write
+
+
+def reason_of(error: Exception) -> str:
+    """Describe an error in one line."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
+        return f"out of memory: {_first_line(text) or 'allocation failed'}"
+    return text if isinstance(error, LockstepError) else f"{type(error).__name__}: {_first_line(text)}"
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:300]

@@ -1,0 +1,370 @@
+"""Training steps compiled for a target without running them: memory, collectives, and the largest batch that fits."""
+
+import inspect
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep._errors import LockstepError, OptionError, sequence_of, shown
+from lockstep._keras import trainer
+from lockstep._keras.graph import cause_of, layers_of
+from lockstep.collectives import AutoAllReduce
+from lockstep.data.device_placement import DEVICE_AXIS, Placement, count_rows
+from lockstep.data.sources import AdapterSource, make_source
+from lockstep.doctor.base import is_user_code
+from lockstep.execution.executors import SpmdExecutor
+from lockstep.execution.gathered_variables import Recompute, Shard, layout_notes, layout_of
+from lockstep.execution.train_functions import StepFunctions
+from lockstep.fit.monitoring.step_timer import flops_of_step
+from lockstep.tools.plan.hardware import Target
+from lockstep.tools.plan.hlo import collectives, memory_traffic
+
+__all__ = [
+    "STRATEGIES",
+    "CompiledStep",
+    "Memory",
+    "StepCompiler",
+    "Survey",
+    "TrainingCall",
+    "check_strategies",
+    "describe_failure",
+    "largest_batch",
+    "last_batch",
+    "repeat_row",
+    "survey",
+]
+
+# Names of ``--strategy``, with the arguments of a strategy.
+STRATEGIES: dict[str, tuple[Shard, Recompute]] = {
+    "replicated": (None, None),
+    "optimizer": ("optimizer", None),
+    "variables": ("variables", None),
+    "recompute": ("variables", "blocks"),
+}
+BATCH_SIZE = 32  # of Keras, if fit gets none
+MOST_COMPILED = 6  # steps in a search for the largest batch
+CLOSE_ENOUGH = 1.1  # ratio of the smallest batch that does not fit, or of all memory, to the largest batch that fits
+AIM = 0.96  # share of the memory that a try is to need
+MOST_ROWS = 1 << 16  # of a device
+# "… Used 17.2G of 15.75G hbm …", or "… total memory required for HLO temporaries (22.17G) exceeds available HBM (15.75G)"
+_REFUSED = re.compile(r"(?:[Uu]sed |memory required for HLO temporaries \()([\d.]+)([KMGT]?)")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class TrainingCall:
+    """A call of ``fit`` that is planned.
+
+    Args:
+        model: compiled.
+        first: the first batch, as ``train_step`` gets it.
+        batch: rows of a batch of the call.
+        rows: of the training data; None if unknown.
+        has_own_batches: whether the input has batches already.
+    """
+
+    model: keras.Model
+    first: Any
+    batch: int
+    rows: int | None
+    has_own_batches: bool
+
+    @classmethod
+    def of_fit(cls, model: keras.Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TrainingCall":
+        """Return what a call of ``fit`` with these arguments trains on; it reads one batch."""
+        given = inspect.signature(keras.Model.fit).bind(model, *args, **kwargs).arguments
+        data = (given.get("x"), given.get("y"), given.get("sample_weight"))
+        size, steps, weights = (given.get(name) for name in ("batch_size", "steps_per_epoch", "class_weight"))
+        source = make_source(*data, batch_size=size, steps_per_epoch=steps, class_weight=weights, pending=_no_leftovers)
+        first = next(source.batches())
+        own = not (isinstance(source, AdapterSource) and source.is_arrays)
+        rows = None
+        if not own:
+            whole = len(jax.tree.leaves(data[0])[0])
+            rows = int(whole * (1 - (given.get("validation_split") or 0.0)))
+        batch = count_rows(first) if own else min(size or BATCH_SIZE, rows or BATCH_SIZE)
+        return cls(model, first, batch, rows, own)
+
+    @property
+    def row(self) -> Any:
+        """The first row, arrays ``(1, …)``."""
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[:1], self.first)
+
+
+def _no_leftovers(generator: Any) -> Any:
+    return []
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a step on one device.
+
+    Args:
+        weights: of the model.
+        optimizer: its variables.
+        batch: the input.
+        gradients: all of them, if the program held them at once; they are among the temporaries.
+        temporaries: gradients, activations, and what the program needs to compute.
+        results: those that reuse no memory of an argument.
+        code: of the program.
+    """
+
+    weights: int
+    optimizer: int
+    batch: int
+    gradients: int
+    temporaries: int
+    results: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.weights + self.optimizer + self.batch + self.temporaries + self.results + self.code
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A training step for one batch size on one target.
+
+    Args:
+        rows: of the global batch.
+        memory: on one device; None if the program does not fit or could not be compiled.
+        needed: bytes on one device, also where the compiler has refused a program that does not fit; None if unknown.
+        collectives: for each kind its name, number, and bytes of the results on a device.
+        traffic: bytes that a device reads and writes in its memory, if each array is written and read once.
+        seconds: that compiling took.
+        failure: why there is no program; "" if there is one, or if it does not fit.
+    """
+
+    rows: int
+    memory: Memory | None
+    needed: int | None
+    collectives: tuple[tuple[str, int, int], ...] = ()
+    traffic: int = 0
+    seconds: float = 0.0
+    failure: str = ""
+
+    def fits(self, usable: int | None) -> bool:
+        """Whether there is a program, and it fits in ``usable`` bytes; None: any program does."""
+        return self.memory is not None and (usable is None or self.memory.total <= usable)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a plan must know of a call of ``fit``, whatever the target is.
+
+    Args:
+        batch: rows of a batch of the call.
+        rows: of the training data; None if unknown.
+        has_own_batches: whether the input has batches already.
+        dtype: in which the model computes.
+        flops_per_row: floating-point operations of a training step; None if XLA cannot count them.
+    """
+
+    batch: int
+    rows: int | None
+    has_own_batches: bool
+    dtype: str
+    flops_per_row: float | None
+
+
+def last_batch(rows: int | None, batch: int) -> int | None:
+    """Return the rows of the last batch of an epoch if it differs; if the number of rows is unknown, one row less."""
+    return ((batch - 1) if rows is None else rows % batch) or None
+
+
+def survey(call: TrainingCall) -> Survey:
+    """Build the model and count its operations.
+
+    Raises:
+        Exception: of any type, if a training step of the call fails.
+    """
+    state = trainer.training_state(call.model, call.row)
+    flops = flops_of_step(call.model, state, repeat_row(call.row, call.batch))
+    per_row = flops / call.batch if flops else None
+    return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row)
+
+
+def _compute_dtype(model: keras.Model) -> str:
+    """Return the dtype in which most weights are multiplied."""
+    sizes: Counter[str] = Counter()
+    for layer in layers_of(model):
+        sizes[layer.compute_dtype] += sum(int(np.prod(weight.shape)) for weight in layer.trainable_variables)
+    return str(sizes.most_common(1)[0][0]) if sizes else str(model.compute_dtype)
+
+
+def repeat_row(row: Any, rows: int) -> Any:
+    """Return a batch of equal rows, which takes no memory."""
+    return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (rows, *leaf.shape[1:])), row)
+
+
+class StepCompiler:
+    """Compiles the training step of a call under one strategy for one target.
+
+    Args:
+        call: the call of ``fit``.
+        target: the devices.
+        strategy: a name in ``STRATEGIES``.
+        devices: of the target; None: those that it describes.
+
+    Raises:
+        OptionError: see :meth:`Target.devices`.
+    """
+
+    def __init__(
+        self, call: TrainingCall, target: Target, strategy: str, devices: Sequence[jax.Device] | None = None
+    ) -> None:
+        self._shard, self._recompute = STRATEGIES[strategy]
+        self._call = call
+        mesh = Mesh(np.asarray(target.devices() if devices is None else devices), (DEVICE_AXIS,))
+        self._placement = Placement(mesh, target.count)
+        self._executor = SpmdExecutor(self._placement, AutoAllReduce(), shard=self._shard, recompute=self._recompute)
+        self.notes: dict[str, None] = {}  # sentences about the model, in order
+        self._state = trainer.training_state(call.model, call.row)
+        self._layout = layout_of(call.model, self._placement, self._shard, self._recompute, deterministic=False)
+        self._gradients = sum(self._gradient_bytes(value) for value in self._state[0])
+        if self._shard == "variables":
+            self.notes.update(dict.fromkeys(layout_notes(self._layout, call.model.optimizer)))
+
+    def compile(self, rows: int) -> CompiledStep:
+        """Compile the step for a batch of so many rows, without running it."""
+        start = time.perf_counter()
+        functions = StepFunctions(self._call.model, self._placement, self._executor, self._note)
+        step = self._executor.train_step(functions.build_step(self._executor, "train"))
+        try:
+            batch = self._placement.abstract_batch(repeat_row(self._call.row, rows))
+            program = step.compile_for(self._state, batch)
+        except Exception as error:  # of the model or of the compiler, of any type
+            seconds = time.perf_counter() - start
+            if "RESOURCE_EXHAUSTED" in str(error):
+                return CompiledStep(rows, None, _bytes_refused(str(error)), seconds=seconds)
+            return CompiledStep(rows, None, None, seconds=seconds, failure=describe_failure(error))
+        return self._measured(rows, program, time.perf_counter() - start)
+
+    def _gradient_bytes(self, value: jax.Array) -> int:
+        is_cut = self._shard is not None and self._placement.slice_axis(value.shape) is not None
+        return value.nbytes // len(self._placement.devices) if is_cut else value.nbytes
+
+    def _note(self, sentence: str) -> None:
+        self.notes[sentence] = None
+
+    def _measured(self, rows: int, program: jax.stages.Compiled, seconds: float) -> CompiledStep:
+        analysis: Any = program.memory_analysis()
+        text = program.as_text() or ""
+        sizes = Counter[str]()
+        for one in self._layout.variables:
+            sizes[one.owner] += one.device_bytes
+        memory = Memory(
+            weights=sizes["model"],
+            optimizer=sizes["optimizer"],
+            batch=max(0, int(analysis.argument_size_in_bytes) - sizes.total()),
+            gradients=self._gradients,
+            temporaries=int(analysis.temp_size_in_bytes),
+            results=int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
+            code=int(analysis.generated_code_size_in_bytes),
+        )
+        numbers, volumes = Counter[str](), Counter[str]()
+        for each in collectives(text):
+            numbers[each.name] += 1
+            volumes[each.name] += each.bytes
+        found = tuple((name, numbers[name], volumes[name]) for name in sorted(numbers))
+        traffic = int(analysis.argument_size_in_bytes) + memory_traffic(text)
+        return CompiledStep(rows, memory, memory.total, found, traffic, seconds)
+
+
+def _bytes_refused(message: str) -> int | None:
+    """Return the bytes that a program needs, from the message of the compiler that has refused it."""
+    found = _REFUSED.search(message)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+def describe_failure(error: Exception) -> str:
+    """Describe an exception in one line, with the line of the user's program where it was raised."""
+    text = str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {cause_of(error)[:300]}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
+
+
+def largest_batch(
+    known: list[CompiledStep], compile_step: Callable[[int], CompiledStep], usable: int, devices: int
+) -> tuple[int, int | None]:
+    """Search the largest batch that fits, by compiling.
+
+    Memory is nearly a linear function of the rows, so each try is taken from the line through two steps that are known. The search
+    ends with a step that needs nearly all memory, or between two steps that are close to each other.
+
+    Args:
+        known: steps that were compiled.
+        compile_step: compiles one more.
+        usable: bytes of a device.
+        devices: by which batches are divided.
+
+    Returns:
+        The largest number of rows that was seen to fit, or 0, and the smallest that was seen not to; None: none was.
+    """
+    steps = {step.rows: step for step in known if not step.failure and step.rows % devices == 0}
+    for _ in range(MOST_COMPILED):
+        rows = _next_try(steps, usable, devices)
+        if rows is None:
+            break
+        step = compile_step(rows)
+        if step.failure:
+            break
+        steps[rows] = step
+    return _bracket(steps, usable)
+
+
+def _bracket(steps: Mapping[int, CompiledStep], usable: int) -> tuple[int, int | None]:
+    fitting = max((rows for rows, step in steps.items() if step.fits(usable)), default=0)
+    return fitting, min((rows for rows, step in steps.items() if not step.fits(usable)), default=None)
+
+
+def _next_try(steps: Mapping[int, CompiledStep], usable: int, devices: int) -> int | None:
+    """Return the batch to compile next; None: the search has ended."""
+    fitting, failing = _bracket(steps, usable)
+    if fitting and (steps[fitting].needed or 0) * CLOSE_ENOUGH >= usable:
+        return None
+    if failing is not None and failing <= max(CLOSE_ENOUGH * fitting, fitting + devices):
+        return None
+    points = sorted((rows, step.needed) for rows, step in steps.items() if step.needed)
+    guess = _guess(points, int(usable * AIM))
+    if guess is None:
+        guess = 2 * fitting if failing is None else (fitting + failing) // 2
+    most = min(MOST_ROWS * devices, 16 * (fitting or devices)) if failing is None else failing - devices
+    rows = min(max(guess, fitting + devices), most) // devices * devices
+    return rows if rows > fitting else None
+
+
+def _guess(points: Sequence[tuple[int, int]], usable: int) -> int | None:
+    """Return the rows at which the line through the two points nearest to ``usable`` reaches it."""
+    nearest = sorted(points, key=lambda point: abs(point[1] - usable))[:2]
+    if len(nearest) < 2:
+        return None
+    (first, one), (second, two) = sorted(nearest)
+    slope = (two - one) / (second - first)
+    return int(first + (usable - one) / slope) if slope > 0 else None
+
+
+def check_strategies(names: Any) -> tuple[str, ...]:
+    """Return the strategies of ``--strategy``; "auto": all.
+
+    Raises:
+        OptionError: a name is unknown.
+    """
+    expected = f'"auto" or some of {", ".join(STRATEGIES)}'
+    given = list(sequence_of("strategy", names.split(",") if isinstance(names, str) else names, expected))
+    if given == ["auto"]:
+        return tuple(STRATEGIES)
+    if not given or not all(isinstance(name, str) and name in STRATEGIES for name in given):
+        raise OptionError(f"strategy: expected {expected}, got {shown(names)}.")
+    return tuple(dict.fromkeys(given))

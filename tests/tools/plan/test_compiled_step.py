@@ -1,0 +1,229 @@
+"""Steps that are compiled for a plan: memory, collectives, the search for the largest batch, and failures."""
+
+import dataclasses
+
+import jax
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lockstep
+from lockstep import OptionError
+from lockstep._keras import trainer
+from lockstep.tools.plan import compiled_step
+from lockstep.tools.plan.compiled_step import (
+    CLOSE_ENOUGH,
+    MOST_COMPILED,
+    STRATEGIES,
+    CompiledStep,
+    Memory,
+    StepCompiler,
+    TrainingCall,
+    check_strategies,
+    describe_failure,
+    largest_batch,
+    last_batch,
+    survey,
+)
+from lockstep.tools.plan.hardware import parse_target
+from tests.laws.cases import case_named
+
+DEVICES = 4
+NETS = (
+    *("mse", "adam", "lamb", "layer_normalization", "attention"),
+    *("conv2d", "simple_rnn", "gradient_accumulation", "mixed_float16", "add_loss"),
+)
+
+
+def planned(name):
+    case = case_named(name)
+    keras.utils.set_random_seed(0)
+    model = case.build()
+    data = case.data(np.random.default_rng(0))
+    return model, TrainingCall.of_fit(model, (), {**data, "batch_size": 8})
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "variables"])
+@pytest.mark.parametrize("name", NETS)
+def test_memory_is_that_of_live_arrays(name, strategy):
+    """Weights and optimizer as the devices hold them under the strategy, and all arguments as XLA counts them."""
+    _, call = planned(name)
+    found = StepCompiler(call, parse_target(f"cpu:{DEVICES}"), strategy).compile(8)
+    assert not found.failure
+
+    shard, recompute = STRATEGIES[strategy]
+    live = lockstep.MirroredStrategy([f"cpu:{n}" for n in range(DEVICES)], shard=shard, recompute=recompute)
+    with live.scope():
+        own = case_named(name).build()
+    own.optimizer.build(own.trainable_variables)
+    state = trainer.training_state(own, call.row)
+    rows = sum(leaf.nbytes for leaf in jax.tree.leaves(call.first)) / len(jax.tree.leaves(call.first)[0]) * 8
+    assert found.memory.weights + found.memory.optimizer == sum(
+        variable.device_bytes for variable in live.layout(own).variables
+    )
+    assert found.memory.weights + found.memory.optimizer >= on_first_device(state[:3]) / DEVICES
+    assert found.memory.batch == pytest.approx(rows / DEVICES, abs=4096)  # and seeds, metrics, numbers of rows
+
+
+def on_first_device(values):
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(values))
+
+
+def test_memory_is_that_of_the_compiler(monkeypatch):
+    """All figures together are what XLA's analysis of the program says."""
+    analysed = []
+    _, call = planned("adam")
+    measured = StepCompiler._measured
+    monkeypatch.setattr(
+        StepCompiler, "_measured", lambda self, rows, program, s: analysed.append(program) or measured(self, rows, program, s)
+    )  # fmt: skip
+    found = StepCompiler(call, parse_target("cpu:2"), "replicated").compile(16).memory
+    analysis = analysed[0].memory_analysis()
+    kept = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    assert found.total == (
+        analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + kept + analysis.generated_code_size_in_bytes
+    )
+
+
+def test_planning_changes_neither_weights_nor_optimizer():
+    model, call = planned("adam")
+    before = [np.array(variable) for variable in model.variables]
+    StepCompiler(call, parse_target("cpu:2"), "variables").compile(7)
+    assert all(map(np.array_equal, before, model.variables))
+    assert int(model.optimizer.iterations.numpy()) == 0
+
+
+def test_the_first_batch_is_read_as_fit_reads_it():
+    model, call = planned("adam")
+    x, y = np.zeros((50, *model.input_shape[1:])), np.zeros((50, 1))
+    assert TrainingCall.of_fit(model, (x, y), {"validation_split": 0.2}).rows == 40
+    call = TrainingCall.of_fit(model, (x, y), {"batch_size": 64})
+    assert (call.batch, call.rows, call.has_own_batches) == (50, 50, False)
+    batches = ((x[first : first + 6], y[first : first + 6]) for first in (0, 6, 12))
+    call = TrainingCall.of_fit(model, (batches,), {"steps_per_epoch": 3})
+    assert (call.batch, call.rows, call.has_own_batches) == (6, None, True)
+
+
+def test_survey_counts_operations_of_a_row_and_the_dtype_of_most_weights():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, dtype="bfloat16"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    found = survey(TrainingCall.of_fit(model, (np.zeros((8, 64)), np.zeros((8, 1))), {}))
+    assert found.dtype == "bfloat16"
+    assert 4 * 64 * 64 < found.flops_per_row < 10 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "last"), [(100, 32, 4), (96, 32, None), (20, 32, 20), (None, 32, 31), (None, 1, None)]
+)
+def test_last_batch_is_what_is_left_of_an_epoch(rows, batch, last):
+    assert last_batch(rows, batch) == last
+
+
+# --- the largest batch ---------------------------------------------------------------------------------------------------------
+
+
+def compiled(rows, needed, usable, is_tpu=False):
+    memory = Memory(0, 0, 0, 0, needed, 0, 0)
+    return CompiledStep(rows, None if is_tpu and needed > usable else memory, needed)
+
+
+@given(
+    st.integers(0, 900), st.integers(1, 100), st.integers(0, 30), st.sampled_from([1, 2, 8]), st.booleans(), st.integers(1, 40)
+)  # fmt: skip
+def test_largest_batch_is_found_within_a_tenth(fixed, slope, bend, devices, is_tpu, first):
+    """For memory that grows with the rows, also faster than a line, and for compilers that refuse what does not fit."""
+    usable, tried = 10_000, []
+
+    def step(rows):
+        tried.append(rows)
+        return compiled(rows, fixed + slope * rows + bend * rows * rows // 1000, usable, is_tpu)
+
+    fits, fails = largest_batch([step(devices), step(devices * first)], step, usable, devices)
+    assert len(tried) <= MOST_COMPILED + 2
+    truth = max((n for n in range(0, 10_001, devices) if n and step(n).needed <= usable), default=0)
+    assert fits <= truth
+    assert fails is None or fails > truth
+    close = fits and step(fits).needed * CLOSE_ENOUGH >= usable
+    assert (
+        close
+        or (fails is not None and fails <= max(CLOSE_ENOUGH * fits, fits + devices))
+        or len(tried) >= MOST_COMPILED
+    )
+
+
+def test_largest_batch_ends_at_a_failure_of_the_compiler():
+    known = [compiled(1, 10, 100), compiled(2, 12, 100)]
+    assert largest_batch(known, lambda rows: CompiledStep(rows, None, None, failure="no"), 100, 1) == (2, None)
+
+
+def test_largest_batch_is_zero_if_one_row_does_not_fit():
+    assert largest_batch([compiled(1, 200, 100)], None, 100, 1) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.2G of 15.75G hbm.", 17.2 * 2**30),
+        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (298.5M) exceeds available HBM (15.75G).", 298.5 * 2**20),
+        ("RESOURCE_EXHAUSTED: no room", None),
+    ],
+)  # fmt: skip
+def test_the_compilers_refusal_says_how_much_is_needed(monkeypatch, message, needed):
+    _, call = planned("adam")
+    compiler = StepCompiler(call, parse_target("cpu:1"), "replicated")
+    monkeypatch.setattr(
+        compiled_step, "repeat_row", lambda row, rows: (_ for _ in ()).throw(RuntimeError(message)), raising=True
+    )
+    found = compiler.compile(8)
+    assert (found.memory, found.failure) == (None, "")
+    assert found.needed == (needed and pytest.approx(needed, abs=2))
+    assert not found.fits(None)
+
+
+# --- failures ------------------------------------------------------------------------------------------------------------------
+
+
+class Picky(keras.layers.Layer):
+    """Fails for batches of more than five rows on a replica."""
+
+    def call(self, inputs):
+        if isinstance(inputs.shape[0], int) and inputs.shape[0] > 5:
+            raise ValueError("these are too many rows")
+        return inputs
+
+
+def test_a_step_that_cannot_be_compiled_names_the_line_of_the_user():
+    model = keras.Sequential([keras.Input((3,)), Picky(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    call = TrainingCall.of_fit(model, (np.zeros((4, 3)), np.zeros((4, 1))), {})
+    found = StepCompiler(call, parse_target("cpu:2"), "replicated").compile(64)
+    assert found.memory is None
+    assert "these are too many rows" in found.failure
+    assert f"{__file__}:" in found.failure
+
+
+def test_describe_failure_is_one_line():
+    assert describe_failure(KeyError("x")) == "KeyError: 'x'"
+    assert describe_failure(RuntimeError("\n  first\nsecond")) == "RuntimeError: first"
+    assert describe_failure(OptionError("all\nof it")) == "all\nof it"
+
+
+@pytest.mark.parametrize("given_names", ["nothing", "", [], ["replicated", "nothing"], 3, [["replicated"]], None])
+def test_check_strategies_refuses_unknown_names(given_names):
+    with pytest.raises(
+        OptionError, match='strategy: expected "auto" or some of replicated, optimizer, variables, recompute'
+    ):
+        check_strategies(given_names)
+
+
+def test_check_strategies_keeps_the_order_and_drops_repetitions():
+    assert check_strategies("auto") == tuple(STRATEGIES)
+    assert check_strategies("variables,replicated,variables") == ("variables", "replicated")
+
+
+def test_needed_of_a_step_is_the_sum_of_its_memory():
+    memory = Memory(1, 2, 4, 64, 8, 16, 32)
+    assert memory.total == 63  # Gradients are among the temporaries.
+    assert dataclasses.replace(memory, temporaries=0).total == 55

@@ -1,0 +1,74 @@
+"""The roofline of a step, and the time of its collectives."""
+
+import dataclasses
+
+import pytest
+
+from lockstep.collectives.cost_model import NetworkLink
+from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey
+from lockstep.tools.plan.estimate import estimate
+from lockstep.tools.plan.hardware import Accelerator, Target
+
+# A device of 1 TFLOP/s and 1 GB/s, and links of 1 ms and 1 MB/s.
+SHEET = Accelerator("x", "X", "cuda", "", memory_bandwidth=1e9, link=1e6, latency=1e-3, peak={"float32": 1e12})
+MEMORY = Memory(0, 0, 0, 0, 0, 0, 0)
+STEP = CompiledStep(rows=16, memory=MEMORY, needed=0, traffic=2_000_000)
+SURVEY = Survey(16, None, False, "float32", flops_per_row=1e9)
+BETWEEN = NetworkLink(1e-2, 1e-5)
+
+
+def of(step=STEP, survey=SURVEY, devices=4, strategy="replicated", sheet=SHEET):
+    return estimate(step, survey, Target(sheet, (devices,)), strategy, BETWEEN)
+
+
+def test_a_step_takes_as_long_as_its_arithmetic_or_its_memory():
+    found = of()
+    assert (found.operations, found.arithmetic, found.traffic) == (4e9, pytest.approx(4e-3), pytest.approx(2e-3))
+    assert (found.seconds, found.bound, found.efficiency) == (pytest.approx(4e-3), "arithmetic", 1.0)
+    slow = of(dataclasses.replace(STEP, traffic=20_000_000))
+    assert (slow.seconds, slow.bound) == (pytest.approx(20e-3), "memory")
+
+
+def test_the_device_with_most_rows_counts():
+    assert of(dataclasses.replace(STEP, rows=13)).arithmetic == pytest.approx(4e-3)
+
+
+def test_recomputed_blocks_have_one_more_forward_pass():
+    assert of(strategy="recompute").arithmetic == pytest.approx(4 / 3 * of().arithmetic)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "seconds"),
+    [
+        ("all-reduce", 8000, 2 * 3 * (1e-3 + 2000 * 1e-6)),  # 2 (n - 1) rounds of an n-th
+        ("all-gather", 8000, 3 * (1e-3 + 2000 * 1e-6)),
+        ("reduce-scatter", 2000, 3 * (1e-3 + 2000 * 1e-6)),
+        ("collective-permute", 2000, 1e-3 + 2000 * 1e-6),
+    ],
+)
+def test_collectives_take_the_rounds_of_a_ring(name, size, seconds):
+    once = of(dataclasses.replace(STEP, collectives=((name, 1, size),)))
+    twice = of(dataclasses.replace(STEP, collectives=((name, 2, 2 * size),)))
+    assert once.communication == pytest.approx(seconds)
+    assert twice.communication == pytest.approx(2 * seconds)
+    assert once.seconds == pytest.approx(4e-3 + seconds)
+    assert of(dataclasses.replace(STEP, collectives=((name, 1, size),)), devices=1).communication == 0
+
+
+def test_a_ring_over_several_machines_is_as_slow_as_the_network():
+    step = dataclasses.replace(STEP, collectives=(("all-reduce", 1, 8000),))
+    assert of(step, devices=16).communication > 5 * of(step, devices=8).communication
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"sheet": dataclasses.replace(SHEET, peak={"bfloat16": 1e12})},
+        {"sheet": dataclasses.replace(SHEET, memory_bandwidth=None)},
+        {"sheet": dataclasses.replace(SHEET, link=None)},
+        {"survey": dataclasses.replace(SURVEY, flops_per_row=None)},
+        {"step": dataclasses.replace(STEP, memory=None)},
+    ],
+)
+def test_time_is_unknown_without_a_figure(unknown):
+    assert of(**unknown) is None

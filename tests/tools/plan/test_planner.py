@@ -1,0 +1,289 @@
+"""``lockstep plan``: rows, recommendation, text, page, and the command with its children."""
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep import OptionError, cli
+from lockstep.tools.child_process import run_child
+from lockstep.tools.plan import measured, planner
+from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey
+from lockstep.tools.plan.hardware import parse_target
+from lockstep.tools.plan.measured import Check, keep_checks, ratios_of
+from lockstep.tools.plan.planner import PlanOptions, plan_script
+from lockstep.tools.plan.render import text_of
+from lockstep.tools.plan.worker import TargetResult, result_from_json
+
+GIB = 1 << 30
+SURVEY = Survey(64, 1000, False, "float32", 1e12)
+SCRIPT = """
+import keras, numpy as np, lockstep
+with lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(10, activation="softmax")])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits={from_logits}))
+x, y = np.zeros(({rows}, 64), "float32"), np.zeros(({labels},), "int32")
+model.fit(x, y, batch_size=32)
+raise RuntimeError("too far")
+"""
+FAST_CPU = """
+[cpu]
+name = "these"
+platform = "cpu"
+kinds = ["cpu"]
+memory_bandwidth = 1e15
+link = 1e12
+latency = 1e-12
+peak = { float32 = 1e18 }
+source = "a test"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_checks(monkeypatch, tmp_path):
+    monkeypatch.setenv(measured.FILE, str(tmp_path / "state" / "checks.json"))
+
+
+def step(rows, gib, collectives=()):
+    memory = Memory(weights=GIB, optimizer=2 * GIB, batch=0, gradients=GIB, temporaries=int((gib - 3) * GIB), results=0, code=0)  # fmt: skip
+    return CompiledStep(rows, memory, memory.total, collectives, traffic=GIB)
+
+
+def planned(targets, found, strategies="replicated", batches=(64,), **options):
+    """Return the plan of results: for each pair of a target and a strategy, bytes in GiB by rows."""
+    asked = PlanOptions(
+        tuple(map(parse_target, targets)), tuple(strategies.split(",")), batches, options.pop("prices", {}), **options
+    )
+    results = [
+        TargetResult(
+            target.name, strategy, tuple(step(rows, gib) for rows, gib in found[target.name, strategy].items())
+        )
+        for target, strategy in asked.pairs()
+    ]
+    return planner._planned("a net", SURVEY, results, asked, ())
+
+
+def test_a_setting_fits_only_if_the_last_batch_fits_too():
+    for last, fits in ((20, True), (80, False)):
+        (row,) = planned(["h100:1"], {("h100:1", "replicated"): {64: 30, 40: last}}).rows
+        assert (row.fits, row.needed) == (fits, max(last, 30) * GIB)
+        assert row.reason == ("" if fits else "needs 80.0 of 59.3 GiB")
+
+
+def test_a_setting_is_unknown_if_its_last_batch_was_not_compiled():
+    (row,) = planned(["h100:1"], {("h100:1", "replicated"): {64: 30}}).rows
+    assert row.fits is None
+
+
+def test_memory_is_divided_into_kinds_that_add_up():
+    """Of 30 GiB, 20 more than with 8 rows: activations grow with the rows, here by 20 / 56 a row."""
+    (row,) = planned(["h100:1"], {("h100:1", "replicated"): {64: 30, 40: 20, 8: 10}}).rows
+    assert row.kinds["weights"] == GIB
+    assert row.kinds["activations"] == pytest.approx(20 / 56 * 64 * GIB, rel=1e-6)
+    assert sum(row.kinds.values()) == 30 * GIB
+    assert min(row.kinds.values()) >= 0
+
+
+def test_recommendation_names_the_cheapest_the_fastest_and_what_fits_only_sharded():
+    found = {
+        ("h100:1", "replicated"): {64: 90, 40: 90},
+        ("h100:8", "replicated"): {64: 90, 40: 90},
+        ("h100:8", "variables"): {64: 30, 40: 30},
+        ("a100:8", "replicated"): {64: 90, 40: 90},
+        ("a100:8", "variables"): {64: 30, 40: 30},
+    }
+    plan = planned(
+        ["h100:1", "h100:8", "a100:8"], found, "replicated,variables", prices={"h100:8": 24.0, "a100:8": 4.0}
+    )
+    said = " ".join(plan.recommendation)
+    assert said.startswith("Cheapest that fits: a100:8, variables, batch 64")
+    assert "Fastest that fits: h100:8, variables, batch 64" in said
+    assert "On h100:8 with batch 64 the model fits only sharded: take variables." in said
+    dear, cheap = (row for row in plan.rows if row.fits)
+    assert dear.price == pytest.approx(24 / 3600 * dear.estimate.seconds / 64 * 1e6)
+    assert cheap.price < dear.price
+
+
+def test_recommendation_if_nothing_fits_says_what_to_change():
+    plan = planned(["h100:1"], {("h100:1", "replicated"): {64: 90, 40: 90}})
+    assert "Nothing fits. Fix: a smaller batch, more devices, or shard" in plan.recommendation[0]
+
+
+def test_text_labels_memory_and_time_by_how_sure_they_are():
+    found = {("h100:1", "replicated"): {64: 30, 40: 30}, ("v5e:1x1", "replicated"): {64: 9, 40: 9}}
+    plan = planned(["h100:1", "v5e:1"], found)
+    assert [row.certainty for row in plan.rows] == ["lower bound", "exact"]
+    text = str(plan)
+    assert text.count("unverified") == 2 + 1  # Each row, and the note.
+    assert "memory of GPUs is a lower bound" in text
+    assert not [line for line in text.splitlines() if "…" in line]  # No cell is cut.
+    keep_checks([check("h100", seconds=3.0, predicted=2.0)])
+    text = str(planned(["h100:1", "v5e:1"], found))
+    assert "1.50 × that" in text
+    assert "h100: measured over predicted: time 1.50 ×, memory 1.25 × (checks: 1, newest 2026-11-24)" in text
+
+
+def check(accelerator, seconds, predicted, dtype="float32", title="train.py"):
+    return Check(
+        accelerator, 1, title, "replicated", 64, dtype, predicted, seconds, 4 * GIB, 5 * GIB, "2026-11-24"
+    )  # fmt: skip
+
+
+def test_checks_are_kept_in_place_of_older_ones_of_the_same_step():
+    keep_checks([check("h100", 1.0, 2.0), check("h100", 9.0, 2.0, dtype="bfloat16"), check("a100", 3.0, 2.0)])
+    path = keep_checks([check("h100", 3.0, 2.0), check("h100", 5.0, 2.0, title="other.py")])
+    assert len(json.loads(path.read_text())) == 4
+    found = ratios_of("float32")
+    assert (found["h100"].time, found["h100"].checks, found["a100"].time) == (2.0, 2, 1.5)
+    path.write_text("not JSON")
+    assert ratios_of("float32") == {}
+
+
+def test_checks_that_cannot_be_written_are_an_error_with_the_variable(monkeypatch):
+    monkeypatch.setenv(measured.FILE, "/dev/null/checks.json")
+    with pytest.raises(OptionError, match="Fix: set LOCKSTEP_PLAN_CHECKS to a file"):
+        keep_checks([check("h100", 1.0, 2.0)])
+
+
+def test_on_one_device_strategies_that_shard_are_left_out():
+    options = PlanOptions((parse_target("h100:1"), parse_target("h100:2")), ("replicated", "variables"))
+    assert [(target.name, name) for target, name in options.pairs()] == [
+        ("h100:1", "replicated"),
+        ("h100:2", "replicated"),
+        ("h100:2", "variables"),
+    ]
+
+
+def test_a_result_survives_its_way_as_json():
+    result = TargetResult(
+        "h100:8",
+        "variables",
+        (step(8, 5, (("all-gather", 2, 10),)), CompiledStep(9, None, 7)),
+        (8, 9),
+        ("a note",),
+        "no",
+    )
+    assert result_from_json(json.loads(json.dumps(dataclasses.asdict(result)))) == result
+
+
+def test_plan_of_a_model_is_text_json_and_a_page_and_changes_nothing(tmp_path):
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    before = [np.array(variable) for variable in model.variables]
+    data = np.zeros((70, 64), "float32"), np.zeros((70, 1), "float32")
+    plan = lockstep.plan(
+        model, data, hardware="cpu:1,cpu:4", batch=[16, 32], strategy=["replicated", "variables"], prices={"cpu:4": 2}
+    )
+    assert [(row.target, row.strategy, row.batch, row.fits) for row in plan.rows] == [
+        (target, strategy, batch, True)
+        for target, strategy in (("cpu:1", "replicated"), ("cpu:4", "replicated"), ("cpu:4", "variables"))
+        for batch in (16, 32)
+    ]
+    assert [row.last.rows for row in plan.rows[:2]] == [6, 6]
+    replicated, sharded = plan.rows[3], plan.rows[5]
+    assert sharded.step.memory.weights < 0.3 * replicated.step.memory.weights
+    assert {name for name, _, _ in replicated.step.collectives} <= {"all-reduce", "all-gather"}
+    assert "reduce-scatter" in {name for name, _, _ in sharded.step.collectives}
+    assert replicated.estimate is None  # No peak of a CPU is known.
+    plan.save_json(tmp_path / "plan.json")
+    plan.save_html(tmp_path / "plan.html")
+    read = json.loads((tmp_path / "plan.json").read_text())
+    assert read["rows"][3]["kinds"] == replicated.kinds
+    page = (tmp_path / "plan.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "Memory of a device in a step" in page
+    assert text_of(plan) == str(plan)
+    assert all(map(np.array_equal, before, model.variables))
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------------
+
+
+def script(tmp_path, from_logits=False, rows=70, labels=70, code=SCRIPT):
+    path = tmp_path / "train.py"
+    path.write_text(code.format(from_logits=from_logits, rows=rows, labels=labels))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_the_command_plans_a_script_without_training_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--for", "cpu:1", "--for", "cpu:2", "--strategy", "replicated,variables", "--json", "found.json"]
+    assert cli.main(["plan", script(tmp_path), *words, "--price", "cpu:2=3", "--jobs", "2"]) == 0
+    shown = capsys.readouterr()
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [(row["target"], row["strategy"], row["batch"], row["last"]["rows"]) for row in rows] == [
+        ("cpu:1", "replicated", 32, 6),
+        ("cpu:2", "replicated", 32, 6),
+        ("cpu:2", "variables", 32, 6),
+    ]
+    assert all(row["fits"] for row in rows)
+    assert "Plan of train.py\nbatch 32, float32, " in shown.out
+    assert shown.err.count("steps compiled in") == 3
+    assert "lockstep plan: 3 of 3: " in shown.err
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["found.json", "train.py"]
+
+
+@pytest.mark.slow
+def test_a_script_whose_fit_would_fail_fails_with_the_finding_of_the_doctor(tmp_path, capsys):
+    assert cli.main(["plan", "--for", "cpu:1", script(tmp_path, from_logits=True, labels=60)]) == 2
+    said = capsys.readouterr().err
+    assert "train.py:7 fails: " in said
+    assert "doctor: " in said
+
+
+@pytest.mark.slow
+def test_workers_are_planned_without_their_cluster_and_with_the_findings_of_the_doctor(tmp_path):
+    """In the environment of a worker the plan neither waits for the others nor is refused."""
+    cluster = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}})
+    code = SCRIPT.replace('MirroredStrategy(["cpu:0", "cpu:1"])', "MultiWorkerMirroredStrategy()")
+    options = PlanOptions.checked("cpu:2", "replicated")
+    path = script(tmp_path, from_logits=True, code=code)
+    plan = plan_script(path, (), options, {**os.environ, "TF_CONFIG": cluster})
+    assert [row.fits for row in plan.rows] == [True]
+    assert any(note.startswith("doctor: ") and "from_logits" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_check_measures_a_step_and_keeps_the_ratio_for_later_plans(tmp_path, capsys):
+    sheet = tmp_path / "cpu.toml"
+    sheet.write_text(FAST_CPU)
+    options = ["--strategy", "replicated", "--batch", "16", "--hardware-file", str(sheet)]
+    assert cli.main(["plan", "--check", *options, script(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "1 × cpu, replicated, batch 16: " in said
+    assert f"kept for later plans in {tmp_path / 'state' / 'checks.json'}" in said
+    found = ratios_of("float32")["cpu"]
+    assert found.time > 1  # No CPU is as fast as this data sheet.
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.zeros((8, 8), "float32"), np.zeros((8, 1), "float32")
+    plan = lockstep.plan(model, data, hardware="cpu:1", hardware_file=sheet)
+    assert f"{found.time:.2f} × that" in str(plan)
+
+
+@pytest.mark.slow
+def test_limits_of_time_and_memory_end_a_child_and_are_named(tmp_path, capsys):
+    slow = script(tmp_path, code="import time\ntime.sleep(600)\n")
+    began = time.monotonic()
+    assert cli.main(["plan", "--for", "cpu:1", "--limit", "1", slow]) == 2
+    assert "train.py: Not finished within 1 s." in capsys.readouterr().err
+    assert cli.main(["plan", "--for", "cpu:1", "--memory", "0.001", slow]) == 2
+    assert "train.py: It took more than 0.0 GB of memory." in capsys.readouterr().err
+    found = run_child("lockstep.tools.plan.worker", {}, 600, os.environ, is_over=lambda: True)
+    assert (found.content, found.failure) == (None, "Interrupted.")
+    assert time.monotonic() - began < 60
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path, capsys):
+    words = ["plan", "--for", "cpu:1", "--html", str(tmp_path / "absent" / "page.html"), script(tmp_path)]
+    assert cli.main(words) == 2
+    assert "page.html: cannot be written" in capsys.readouterr().err
+    assert Path(tmp_path / "train.py").exists()
