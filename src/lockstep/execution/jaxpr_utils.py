@@ -1,12 +1,12 @@
 """Jaxpr utilities: evaluate a jaxpr with replaced equations, extract a subprogram, inline calls that contain a primitive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
 
-__all__ = ["evaluate", "inline_calls", "is_literal", "subprogram"]
+__all__ = ["equations_of", "evaluate", "inline_calls", "is_literal", "subprogram"]
 
 EquationHandler = Callable[
     [JaxprEqn, list[Any]], Sequence[Any] | None
@@ -69,10 +69,16 @@ def inline_calls(closed: ClosedJaxpr, primitive: Primitive, refuse: Callable[[st
 
 def _contains(equation: JaxprEqn, primitive: Primitive) -> bool:
     return any(
-        inner.primitive is primitive or _contains(inner, primitive)
-        for jaxpr in jaxprs_in_params(equation.params)
-        for inner in jaxpr.eqns
+        inner.primitive is primitive for jaxpr in jaxprs_in_params(equation.params) for inner in equations_of(jaxpr)
     )
+
+
+def equations_of(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a jaxpr, and after each those of the jaxprs within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations_of(inner)
 
 
 def _body(equation: JaxprEqn, refuse: Callable[[str], Any]) -> ClosedJaxpr:

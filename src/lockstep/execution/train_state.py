@@ -79,9 +79,14 @@ class CompiledTrainStep:
 
     def compile_for(self, state: Any, batch: Any) -> jax.stages.Compiled:
         """Return the program for a state and a batch of these shapes, without running it."""
+        return self.trace_for(state, batch).lower().compile()
+
+    def trace_for(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """Trace the step for a state and a batch of these shapes."""
         types = jax.tree.map(jax.typeof, tuple(list(part) for part in state))
         described = jax.tree.map(_described, types, jax.tree.broadcast(self._shardings(state), types))
-        return self._jit(state).lower(described, batch).compile()
+        traced: jax.stages.Traced = self._jit(state).trace(described, batch)
+        return traced
 
     def _jit(self, state: Any) -> Any:
         shardings, donated = self._shardings(state), (0,) if self._donated else ()

@@ -1,7 +1,15 @@
 """The proof that each row of a result follows from its own row of the batch alone."""
 
 from lockstep.execution.rowwise.proof import Trace, draws_for_each_row, infer_dependences, trace_for_rows
-from lockstep.execution.rowwise.row_axes import Mixed, RowAxis, RowDependence, RowMean, move_rows_back, move_rows_first
+from lockstep.execution.rowwise.row_axes import (
+    Mixed,
+    RowAxis,
+    RowDependence,
+    RowMean,
+    move_rows_back,
+    move_rows_first,
+    source_location,
+)
 
 __all__ = [
     "Mixed",
@@ -13,5 +21,6 @@ __all__ = [
     "infer_dependences",
     "move_rows_back",
     "move_rows_first",
+    "source_location",
     "trace_for_rows",
 ]

@@ -30,6 +30,7 @@ __all__ = [
     "is_tracer",
     "move_rows_back",
     "move_rows_first",
+    "source_location",
 ]
 
 
@@ -96,7 +97,7 @@ class Mixed:
 
     def located_at(self, equation: JaxprEqn) -> "Mixed":
         """Return a copy with the layer and the line of an equation, if these are known."""
-        layer, line = _source_location(equation)
+        layer, line = source_location(equation)
         return replace(self, layer=layer or self.layer, line=line or self.line)
 
 
@@ -153,7 +154,7 @@ _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 _OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
-def _source_location(equation: JaxprEqn) -> tuple[str, str]:
+def source_location(equation: JaxprEqn) -> tuple[str, str]:
     """Return the layer and the line of the user's program that an operation comes from; empty if unknown."""
     info = equation.source_info
     names = [name for name in re.findall(r"[^/()]+", str(info.name_stack)) if name not in _TRANSFORMATIONS]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from lockstep._errors import LockstepError, OptionError, sequence_of, shown
@@ -23,6 +24,8 @@ from lockstep.data.sources import AdapterSource, make_source
 from lockstep.doctor.base import is_user_code
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.gathered_variables import Recompute, Shard, layout_notes, layout_of
+from lockstep.execution.jaxpr_utils import equations_of
+from lockstep.execution.rowwise import source_location
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.monitoring.step_timer import flops_of_step
 from lockstep.tools.plan.hardware import Target
@@ -57,6 +60,7 @@ AIM = 0.96  # share of the memory that a try is to need
 MOST_ROWS = 1 << 16  # of a device
 # "… Used 17.2G of 15.75G hbm …", or "… total memory required for HLO temporaries (22.17G) exceeds available HBM (15.75G)"
 _REFUSED = re.compile(r"(?:[Uu]sed |memory required for HLO temporaries \()([\d.]+)([KMGT]?)")
+_PRIMITIVE = re.compile(r"primitive '([\w\-]+)'")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -225,7 +229,7 @@ class StepCompiler:
         self, call: TrainingCall, target: Target, strategy: str, devices: Sequence[jax.Device] | None = None
     ) -> None:
         self._shard, self._recompute = STRATEGIES[strategy]
-        self._call = call
+        self._call, self._target = call, target
         mesh = Mesh(np.asarray(target.devices() if devices is None else devices), (DEVICE_AXIS,))
         self._placement = Placement(mesh, target.count)
         self._executor = SpmdExecutor(self._placement, AutoAllReduce(), shard=self._shard, recompute=self._recompute)
@@ -241,14 +245,17 @@ class StepCompiler:
         start = time.perf_counter()
         functions = StepFunctions(self._call.model, self._placement, self._executor, self._note)
         step = self._executor.train_step(functions.build_step(self._executor, "train"))
+        traced = None
         try:
             batch = self._placement.abstract_batch(repeat_row(self._call.row, rows))
-            program = step.compile_for(self._state, batch)
+            traced = step.trace_for(self._state, batch)
+            program = traced.lower().compile(compiler_options=self._target.accelerator.compiler_options)
         except Exception as error:  # of the model or of the compiler, of any type
             seconds = time.perf_counter() - start
             if "RESOURCE_EXHAUSTED" in str(error):
                 return CompiledStep(rows, None, _bytes_refused(str(error)), seconds=seconds)
-            return CompiledStep(rows, None, None, seconds=seconds, failure=describe_failure(error))
+            failure = describe_failure(error, traced.jaxpr.jaxpr if traced else None)
+            return CompiledStep(rows, None, None, seconds=seconds, failure=failure)
         return self._measured(rows, program, time.perf_counter() - start)
 
     def _gradient_bytes(self, value: jax.Array) -> int:
@@ -288,9 +295,19 @@ def _bytes_refused(message: str) -> int | None:
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
-def describe_failure(error: Exception) -> str:
-    """Describe an exception in one line, with the line of the user's program where it was raised."""
+def describe_failure(error: Exception, step: Jaxpr | None = None) -> str:
+    """Describe an exception in one line, with the line of the user's program that it is about.
+
+    Args:
+        error: of tracing or compiling.
+        step: the traced step, in which an operation that the exception names is looked up; None: it was not traced.
+    """
     text = str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {cause_of(error)[:300]}"
+    named = _PRIMITIVE.search(text)
+    if step is not None and named is not None:
+        places = (source_location(equation) for equation in equations_of(step) if equation.primitive.name == named[1])
+        layer, line = next(places, ("", ""))
+        return f"{text} (at {line}, in {layer or 'the step'})" if line else text
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
 

@@ -26,7 +26,7 @@ __all__ = ["checks_text", "page_of", "report_progress", "text_of"]
 
 _MIN_WIDTH = 140  # columns, if the output is no terminal
 _MOST_BARS = 24
-_KINDS = ("weights", "optimizer", "gradients", "activations", "workspace", "free")
+_KINDS = ("weights", "optimizer", "gradients", "activations", "workspace")
 _SUMMARY = ("fits", "needs", "which is", "of", "largest batch", "a step", "rows/s", "price of 1M rows")
 _TIMES = ("TFLOP a device", "arithmetic", "memory", "collectives", "a step", "efficiency", "measured")
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "others")
@@ -87,8 +87,8 @@ def tables_of(plan: "Plan") -> list[tuple[str, tuple[str, ...], Lines]]:
         ("Does it fit?", (*first, *_SUMMARY), [(*name, *_summary_cells(row)) for row, name in named]),
         (
             "Memory of a device in a step with a whole batch",
-            (*first, *_KINDS[:-1]),
-            [(*name, *(_size(row.kinds[kind]) for kind in _KINDS[:-1])) for row, name in named if row.kinds],
+            (*first, *_KINDS),
+            [(*name, *(_size(row.kinds[kind]) for kind in _KINDS)) for row, name in named if row.kinds],
         ),
         (
             "Time of a step, estimated",
@@ -172,19 +172,16 @@ def page_of(plan: "Plan") -> str:
 
 
 def _memory(plan: "Plan") -> Figure | None:
-    rows = [row for row in plan.rows if row.kinds][:_MOST_BARS]
+    rows = [(row, row.kinds) for row in plan.rows if row.kinds][:_MOST_BARS]
     if not rows:
         return None
-    bars, lines = [], []
-    for row in rows:
-        kinds = row.kinds or {}
-        used = sum(kinds.values())
-        whole = max(used, row.usable or 0)
-        sizes = [*kinds.values(), whole - used]
-        bars.append(Bar(_name(row), [(size / whole, _size(size)) for size in sizes]))
-        lines.append((_name(row), *map(_size, sizes), _size(whole)))
-    text = "Memory of one device in a step with a whole batch. A bar is all that programs get of a device, or what the step needs if that is more."
-    return Figure(bar_chart("Memory", _KINDS, bars), text, ("setting", *_KINDS, "whole"), tuple(lines))
+    most = max(sum(kinds.values()) for _, kinds in rows)
+    bars = [Bar(_name(row), [(size / most, _size(size)) for size in kinds.values()]) for row, kinds in rows]
+    lines = [
+        (_name(row), *map(_size, kinds.values()), _size(sum(kinds.values())), _size(row.usable)) for row, kinds in rows
+    ]
+    text = "Memory of one device in a step with a whole batch, as shares of what the largest setting needs."
+    return Figure(bar_chart("Memory", _KINDS, bars), text, ("setting", *_KINDS, "all", "of"), tuple(lines))
 
 
 def _times(plan: "Plan") -> Figure | None:

@@ -497,7 +497,7 @@ _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1b1f24;--soft:#57606a;--faint:#d5d9de;--card:#f6f8fa;--accent:#0b62a8}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1320px;padding:1rem clamp(.75rem,3vw,2.5rem) 3rem;background:var(--paper);
 color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;overflow-wrap:anywhere}
-h1{font-size:1.6rem;line-height:1.25;margin:.5rem 0}h2{font-size:1.25rem;margin:2rem 0 .5rem}h3{font-size:1.05rem;margin:0 0 .25rem}
+h1{font-size:1.6rem;line-height:1.25;margin:.5rem 0}h2{font-size:1.25rem;margin:2rem 0 .5rem}h3{font-size:1.05rem;margin:0 0 .25rem}section>h3{margin-top:1.5rem}
 .soft{color:var(--soft);font-size:.9rem}.take{border-left:4px solid var(--accent);background:var(--card);padding:.75rem 1rem;
 margin:1rem 0}.take ul{margin:0;padding-left:1.1rem}.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,34rem),1fr));
 gap:1.25rem}figure{margin:0;padding:1rem;border:1px solid var(--faint);border-radius:8px;min-width:0}figcaption p{margin:.25rem 0 .75rem}
