@@ -12,6 +12,7 @@ import pytest
 
 import lockstep
 from lockstep import OptionError, cli
+from lockstep.devices.cpu_devices import HostMemory
 from lockstep.tools.child_process import run_child
 from lockstep.tools.plan import measured, planner
 from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey
@@ -149,6 +150,13 @@ def test_checks_that_cannot_be_written_are_an_error_with_the_variable(monkeypatc
     monkeypatch.setenv(measured.FILE, "/dev/null/checks.json")
     with pytest.raises(OptionError, match="Fix: set LOCKSTEP_PLAN_CHECKS to a file"):
         keep_checks([check("h100", 1.0, 2.0)])
+
+
+def test_as_many_compilers_run_side_by_side_as_memory_holds(monkeypatch):
+    monkeypatch.setattr(planner, "usable_cores", lambda: 8)
+    for free, state, jobs in ((None, 0, 8), (64 * GIB, 0, 8), (12 * GIB, 0, 4), (12 * GIB, 3 * GIB, 2), (GIB, GIB, 1)):
+        monkeypatch.setattr(planner, "host_memory", lambda free=free: HostMemory(64 * GIB, None, free))
+        assert planner._most_jobs(state) == jobs
 
 
 def test_on_one_device_strategies_that_shard_are_left_out():

@@ -173,6 +173,7 @@ class Survey:
         has_own_batches: whether the input has batches already.
         dtype: in which the model computes.
         flops_per_row: floating-point operations of a training step; None if XLA cannot count them.
+        state_bytes: of weights and optimizer, which every process that compiles has in memory.
     """
 
     batch: int
@@ -180,6 +181,7 @@ class Survey:
     has_own_batches: bool
     dtype: str
     flops_per_row: float | None
+    state_bytes: int = 0
 
 
 def last_batch(rows: int | None, batch: int) -> int | None:
@@ -196,7 +198,8 @@ def survey(call: TrainingCall) -> Survey:
     state = trainer.training_state(call.model, call.row)
     flops = flops_of_step(call.model, state, repeat_row(call.row, call.batch))
     per_row = flops / call.batch if flops else None
-    return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    return Survey(call.batch, call.rows, call.has_own_batches, _compute_dtype(call.model), per_row, size)
 
 
 def _compute_dtype(model: keras.Model) -> str:

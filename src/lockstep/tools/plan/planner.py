@@ -356,7 +356,8 @@ def plan_script(
     content = _answer(path, run_child(_WORKER, {**request, "ask": "survey"}, options.limit, variables, options.memory))
     surveyed, findings = survey_from_json(content["survey"]), content["findings"]
     request |= {"ask": "compile", "batches": list(options.batches), "is_search": options.is_search}
-    results = _compile_all(request, options, variables, report)
+    jobs = options.jobs or _most_jobs(surveyed.state_bytes)
+    results = _compile_all(request, options, jobs, variables, report)
     notes = [f"doctor: {line}" for line in findings]
     if surveyed.has_own_batches and options.batches:
         notes.append("the input has batches already; the plan is for other sizes of them")
@@ -411,7 +412,7 @@ def _answer(path: str, found: ChildResult) -> dict[str, Any]:
 
 
 def _compile_all(
-    request: Mapping[str, Any], options: PlanOptions, environment: Mapping[str, str], report: Report
+    request: Mapping[str, Any], options: PlanOptions, jobs: int, environment: Mapping[str, str], report: Report
 ) -> list[TargetResult]:
     """Compile each target with each strategy in a process of its own, side by side."""
     pairs, is_over = options.pairs(), threading.Event()
@@ -426,7 +427,7 @@ def _compile_all(
         hint = " Fix: raise --limit, or name fewer batches." if found.is_late else ""
         return replace(result, failure=failure + hint)
 
-    with ThreadPoolExecutor(options.jobs or _most_jobs()) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         try:
             compiled = [pool.submit(compile_one, pair) for pair in pairs]
             for done, each in enumerate(as_completed(compiled), 1):
@@ -437,10 +438,11 @@ def _compile_all(
             pool.shutdown(cancel_futures=True)
 
 
-def _most_jobs() -> int:
-    """Return how many compilers this machine runs side by side."""
+def _most_jobs(state_bytes: int) -> int:
+    """Return how many processes with a compiler and this state fit on this machine side by side."""
     free = host_memory().free
-    return max(1, min(usable_cores(), usable_cores() if free is None else free // _COMPILER_BYTES))
+    by_memory = usable_cores() if free is None else free // (_COMPILER_BYTES + state_bytes)
+    return max(1, min(usable_cores(), by_memory))
 
 
 def _planned(
