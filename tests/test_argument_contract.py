@@ -113,10 +113,12 @@ GIVEN = {
     "lockstep.cluster_resolver.ClusterSpec": Given({"cluster": SPEC}),
     "lockstep.cluster_resolver.JaxClusterResolver": UNSET,
     "lockstep.cluster_resolver.KubernetesClusterResolver": UNSET,
+    "lockstep.cluster_resolver.LeaderWorkerSetClusterResolver": UNSET,
     "lockstep.cluster_resolver.OpenMpiClusterResolver": UNSET,
     "lockstep.cluster_resolver.RayClusterResolver": UNSET,
     "lockstep.cluster_resolver.SlurmClusterResolver": UNSET,
     "lockstep.cluster_resolver.TorchrunClusterResolver": UNSET,
+    "lockstep.cluster_resolver.TpuPodClusterResolver": UNSET,
     "lockstep.cluster_resolver.SimpleClusterResolver": Given(
         {"cluster_spec": SPEC, "task_type": "worker", "task_id": 0, "environ": {}}
     ),
@@ -168,7 +170,7 @@ CALLED_BY_LOCKSTEP = "Lockstep or Keras calls it, with what was checked before"
 MADE_BY_LOCKSTEP = "Lockstep makes such objects; a program only reads them"
 EXCLUDED = {
     r"\w+\.(all_reduce|all_reduce_vector|describe|error_bound)": CALLED_BY_LOCKSTEP,
-    r"\w+\.(on_\w+|attach|around_fit|is_present|shards|noting)": CALLED_BY_LOCKSTEP,
+    r"\w+\.(on_\w+|attach|around_fit|is_present|unused_variables|shards|noting)": CALLED_BY_LOCKSTEP,
     r"(DistributedDataset|InputSource|ParameterServerStrategy|PerReplica)\.\w+": CALLED_BY_LOCKSTEP,
     r"lockstep\.(DistributedDataset|PerReplica|RemoteValue|ReplicaContext|ValueContext)": MADE_BY_LOCKSTEP,
     r"ReplicaContext\.\w+": "works only in a function that strategy.run traces",

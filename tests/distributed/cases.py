@@ -8,12 +8,14 @@ from lockstep.cluster_resolver import (
     ClusterResolver,
     JaxClusterResolver,
     KubernetesClusterResolver,
+    LeaderWorkerSetClusterResolver,
     OpenMpiClusterResolver,
     RayClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
     TorchrunClusterResolver,
+    TpuPodClusterResolver,
 )
 from lockstep.distributed.resolvers.ray_train import RayTrain
 
@@ -82,6 +84,20 @@ def kubernetes(index: int) -> dict[str, str]:
 def job_set(index: int) -> dict[str, str]:
     environ = {"JOB_COMPLETION_INDEX": "0", "JOB_COMPLETIONS": "1", "JOB_INDEX": str(index)}
     return {**environ, "JOBSET_NAME": "all", "REPLICATED_JOB_NAME": "train", "REPLICATED_JOB_REPLICAS": "3"}
+
+
+def leader_worker_set(index: int, workers: int = 3) -> dict[str, str]:
+    environ = {"LWS_GROUP_SIZE": str(workers), "LWS_WORKER_INDEX": str(index)}
+    return {**environ, "LWS_LEADER_ADDRESS": "train-0.train.default"}
+
+
+def tpu(index: int, hosts: str = "n1,n2,n3") -> dict[str, str]:
+    return {"TPU_WORKER_ID": str(index), "TPU_WORKER_HOSTNAMES": hosts}
+
+
+def tpu_slices(index: int, slices: int = 3, here: int = 0, hosts: str = "localhost") -> dict[str, str]:
+    environ = {"MEGASCALE_NUM_SLICES": str(slices), "MEGASCALE_SLICE_ID": str(index)}
+    return {**tpu(here, hosts), **environ, "MEGASCALE_COORDINATOR_ADDRESS": "n1:8080"}
 
 
 def ray(index: int) -> dict[str, str]:
@@ -177,6 +193,18 @@ CASES = (
         knows_addresses=True,
         required=(*_SLURM, "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
         numbers=(*_SLURM, "SLURM_STEP_NUM_TASKS"),
+    ),
+    Case("TPU", TpuPodClusterResolver, tpu, knows_addresses=True, required=tuple(tpu(0)), numbers=("TPU_WORKER_ID",)),
+    Case(
+        *("TPU slices", TpuPodClusterResolver, tpu_slices),
+        required=tuple(tpu_slices(0)),
+        numbers=("TPU_WORKER_ID", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
+    ),
+    Case(
+        *("LeaderWorkerSet", LeaderWorkerSetClusterResolver, leader_worker_set),
+        ("train-0.train.default", "", ""),
+        required=tuple(leader_worker_set(0)),
+        numbers=("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
     ),
     Case(
         *("Kubernetes", KubernetesClusterResolver, kubernetes, ("train-0.pods", "train-1.pods", "train-2.pods")),

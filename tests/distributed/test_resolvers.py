@@ -17,8 +17,22 @@ from lockstep.cluster_resolver import (
     WorkerGroup,
     resolve,
 )
+from lockstep.distributed.resolvers import notes_if_alone
 
-from .cases import CASES, PORT, jax, kubernetes, open_mpi, open_mpi_5, slurm, tf_config, torchrun
+from .cases import (
+    CASES,
+    PORT,
+    jax,
+    kubernetes,
+    leader_worker_set,
+    open_mpi,
+    open_mpi_5,
+    slurm,
+    tf_config,
+    torchrun,
+    tpu,
+    tpu_slices,
+)
 
 FROM_ENVIRONMENT = [case for case in CASES if case.required]
 
@@ -130,13 +144,16 @@ def test_every_resolver_has_a_case():
 
 
 def test_the_order_is_from_the_innermost_to_the_outermost():
-    innermost_last = kubernetes(0) | slurm(0) | open_mpi_5(0) | jax(0) | torchrun(0) | tf_config(0)
+    innermost_last = (
+        kubernetes(0) | leader_worker_set(0) | tpu(0) | slurm(0) | open_mpi_5(0) | jax(0) | torchrun(0) | tf_config(0)
+    )
     found = []
     for resolver in RESOLVERS:
         if resolver.source != "Ray Train":
             found.append(resolve(innermost_last).group().source)
             innermost_last = {k: v for k, v in innermost_last.items() if k not in resolver.variables}
-    assert found == ["TF_CONFIG", "torchrun", "JAX's variables", "Open MPI", "Slurm", "Kubernetes"]
+    outermost = ["Open MPI", "Slurm", "the TPU pod", "LeaderWorkerSet", "Kubernetes"]
+    assert found == ["TF_CONFIG", "torchrun", "JAX's variables", *outermost]
     assert resolve(innermost_last) is None
 
 
@@ -159,6 +176,82 @@ def test_what_says_the_same_or_nothing_is_not_told():
     incomplete = slurm(1)
     del incomplete["SLURM_PROCID"]
     assert resolve(torchrun(5, workers=8, here=4) | incomplete).group().notes == ()
+
+
+# What suggests nothing by itself: names that other programs use, and what each process of one machine has, too.
+SILENT = {
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "PET_MASTER_PORT", "PET_NPROC_PER_NODE"),
+    *("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri", "PMIX_NAMESPACE", "PMIX_HOSTNAME"),
+    *("JOB_NAME", "SERVICE_NAME", "JOB_INDEX"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"),
+}
+
+
+def subsets(variables):
+    items = list(variables.items())
+    return (dict(item for bit, item in enumerate(items) if number >> bit & 1) for number in range(1, 1 << len(items)))
+
+
+@of_cases([case for case in FROM_ENVIRONMENT if case.name != "Ray Train"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_no_part_of_the_variables_of_a_job_trains_alone_in_silence(case, index):
+    silent = []
+    for environ in subsets(case.variables(index)):
+        try:
+            resolver = resolve(environ)
+        except lockstep.ClusterError:
+            continue
+        notes = resolver.group().notes if resolver else notes_if_alone(environ)
+        if not (resolver and resolver.group().workers > 1) and not notes:
+            silent.append(set(environ))
+    one = {name for name, value in case.variables(index).items() if value == "1"} - {"RANK", "JAX_PROCESS_ID"}
+    first = {"SLURM_PROCID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS"} if index == 0 else {"SLURM_NODEID"}
+    slice_of_one_host = set(tpu(0)) if case.name == "TPU slices" else set()
+    assert [names for names in silent if not names <= SILENT | one | first | slice_of_one_host] == []
+
+
+def test_a_note_names_what_is_set_and_does_not_suffice():
+    (note,) = notes_if_alone({"TPU_WORKER_ID": "0", "RANK": "3", "MASTER_PORT": "1"})
+    assert note.startswith("trains alone, though variables of jobs of several processes are set: RANK of torchrun; ")
+    assert "TPU_WORKER_ID of the TPU pod. They do not say which processes train together. Fix, " in note
+
+
+def test_one_process_of_a_launcher_notes_what_an_outer_scheduler_left_incomplete():
+    incomplete = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+    (note,) = resolve({"RANK": "0", "WORLD_SIZE": "1"} | incomplete).group().notes
+    assert note.startswith("LeaderWorkerSet: LWS_LEADER_ADDRESS, the host of worker 0, is not set.")
+    assert note.endswith("That is not used, as torchrun says that one process trains.")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        tpu(0, "localhost"),
+        {"TPU_WORKER_HOSTNAMES": "localhost"},
+        {"TPU_PROCESS_ADDRESSES": "local"},
+        {**tpu(0, "localhost"), "TPU_PROCESS_ADDRESSES": "localhost:8471"},
+        tpu_slices(0, slices=1),
+        {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "t1v-n-1-w-0", "MEGASCALE_NUM_SLICES": "1"},
+    ],
+    ids=["GKE", "hosts", "Kaggle", "processes", "one slice", "one slice without its number"],
+)
+def test_a_tpu_vm_of_one_host_trains_alone_without_a_word(environ):
+    assert resolve(environ) is None
+    assert notes_if_alone(environ) == ()
+
+
+def test_a_leader_without_tpus_is_no_worker():
+    """LeaderWorkerSet counts all pods, its TPU_WORKER_HOSTNAMES only those with TPUs."""
+    pod = leader_worker_set(2, workers=3) | tpu(1, "train-0-1.train,train-0-2.train")
+    group = resolve(pod).group()
+    assert (group.workers, group.index, group.coordinator) == (2, 1, "train-0-1.train:12421")
+    (note,) = group.notes
+    assert note.startswith("LeaderWorkerSet says that this process is worker 2 of 3. That is not used, as the TPU pod")
+
+
+def test_a_single_host_view_of_a_tpu_pod_does_not_hide_its_group():
+    """GKE may give each pod of a LeaderWorkerSet a view of its own host only."""
+    assert resolve(leader_worker_set(1) | tpu(0, "localhost")).group().workers == 3
 
 
 def test_mpirun_under_slurm_inherits_the_task_of_its_daemon():

@@ -6,11 +6,13 @@ import lockstep
 from lockstep.cluster_resolver import (
     JaxClusterResolver,
     KubernetesClusterResolver,
+    LeaderWorkerSetClusterResolver,
     OpenMpiClusterResolver,
     RayClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TorchrunClusterResolver,
+    TpuPodClusterResolver,
     resolve,
 )
 from lockstep.distributed.cluster.addresses import JOB_PORTS, port_of_job
@@ -22,6 +24,7 @@ from .cases import (
     job_set,
     kubeflow,
     kubernetes,
+    leader_worker_set,
     open_mpi,
     open_mpi_4,
     open_mpi_5,
@@ -30,6 +33,8 @@ from .cases import (
     tf,
     tf_config,
     torchrun,
+    tpu,
+    tpu_slices,
 )
 
 ON_TWO = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
@@ -145,8 +150,14 @@ def test_a_range_of_machines_is_for_torchrun_to_decide():
         lambda host: OpenMpiClusterResolver({**open_mpi_5(1), "LOCKSTEP_COORDINATOR": f"{host}:5000"}),
         lambda host: RayClusterResolver(ray(1), ray=FakeRay(Context(1), host)),
         lambda host: KubernetesClusterResolver({**kubernetes(1), "LOCKSTEP_COORDINATOR": f"{host}:5000"}),
+        lambda host: LeaderWorkerSetClusterResolver({**leader_worker_set(1), "LWS_LEADER_ADDRESS": host}),
+        lambda host: TpuPodClusterResolver({**tpu(1), "LOCKSTEP_COORDINATOR": f"{host}:5000"}),
+        lambda host: TpuPodClusterResolver({**tpu_slices(1), "MEGASCALE_COORDINATOR_ADDRESS": host}),
     ],
-    ids=["torchrun", "Kubeflow", "TF_CONFIG", "Slurm", "Open MPI", "Ray Train", "Kubernetes"],
+    ids=[
+        *("torchrun", "Kubeflow", "TF_CONFIG", "Slurm", "Open MPI", "Ray Train", "Kubernetes"),
+        *("LeaderWorkerSet", "TPU", "TPU slices"),
+    ],
 )
 def test_a_loopback_address_of_worker_0_is_refused_on_several_machines(make, host):
     message = rf"worker 0 of [23] \({host}:\d+\) cannot be reached by workers on other machines.* LOCKSTEP_COORDINATOR="
@@ -206,6 +217,38 @@ def test_task_0_must_be_on_the_first_node():
 def test_variables_of_slurm_that_contradict_each_other(name, value, message):
     with pytest.raises(lockstep.ClusterError, match=message):
         SlurmClusterResolver(slurm(1, **{name: value}))
+
+
+# TPU pods.
+
+
+def test_hosts_of_slices_are_counted_slice_by_slice_as_in_jax():
+    groups = [TpuPodClusterResolver(tpu_slices(number, 2, here, "c,d")).group() for number in (0, 1) for here in (0, 1)]
+    assert [(group.workers, group.index) for group in groups] == [(4, 0), (4, 1), (4, 2), (4, 3)]
+    assert {(group.coordinator, group.addresses) for group in groups} == {("n1:12421", None)}
+
+
+def test_ports_of_libtpu_are_no_part_of_a_host():
+    environ = {"TPU_WORKER_ID": "1", "TPU_PROCESS_ADDRESSES": "n1:8471, [fd00::7]:8471,n3"}
+    assert TpuPodClusterResolver(environ).group().addresses == ("n1:12421", "[fd00::7]:12421", "n3:12421")
+    one_machine = {"TPU_WORKER_ID": "1", "TPU_PROCESS_ADDRESSES": "localhost:8476,localhost:8477"}
+    group = TpuPodClusterResolver(one_machine).group()
+    assert (group.workers, group.coordinator, group.addresses) == (2, "localhost:12421", None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "missing"),
+    [
+        ({"TPU_WORKER_ID": "1"}, "TPU_WORKER_HOSTNAMES, the hosts of the slice"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID, the number of this one of 2 hosts"),
+        ({**tpu(0, "a"), "MEGASCALE_SLICE_ID": "0"}, "MEGASCALE_NUM_SLICES, the number of slices"),
+        ({**tpu(0, "a"), "MEGASCALE_COORDINATOR_ADDRESS": "a"}, "MEGASCALE_NUM_SLICES, the number of slices"),
+        ({**tpu(0, "a"), "MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_SLICE_ID, the number of this one of 2 slices"),
+    ],
+)
+def test_incomplete_variables_of_a_tpu_pod_are_named(environ, missing):
+    with pytest.raises(lockstep.ClusterError, match=rf"^the TPU pod: {missing}.* is not set\. Set it as GKE does"):
+        resolve(environ)
 
 
 # Open MPI.

@@ -50,6 +50,7 @@ def test_a_broken_jax_is_part_of_the_report(tmp_path):
     ("variables", "text"),
     [
         ({}, "none: a program started here trains as a single process"),
+        ({"TPU_WORKER_ID": "0"}, "variables of jobs of several processes are set: TPU_WORKER_ID of the TPU pod"),
         ({"TF_CONFIG": "not JSON"}, "TF_CONFIG"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},

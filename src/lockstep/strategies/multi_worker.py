@@ -19,7 +19,7 @@ from lockstep.distributed.consistency_checks import ProgressReporter, agree_on_r
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.jax_init import ProcessJob, job_of_this_process
 from lockstep.distributed.process_group import WorkerProcessGroup, coordinate_saving
-from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
+from lockstep.distributed.resolvers import ClusterResolver, check_resolver, notes_if_alone, resolve
 from lockstep.execution.gathered_variables import Recompute
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
@@ -87,7 +87,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._check_every = whole_number("check_every", check_every, least=0)
         self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
         self._resolver = None if is_made_alone() else _resolver(cluster_resolver)
-        self._group = self._resolver.group() if self._resolver else _ALONE
+        self._group = self._resolver.group() if self._resolver else _alone()
         self._job: ProcessJob | None = None
         communication = replace(options, timeout_seconds=None)
         ops = None if communication == CommunicationOptions() else choose_cross_device_ops(None, communication)
@@ -161,6 +161,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _summary(self) -> str:
         return f"worker {self._group.index} of {self._group.workers} ({self._group.source}). {super()._summary()}"
+
+
+def _alone() -> WorkerGroup:
+    return _ALONE if is_made_alone() else replace(_ALONE, notes=notes_if_alone(os.environ))
 
 
 def _resolver(given: ClusterResolver | None) -> ClusterResolver | None:

@@ -66,6 +66,13 @@ def test_one_worker_alone_waits_for_nobody(monkeypatch, caplog, name):
     assert ("this process is the evaluator: it runs alone" in said) == (name == "evaluator")
 
 
+def test_a_worker_alone_names_variables_of_a_job_that_do_not_suffice(monkeypatch, caplog):
+    caplog.set_level("INFO", "lockstep")
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    lockstep.MultiWorkerMirroredStrategy(devices=["cpu:0"])
+    assert "trains alone, though variables of jobs of several processes are set: TPU_WORKER_ID" in caplog.text
+
+
 def test_a_server_of_variables_does_not_train_in_step(monkeypatch):
     cluster = {"worker": ["localhost:12421"], "ps": ["localhost:1"]}
     with pytest.raises(

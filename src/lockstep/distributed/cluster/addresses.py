@@ -4,7 +4,7 @@
 port                   used by
 =====================  ============================================================================================
 as written             ``TF_CONFIG``, ``SimpleClusterResolver``, ``JAX_COORDINATOR_ADDRESS``
-``DEFAULT_PORT``       if each process has a host of its own: Kubernetes
+``DEFAULT_PORT``       if each process has a host of its own: Kubernetes, LeaderWorkerSet, TPU pods
 ``JOB_PORTS``          if jobs may share a host: Slurm, torchrun, Open MPI, Ray Train; 16 ports a job
 =====================  ============================================================================================
 

@@ -4,16 +4,19 @@ import os
 from collections.abc import Mapping, Sequence
 
 from lockstep._errors import ClusterError, OptionError, sequence_of, shown
+from lockstep._logging import listed
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver, check_environ, check_resolver
 from lockstep.distributed.resolvers.kubernetes import KubernetesClusterResolver
+from lockstep.distributed.resolvers.leader_worker_set import LeaderWorkerSetClusterResolver
 from lockstep.distributed.resolvers.open_mpi import OpenMpiClusterResolver
 from lockstep.distributed.resolvers.ray_train import RayClusterResolver
 from lockstep.distributed.resolvers.simple import JaxClusterResolver, SimpleClusterResolver
 from lockstep.distributed.resolvers.slurm import SlurmClusterResolver
 from lockstep.distributed.resolvers.tf_config import TFConfigClusterResolver
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
+from lockstep.distributed.resolvers.tpu_pod import TpuPodClusterResolver
 
 __all__ = [
     "RESOLVERS",
@@ -21,13 +24,16 @@ __all__ = [
     "EnvironmentResolver",
     "JaxClusterResolver",
     "KubernetesClusterResolver",
+    "LeaderWorkerSetClusterResolver",
     "OpenMpiClusterResolver",
     "RayClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
+    "TpuPodClusterResolver",
     "check_resolver",
+    "notes_if_alone",
     "resolve",
 ]
 
@@ -40,6 +46,8 @@ RESOLVERS: tuple[type[EnvironmentResolver], ...] = (
     OpenMpiClusterResolver,  # mpirun starts its daemons with srun, and its processes inherit the daemons' SLURM_*.
     RayClusterResolver,  # Ray's workers inherit what `ray start` was started with, srun or a pod.
     SlurmClusterResolver,
+    TpuPodClusterResolver,  # The hosts that libtpu connects; a group of LeaderWorkerSet may have further pods without TPUs.
+    LeaderWorkerSetClusterResolver,
     KubernetesClusterResolver,  # Last, as pods may run any of the others.
 )
 
@@ -52,7 +60,8 @@ def resolve(
 ) -> ClusterResolver | None:
     """Return the resolver of the first scheduler or launcher whose variables are set.
 
-    If variables of another one are set, too, and contradict it, a note of the group says what was not used.
+    If variables of another one are set, too, and contradict it, a note of the group says what was not used. If the process trains
+    alone, a note says which variables of jobs of several processes are set and do not suffice (see :func:`notes_if_alone` if there is no resolver).
 
     Args:
         environ: names and values.
@@ -85,15 +94,37 @@ def resolve(
     if group is None:  # A parameter server has no group to compare.
         return first
     known = {**environ, COORDINATOR: group.coordinator}  # The other resolvers need not look for worker 0.
-    return first.noting(*(note for other in present[1:] for note in _contradiction(other, known, group)))
+    notes = [note for other in present[1:] for note in _contradiction(other, known, group)]
+    return first.noting(*notes, *(notes_if_alone(environ, resolvers) if group.workers == 1 else ()))
+
+
+def notes_if_alone(
+    environ: Mapping[str, str], resolvers: Sequence[type[EnvironmentResolver]] = RESOLVERS
+) -> tuple[str, ...]:
+    """Return a note for a process that trains alone though variables of jobs of several processes are set; else nothing.
+
+    Args:
+        environ: names and values.
+        resolvers: those that know such variables.
+    """
+    unused = [(kind, names) for kind in resolvers if (names := kind.unused_variables(environ))]
+    if not unused:
+        return ()
+    found = "; ".join(f"{listed(names)} of {kind.source}" for kind, names in unused)
+    return (
+        f"trains alone, though variables of jobs of several processes are set: {found}. They do not say which processes "
+        f"train together. Fix, if there are others: {unused[0][0].cure}",
+    )
 
 
 def _contradiction(other: type[EnvironmentResolver], environ: Mapping[str, str], group: WorkerGroup) -> list[str]:
     """Return a sentence if ``other`` contradicts the group that is used."""
     try:
         ignored = other(environ=environ).group()
-    except ClusterError:  # Its variables are incomplete, and not used.
-        return []
+    except ClusterError as error:  # Its variables are incomplete, and not used.
+        return (
+            [f"{error} That is not used, as {group.source} says that one process trains."] if group.workers == 1 else []
+        )
     if ignored.workers == 1 or (ignored.workers, ignored.index) == (group.workers, group.index):
         return []
     return [

@@ -175,6 +175,8 @@ class EnvironmentResolver(ClusterResolver, ABC):
     source: ClassVar[str]  # The scheduler, for messages.
     variables: ClassVar[tuple[str, ...]]  # Names of the variables that are read.
     cure: ClassVar[str]  # A sentence that says how to set a missing one.
+    # Variables that suggest a job of several processes even if is_present needs more, with a value that suggests none, if any.
+    telling: ClassVar[tuple[tuple[str, str | None], ...]] = ()
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         check_environ(environ)
@@ -184,6 +186,13 @@ class EnvironmentResolver(ClusterResolver, ABC):
     @abstractmethod
     def is_present(cls, environ: Mapping[str, str]) -> bool:
         """True if variables of this scheduler are set, even if they are wrong or incomplete."""
+
+    @classmethod
+    def unused_variables(cls, environ: Mapping[str, str]) -> list[str]:
+        """Return the variables that speak of other processes, for a process that trains alone as they do not suffice."""
+        if cls.is_present(environ):
+            return []
+        return [name for name, silent in cls.telling if environ.get(name, "").strip() not in ("", silent)]
 
     @abstractmethod
     def _read(self, variables: EnvReader) -> Membership:

@@ -39,6 +39,10 @@ class KubernetesClusterResolver(EnvironmentResolver):
         *("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS", "JOB_NAME", "SERVICE_NAME"),
         *("JOBSET_NAME", "REPLICATED_JOB_NAME", "REPLICATED_JOB_REPLICAS", "JOB_INDEX"),
     )
+    telling = (
+        *(("JOB_COMPLETIONS", "1"), ("REPLICATED_JOB_REPLICAS", "1")),
+        *(("JOBSET_NAME", None), ("REPLICATED_JOB_NAME", None)),
+    )
     cure = "Set it under env: in the manifest of the Job or JobSet; docs/clusters.md shows how."
 
     @classmethod

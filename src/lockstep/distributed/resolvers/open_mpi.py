@@ -46,6 +46,7 @@ class OpenMpiClusterResolver(EnvironmentResolver):
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         *(_LAUNCHER, _DAEMON, _NAMESPACE, _HOST),
     )
+    telling = (("OMPI_COMM_WORLD_LOCAL_RANK", None), ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     cure = "Start the script with mpirun, which sets it."
 
     @classmethod

@@ -91,6 +91,7 @@ class JaxClusterResolver(EnvironmentResolver):
 
     source = "JAX's variables"
     variables = (_ADDRESS, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    telling = ((_ADDRESS, None),)
     cure = "Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process."
 
     @classmethod

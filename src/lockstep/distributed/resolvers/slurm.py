@@ -62,6 +62,7 @@ class SlurmClusterResolver(EnvironmentResolver):
         *("SLURM_JOB_ID", "SLURM_STEP_ID", _TASKS, _NODES, _PER_NODE, "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
         *("SLURM_DISTRIBUTION", *(name for name, _ in _ALLOCATED)),
     )
+    telling = (("SLURM_PROCID", None), (_TASKS, "1"), ("SLURM_NODEID", None), *((name, "1") for name, _ in _ALLOCATED))
     cure = "Start the script with srun, which sets the variables of its tasks."
 
     @classmethod
@@ -71,7 +72,12 @@ class SlurmClusterResolver(EnvironmentResolver):
 
     def _read(self, variables: EnvReader) -> Membership:
         step = variables.environ.get("SLURM_STEP_ID", "0")
-        is_task = _TASKS in variables.environ and not (step.isdecimal() and int(step) >= _SPECIAL_STEPS)
+        is_numbered = variables.environ.get("SLURM_PROCID", "0").strip() not in (
+            "",
+            "0",
+        )  # Then the step has other tasks.
+        is_special = step.isdecimal() and int(step) >= _SPECIAL_STEPS
+        is_task = (_TASKS in variables.environ or is_numbered) and not is_special
         return membership_of_group(_task_of_step(variables) if is_task else _single_process(variables))
 
 

@@ -41,6 +41,10 @@ class TorchrunClusterResolver(EnvironmentResolver):
         *(*_PROCESS_VARIABLES, "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         *("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NPROC_PER_NODE"),
     )
+    telling = (
+        *(("RANK", None), ("WORLD_SIZE", "1"), ("MASTER_ADDR", None)),
+        *(("PET_NODE_RANK", None), ("PET_MASTER_ADDR", None)),
+    )
     cure = "Start the script with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process."
 
     @classmethod

@@ -14,6 +14,7 @@ from pathlib import Path
 from lockstep._errors import ClusterError
 from lockstep.cluster_resolver import resolve
 from lockstep.devices.cpu_devices import first_line, host_memory, usable_cores
+from lockstep.distributed.resolvers import notes_if_alone
 from lockstep.launch.worker_environment import choose_allocator, glibc_version, library_folders, visible_gpus
 
 __all__ = ["describe_environment", "describe_machine"]
@@ -82,7 +83,9 @@ def _cluster(environment: Mapping[str, str]) -> str:
         resolver = resolve(environment)
     except ClusterError as error:
         return str(error)
-    return "none: a program started here trains as a single process" if resolver is None else repr(resolver)
+    if resolver is None:
+        return " ".join(["none: a program started here trains as a single process", *notes_if_alone(environment)])
+    return repr(resolver)
 
 
 def _versions() -> Iterable[str]:
