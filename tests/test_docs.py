@@ -12,7 +12,7 @@ from lockstep.collectives import ALGORITHMS
 from tests.laws.cases import CASES
 from tests.laws.compare import DEVICES, RELATIVE, REPLICAS
 from tests.pages import IN_FORKS, blocks_of, names_the_backend_first, text_of
-from tests.support.processes import NOT_INHERITED
+from tests.support.processes import NOT_INHERITED, own_host
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -201,11 +201,28 @@ def test_resume_page_comes_to_the_same_bits(python, tmp_path):
 
 
 def test_several_machines_page_trains_alone_on_one_machine(python, tmp_path):
-    (code,) = blocks_of("several_machines")
+    code, _ = blocks_of("several_machines")
     done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Epoch 2/2" in done.stdout
     assert done.stdout.endswith("1 replicas\n")
+
+
+def test_several_machines_page_adopts_processes_of_jax(forks, tmp_path):
+    _, code = blocks_of("several_machines")
+    code = code.replace("localhost:8476", f"{own_host()}:8476")
+    processes = []
+    for index in range(2):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        processes.append(forks[index].start_python(folder, code=code, arguments=[index], cwd=folder))
+    try:
+        assert [process.end(120) for process in processes] == [0, 0], [process.said for process in processes]
+        for index, process in enumerate(processes):
+            assert process.out.read_text().endswith(f"worker {index} of 2\n")
+    finally:
+        for process in processes:
+            process.clean()
 
 
 def test_the_code_about_clusters_runs_as_it_stands(tmp_path):

@@ -1,9 +1,10 @@
-"""Device names in every spelling that the tutorials use."""
+"""Device names in every spelling that the tutorials use, and the thread pool of CPU devices."""
 
 import jax
 import pytest
 
 import lockstep
+from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import parse_device_name
 
 
@@ -43,3 +44,15 @@ def test_names_and_devices_in_the_order_given():
     assert strategy.devices == ("cpu:2", "cpu:0")
     assert strategy.num_replicas_in_sync == 5
     assert repr(strategy) == "MirroredStrategy(devices=['cpu:2', 'cpu:0'], replicas=5)"
+
+
+def test_a_pool_of_default_size_must_suffice_for_devices_that_wait_for_other_processes(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("jax.local_devices", lambda backend: [None])
+    with pytest.raises(
+        lockstep.DeviceError, match=r"1 CPU devices need a pool of 4 threads, .*; JAX has started with 2"
+    ):
+        check_shared_thread_pool(1, {})
+    check_shared_thread_pool(1, {"PJRT_NPROC": "1"})  # As its user has set it.
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    check_shared_thread_pool(1, {})

@@ -255,6 +255,37 @@ def test_a_chief_that_has_waited_long_leaves_and_the_others_go_on():
             job.sessions[1].gather("rows")
 
 
+def leaving_and_staying(job, index):
+    """A thread in which a worker leaves, but stays until all have left; the others know already that it leaves."""
+    thread = threading.Thread(target=lambda: job.sessions[index].leave(DEADLINE, stays=True), daemon=True)
+    thread.start()
+    others = [session for other, session in job.sessions.items() if other != index]
+    wait_until(lambda: all(index in session.departed for session in others), f"the departure of worker {index}")
+    return thread
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_workers_that_stay_leave_when_the_last_one_does(first):
+    with ThreadedJob(2) as job:
+        staying = leaving_and_staying(job, first)
+        assert staying.is_alive()
+        job.sessions[1 - first].leave(DEADLINE, stays=True)
+        staying.join(DEADLINE)
+        assert not staying.is_alive()
+        assert job.failures == [[], []]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_worker_that_stays_learns_of_a_failure(first):
+    with ThreadedJob(3) as job:
+        staying = leaving_and_staying(job, first)
+        job.sessions[2].fail("ValueError: no labels")
+        wait_until(lambda: job.failures[first], "a failure on the worker that stays")
+        assert "failed: ValueError: no labels" in job.failures[first][0].sentence
+        staying.join(DEADLINE)
+        assert not staying.is_alive()
+
+
 @pytest.mark.parametrize("step", ["seven", None, float("inf"), []])
 def test_a_worker_that_sends_nonsense_has_died_and_ends_no_other_thread(step):
     with ThreadedJob(2) as job:

@@ -27,6 +27,7 @@ from lockstep.distributed.cluster.env_reader import KEEP_MEMORY
 __all__ = [
     "NVIDIA_GPUS",
     "HostMemory",
+    "check_shared_thread_pool",
     "check_thread_pool",
     "compiler_options",
     "ensure_cpu_devices",
@@ -220,7 +221,22 @@ def check_thread_pool(devices: int, environment: Mapping[str, str]) -> None:
     Raises:
         DeviceError: it would.
     """
-    needed = _threads_for(devices)
+    _check_threads(devices, _threads_for(devices), environment)
+
+
+def check_shared_thread_pool(devices: int, environment: Mapping[str, str]) -> None:
+    """Refuse ``devices`` CPU devices that wait for those of other processes on too small a pool of XLA's default size.
+
+    JAX has such a pool if it has started before :func:`reserve_threads`.
+
+    Raises:
+        DeviceError: the pool is too small.
+    """
+    if not any(environment.get(name, "").isdigit() for name in POOL_VARIABLES):
+        _check_threads(devices, max(_threads_for(devices), THREADS_PER_DEVICE), environment)
+
+
+def _check_threads(devices: int, needed: int, environment: Mapping[str, str]) -> None:
     threads = pool_threads(environment)
     if threads < needed:
         raise DeviceError(

@@ -33,7 +33,15 @@ __all__ = [
     "ProcessJob",
     "check_hostnames",
     "find_jax_address",
+    "free_port",
+    "hostname_address",
+    "job_made_once",
     "job_of_this_process",
+    "join_job",
+    "joined_job",
+    "machine_id",
+    "outgoing_address",
+    "prepare_threads",
     "set_batch_scheduling",
     "share_of_gpus",
     "start_jax",
@@ -174,7 +182,7 @@ def _open_port(
 ) -> Iterator[tuple[str, str | None]]:
     """Listen at the chief; yield the address, and why listening has failed."""
     network, host = NetworkOptions.of(environ), host_of(client.group.coordinator)
-    address = join_address(host, _chosen_port(environ) or _free_port(network.bind_host or host))
+    address = join_address(host, _chosen_port(environ) or free_port(network.bind_host or host))
     try:
         listener = open_listener(address, network, log, "JAX's service")
     except ClusterError as error:
@@ -196,7 +204,8 @@ def _bind_address(service: str, network: NetworkOptions) -> str | None:
     return join_address(host, port) if network.bind_host or is_loopback(host) else None
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """Return a port of this machine, at which nothing listens, for a listener on ``host``."""
     with socket.create_server(("127.0.0.1" if is_loopback(host) else "", 0)) as free:
         return int(free.getsockname()[1])
 
@@ -232,7 +241,8 @@ def check_hostnames(client: ControlClient) -> None:
     Raises:
         ClusterError: on all workers; it names the first worker whose name fails, and the line to write into /etc/hosts.
     """
-    own = [_machine(), socket.gethostname(), _hostname_address(), _outgoing_address(client)]
+    reachable = outgoing_address(*split_address("the coordinator", client.group.coordinator))
+    own = [machine_id(), socket.gethostname(), hostname_address(), reachable]
     every = client.gather("the machine and its name", own)
     if len({one[0] for one in every}) == 1:
         return
@@ -247,7 +257,7 @@ def check_hostnames(client: ControlClient) -> None:
             )
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """Return what only processes with a common loopback address share; containers of one machine may not."""
     try:
         return f"{_BOOT_ID.read_text().strip()} {os.readlink(_NETWORK_NAMESPACE)}"
@@ -255,7 +265,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _hostname_address() -> str | None:
+def hostname_address() -> str | None:
     """Return the first address of this machine's host name that a socket can be bound to, as Gloo selects it."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -271,12 +281,10 @@ def _hostname_address() -> str | None:
     return None
 
 
-def _outgoing_address(client: ControlClient) -> str | None:
-    """Return the address from which this machine connects to worker 0; nothing is sent."""
+def outgoing_address(host: str, port: int) -> str | None:
+    """Return the address from which this machine connects to another one; nothing is sent."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            *split_address("the coordinator", client.group.coordinator), type=socket.SOCK_DGRAM
-        )[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             own = str(probe.getsockname()[0])
@@ -302,6 +310,13 @@ def set_batch_scheduling() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def prepare_threads(cpu_devices: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Prepare the threads of a JAX that was initialized over processes by the program and has not started its devices."""
+    if not _visible_gpus(environ):
+        set_batch_scheduling()
+    reserve_threads(cpu_devices)
+
+
 LONG_SECONDS = 1800.0  # Limit of compiling, and of what a worker does alone at its end.
 
 
@@ -312,10 +327,12 @@ class ProcessJob:
     Args:
         client: the control client.
         guard: ends the process after an uncaught exception.
+        owns_jax: whether Lockstep has initialized JAX over the processes, and so shuts it down.
     """
 
     client: ControlClient
     guard: ExitGuard
+    owns_jax: bool = True
 
     @property
     def group(self) -> WorkerGroup:
@@ -323,10 +340,14 @@ class ProcessJob:
         return self.client.group
 
     def leave(self) -> None:
-        """Leave in order, unless the job has failed; the chief, which runs JAX's service, waits until the other workers have left."""
-        if self.group.is_chief:
-            self.client.leave(LONG_SECONDS)
-        if self.client.failure is None:
+        """Leave in order, unless the job has failed; the chief, which runs JAX's service, waits until the other workers have left.
+
+        JAX is shut down only if Lockstep has initialized it. Else the program does that, its engine, or JAX at the end of the process,
+        where it waits for all processes without looking for lost ones. So all workers wait here until each has left.
+        """
+        if self.group.is_chief or not self.owns_jax:
+            self.client.leave(LONG_SECONDS, stays=not self.owns_jax)
+        if self.owns_jax and self.client.failure is None:
             jax.distributed.shutdown()
         self.client.leave()
         self.guard.restore()
@@ -355,41 +376,78 @@ def job_of_this_process(
     Raises:
         ClusterError: a worker is missing or differs, JAX has started already, or the process belongs to another job.
     """
+
+    def make() -> ProcessJob:
+        def start(client: ControlClient) -> None:
+            start_jax(client, cpu_devices, timeout_seconds, environ, log)
+
+        return join_job(group, NetworkOptions.of(environ), timeout_seconds, log, environ, start=start)
+
+    job = job_made_once(make)
+    before, now = ((g.workers, g.index, g.coordinator) for g in (job.group, group))
+    if before != now:
+        raise ClusterError(
+            f"This process is {job.group.name} already, and JAX lets it join one job only; now it was told to be {group.name}. Use "
+            "the same cluster for all strategies of a process."
+        )
+    return job
+
+
+def joined_job() -> ProcessJob | None:
+    """Return the job that this process has joined, if any."""
+    return _joined[0] if _joined else None
+
+
+def job_made_once(make: Callable[[], ProcessJob]) -> ProcessJob:
+    """Return the job that this process has joined, or that ``make`` joins now."""
     with _lock:
         if not _joined:
-            _joined.append(_join(group, cpu_devices, timeout_seconds, log, environ))
-        job = _joined[0]
-        before, now = ((g.workers, g.index, g.coordinator) for g in (job.group, group))
-        if before != now:
-            raise ClusterError(
-                f"This process is {job.group.name} already, and JAX lets it join one job only; now it was told to be {group.name}. Use "
-                "the same cluster for all strategies of a process."
-            )
-        return job
+            _joined.append(make())
+        return _joined[0]
 
 
-def _join(
+def join_job(
     group: WorkerGroup,
-    cpu_devices: int,
+    network: NetworkOptions,
     timeout_seconds: float,
     log: Callable[[str], None],
     environ: Mapping[str, str],
+    listener: socket.socket | None = None,
+    start: Callable[[ControlClient], None] | None = None,
+    guard: ExitGuard | None = None,
 ) -> ProcessJob:
-    own, guard = EnvReader("Lockstep", environ, "lockstep run sets it."), ExitGuard()
+    """Open the control channel to the other workers, and have the end of this process leave the job in order.
+
+    Args:
+        group: the workers, more than one.
+        network: the job's secret and addresses.
+        timeout_seconds: limit of every wait.
+        log: takes lines about waits.
+        environ: has the job's generation.
+        listener: a listening socket for the chief; None: it opens one.
+        start: starts JAX over the processes; None: it has been initialized, and does not belong to Lockstep.
+        guard: ends the process after an uncaught exception; None: a new one.
+
+    Raises:
+        ClusterError: a worker is missing or differs.
+    """
+    own, guard = EnvReader("Lockstep", environ, "lockstep run sets it."), guard or ExitGuard()
     guard.install()  # First, so that the process has the right exit code also if the workers do not come.
     client = join(
         group,
         describe_process(),
         generation=own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0,
-        network=NetworkOptions.of(environ),
+        network=network,
         timeout_seconds=timeout_seconds,
         long_seconds=max(LONG_SECONDS, timeout_seconds),
+        listener=listener,
         on_failure=guard.on_failure,
         log=log,
     )
     guard.client = client
-    job = ProcessJob(client, guard)
+    job = ProcessJob(client, guard, owns_jax=start is not None)
     install_sigabrt_handler(client)
-    start_jax(client, cpu_devices, timeout_seconds, environ, log)
+    if start is not None:
+        start(client)
     atexit.register(job.leave)
     return job

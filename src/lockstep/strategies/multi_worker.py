@@ -9,17 +9,26 @@ from typing import Any
 import jax
 import keras
 
-from lockstep._errors import instance_of, whole_number
+from lockstep._errors import ClusterError, instance_of, whole_number
 from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
 from lockstep.data import fit_entry
 from lockstep.data.fit_entry import InputOptions
+from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import count_cpu_devices, resolve_devices
-from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.cluster.addresses import COORDINATOR
+from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
 from lockstep.distributed.consistency_checks import ProgressReporter, agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
-from lockstep.distributed.jax_init import ProcessJob, job_of_this_process
+from lockstep.distributed.jax_adoption import adopt_job, check_source, is_to_adopt
+from lockstep.distributed.jax_init import ProcessJob, job_of_this_process, prepare_threads
 from lockstep.distributed.process_group import WorkerProcessGroup, coordinate_saving
-from lockstep.distributed.resolvers import ClusterResolver, check_resolver, notes_if_alone, resolve
+from lockstep.distributed.resolvers import (
+    ClusterResolver,
+    TFConfigClusterResolver,
+    check_resolver,
+    notes_if_alone,
+    resolve,
+)
 from lockstep.execution.gathered_variables import Recompute
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
@@ -29,6 +38,7 @@ __all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy"]
 
 TIMEOUT_SECONDS = 60.0
 _ALONE = WorkerGroup(1, 0, "127.0.0.1:1", source="no cluster")
+_NOT_NEEDED = "worker-0.invalid:1"  # The processes of JAX agree on an address, so that no resolver has to find one.
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -40,7 +50,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: gives the workers' addresses and this process's index; by default from ``TF_CONFIG`` or the scheduler
-            (:mod:`lockstep.cluster_resolver`). If neither is set, this process is the only worker.
+            (:mod:`lockstep.cluster_resolver`). If neither is set, this process is the only worker. If the program or its engine has
+            called ``jax.distributed.initialize``, the processes of JAX are the workers, and a resolver must agree with them.
         communication_options: how gradients are sent; ``timeout_seconds`` is the limit of every wait for another worker, 60 by
             default.
         devices: names of this worker's devices, such as ``"gpu:0"``; by default all local ones.
@@ -52,7 +63,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         recompute: likewise.
 
     Raises:
-        ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already.
+        ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already without
+            the other workers, or over other processes than the resolver says.
         DeviceError: a device is unknown or absent.
         OptionError: an argument is out of its range.
 
@@ -86,8 +98,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             options = instance_of(CommunicationOptions, "communication_options", communication_options, what)
         self._check_every = whole_number("check_every", check_every, least=0)
         self._timeout = TIMEOUT_SECONDS if options.timeout_seconds is None else options.timeout_seconds
-        self._resolver = None if is_made_alone() else _resolver(cluster_resolver)
-        self._group = self._resolver.group() if self._resolver else _alone()
+        self._is_chosen = cluster_resolver is not None
+        self._is_adopting = is_to_adopt() and not is_made_alone()
+        self._resolver = _resolver(cluster_resolver, self._is_adopting)
+        self._group = self._resolver.group() if self._resolver else _alone(self._is_adopting)
         self._job: ProcessJob | None = None
         communication = replace(options, timeout_seconds=None)
         ops = None if communication == CommunicationOptions() else choose_cross_device_ops(None, communication)
@@ -116,17 +130,43 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _connect_and_find_devices(self, devices: Sequence[str | jax.Device] | None) -> Sequence[jax.Device]:
         """Connect to the other workers, which starts JAX, and return the devices of all, in the order of the workers."""
+        if self._group.workers > 1 and not self._is_adopting:
+            self._log_notes()
+            job = job_of_this_process(self._group, count_cpu_devices(devices), self._timeout, self._log_on_any_process)
+            own: Sequence[jax.Device] = resolve_devices(devices)
+        else:
+            if self._is_adopting:
+                prepare_threads(count_cpu_devices(devices))
+            own = find_devices(devices)
+            if is_made_alone() or (jax.process_count() == 1 and self._group.workers == 1):
+                self._log_notes()
+                return own
+            job = self._adopt_processes_of_jax(own)
+        self._job = job
+        every = {device.id: device for device in jax.devices(own[0].platform)}
+        chosen = job.client.gather("the devices", [device.id for device in own])
+        return [every[number] for worker in chosen for number in worker]
+
+    def _log_notes(self) -> None:
         for note in self._group.notes:
             self._log(note)
-        if self._group.workers == 1:
-            return find_devices(devices)
-        self._job = job_of_this_process(
-            self._group, count_cpu_devices(devices), self._timeout, self._log_on_any_process
-        )
-        own = resolve_devices(devices)
-        every = {device.id: device for device in jax.devices(own[0].platform)}
-        chosen = self._job.client.gather("the devices", [device.id for device in own])
-        return [every[number] for worker in chosen for number in worker]
+
+    def _adopt_processes_of_jax(self, own: Sequence[jax.Device]) -> ProcessJob:
+        """Join the processes over which JAX has started, with ``own`` devices."""
+        source = self._group if self._resolver else None
+        is_chosen = self._is_chosen or isinstance(self._resolver, TFConfigClusterResolver)
+
+        def check() -> None:
+            note = None if source is None else check_source(source, is_chosen)
+            if note is not None:
+                self._log_on_any_process(note)
+
+        job = adopt_job(check, self._timeout, self._log_on_any_process)
+        self._group = job.group
+        self._resolver = ClusterResolver(membership_of_group(job.group))
+        if own[0].platform == "cpu":
+            check_shared_thread_pool(len(own), os.environ)
+        return job
 
     def _compared_settings(self) -> dict[str, Any]:
         return {
@@ -163,9 +203,21 @@ class MultiWorkerMirroredStrategy(Strategy):
         return f"worker {self._group.index} of {self._group.workers} ({self._group.source}). {super()._summary()}"
 
 
-def _alone() -> WorkerGroup:
-    return _ALONE if is_made_alone() else replace(_ALONE, notes=notes_if_alone(os.environ))
+def _alone(is_adopting: bool) -> WorkerGroup:
+    return _ALONE if is_adopting or is_made_alone() else replace(_ALONE, notes=notes_if_alone(os.environ))
 
 
-def _resolver(given: ClusterResolver | None) -> ClusterResolver | None:
-    return resolve(os.environ) if given is None else check_resolver(given)
+def _resolver(given: ClusterResolver | None, is_adopting: bool) -> ClusterResolver | None:
+    """Return the source of the addresses; beside an initialized JAX, it is compared with that."""
+    if is_made_alone():
+        return None
+    if given is not None:
+        return check_resolver(given)
+    if not is_adopting:
+        return resolve(os.environ)
+    try:
+        return resolve({COORDINATOR: _NOT_NEEDED, **os.environ})
+    except ClusterError:  # Incomplete variables are no reason to refuse the processes of JAX.
+        if TFConfigClusterResolver.is_present(os.environ):
+            raise
+        return None

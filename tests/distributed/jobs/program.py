@@ -3,10 +3,20 @@
 import json
 import sys
 
+import jax
+
 import lockstep
 from lockstep.data import device_placement
 
 config = json.loads(sys.argv[1])
+if "jax" in config:  # As a user's script or Ray does, at an address of the test's choice.
+    jax.distributed.initialize(
+        config["jax"],
+        config.get("jax_processes", config["workers"]),
+        config["index"],
+        coordinator_bind_address=config["jax"],
+        **config.get("jax_options", {}),
+    )
 device_placement.SHARD_FROM = config.get("shard_from", device_placement.SHARD_FROM)
 
 

@@ -79,3 +79,10 @@ def test_a_machine_whose_name_leads_back_to_itself_is_named_at_the_start_with_th
         )
         assert "leads to 127.0.1.1 there, which the other machines cannot reach" in last
         assert f"Write the line '{network.addresses[wrong]} {socket.gethostname()}' into /etc/hosts there" in last
+
+
+def test_processes_of_jax_on_two_machines_agree_on_an_address_and_a_secret(run, network):
+    run.environ.pop("LOCKSTEP_SECRET")
+    config = {"jax": f"{network.addresses[0]}:8476", "environ": {"TF_CONFIG": ""}, "timeout": LONG}
+    assert run.run("starts", **config) == [{"trained": 2}] * 2
+    assert "without a secret" not in run.processes["worker0"].said

@@ -86,7 +86,7 @@ class ControlClient:
         self._channels = _Channels()
         self._leave_lock = threading.Lock()
         self._confirmed = threading.Event()
-        self._is_failing = self._has_left = self._is_disconnected = False
+        self._is_failing = self._has_left = self._stays = self._is_disconnected = False
         self._loop = EventLoop("lockstep-cluster", clock)
         self._loop.add(connection, self._received, self._closed)
         self._loop.later(0.0, self._send_heartbeat)
@@ -200,21 +200,23 @@ class ControlClient:
             if self.failure is None and self._heartbeat.silence > QUIET:
                 self.failure = self._heartbeat.silent_chief()
 
-    def leave(self, wait_seconds: float | None = None) -> None:
+    def leave(self, wait_seconds: float | None = None, *, stays: bool = False) -> None:
         """Leave the job in order and close the client; also called at the end of the program.
 
         Args:
             wait_seconds: how long the chief stays for the other workers, whose messages it forwards; None: ``timeout_seconds``.
+            stays: whether each worker stays so long until all have left, and ends with the reason if one fails before.
         """
         if not self._is_own_process():
             return
         with self._leave_lock:
             if self._has_left:
                 return
-            self._has_left = True
+            self._has_left, self._stays = True, stays
         atexit.unregister(self.leave)
         if self.failure is None:
-            self._say_goodbye(self._limits.timeout if wait_seconds is None else wait_seconds)
+            seconds = self._limits.timeout if wait_seconds is None else wait_seconds
+            self._say_goodbye(seconds if stays or self.group.is_chief else _GOODBYE_SECONDS)
         self._loop.stop()
         if self._server is not None:
             self._server.stop()
@@ -269,12 +271,11 @@ class ControlClient:
             raise ClusterError(call.error)
 
     def _say_goodbye(self, wait_seconds: float) -> None:
-        self._send_last({"kind": "leave"})
+        self._send_last({"kind": "leave", "stays": self._stays})
         wait = WaitLogger(self._log, self._clock)
-        seconds = wait_seconds if self.group.is_chief else _GOODBYE_SECONDS
         while not self._confirmed.wait(_POLL_SECONDS):
             others = listed(missing["names"]) if (missing := self._missing.get(LEAVE)) else ""
-            if wait.seconds > seconds:
+            if wait.seconds > wait_seconds:
                 if others:
                     self._log(f"exits before {others}; they are no longer monitored")
                 return
@@ -317,7 +318,7 @@ class ControlClient:
             self._set_failure(Failure.from_message(message["failure"]))
 
     def _closed(self, connection: FramedSocket) -> None:
-        if 0 not in self.departed and not self._has_left:
+        if 0 not in self.departed and (self._stays or not self._has_left):
             what = f"died: {connection.ended} without a goodbye. It was the chief."
             self._set_failure(make_failure(FailureKind.DIED, self.peers[0], what))
         self._is_disconnected = True

@@ -177,6 +177,7 @@ class _WorkerRecord:
     step: int = 0
     activity: str = START
     left: bool = False  # It said goodbye.
+    stays: bool = False  # It waits after that until all workers have left.
     failed: bool = False  # It said that its program failed.
     closed: bool = False  # Its connection has ended.
     metadata: Mapping[str, float] = field(default_factory=dict)  # Numbers that it reports about itself.
@@ -341,12 +342,12 @@ class Coordinator:
         self._loop.later(_SETTLE_SECONDS, lambda: self._declare(found))
 
     def _on_leave(self, worker: _WorkerRecord, message: dict[str, Any]) -> None:
-        worker.left = True
+        worker.left, worker.stays = True, bool(message["stays"])
         self._send_all({"kind": "departed", "worker": worker.peer.index})
         self._reply(self._collectives.leave(worker.peer.index, str(worker.peer)))
-        if worker.peer.index:
+        if worker.peer.index and not worker.stays:
             worker.connection.send(encode({"kind": "noted"}))
-        self._release_chief()
+        self._release_staying()
 
     def _closed(self, worker: _WorkerRecord) -> None:
         worker.closed = True
@@ -358,7 +359,7 @@ class Coordinator:
         elif not worker.left and not worker.failed:
             what = f"died: {worker.connection.ended} without a goodbye, last {self._status(worker).doing}."
             self._declare(make_failure(FailureKind.DIED, worker.peer, what))
-        self._release_chief()
+        self._release_staying()
 
     # Messages to the workers.
 
@@ -402,7 +403,7 @@ class Coordinator:
         if self._failure is None:
             self._failure = find_cause(self._clock(), found, self.heartbeats())
             self._send_all({"kind": "failure", "failure": self._failure.as_message()})
-            self._release_chief()
+            self._release_staying()
 
     def _reply(self, replies: list[CollectiveReply]) -> None:
         for reply in replies:
@@ -413,14 +414,16 @@ class Coordinator:
     def _send_all(self, message: dict[str, Any]) -> None:
         frame = encode(message)
         for _, worker in sorted(self._workers.items(), reverse=True):
-            if not worker.closed and not (worker.left and message["kind"] == "failure"):
+            if not worker.closed and not (worker.left and not worker.stays and message["kind"] == "failure"):
                 worker.connection.send(frame)
 
-    def _release_chief(self) -> None:
-        """Confirm the chief's own goodbye when it need not stay for the other workers any more."""
+    def _release_staying(self) -> None:
+        """Confirm the goodbyes of the chief, and of other workers that stay, when they need not stay for the others any more."""
         others = [worker for index, worker in self._workers.items() if index]
         if self._workers[0].left and (self._failure is not None or all(x.left or x.closed for x in others)):
-            self._workers[0].connection.send(encode({"kind": "noted"}))
+            for _, worker in sorted(self._workers.items(), reverse=True):
+                if not worker.closed and (worker.stays or not worker.peer.index):
+                    worker.connection.send(encode({"kind": "noted"}))
 
 
 def _refusal(rejection: JoinRejection) -> dict[str, Any]:
