@@ -15,6 +15,7 @@ import pytest
 
 from lockstep import cli
 from lockstep._errors import OptionError
+from lockstep.cluster_resolver import KubernetesClusterResolver
 from lockstep.distributed.cluster.env_reader import SECRET, SECRET_FILE
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates import PRINTERS
@@ -127,9 +128,11 @@ def test_a_slurm_job_that_may_go_on_with_fewer_nodes_ends_with_the_code_of_node_
     assert (done.returncode, done.stdout) == (code, "[worker 0] alone\n"), done.stderr
 
 
-def test_ray_needs_one_number_of_nodes():
+def test_ray_and_a_jobset_need_one_number_of_nodes():
     with pytest.raises(OptionError, match=r"--print ray: Ray allocates all nodes of a placement group or none.*1:2"):
         PRINTERS["ray"](job(min_nodes=1))
+    with pytest.raises(OptionError, match=r"--print jobset: a JobSet starts all of its pods anew.*1:2\. Fix: give one"):
+        PRINTERS["jobset"](job(min_nodes=1))
 
 
 def test_kubernetes_and_torchrun_are_told_that_there_may_be_fewer_nodes():
@@ -185,18 +188,55 @@ def test_the_kubernetes_manifest_says_what_kubernetes_needs(options):
     assert words[-len(WORDS) :] == list(WORDS)
 
 
-def test_the_command_in_the_manifest_is_one_that_runs(tmp_path):
+def job_in(name, **options):
+    """The last document of a manifest, and the specification of its Indexed Job."""
+    document = documents(PRINTERS[name](job(**options)))[-1]
+    spec = document["spec"]
+    return document, spec["replicatedJobs"][0]["template"]["spec"] if document["kind"] == "JobSet" else spec
+
+
+def test_the_jobset_manifest_says_what_jobset_needs():
+    document, spec = job_in("jobset", max_restarts=3)
+    assert (document["apiVersion"], document["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert document["spec"]["failurePolicy"]["maxRestarts"] == 3
+    (rule,) = document["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (
+        "Indexed",
+        2,
+        2,
+        0,
+    )
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 13])
+    words = spec["template"]["spec"]["containers"][0]["command"]
+    assert "--max-restarts" not in words
+
+
+def test_pods_of_a_jobset_have_the_names_that_the_resolver_knows():
+    document, spec = job_in("jobset")
+    (replicated,) = document["spec"]["replicatedJobs"]
+    environ = {"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": str(spec["completions"]), "JOB_INDEX": "0"}
+    environ |= {"JOBSET_NAME": document["metadata"]["name"], "REPLICATED_JOB_NAME": replicated["name"]}
+    environ |= {"REPLICATED_JOB_REPLICAS": str(replicated["replicas"])}
+    words = spec["template"]["spec"]["containers"][0]["command"]
+    assert tuple(words[3].split(",")) == KubernetesClusterResolver(environ).group().addresses
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "jobset"])
+def test_the_command_in_the_manifest_is_one_that_runs(tmp_path, name):
     path = program(tmp_path, "print(json.dumps(sys.argv[1:]))")
-    _, batch = documents(PRINTERS["kubernetes"](job(path, nodes=1)))
-    words = [word.replace("$$", "$") for word in batch["spec"]["template"]["spec"]["containers"][0]["command"][2:]]
+    _, spec = job_in(name, path=path, nodes=1)
+    words = [word.replace("$$", "$") for word in spec["template"]["spec"]["containers"][0]["command"][2:]]
     done = run(*(word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in words))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[worker {rank}] {json.dumps(WORDS)}" for rank in range(2)]
 
 
-def test_a_parser_of_yaml_reads_the_manifest_alike():
+@pytest.mark.parametrize("name", ["kubernetes", "jobset"])
+def test_a_parser_of_yaml_reads_the_manifest_alike(name):
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    text = PRINTERS["kubernetes"](job())
+    text = PRINTERS[name](job())
     assert list(yaml.safe_load_all(text)) == documents(text)
 
 
@@ -206,6 +246,8 @@ def test_the_manifest_fits_the_published_schema(version, least):
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     for document in documents(PRINTERS["kubernetes"](job(min_nodes=least))):
         validator.validate(document, version, strict=True)
+    job_of_set = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_in("jobset")[1]}
+    validator.validate(job_of_set, version, strict=True)
 
 
 def test_torchrun_gets_a_command_for_each_node():

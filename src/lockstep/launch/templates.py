@@ -1,4 +1,4 @@
-"""Job scripts for Slurm, Kubernetes, Ray and torchrun that do what ``lockstep run`` would do, one function each.
+"""Job scripts for Slurm, Kubernetes (as a Job or a JobSet), Ray and torchrun that do what ``lockstep run`` would do, one function each.
 
 Printed scripts stay in use for years: the commands, options and environment variables in them must keep working.
 """
@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from textwrap import indent
 
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT, split_address
@@ -95,9 +97,11 @@ def slurm_script(job: LaunchConfig) -> str:
 
 
 _SUPERVISOR_SECONDS = 10  # For the supervisor to exit after its workers.
-_KUBERNETES_MANIFEST = """\
+_KUBERNETES_SECRET = """\
 # First make the secret that the processes of the job prove to each other:
 # kubectl create secret generic {name} --from-literal=secret="$(openssl rand -hex 32)"
+"""
+_KUBERNETES_MANIFEST = """\
 apiVersion: v1
 kind: Service
 metadata:
@@ -116,52 +120,76 @@ kind: Job
 metadata:
   name: {name}
 spec:
-  completionMode: Indexed
-  completions: {nodes}
-  parallelism: {nodes}
-  backoffLimit: {failures}
-{success}  podFailurePolicy:
+{spec}"""
+_JOBSET_MANIFEST = """\
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: {name}
+spec:
+  failurePolicy:
+    maxRestarts: {restarts}
     rules:
-      - action: Ignore
-        onPodConditions:
-          - type: DisruptionTarget
-            status: "True"
-      - action: FailJob
-        onExitCodes:
-          containerName: worker
-          operator: In
-          values: [{codes}]
-  template:
-    spec:
-      subdomain: {name}
-      restartPolicy: Never
-      terminationGracePeriodSeconds: {seconds}
-      containers:
-        - name: worker
-          image: YOUR_REGISTRY/YOUR_IMAGE
-          command:{command}
-          env:
-            - name: LOCKSTEP_SECRET
-              valueFrom:
-                secretKeyRef:
-                  name: {name}
-                  key: secret
-          # resources: {{limits: {{nvidia.com/gpu: {workers}}}}}
-          volumeMounts:
-            - name: shared-memory
-              mountPath: /dev/shm
-      volumes:
-        - name: shared-memory
-          emptyDir:
-            medium: Memory
+      - name: error-of-the-program
+        action: FailJobSet
+        onJobFailureReasons:
+          - PodFailurePolicy
+  replicatedJobs:
+    - name: {job}
+      replicas: 1
+      template:
+        spec:
+{spec}"""
+_JOBSET_JOB = "node"  # The pods are NAME-node-0-0, NAME-node-0-1, ...; the JobSet makes the Service NAME.
+_KUBERNETES_JOB = """\
+completionMode: Indexed
+completions: {nodes}
+parallelism: {nodes}
+backoffLimit: {failures}
+{success}podFailurePolicy:
+  rules:
+{ignored}    - action: FailJob
+      onExitCodes:
+        containerName: worker
+        operator: In
+        values: [{codes}]
+template:
+  spec:
+    {subdomain}restartPolicy: Never
+    terminationGracePeriodSeconds: {seconds}
+    containers:
+      - name: worker
+        image: YOUR_REGISTRY/YOUR_IMAGE
+        command:{command}
+        env:
+          - name: LOCKSTEP_SECRET
+            valueFrom:
+              secretKeyRef:
+                name: {name}
+                key: secret
+        # resources: {{limits: {{nvidia.com/gpu: {workers}}}}}
+        volumeMounts:
+          - name: shared-memory
+            mountPath: /dev/shm
+    volumes:
+      - name: shared-memory
+        emptyDir:
+          medium: Memory
+"""
+# The node of a pod is drained: the pod is replaced and does not count as failed.
+_KUBERNETES_IGNORED = """\
+    - action: Ignore
+      onPodConditions:
+        - type: DisruptionTarget
+          status: "True"
 """
 
 
 # From Kubernetes 1.31 on: a node that is not in the last generation must not prevent success.
 _KUBERNETES_SUCCESS = """\
-  successPolicy:
-    rules:
-      - succeededIndexes: "0"
+successPolicy:
+  rules:
+    - succeededIndexes: "0"
 """
 
 
@@ -171,20 +199,61 @@ def kubernetes_manifest(job: LaunchConfig) -> str:
     A pod whose program has an error ends the job, any other failed pod is replaced. An elastic job is done when node 0 is, as node 0
     ends with the code of the job.
     """
-    name, port = _job_name(job), _port(job)
-    hosts = ",".join(f"{name}-{node}.{name}:{port}" for node in range(job.nodes))
-    node = ["--hosts", hosts, "--node-rank", "$(JOB_COMPLETION_INDEX)"]
-    command = ["lockstep", "run", *node, *map(_escaped, [*_run_options(job), *_program(job)])]
-    lines = "".join(f"\n            - {json.dumps(word, ensure_ascii=False)}" for word in command)
-    return _KUBERNETES_MANIFEST.format(
-        name=name,
-        port=port,
-        nodes=job.nodes,
-        workers=job.workers,
-        command=lines,
-        codes=f"{USAGE}, {USER_ERROR}",
+    name = _job_name(job)
+    spec = _kubernetes_job(
+        job,
+        hosts=[f"{name}-{node}.{name}" for node in range(job.nodes)],
         failures=job.nodes * (job.max_restarts + 1),
         success=_KUBERNETES_SUCCESS if job.is_elastic else "",
+        ignored=_KUBERNETES_IGNORED,
+        subdomain=f"subdomain: {name}\n    ",
+    )
+    manifest = _KUBERNETES_MANIFEST.format(name=name, port=_port(job), spec=indent(spec, " " * 2))
+    return _KUBERNETES_SECRET.format(name=name) + manifest
+
+
+def jobset_manifest(job: LaunchConfig) -> str:
+    """Return a manifest for ``kubectl apply``: a JobSet with one pod a node, which starts all pods anew if one of them fails.
+
+    ``--max-restarts`` is the number of such restarts; the supervisors in the pods make none. A pod whose program has an error ends
+    the JobSet.
+
+    Raises:
+        OptionError: the number of nodes is a range.
+    """
+    if job.is_elastic:
+        raise OptionError(
+            f"--print jobset: a JobSet starts all of its pods anew if one fails, so it needs one number, got --nnodes {job.nnodes}. "
+            "Fix: give one number, or print kubernetes."
+        )
+    name = _job_name(job)
+    spec = _kubernetes_job(
+        replace(job, max_restarts=0),
+        hosts=[f"{name}-{_JOBSET_JOB}-0-{node}.{name}" for node in range(job.nodes)],
+        failures=0,
+    )
+    manifest = _JOBSET_MANIFEST.format(
+        name=name, restarts=job.max_restarts, job=_JOBSET_JOB, spec=indent(spec, " " * 10)
+    )
+    return _KUBERNETES_SECRET.format(name=name) + manifest
+
+
+def _kubernetes_job(
+    job: LaunchConfig, hosts: list[str], failures: int, success: str = "", ignored: str = "", subdomain: str = ""
+) -> str:
+    """Return the ``spec`` of an Indexed Job that starts ``lockstep run`` on each of these hosts."""
+    node = ["--hosts", ",".join(f"{host}:{_port(job)}" for host in hosts), "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    command = ["lockstep", "run", *node, *map(_escaped, [*_run_options(job), *_program(job)])]
+    return _KUBERNETES_JOB.format(
+        name=_job_name(job),
+        nodes=job.nodes,
+        workers=job.workers,
+        command="".join(f"\n          - {json.dumps(word, ensure_ascii=False)}" for word in command),
+        codes=f"{USAGE}, {USER_ERROR}",
+        failures=failures,
+        success=success,
+        ignored=ignored,
+        subdomain=subdomain,
         seconds=int(job.grace) + _SUPERVISOR_SECONDS,
     )
 
@@ -351,6 +420,7 @@ def _port(job: LaunchConfig) -> int:
 PRINTERS: Mapping[str, Callable[[LaunchConfig], str]] = {
     "slurm": slurm_script,
     "kubernetes": kubernetes_manifest,
+    "jobset": jobset_manifest,
     "ray": ray_script,
     "torchrun": torchrun_commands,
 }
