@@ -30,7 +30,7 @@ COLUMNS = (
     *("weights", "optimizer", "gradients", "activations", "workspace"),
     *("TFLOP a device", "all-reduce", "all-gather", "reduce-scatter", "a step", "limited by"),
 )
-TARGETS = ("v5e:1", "v5e:2x4", "h100:1", "h100:8", "a100:8", "t4:1")
+TARGETS = ("v5e:1", "v5e:2x4", "h100:1", "h100:8", "t4:1")
 STRATEGIES = "replicated", "optimizer", "variables", "recompute"
 FEWER = {"v5e:2x4": ("replicated", "recompute")}  # A step for TPUs compiles for minutes.
 NOTE = (

@@ -204,6 +204,25 @@ def test_a_step_that_cannot_be_compiled_names_the_line_of_the_user():
     assert f"{__file__}:" in found.failure
 
 
+class Lowered:
+    """A program for which XLA finds no tiles, unless cuBLAS multiplies; or one that fails for another reason."""
+
+    def __init__(self, reason):
+        self.reason = reason
+
+    def compile(self, compiler_options=None):
+        if compiler_options is None or "tiles" in self.reason:
+            raise jax.errors.JaxRuntimeError(self.reason)
+        return compiler_options
+
+
+def test_products_for_which_xla_has_no_tiles_are_compiled_for_cublas():
+    found = compiled_step._compile(Lowered("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot"))
+    assert found == {"xla_gpu_enable_triton_gemm": False}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no tiles"):
+        compiled_step._compile(Lowered("no tiles"))
+
+
 def test_describe_failure_is_one_line():
     assert describe_failure(KeyError("x")) == "KeyError: 'x'"
     assert describe_failure(RuntimeError("\n  first\nsecond")) == "RuntimeError: first"

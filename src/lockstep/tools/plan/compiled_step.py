@@ -232,7 +232,7 @@ class StepCompiler:
         self, call: TrainingCall, target: Target, strategy: str, devices: Sequence[jax.Device] | None = None
     ) -> None:
         self._shard, self._recompute = STRATEGIES[strategy]
-        self._call, self._target = call, target
+        self._call = call
         mesh = Mesh(np.asarray(target.devices() if devices is None else devices), (DEVICE_AXIS,))
         self._placement = Placement(mesh, target.count)
         self._executor = SpmdExecutor(self._placement, AutoAllReduce(), shard=self._shard, recompute=self._recompute)
@@ -252,7 +252,7 @@ class StepCompiler:
         try:
             batch = self._placement.abstract_batch(repeat_row(self._call.row, rows))
             traced = step.trace_for(self._state, batch)
-            program = traced.lower().compile(compiler_options=self._target.accelerator.compiler_options)
+            program = _compile(traced.lower())
         except Exception as error:  # of the model or of the compiler, of any type
             seconds = time.perf_counter() - start
             if "RESOURCE_EXHAUSTED" in str(error):
@@ -290,6 +290,16 @@ class StepCompiler:
         found = tuple((name, numbers[name], volumes[name]) for name in sorted(numbers))
         traffic = int(analysis.argument_size_in_bytes) + memory_traffic(text)
         return CompiledStep(rows, memory, memory.total, found, traffic, seconds)
+
+
+def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile a step; if XLA's own kernels for GPUs have no tiles for a matrix product, which it could not tune, with those of cuBLAS."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "output tile sizes" not in str(error):
+            raise
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 def _bytes_refused(message: str) -> int | None:

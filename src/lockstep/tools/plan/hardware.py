@@ -77,11 +77,6 @@ class Accelerator:
     compiler: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def compiler_options(self) -> dict[str, Any]:
-        """XLA's options. Without a device it cannot tune its own kernels for matrix products, so those of cuBLAS are taken."""
-        return {"xla_gpu_enable_triton_gemm": False} if self.platform == "cuda" else {}
-
-    @property
     def usable_memory(self) -> int | None:
         """Bytes that programs get: on GPUs JAX takes a part of the memory, which ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets."""
         if self.usable is not None or self.memory is None or self.platform != "cuda":
