@@ -40,7 +40,17 @@ def pytest_collection_modifyitems(items):
 
 
 # The tests of these packages run in ./scripts/test-inputs and ./scripts/test-accelerators, or by hand.
-_MAY_SKIP_IN_CI = ("tensorflow", "torch", "pandas", "libtpu", "PyYAML", "kubernetes-validate", "Ray")
+_MAY_SKIP_IN_CI = (
+    "tensorflow",
+    "torch",
+    "pandas",
+    "libtpu",
+    "PyYAML",
+    "kubernetes-validate",
+    "Ray",
+    "safetensors",
+    "orbax",
+)
 _SKIPPED = set()
 
 

@@ -517,6 +517,7 @@ WORDS = {
     "checkpoint verify": ["missing"],
     "checkpoint sign": ["missing"],
     "checkpoint export": ["missing", "out.npz"],
+    "checkpoint import": ["missing", "/dev/null/x"],
 }
 NEEDED = {"plan": ["--for", "cpu:1"]}  # options besides those that are tested
 STOPS_WITH = r"missing|KEY_FILE is not set|no status.json|not a readable status|/dev/null/x|no such file|cannot be|no checkpoint|unrecognized arguments|the following arguments"

@@ -108,7 +108,9 @@ def test_an_export_follows_no_planted_link(plant, victim, tmp_path):
     store_in(tmp_path / "run", 1)
     for name in ("out.npz", "out.npz.writing"):
         plant(victim, tmp_path / name)
-    assert cli.main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "out.npz")]) == 0
+    command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "out.npz")]
+    assert cli.main(command) == 2
+    assert cli.main([*command, "--overwrite"]) == 0
     assert "metrics/empty" in np.load(tmp_path / "out.npz")
 
 
@@ -146,7 +148,7 @@ def test_a_manifest_that_is_too_large_takes_no_memory_and_is_never_written(tmp_p
     assert store.verify(path) == [
         f"{path / 'manifest.json'}: cannot be read: manifest.json has more than 268,435,456 bytes."
     ]
-    monkeypatch.setattr("lockstep.checkpoint.format._LARGEST_MANIFEST", 2000)
+    monkeypatch.setattr("lockstep.checkpoint.format.LARGEST_MANIFEST", 2000)
     with pytest.raises(
         lockstep.OptionError, match=r"metadata: its manifest would have \d,\d+ bytes, at most 2,000 are"
     ):

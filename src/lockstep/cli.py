@@ -172,13 +172,13 @@ def _parse_number_or_name(text: str) -> float | str:
 
 
 def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    checkpoint = commands.add_parser("checkpoint", help="list checkpoints, verify and sign them, export arrays")
+    checkpoint = commands.add_parser("checkpoint", help="list checkpoints, verify and sign them, export and import")
     actions = checkpoint.add_subparsers(title="actions", required=True)
     for name, run, text in (
         ("show", _show, "list the checkpoints of a directory"),
         ("verify", _verify, "read every array, and check signatures; the exit code is 1 if any is damaged"),
         ("sign", _sign, "sign checkpoints that you trust with the key of LOCKSTEP_CHECKPOINT_KEY_FILE"),
-        ("export", _export, "write the arrays of a checkpoint to a plain .npz file"),
+        ("export", _export, "write a checkpoint, or arrays of it, for other programs"),
     ):
         action = actions.add_parser(name, help=text)
         action.add_argument("directory", metavar="DIR", help="directory of all checkpoints, or of one")
@@ -186,9 +186,23 @@ def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParse
         if name == "show":
             action.add_argument("-v", "--verbose", action="store_true", help="also list the arrays")
         if name == "export":
-            action.add_argument("output", metavar="FILE", help="output file; an existing file is replaced")
-            action.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
-            action.add_argument("--only", default="*", metavar="PATTERN", help="names of arrays, for example 'model/*'")
+            _add_export(action)
+    text = "write an export of a whole checkpoint as a checkpoint again, bit for bit"
+    action = actions.add_parser("import", help=text)
+    action.add_argument("export", metavar="EXPORT", help="file or directory that 'lockstep checkpoint export' wrote")
+    action.add_argument("directory", metavar="DIR", help="directory of all checkpoints; it is made if it is not there")
+    action.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same step")
+    action.set_defaults(run=_report_errors(_import))
+
+
+def _add_export(action: argparse.ArgumentParser) -> None:
+    action.add_argument("output", metavar="OUTPUT", help="output file; for orbax, a new directory")
+    text = "of the output (default: by its ending, else npz); safetensors and orbax need packages"
+    action.add_argument("--format", choices=("npz", "safetensors", "orbax"), help=text)
+    action.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
+    text = "names of arrays, for example 'model/*'; such an export cannot be imported"
+    action.add_argument("--only", default="*", metavar="PATTERN", help=text)
+    action.add_argument("--overwrite", action="store_true", help="replace an existing file")
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -395,11 +409,24 @@ def _sign(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from lockstep.tools.commands.checkpoints import export, loaded_from
+    from lockstep.checkpoint.export_formats import export
+    from lockstep.checkpoint.format import signing_key
+    from lockstep.tools.commands.checkpoints import loaded_from
 
     loaded = loaded_from(options.directory, options.step)
-    count = export(loaded, options.output, options.only)
+    format_name = options.format or ("safetensors" if options.output.endswith(".safetensors") else "npz")
+    count = export(
+        loaded, options.output, format_name, only=options.only, overwrite=options.overwrite, key=signing_key()
+    )
     print(f"{options.output}: {count} arrays of step {loaded.step}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from lockstep.tools.commands.checkpoints import import_export
+
+    loaded = import_export(options.export, options.directory, options.overwrite)
+    print(f"{loaded.path}: {len(loaded.snapshot.arrays)} arrays of step {loaded.step}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``lockstep checkpoint show | verify | export``."""
+"""``lockstep checkpoint show | verify``, and which checkpoint ``export`` takes."""
 
 import os
 import subprocess
@@ -54,10 +54,9 @@ def test_verify_reads_everything(tmp_path, capsys):
 def test_export_writes_what_every_numpy_reads(tmp_path, capsys):
     store_in(tmp_path / "runs", 7, 8)
     target = tmp_path / "weights.npz"
-    target.write_text("something else")
     assert said(capsys, "export", tmp_path / "runs", target).out == f"{target}: 4 arrays of step 8\n"
     with np.load(target, allow_pickle=False) as found:
-        assert set(found) == set(small().arrays)
+        assert set(found) == {*small().arrays, "lockstep.json"}
         np.testing.assert_array_equal(found["model/dense/kernel"], small(8).arrays["model/dense/kernel"], strict=True)
         momentum = np.asarray([0.5, -1.5, 8], np.float32)
         np.testing.assert_array_equal(found["optimizer/dense/kernel/momentum"], momentum, strict=True)
@@ -68,7 +67,7 @@ def test_export_takes_the_step_and_the_names_that_are_asked_for(tmp_path, capsys
     store = store_in(tmp_path / "runs", 7, 8)
     target = tmp_path / "weights.npz"
     for step, directory in ((7, tmp_path / "runs"), (8, tmp_path / "runs"), (7, store.paths()[0])):
-        said(capsys, "export", directory, target, "--step", step, "--only", "model/*")
+        said(capsys, "export", directory, target, "--step", step, "--only", "model/*", "--overwrite")
         with np.load(target, allow_pickle=False) as found:
             assert list(found) == ["model/dense/kernel"]
             np.testing.assert_array_equal(found["model/dense/kernel"], small(step).arrays["model/dense/kernel"])
@@ -98,7 +97,8 @@ def test_export_takes_the_newest_good_one(tmp_path, capsys, caplog):
             "no checkpoint of step 9. Fix: choose one that 'lockstep checkpoint show' lists.",
         ),
         (["export", "runs", "out", "--only", "x*"], "no array name matches 'x*'."),
-        (["export", "runs", "missing/out"], "missing/out: cannot be written: No such file or directory."),
+        (["export", "runs", "missing/out"], "missing/out: cannot be written as npz: No such file or directory."),
+        (["import", "missing", "new"], "missing: cannot be read: No such file or directory."),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(arguments, message, tmp_path, capsys, monkeypatch):
@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, message, tmp_path, c
 def test_without_an_action_the_usage_is_shown(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["checkpoint"])
-    assert "show,verify,sign,export" in capsys.readouterr().err
+    assert "show,verify,sign,export,import" in capsys.readouterr().err
 
 
 def test_the_command_needs_neither_jax_nor_keras(tmp_path):

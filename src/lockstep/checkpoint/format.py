@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -41,6 +42,7 @@ from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file, replace_f
 __all__ = [
     "ARRAYS",
     "KEY_FILE",
+    "LARGEST_MANIFEST",
     "MANIFEST",
     "STATUS",
     "VERSION",
@@ -48,6 +50,7 @@ __all__ = [
     "Loaded",
     "Manifest",
     "Snapshot",
+    "array_digest",
     "check_bounds",
     "check_name",
     "checkpoints_in",
@@ -185,7 +188,7 @@ _SIGNATURE = re.compile(rb'"hmac": "([0-9a-f]{64})",\n')
 _SIGNATURE_LENGTH = 76
 _DIGEST = re.compile("[0-9a-f]{64}")
 _CHUNK = 1 << 20  # bytes that are copied at once, the most memory that writing takes
-_LARGEST_MANIFEST = 1 << 28  # bytes
+LARGEST_MANIFEST = 1 << 28  # bytes
 
 
 def step_of(name: str) -> int | None:
@@ -357,9 +360,10 @@ def decode(data: bytes, path: Path, key: bytes | None = None) -> Manifest:
 def _check_signature(head: bytes, path: Path, key: bytes) -> None:
     found = _SIGNATURE.fullmatch(head[-_SIGNATURE_LENGTH:])
     if found is None:
-        raise CheckpointError(
-            f"{path}: is not signed, and {KEY_FILE} is set. Fix: if you trust it, run 'lockstep checkpoint sign {path.parent}'."
-        )
+        fix = f"run 'lockstep checkpoint sign {path.parent}'"
+        if path.name != MANIFEST:
+            fix = f"import it with {KEY_FILE} unset, and sign the checkpoint"
+        raise CheckpointError(f"{path}: is not signed, and {KEY_FILE} is set. Fix: if you trust it, {fix}.")
     expected = hmac.new(key, head[:-_SIGNATURE_LENGTH], hashlib.sha256).hexdigest()
     if not hmac.compare_digest(expected, found[1].decode()):
         raise CheckpointError(f"{path}: is signed with another key than that of {KEY_FILE}, or was changed.")
@@ -381,12 +385,15 @@ def _from_fields(fields: dict[str, Any], path: Path) -> Manifest:
 # arrays.npz
 
 
-def write_arrays(file: BinaryIO, arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
+def write_arrays(
+    file: BinaryIO, arrays: Mapping[str, np.ndarray], members: Mapping[str, bytes] = MappingProxyType({})
+) -> dict[str, Entry]:
     """Write arrays as an uncompressed zip file.
 
     Args:
         file: open for writing, at its beginning.
         arrays: by name.
+        members: other members of the zip file, by name.
 
     Returns:
         The entry of each, in the same order.
@@ -403,7 +410,22 @@ def write_arrays(file: BinaryIO, arrays: Mapping[str, np.ndarray]) -> dict[str, 
                     digest.update(chunk)
                     member.write(chunk)
             entries[name] = Entry(array.dtype.name, array.shape, offset, digest.hexdigest())
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
     return entries
+
+
+def array_digest(array: np.ndarray) -> str:
+    """Return the sha256 of the bytes of an array, as they are in the file.
+
+    Example:
+        >>> array_digest(np.zeros(3, np.float32)) == hashlib.sha256(bytes(12)).hexdigest()
+        True
+    """
+    digest = hashlib.sha256()
+    for chunk in _chunks(array, in_file(array.dtype.name)):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _chunks(array: np.ndarray, stored: np.dtype) -> Iterator[memoryview]:
@@ -507,9 +529,9 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None) -
         file.flush()
         os.fsync(file.fileno())
     content = encode(Manifest(step, size, entries, snapshot.metadata), key)
-    if len(content) > _LARGEST_MANIFEST:
+    if len(content) > LARGEST_MANIFEST:
         raise OptionError(
-            f"Snapshot: metadata: its manifest would have {len(content):,} bytes, at most {_LARGEST_MANIFEST:,} are read. Fix: put "
+            f"Snapshot: metadata: its manifest would have {len(content):,} bytes, at most {LARGEST_MANIFEST:,} are read. Fix: put "
             "long lists of numbers into the arrays; attributes of callbacks may be NumPy arrays."
         )
     with open(path / MANIFEST, "xb") as file:
@@ -550,7 +572,7 @@ def describe(path: Path, key: bytes | None = None) -> Manifest:
     """
     file_path = path / MANIFEST
     with _checkpoint_errors(file_path):
-        manifest = decode(read_file(file_path, _LARGEST_MANIFEST), file_path, key)
+        manifest = decode(read_file(file_path, LARGEST_MANIFEST), file_path, key)
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
     return manifest

@@ -1,13 +1,12 @@
-"""``lockstep checkpoint``: list checkpoints, and export arrays of one."""
+"""``lockstep checkpoint``: find and list checkpoints, and import one."""
 
-import fnmatch
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError
-from lockstep._files import replace_file
+from lockstep.checkpoint.export_formats import read_export
 from lockstep.checkpoint.format import (
     MANIFEST,
     Loaded,
@@ -16,12 +15,10 @@ from lockstep.checkpoint.format import (
     read,
     signing_key,
     step_of,
-    widened,
-    write_arrays,
 )
 from lockstep.checkpoint.store import CheckpointStore
 
-__all__ = ["checkpoints_of", "export", "loaded_from", "table"]
+__all__ = ["checkpoints_of", "import_export", "loaded_from", "table"]
 
 _ROW = "{:>12} {:>6} {:>8} {:>15} {:>9}  {}"
 
@@ -87,25 +84,30 @@ def _arrays(manifest: Manifest) -> Iterator[str]:
         yield f"    {name}: {entry.dtype} {entry.shape}, sha256 {entry.sha256[:16]}…"
 
 
-def export(loaded: Loaded, output: str, only: str) -> int:
-    """Write arrays of a checkpoint as ``numpy.savez`` does; dtypes unknown to NumPy become wider ones.
+def import_export(output: str, directory: str, overwrite: bool) -> Loaded:
+    """Write an export of a whole checkpoint as a checkpoint again; no other checkpoint is removed.
 
     Args:
-        loaded: the checkpoint.
-        output: path of the file; an existing file is replaced.
-        only: pattern of names as for file names; ``*`` matches anything.
+        output: path of the export.
+        directory: of all checkpoints; it is made if it is not there.
+        overwrite: whether a checkpoint of the same step is replaced.
 
     Returns:
-        The number of arrays.
+        The new checkpoint, as it was read again.
 
     Raises:
-        CheckpointError: no name matches, or the file cannot be written.
+        CheckpointError: the export is damaged or foreign, or the checkpoint cannot be written.
     """
-    arrays = {name: widened(array) for name, array in loaded.snapshot.arrays.items() if fnmatch.fnmatchcase(name, only)}
-    if not arrays:
-        raise CheckpointError(f"{loaded.path}: no array name matches {only!r}.")
-    try:
-        replace_file(output, lambda file: write_arrays(file, arrays))
-    except OSError as error:
-        raise CheckpointError(f"{output}: cannot be written: {error.strerror or error}.", error.errno) from error
-    return len(arrays)
+    store = CheckpointStore(directory)
+    if os.path.exists(store.directory / MANIFEST):
+        raise CheckpointError(
+            f"{directory}: is a checkpoint, expected the directory of all. Fix: name {store.directory.parent}, or a new directory."
+        )
+    step, snapshot = read_export(output, signing_key())
+    steps = store.steps()
+    if step in steps and not overwrite:
+        raise CheckpointError(
+            f"{directory}: has a checkpoint of step {step} already. Fix: give --overwrite, or choose another directory."
+        )
+    with CheckpointStore(directory, keep=len(steps) + 1) as writer:
+        return writer.read(writer.write(step, snapshot))
