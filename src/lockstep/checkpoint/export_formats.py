@@ -301,8 +301,10 @@ def _read_orbax(path: Path) -> tuple[bytes | None, Arrays]:
         return None, {}
     record = read_file(path / RECORD, LARGEST_MANIFEST)
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
-        names = checkpointer.metadata(path.absolute()).item_metadata.tree
-        each = {name: orbax.RestoreArgs(restore_type=np.ndarray) for name in names}
+        found = checkpointer.metadata(path.absolute()).item_metadata
+        if found is None:
+            raise ValueError("Orbax finds no arrays in it")
+        each = {name: orbax.RestoreArgs(restore_type=np.ndarray) for name in found.tree}
         return record, checkpointer.restore(path.absolute(), args=orbax.args.PyTreeRestore(restore_args=each))
 
 
