@@ -50,6 +50,7 @@ _MAY_SKIP_IN_CI = (
     "Ray",
     "safetensors",
     "orbax",
+    "prometheus",
 )
 _SKIPPED = set()
 

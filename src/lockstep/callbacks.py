@@ -1,6 +1,7 @@
 """Callbacks for ``fit``."""
 
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
+from lockstep.fit.monitoring.prometheus import PrometheusExporter
 from lockstep.fit.monitoring.rich_progress import RichProgress
 from lockstep.fit.monitoring.step_timer import ThroughputMonitor
 from lockstep.fit.monitoring.tensorboard import TensorBoard
@@ -11,6 +12,7 @@ __all__ = [
     "BackupAndRestore",
     "LearningRateScaling",
     "NanGuard",
+    "PrometheusExporter",
     "RichProgress",
     "TensorBoard",
     "ThroughputMonitor",

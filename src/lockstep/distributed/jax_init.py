@@ -20,7 +20,7 @@ from lockstep._errors import ClusterError
 from lockstep._logging import listed
 from lockstep.devices.cpu_devices import NVIDIA_GPUS, has_started, reserve_threads
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
-from lockstep.distributed.cluster.env_reader import GENERATION, EnvReader, NetworkOptions
+from lockstep.distributed.cluster.env_reader import EnvReader, NetworkOptions, restarts_of
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.control_client import ControlClient
@@ -431,12 +431,12 @@ def join_job(
     Raises:
         ClusterError: a worker is missing or differs.
     """
-    own, guard = EnvReader("Lockstep", environ, "lockstep run sets it."), guard or ExitGuard()
+    guard = guard or ExitGuard()
     guard.install()  # First, so that the process has the right exit code also if the workers do not come.
     client = join(
         group,
         describe_process(),
-        generation=own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0,
+        generation=restarts_of(environ),
         network=network,
         timeout_seconds=timeout_seconds,
         long_seconds=max(LONG_SECONDS, timeout_seconds),

@@ -15,7 +15,7 @@ from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
-from lockstep.distributed.cluster.env_reader import GENERATION, EnvReader, NetworkOptions
+from lockstep.distributed.cluster.env_reader import NetworkOptions, restarts_of
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.process_group import disable_saving
@@ -147,7 +147,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         self._role = find_role(self._resolver)
         self._context = ProcessContext(
             self._role,
-            describe_process() | {"generation": _generation()},
+            describe_process() | {"generation": restarts_of(os.environ)},
             variable_partitioner,
             max_staleness,
             refuse_nonfinite,
@@ -288,11 +288,6 @@ def _refuse_step(state: Any, batch: Any) -> Any:
         "train_on_batch: with ParameterServerStrategy workers make the training steps. Schedule a function that calls it with "
         "lockstep.ClusterCoordinator, or use fit. Of several models the newest one that is compiled can be trained so."
     )
-
-
-def _generation() -> int:
-    own = EnvReader("Lockstep", os.environ, "lockstep run sets it.")
-    return own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in os.environ else 0
 
 
 def _use_chief_random_state(role: ProcessRole, chief: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "SECRET_FILE",
     "EnvReader",
     "NetworkOptions",
+    "restarts_of",
 ]
 
 # Set by the launcher, or by the user for all processes of a job.
@@ -155,3 +156,20 @@ def _read_secret_file(name: str) -> bytes:
             "Kubernetes, defaultMode: 0440."
         )
     return secret.strip()
+
+
+def restarts_of(environ: Mapping[str, str]) -> int:
+    """Return how many times the launcher has restarted the job.
+
+    Args:
+        environ: names and values.
+
+    Raises:
+        ClusterError: the variable is no whole number of at least 0.
+
+    Example:
+        >>> restarts_of({}), restarts_of({"LOCKSTEP_GENERATION": "2"})
+        (0, 2)
+    """
+    own = EnvReader("Lockstep", environ, "lockstep run sets it.")
+    return own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0

@@ -148,6 +148,7 @@ _LEFT_OUT = ("model", "_model", "params", "validation_data")
 _OWN_STATE = {
     "LearningRateScaling": {"progress": "numbers by name", "_is_first": "flag"},
     "NanGuard": {"skipped": "count", "rollbacks": "count"},
+    "PrometheusExporter": {},
     "RichProgress": {},
     "StalenessMetrics": {},
     "TensorBoard": {},

@@ -135,16 +135,19 @@ class StatusWriter:
             "workers": self._workers(),
         }
 
-    def _workers(self) -> list[dict[str, Any]]:
+    def workers(self) -> list[tuple[dict[str, Any], Mapping[str, float]]]:
+        """Return for each worker what it does, and the seconds that its activities have taken so far."""
         now, statuses = time.monotonic(), self._process_group.worker_statuses()
-        rows = [_row(status, now) for status in statuses] or [self._single_process()]
-        seconds = {status.peer.index: status.metadata for status in statuses} or {
-            0: {"waited": self._meter.waited, "read": self._meter.read}
-        }
+        alone = {"waited": self._meter.waited, "read": self._meter.read}
+        return [(_row(status, now), status.metadata) for status in statuses] or [(self._single_process(), alone)]
+
+    def _workers(self) -> list[dict[str, Any]]:
+        now, workers = time.monotonic(), self.workers()
+        seconds = {row["worker"]: numbers for row, numbers in workers}
         if self._samples and _has_fallen(self._samples[-1][1], seconds):
             self._samples.clear()  # The last heartbeat of a worker was sent in another call of fit.
         self._samples.append((now, seconds))
-        return [row | shares(self._samples, row["worker"]) for row in rows]
+        return [row | shares(self._samples, row["worker"]) for row, _ in workers]
 
     def _single_process(self) -> dict[str, Any]:
         phase, seconds = self._timer.phase[0], self._timer.seconds_in_phase()
@@ -221,7 +224,9 @@ def _monitored(context: FitContext, monitors: list[MonitorCallback], folders: li
 
         counter, is_chief = FlopCounter(), context.process_group.process == 0
         add_step_hook(counter)
-        attachment = Attachment(timer, devices, counter, lambda: data.resumed, is_chief, context.log, add_step_hook)
+        attachment = Attachment(
+            timer, devices, counter, lambda: data.resumed, is_chief, context.log, add_step_hook, status.workers
+        )
         for monitor in monitors:
             stack.callback(monitor.detach)
             monitor.attach(attachment, context.arguments)

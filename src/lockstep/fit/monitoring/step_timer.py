@@ -254,6 +254,14 @@ class StepTimer(StepHook):
         return TimerReading(self._steps, self._rows_done, seconds, waited)
 
     @property
+    def newest(self) -> TimerReading:
+        """All steps up to the newest measured one. Unlike :attr:`reading`, it never falls if another thread reads it."""
+        try:
+            return self._recent[-1]
+        except IndexError:
+            return TimerReading()
+
+    @property
     def recent(self) -> TimerReading:
         """The last steps, at most ``window``."""
         try:
@@ -292,6 +300,7 @@ class Attachment:
         is_chief: whether this process prints and writes.
         log: takes a line for the user.
         add_step_hook: adds a hook until the call ends.
+        workers: returns for each worker what it does, and the seconds that it has waited for data and read data.
     """
 
     timer: StepTimer
@@ -301,6 +310,7 @@ class Attachment:
     is_chief: bool
     log: Callable[[str], None]
     add_step_hook: Callable[[StepHook], None]
+    workers: Callable[[], list[tuple[dict[str, Any], Mapping[str, float]]]]
 
 
 class MonitorCallback(keras.callbacks.Callback):
