@@ -34,7 +34,7 @@ TARGETS = ("v5e:1", "v5e:2x4", "h100:1", "h100:8", "t4:1")
 STRATEGIES = "replicated", "optimizer", "variables", "recompute"
 FEWER = {"v5e:2x4": ("replicated", "recompute")}  # A step for TPUs compiles for minutes.
 NOTE = (
-    "Memory is that of one device. Time is an estimate from data sheets, a lower bound that no device has verified. Collectives: number, and "
+    "Memory is that of one device. Time is an estimate from data sheets that no device has verified. Collectives: number, and "
     "bytes of their results on a device. A largest batch that is missing was not searched."
 )
 
