@@ -1,14 +1,12 @@
 """Hardware of a plan: the data sheets, and the names of targets."""
 
-import importlib.util
-
 import jax
 import pytest
 
 from lockstep import OptionError
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.tools.plan import hardware
-from lockstep.tools.plan.hardware import Target, find_accelerator, known_accelerators, parse_target
+from lockstep.tools.plan.hardware import find_accelerator, known_accelerators, parse_target
 
 SLOW = NetworkLink(1e-3, 1e-6)
 OWN = """
@@ -141,5 +139,3 @@ def test_a_missing_compiler_is_named_with_the_command_that_installs_it(monkeypat
 def test_devices_of_cpu_targets_are_those_of_this_process():
     assert parse_target("cpu:3").devices() == jax.local_devices()[:3]
     assert find_accelerator(jax.local_devices()[0], known_accelerators()).key == "cpu"
-    assert isinstance(parse_target("cpu:3"), Target)
-    assert importlib.util.find_spec("lockstep.tools.plan.hardware")

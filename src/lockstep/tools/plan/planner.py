@@ -283,7 +283,7 @@ def plan(
     hardware_file: str | Path | None = None,
     search: bool = True,
 ) -> Plan:
-    """Say whether a model fits on hardware that is not here, how much each step communicates, and how long it takes at least.
+    """Say whether a model fits on hardware that is not here, how much each step communicates, and estimate its time.
 
     The training step is compiled for each target, in this process and one after the other; nothing is run or trained. The command
     ``lockstep plan`` does the same for a script, in processes side by side and with limits.
