@@ -60,6 +60,7 @@ _PUBLIC = {
     ),
     "lockstep.strategies.central_storage": ("CentralStorageStrategy",),
     "lockstep.strategies.mirrored": ("MirroredStrategy",),
+    "lockstep.strategies.model_parallel": ("ModelParallelStrategy",),
     "lockstep.strategies.multi_worker": ("MultiWorkerMirroredStrategy",),
     "lockstep.strategies.parameter_server": ("ParameterServerStrategy",),
     "lockstep.tools.plan.planner": ("plan",),
@@ -118,6 +119,7 @@ if TYPE_CHECKING:  # Type checkers need imports; tests/test_public_api.py compar
     from lockstep.parameter_server.cluster_coordinator import RemoteValue as RemoteValue
     from lockstep.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from lockstep.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from lockstep.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from lockstep.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from lockstep.tools.plan.planner import plan as plan

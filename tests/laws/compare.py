@@ -52,6 +52,21 @@ class Central(Topology):
         return lockstep.CentralStorageStrategy(names, self.home, replicas=self.replicas, **self.options)
 
 
+@dataclass(frozen=True)
+class Mesh(Topology):
+    """One replica on a mesh of CPU devices: rows over the first axis, variables over the second."""
+
+    sizes: tuple[int, int] = (1, 2)
+
+    def strategy(self):
+        names = [f"cpu:{index}" for index in range(self.devices)]
+        data, model = self.sizes
+        return lockstep.ModelParallelStrategy({"data": data, "model": model}, devices=names, **self.options)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.sizes))
+
+
 REPLICAS = (1, 2, 3, 4, 7)
 DEVICES = (1, 2, 3)
 TOPOLOGIES = [Topology(replicas, devices) for replicas in REPLICAS for devices in DEVICES]

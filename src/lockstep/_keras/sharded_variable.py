@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-__all__ = ["ShardedVariable", "VariableLayouts", "lay_out", "whole_values"]
+__all__ = ["ShardedVariable", "VariableLayouts", "has_layout", "lay_out", "whole_values"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class VariableLayouts:
     """Where a strategy lays the variables of its models.
 
     Args:
-        sharding_of: returns the sharding of a variable of this shape; None: that of plain Keras.
+        sharding_of: returns the sharding of a variable, given its shape; None: the one that it has, or that of plain Keras.
         put: lays a value, which all processes have, over the devices.
         gather: returns the whole value of an array on the host, or None if this process does not want it; all processes call it.
         agree: checks that all processes call it now, with this topic and an equal value, and raises an error otherwise.
     """
 
-    sharding_of: Callable[[tuple[int, ...]], Sharding | None]
+    sharding_of: Callable[[keras.Variable, tuple[int, ...]], Sharding | None]
     put: Callable[[Any, Sharding], jax.Array]
     gather: Callable[[jax.Array, bool], Any]
     agree: Callable[[str, Any], None]
@@ -68,6 +68,11 @@ class ShardedVariable(keras.Variable):
             what = f"the new value of variable {self.path!r}, which all workers set together"
             self._layouts.agree(what, zlib.crc32(value.tobytes()))
         self._value = self._layouts.put(value, self._layout)
+
+
+def has_layout(variable: keras.Variable) -> bool:
+    """Return whether a variable has a layout: one of its own, or, of an optimizer, that of the variable that it belongs to."""
+    return variable._layout is not None
 
 
 def lay_out(variable: keras.Variable, sharding: Sharding | None, layouts: VariableLayouts) -> None:

@@ -205,7 +205,7 @@ def _laying_out(original: Callable[..., None], current: Callable[[], VariableLay
     def initialize(self: Any, value: Any) -> None:
         layouts = current()
         if layouts is not None:
-            lay_out(self, layouts.sharding_of(tuple(value.shape)), layouts)
+            lay_out(self, layouts.sharding_of(self, tuple(value.shape)), layouts)
         original(self, value)
 
     return initialize

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from lockstep._errors import InputError, ScopeError, member_of, shown
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
@@ -22,7 +21,7 @@ from lockstep.custom_loops.replica_context import (
     in_context,
 )
 from lockstep.custom_loops.strategy_api import StrategyApi
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.device_placement import Placement, placement_on
 from lockstep.data.fit_entry import InputOptions, ProcessGroup
 from lockstep.devices.names import device_name
 from lockstep.execution.train_functions import is_in_step
@@ -44,7 +43,7 @@ class _NoStrategy(StrategyApi):
 
     @cached_property
     def _placement(self) -> Placement:  # type: ignore[override]  # made on first use, as it starts JAX
-        return Placement(Mesh(np.asarray(jax.local_devices()[:1]), (DEVICE_AXIS,)), 1)
+        return placement_on(jax.local_devices()[:1], 1)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -24,14 +24,17 @@ __all__ = [
     "DEVICE_AXIS",
     "REPLICATE_BELOW",
     "SHARD_FROM",
+    "MeshPlacement",
     "PlacedRows",
     "Placement",
     "count_rows",
     "drop_padding",
     "gather_on_host",
+    "is_large",
     "is_spread",
     "join_rows",
     "local_values",
+    "placement_on",
 ]
 
 DEVICE_AXIS = "device"
@@ -61,15 +64,20 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of the arrays of one strategy: ``replicas`` replicas on the devices of ``mesh``."""
+    """Placement of the arrays of one strategy: ``replicas`` replicas on the devices of ``mesh``, whose axis is ``DEVICE_AXIS``."""
 
     mesh: Mesh
     replicas: int
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices, in the order of the mesh axis."""
+        """The devices, in the order of the mesh."""
         return tuple(self.mesh.devices.flat)
+
+    @property
+    def row_shards(self) -> int:
+        """Number of shards into which the rows of a batch are cut."""
+        return int(self.mesh.shape[DEVICE_AXIS])
 
     @property
     def platform(self) -> str:
@@ -121,8 +129,8 @@ class Placement:
 
         Axes whose slices are whole tiles of a TPU come first: it would pad others.
         """
-        count, tiles = len(self.devices), (*[1] * len(shape), *TPU_TILE)[-len(shape) :] if shape else ()
-        if count == 1 or math.prod(shape) < SHARD_FROM:
+        count, tiles = self.row_shards, (*[1] * len(shape), *TPU_TILE)[-len(shape) :] if shape else ()
+        if count == 1 or not is_large(shape):
             return None
         fitting = [axis for axis, length in enumerate(shape) if length % count == 0]
         whole = [axis for axis in fitting if shape[axis] % (count * tiles[axis]) == 0]
@@ -130,13 +138,18 @@ class Placement:
 
     def on_first_device(self) -> "Placement":
         """Return a placement of the same replicas on the first device of this process."""
-        return Placement(Mesh(self.mesh.devices[list(self.local_indices[:1])], (DEVICE_AXIS,)), self.replicas)
+        return placement_on([self.first_local_device], self.replicas)
 
     def on_one_cpu(self) -> "Placement":
         """Return a placement of the same replicas on a CPU device of this process."""
         if self.platform == "cpu":
             return self.on_first_device()
-        return Placement(Mesh(np.asarray(jax.local_devices(backend="cpu")[:1]), (DEVICE_AXIS,)), self.replicas)
+        return placement_on(jax.local_devices(backend="cpu")[:1], self.replicas)
+
+    @property
+    def along_devices(self) -> "Placement":
+        """Return a placement on the same devices whose mesh has one axis."""
+        return placement_on(self.devices, self.replicas)
 
     def put(self, tree: Any, shardings: Any = None) -> Any:
         """Put arrays on the devices. Every process has the whole arrays, and puts its devices' parts there.
@@ -177,7 +190,7 @@ class Placement:
 
     def layout(self, rows: int) -> Layout:
         """Return the layout of a global batch of ``rows`` rows."""
-        return Layout(rows, self.replicas, len(self.devices))
+        return Layout(rows, self.replicas, self.row_shards)
 
     def place(self, batch: Any) -> Any:
         """Put a batch, as Keras's iterators yield it, on the devices.
@@ -257,6 +270,27 @@ class Placement:
         if not isinstance(batch, (tuple, list)):
             return jax.tree.map(rows, batch)
         return (jax.tree.map(rows, batch[0]), *(jax.tree.map(targets, tree) for tree in batch[1:]))
+
+
+@dataclass(frozen=True)
+class MeshPlacement(Placement):
+    """Placement of one replica on a mesh with more axes: its rows are sharded over the first, and variables over the others."""
+
+    replicas: int = 1
+
+    def layout(self, rows: int) -> Layout:
+        """Return the layout of the rows over the first axis of the mesh, the same as that of as many replicas."""
+        return Layout(rows, self.row_shards, self.row_shards)
+
+
+def is_large(shape: Sequence[int]) -> bool:
+    """Return whether a variable of this shape has so many numbers that it pays to shard it."""
+    return math.prod(shape) >= SHARD_FROM
+
+
+def placement_on(devices: Sequence[jax.Device], replicas: int) -> Placement:
+    """Return a placement of ``replicas`` replicas on ``devices``."""
+    return Placement(Mesh(np.asarray(devices), (DEVICE_AXIS,)), replicas)
 
 
 def _put_local_part(leaf: Any, sharding: NamedSharding) -> jax.Array:

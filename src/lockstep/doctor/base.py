@@ -162,7 +162,7 @@ class RuntimeSettings:
         processes: number of processes that train in step.
         input_options: of the strategy.
         has_strategy: False for plain Keras on one device.
-        layout: returns where the variables of a model lie; None: all of them on each device.
+        layout: returns where the variables of a model lie, None if that is not known yet; None: all of them on each device.
     """
 
     replicas: int = 1
@@ -170,7 +170,7 @@ class RuntimeSettings:
     processes: int = 1
     input_options: InputOptions = field(default_factory=InputOptions)
     has_strategy: bool = True
-    layout: Callable[[keras.Model], ModelLayout] | None = None
+    layout: Callable[[keras.Model], ModelLayout | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,8 @@ def check_memory(
 def minimum_bytes(call: FitCall) -> int:
     """Return the bytes of weights, gradients and optimizer variables on each device, as far as they exist."""
     model, optimizer = call.model, call.model.optimizer
-    if call.settings.layout is not None:
-        layout = call.settings.layout(model)
+    layout = call.settings.layout(model) if call.settings.layout is not None else None
+    if layout is not None:
         trained = {variable.path for variable in model.trainable_variables}
         gradients = [row.device_bytes for row in layout.variables if row.owner == "model" and row.path in trained]
         return layout.device_bytes + sum(gradients)

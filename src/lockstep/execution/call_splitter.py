@@ -111,6 +111,11 @@ class ModelCall:
         is_cut = [np.ndim(leaf) > 0 and np.shape(leaf)[0] == rows for leaf in leaves]
         return cls(model, function, trainable, non_trainable, leaves, structure, rows, is_cut)
 
+    def make(self) -> tuple[Any, list[Any], list[Any]]:
+        """Make the call as it is; return outputs, new values of the non-trainable variables, and losses."""
+        args, kwargs = jax.tree.unflatten(self.structure, self.leaves)
+        return self.function(self.trainable, self.non_trainable, *args, return_losses=True, **kwargs)
+
     @property
     def inputs(self) -> list[Any]:
         """The arguments that are cut into rows."""

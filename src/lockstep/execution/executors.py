@@ -17,7 +17,7 @@ from lockstep.collectives import CrossDeviceOps
 from lockstep.data.device_placement import PlacedRows, Placement, join_rows, local_values
 from lockstep.devices.batch_split import Layout, rows_of_replicas
 from lockstep.devices.cpu_devices import compiler_options, usable_cores
-from lockstep.execution.call_splitter import CallTrace
+from lockstep.execution.call_splitter import CallTrace, ModelCall
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
 from lockstep.execution.gathered_variables import SEPARATE_COLLECTIVES, Recompute, Shard, gather_variables, shard_axes
 from lockstep.execution.gradient_extraction import GradientPrograms
@@ -73,6 +73,13 @@ class Executor(Protocol):
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """Run the forward pass on joined inputs, ``(rows, …)``; ``placed`` are those that are on the devices already."""
 
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+        """Make a call of a model if there is one replica; ``placed`` are those of its inputs that are on the devices already.
+
+        Returns:
+            Outputs, new values of the non-trainable variables, and losses.
+        """
+
 
 class SpmdExecutor:
     """Runs one program on all devices; the compiler sees equal replicas of a device as one batch.
@@ -105,7 +112,7 @@ class SpmdExecutor:
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
         run = self.train_step(step, gate) if kind == "train" else self.read_only_step(step, kind)
-        return _with_placement(run, self.placement, self._state_shardings, gate)
+        return _with_placement(run, self.placement, self.state_shardings, gate)
 
     def compile_joined(self, step: Step) -> Step:
         """Return a training step as a function of several batches of equal shapes: one program, which returns the logs of the last."""
@@ -127,7 +134,7 @@ class SpmdExecutor:
         options = compiler_options(self.placement.platform)
         if self.shard == "variables":
             options = options | SEPARATE_COLLECTIVES.get(self.placement.platform, {})
-        return CompiledTrainStep(step, self._state_shardings, options, donated=gate is None)
+        return CompiledTrainStep(step, self.state_shardings, options, donated=gate is None)
 
     def read_only_step(self, step: Step, kind: str) -> Step:
         """Return a step on placed arrays that keeps the old state, and copies no value that did not change.
@@ -154,7 +161,7 @@ class SpmdExecutor:
 
     def _as_rows(self, leaf: jax.Array) -> jax.Array:
         """Shard an output by rows if the devices share them evenly; XLA shards others."""
-        is_even = leaf.ndim > 0 and leaf.shape[0] % len(self.placement.devices) == 0
+        is_even = leaf.ndim > 0 and leaf.shape[0] % self.placement.row_shards == 0
         return jax.lax.with_sharding_constraint(leaf, self.placement.row_sharding) if is_even else leaf
 
     def partition_calls(self, layout: Layout, trace: CallTrace) -> CallSizes:
@@ -169,8 +176,16 @@ class SpmdExecutor:
         most = max(2, usable_cores() // len(self.placement.local_indices)) if is_divided else 1
         return tuple(rows_of_replicas(sum(own), min(most, len(own)) or 1) for own in layout.per_device)
 
-    def _state_shardings(self, state: Any) -> Any:
+    def prepare(self, batch: Any) -> None:
+        """Settle what depends on a batch, before its step is traced; :meth:`compile` does it, too."""
+
+    def state_shardings(self, state: Any) -> Any:
+        """Return the shardings of a state: trainable and non-trainable variables, for training those of the optimizer, and metrics."""
         return _state_shardings(state, self.placement, self.shard)
+
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+        """See :class:`Executor`."""
+        return call.make()
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`."""
@@ -242,6 +257,10 @@ class DeterministicExecutor:
         forward = replace(forward, call=rewrite_for_cpu(forward.call, self.placement.platform))
         return forward_isolated(forward, inputs, self.placement)
 
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+        """See :class:`Executor`."""
+        return call.make()
+
 
 class EagerExecutor:
     """Runs replicas one after the other on one device, without compiling: for debugging.
@@ -283,6 +302,10 @@ class EagerExecutor:
     def forward(self, forward: SpmdForward, inputs: list[Any], placed: list[PlacedRows | None]) -> ReplicaResult:
         """See :class:`Executor`."""
         return forward_eagerly(forward, [jnp.asarray(value) for value in inputs])
+
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+        """See :class:`Executor`."""
+        return call.make()
 
 
 def _as_lists(state: Any) -> tuple[list[Any], ...]:

@@ -6,6 +6,7 @@ about them.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from lockstep._keras.recompute import blocks_of, layers_where, recompute_layers, uncovered_variables
-from lockstep.data.device_placement import DEVICE_AXIS, SHARD_FROM, Placement
+from lockstep.data.device_placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.replica import ReplicaCall, ReplicaResult
 
 __all__ = [
@@ -30,8 +31,10 @@ __all__ = [
     "VariableLayout",
     "gather_variables",
     "gathered",
+    "layers_to_recompute",
     "layout_notes",
     "layout_of",
+    "mebibytes",
     "shard_axes",
     "shard_spec",
 ]
@@ -92,26 +95,26 @@ def gather_variables(call: ReplicaCall, model: keras.Model, placement: Placement
         shards = {id(variable): value for variable, value in pairs if value.shape != tuple(variable.shape)}
         own = tuple(axis if id(variable) in shards else None for variable, axis in zip(variables, axes, strict=True))
         whole = gathered(values, own)
-        layers = recomputed_layers(model, placement, recompute) if shards else []
+        layers = layers_to_recompute(model, partial(_is_sharded, placement), recompute) if shards else []
         with recompute_layers(layers, shards, lambda variable, shard: gathered([shard], (axis_of[id(variable)],))[0]):
             return call(whole[: len(trainable)], whole[len(trainable) :], inputs, shared)
 
     return run
 
 
-def recomputed_layers(model: keras.Model, placement: Placement, recompute: Recompute) -> list[keras.Layer]:
-    """Return the layers of ``model`` that are recomputed in the backward pass."""
+def layers_to_recompute(
+    model: keras.Model, is_sharded: Callable[[keras.Variable], bool], recompute: Recompute
+) -> list[keras.Layer]:
+    """Return the layers of ``model`` that are recomputed in the backward pass; ``is_sharded`` says which variables are sharded."""
     if recompute is None:
         return []
-    if callable(recompute):
-        return layers_where(model, recompute)
-    return blocks_of(model, partial(_is_sharded, placement))
+    return layers_where(model, recompute) if callable(recompute) else blocks_of(model, is_sharded)
 
 
 def unrecomputed_variables(model: keras.Model, placement: Placement, recompute: Recompute) -> list[str]:
     """Return the paths of the sharded variables whose whole values are kept for the backward pass."""
-    layers = recomputed_layers(model, placement, recompute)
-    return uncovered_variables(model, layers, partial(_is_sharded, placement))
+    is_sharded = partial(_is_sharded, placement)
+    return uncovered_variables(model, layers_to_recompute(model, is_sharded, recompute), is_sharded)
 
 
 @dataclass(frozen=True)
@@ -123,19 +126,28 @@ class VariableLayout:
         owner: "model" or "optimizer".
         shape: of the whole variable.
         bytes: of the whole variable.
-        axis: along which it is sharded; None: it is whole on each device.
+        axes: for each axis of the variable the axis of the mesh along which it is sharded, None if it is not.
         device_bytes: on each device.
         gathered: in which parts of a step the whole value is gathered; what is gathered in "forward" alone is kept for the backward
             pass. "" for a variable that is whole, or never gathered.
+        reason: why ``layout="auto"`` has chosen these axes.
+        collectives: those of the forward pass that follow from them, if they are known.
     """
 
     path: str
     owner: str
     shape: tuple[int, ...]
     bytes: int
-    axis: int | None
+    axes: tuple[str | None, ...]
     device_bytes: int
     gathered: str = ""
+    reason: str = ""
+    collectives: tuple[str, ...] = ()
+
+    @property
+    def axis(self) -> int | None:
+        """The first axis along which the variable is sharded; None: it is whole on each device."""
+        return next((number for number, axis in enumerate(self.axes) if axis is not None), None)
 
 
 @dataclass(frozen=True)
@@ -160,19 +172,26 @@ class ModelLayout:
         """Bytes of the variables on each device, between two steps."""
         return sum(variable.device_bytes for variable in self.variables)
 
+    def rules(self) -> dict[str, tuple[str | None, ...]]:
+        """Return the layout of the model's sharded variables as rules, which can be changed and given to a strategy as ``layout``."""
+        return {re.escape(one.path): one.axes for one in self.variables if one.owner == "model" and any(one.axes)}
+
     def __str__(self) -> str:
-        rows = [("variable", "shape", "MiB", "MiB a device", "sharded along", "gathered")]
+        rows: list[tuple[str, ...]] = [("variable", "shape", "MiB", "MiB a device", "sharded along", "gathered", "why")]
         for one in self.variables:
-            along = "whole" if one.axis is None else f"axis {one.axis}"
-            rows.append(
-                (one.path, str(one.shape), _mebibytes(one.bytes), _mebibytes(one.device_bytes), along, one.gathered)
-            )
-        rows.append((f"all, {self.devices} devices", "", _mebibytes(self.bytes), _mebibytes(self.device_bytes), "", ""))
+            along = ", ".join(f"axis {n} by {axis}" for n, axis in enumerate(one.axes) if axis) or "whole"
+            why = "; ".join(filter(None, (one.reason, *one.collectives)))
+            sizes = mebibytes(one.bytes), mebibytes(one.device_bytes)
+            rows.append((one.path, str(one.shape), *sizes, along, one.gathered, why))
+        total = mebibytes(self.bytes), mebibytes(self.device_bytes)
+        rows.append((f"all, {self.devices} devices", "", *total, "", "", ""))
+        rows = [row[: 7 if any(row[6] for row in rows[1:]) else 6] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _mebibytes(number: int) -> str:
+def mebibytes(number: int) -> str:
+    """Format a number of bytes, in MiB."""
     return f"{number / 2**20:.3f}"
 
 
@@ -200,7 +219,8 @@ def layout_of(
             gathered = ""
         else:
             gathered = "before a step" if deterministic else "forward" if variable.path in once else "forward, backward"
-        return VariableLayout(variable.path, owner, shape, size, axis, device_size, gathered)
+        axes = tuple(DEVICE_AXIS if number == axis else None for number in range(len(shape)))
+        return VariableLayout(variable.path, owner, shape, size, axes, device_size, gathered)
 
     optimizer = getattr(model, "optimizer", None)
     rows = [row("model", variable) for variable in model.weights]
@@ -213,17 +233,17 @@ def layout_notes(layout: ModelLayout, optimizer: keras.Optimizer | None) -> list
     if layout.devices == 1:
         return []
     whole = [
-        f"variable {one.path!r} ({_mebibytes(one.bytes)} MiB) stays whole on each device, as none of its axes {one.shape} can be "
+        f"variable {one.path!r} ({mebibytes(one.bytes)} MiB) stays whole on each device, as none of its axes {one.shape} can be "
         f"divided by {layout.devices}"
         for one in layout.variables
-        if one.axis is None and math.prod(one.shape) >= SHARD_FROM
+        if one.axis is None and is_large(one.shape)
     ]
     if isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.Muon):
         whole.append("optimizer Muon multiplies whole matrices, for which XLA adds collectives to the update")
     kept = [one for one in layout.variables if one.gathered == "forward"]
     if not kept or len(kept) == sum(one.gathered != "" for one in layout.variables):
         return whole
-    size = _mebibytes(sum(one.bytes for one in kept))
+    size = mebibytes(sum(one.bytes for one in kept))
     paths = ", ".join(repr(one.path) for one in kept)
     return [*whole, f"no recomputed layer holds {paths}: {size} MiB are kept for the backward pass"]
 

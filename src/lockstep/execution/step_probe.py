@@ -70,6 +70,7 @@ class StrategyProbes:
         """See :class:`StepProbes`."""
         with jax.default_device(self._executor.eager_device):  # the device of variables that Keras has not built yet
             state = trainer.training_state(self._model, batch)
+        self._default.prepare(batch)
         functions = StepFunctions(self._model, self._placement, self._default, lambda _: None)
         train_step = self._default.train_step(functions.build_step(self._default, "train"))
         program = train_step.compile_for(state, self._placement.abstract_batch(batch))

@@ -250,13 +250,14 @@ class StepFunctions:
 
     @contextlib.contextmanager
     def _intercepted(self, interceptor: "_ForwardInterceptor") -> Iterator[None]:
-        reason = global_batch_reason(self.model)
+        reason, is_split = global_batch_reason(self.model), self.placement.replicas > 1
         with contextlib.ExitStack() as stack:
             stack.enter_context(in_step())
-            if reason:
+            if reason and is_split:
                 self.log(f"it runs on the global batch, {self.executor.global_batch_note}: {reason}")
+            if reason:
                 stack.enter_context(clear_synchronized(self.model))
-            models = [] if reason else nested_models(self.model)
+            models = [] if reason and is_split else nested_models(self.model)
             for model in models:
                 call = functools.partial(interceptor.call, model, model.stateless_call)
                 stack.enter_context(patched_stateless_call(model, call))
@@ -336,45 +337,58 @@ class _ForwardInterceptor:
         function = functools.partial(self._run_original, model, original)
         if self._is_in_call:
             return function(*values, *args, return_losses=return_losses, **kwargs)
+        call = ModelCall.from_arguments(model, function, *values, (args, kwargs))
+        found = (
+            self.executor.call_whole(call, self._placed_inputs(call))
+            if self.placement.replicas == 1
+            else self._call_split(call)
+        )
+        return found if return_losses else found[:2]
+
+    def _call_split(self, call: ModelCall) -> tuple[Any, list[Any], list[Any]]:
+        """Make a call by calls of the replicas; return outputs, new non-trainable values, and losses."""
+        model = call.model
         # Keras warns when it calls a model, and a compiled model is called in a trace: only the first trace shows warnings.
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves)
         with contextlib.ExitStack() as quiet:
             try:
                 if model is not self.model and not self.executor.supports_second_derivatives:
                     raise CannotSplitError("with deterministic=True only the model itself is run by replicas")
-                call = ModelCall.from_arguments(model, function, *values, (args, kwargs))
                 layout = self.placement.layout(call.rows)
                 if len(layout.busy_replicas) < 2:  # There are no rows, or one replica has them all.
-                    return function(*values, *args, return_losses=return_losses, **kwargs)
+                    return call.make()
                 with _warnings(is_traced):
                     whole = trace_call(call)
                 quiet.enter_context(_warnings(not is_traced))
                 sizes = self.executor.partition_calls(layout, whole)
                 if sum(map(len, sizes)) == 1:  # Nothing in the call depends on the replica.
-                    return function(*values, *args, return_losses=return_losses, **kwargs)
+                    return call.make()
                 with _warnings(False):
                     spec = infer_output_spec(call, whole, {rows for device in sizes for rows in device if rows})
             except CannotSplitError as reason:
                 normalized = ", BatchNormalization included" if unsynchronized_normalizations(model) else ""
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
-                return function(*values, *args, return_losses=return_losses, **kwargs)
+                return call.make()
             merges = tuple(state_merge(variable) for variable in model.non_trainable_variables)
-            placed = [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]
             forward = SpmdForward(
                 model,
                 split(spec, call),
                 merges,
-                *values,
+                call.trainable,
+                call.non_trainable,
                 call.shared,
                 layout,
                 sizes,
                 whole.operations,
                 spec.allows_padding,
             )
-            result = self.executor.forward(forward, call.inputs, placed)
+            result = self.executor.forward(forward, call.inputs, self._placed_inputs(call))
         outputs, losses = join(spec, result)
-        return (outputs, result.state, losses) if return_losses else (outputs, result.state)
+        return outputs, result.state, losses
+
+    def _placed_inputs(self, call: ModelCall) -> list[PlacedRows | None]:
+        return [self._placed.get(id(leaf), (None, None))[1] for leaf in call.inputs]
 
     def wrap_direct_call(self, model: keras.Model, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method ``call`` of a model, which logs if a step calls it instead of ``stateless_call``."""

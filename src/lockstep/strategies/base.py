@@ -2,16 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
 
-import jax
 import keras
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
@@ -20,7 +18,7 @@ from lockstep._keras.sharded_variable import VariableLayouts, lay_out
 from lockstep._logging import log_info
 from lockstep.collectives import CrossDeviceOps
 from lockstep.custom_loops.replica_context import ReplicaContext, ReplicaModels, ReusableContext, open_scopes
-from lockstep.data.device_placement import DEVICE_AXIS, Placement, gather_on_host
+from lockstep.data.device_placement import MeshPlacement, Placement, gather_on_host
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.devices.determinism import describe_determinism
 from lockstep.devices.names import device_name, is_described
@@ -109,7 +107,7 @@ def _current_claim() -> trainer.Claim | None:
 
 def _current_layouts() -> VariableLayouts | None:
     strategy = _built_for.get() or _innermost()
-    is_sharded = strategy is not None and strategy._shard == "variables" and not scopes_disabled()
+    is_sharded = strategy is not None and strategy._shards_variables and not scopes_disabled()
     return strategy._layouts if is_sharded else None
 
 
@@ -126,7 +124,7 @@ class Strategy(Diagnostics):
     several processes, connects to them; then it calls this constructor.
 
     Args:
-        devices: that train, of all processes.
+        placement: devices that train, of all processes, and number of replicas.
         options: result of ``prepare_process``.
     """
 
@@ -144,10 +142,12 @@ class Strategy(Diagnostics):
         NanGuardHook(),
     )
 
-    def __init__(self, devices: Sequence[jax.Device], options: StrategyOptions) -> None:
+    def __init__(self, placement: Placement, options: StrategyOptions) -> None:
         self._deterministic, self._shard, self._recompute = options.deterministic, options.shard, options.recompute
         self._ops, self._input_options = options.cross_device_ops, options.input_options
-        self._placement = Placement(Mesh(np.asarray(devices), (DEVICE_AXIS,)), options.replicas or len(devices))
+        self._placement = placement
+        # Whether variables of models are laid over the devices when they are made.
+        self._shards_variables = options.shard == "variables" or isinstance(placement, MeshPlacement)
         self._models = ReplicaModels()
         self._process_group = self._join_process_group()
         checks = FitChecks(self._runtime_settings(), self._log_once)
@@ -302,7 +302,7 @@ class Strategy(Diagnostics):
         if self._shard is None or is_described(placement.first_local_device):
             return None
 
-        def sharding_of(shape: tuple[int, ...]) -> NamedSharding | None:
+        def sharding_of(_: keras.Variable, shape: tuple[int, ...]) -> NamedSharding | None:
             return placement.slice_sharding(shape) if placement.slice_axis(shape) is not None else None
 
         return VariableLayouts(sharding_of, placement.put, gather_on_host, self._process_group.agree)
@@ -322,7 +322,7 @@ class Strategy(Diagnostics):
             _built_for.reset(token)
         optimizer = getattr(model, "optimizer", None)
         for variable in optimizer.variables if optimizer else ():  # Some may be older than the scope.
-            lay_out(variable, self._layouts.sharding_of(tuple(variable.shape)), self._layouts)
+            lay_out(variable, self._layouts.sharding_of(variable, tuple(variable.shape)), self._layouts)
         if self._shard == "optimizer":
             for variable in model.variables:  # They get averages from the optimizer, which are sharded.
                 lay_out(variable, self._placement.replicated, self._layouts)

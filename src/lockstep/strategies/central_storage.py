@@ -15,7 +15,7 @@ from lockstep.devices.names import device_name, resolve_with_parameter_device
 from lockstep.execution.executors import CentralExecutor, Executor
 from lockstep.fit.hooks import FitContext
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import overridden_devices, prepare_process
+from lockstep.strategies.setup import one_axis_placement, overridden_devices, prepare_process
 
 __all__ = ["CentralStorageStrategy"]
 
@@ -87,7 +87,7 @@ class CentralStorageStrategy(Strategy):
         devices, self._parameter_device = resolve_with_parameter_device(
             overridden_devices() or compute_devices, parameter_device
         )
-        super().__init__(devices, options)
+        super().__init__(one_axis_placement(devices, options), options)
         # First, as a checkpoint restores the optimizer's variables.
         self._fit_hooks = (_OptimizerBuilder(self._parameter_device), *self._fit_hooks)
 

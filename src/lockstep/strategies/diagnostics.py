@@ -22,8 +22,8 @@ from lockstep.data.sources import check_data
 from lockstep.devices.names import device_name
 from lockstep.doctor.base import FitCall, Report, RuntimeSettings, calling_location
 from lockstep.doctor.checks import examine
-from lockstep.execution.executors import Executor
-from lockstep.execution.gathered_variables import ModelLayout, Shard
+from lockstep.execution.executors import Executor, SpmdExecutor
+from lockstep.execution.gathered_variables import ModelLayout
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
 
@@ -36,7 +36,7 @@ class Diagnostics(StrategyApi):
     """Base of the strategies: checks of the machine and of a program."""
 
     _inputs: InputFactory
-    _shard: Shard
+    _shards_variables: bool
     scope: Callable[[], contextlib.AbstractContextManager[Any]]
     _functions_of: Callable[[keras.Model], StepFunctions]
     _executor_for: Callable[[Placement, keras.Model], Executor]
@@ -83,9 +83,8 @@ class Diagnostics(StrategyApi):
         placements = [self._placement, self._placement]
         if len(self._placement.devices) > 1 and self._deterministic:
             placements.append(self._placement.on_first_device())
-        elif len(self._placement.devices) > 1 and self._shard == "variables":
-            both = self._placement, self._placement.on_one_cpu()
-            _compare_gradients(model, (x, y, sample_weight), [(p, self._executor_for(p, model)) for p in both])
+        elif len(self._placement.devices) > 1 and self._shards_variables:
+            _compare_gradients(self, model, (x, y, sample_weight))
         return _compare_steps(model, (x, y, sample_weight), [(p, self._executor_for(p, model)) for p in placements])
 
     def doctor(
@@ -177,18 +176,22 @@ def examine_fit(strategy: Diagnostics, call: FitCall) -> Report:
     return examine(replace(call, settings=strategy._runtime_settings()), functions, strategy._inputs, os.environ)
 
 
-def _compare_gradients(model: keras.Model, batch: Any, variants: Sequence[tuple[Placement, Executor]]) -> None:
+def _compare_gradients(strategy: Diagnostics, model: keras.Model, batch: Any) -> None:
     """Compare the gradients and the logs of a step on shards with those on one CPU.
 
     Raises:
         DeterminismError: they differ by more than rounding.
     """
     state, outcomes = trainer.training_state(model, batch), []
-    for placement, executor in variants:
+    for placement in (strategy._placement, strategy._placement.on_one_cpu()):
+        executor = strategy._executor_for(placement, model)
+        if not isinstance(executor, SpmdExecutor):
+            raise TypeError(f"{type(executor).__name__} does not shard variables.")
+        executor.prepare(batch)
         step = StepFunctions(model, placement, executor, lambda _: None).build_step(executor, "train")
         programs = GradientPrograms(step, model, placement, donated=False, is_replicated=False)
         whole, placed = local_values(state) if placement.is_local else state, placement.place(batch)
-        own = placement.put(whole, tuple([placement.slice_sharding(leaf.shape) for leaf in part] for part in whole))
+        own = placement.put(whole, executor.state_shardings(whole))
         gradients, logs, _ = programs.program_for(own, placed)(own, placed)
         named = zip(model.trainable_variables, gradients, strict=True)
         found = {f"gradient of {variable.path!r}": gather_on_host(gradient) for variable, gradient in named}
@@ -196,7 +199,7 @@ def _compare_gradients(model: keras.Model, batch: Any, variants: Sequence[tuple[
     ours, expected = outcomes
     # Accelerators multiply matrices in fewer bits, and so do layers of mixed precision.
     is_half = any(layer.compute_dtype in ("float16", "bfloat16") for layer in layers_of(model))
-    is_exact = variants[0][0].platform == "cpu" and not is_half
+    is_exact = strategy._placement.platform == "cpu" and not is_half
     relative = 1e-3 if is_exact else 5e-2
     sizes = {name: float(np.abs(value).max(initial=0)) for name, value in expected.items()}
     for name, value in expected.items():
@@ -204,7 +207,7 @@ def _compare_gradients(model: keras.Model, batch: Any, variants: Sequence[tuple[
         if not difference <= relative * (sizes[name] + 1e-3 * max(sizes.values())):
             raise DeterminismError(
                 f"self_check: with sharded variables, {name} differs from that of whole variables on a CPU by {difference:.3g}, and its "
-                f"largest value is {sizes[name]:.3g}. Fix: train without shard=, and report this program."
+                f"largest value is {sizes[name]:.3g}. Fix: train with whole variables, under MirroredStrategy, and report this program."
             )
 
 

@@ -8,7 +8,7 @@ from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_
 from lockstep.data.fit_entry import InputOptions
 from lockstep.execution.gathered_variables import Recompute
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import find_devices, prepare_process
+from lockstep.strategies.setup import find_devices, one_axis_placement, prepare_process
 
 __all__ = ["MirroredStrategy"]
 
@@ -74,4 +74,4 @@ class MirroredStrategy(Strategy):
         options = prepare_process(
             cross_device_ops, replicas, deterministic, input_options, shard, recompute, shard_optimizer
         )
-        super().__init__(find_devices(devices), options)
+        super().__init__(one_axis_placement(find_devices(devices), options), options)

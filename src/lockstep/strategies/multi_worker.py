@@ -1,7 +1,7 @@
 """Synchronous data parallelism on the devices of several processes, on one machine or on many."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,8 +10,9 @@ import jax
 import keras
 
 from lockstep._errors import ClusterError, instance_of, whole_number
-from lockstep.collectives import CommunicationOptions, choose_cross_device_ops
+from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
 from lockstep.data import fit_entry
+from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.cpu_devices import check_shared_thread_pool
 from lockstep.devices.names import count_cpu_devices, resolve_devices
@@ -32,65 +33,43 @@ from lockstep.distributed.resolvers import (
 from lockstep.execution.gathered_variables import Recompute
 from lockstep.execution.train_functions import StepHook
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import find_devices, is_made_alone, prepare_process, refuse_device_override
+from lockstep.strategies.setup import (
+    StrategyOptions,
+    find_devices,
+    is_made_alone,
+    one_axis_placement,
+    prepare_process,
+    refuse_device_override,
+)
 
-__all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy"]
+__all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy", "WorkerStrategy"]
 
 TIMEOUT_SECONDS = 60.0
 _ALONE = WorkerGroup(1, 0, "127.0.0.1:1", source="no cluster")
 _NOT_NEEDED = "worker-0.invalid:1"  # The processes of JAX agree on an address, so that no resolver has to find one.
 
 
-class MultiWorkerMirroredStrategy(Strategy):
-    """Trains one model on the devices of several workers at once, with the results of one device.
-
-    Counterpart of ``tf.distribute.MultiWorkerMirroredStrategy``. The same script runs on every worker and makes the strategy before
-    it uses JAX. The workers connect to worker 0, the chief, check that they run the same program, and train in step. All read the
-    same data, and each trains on the rows of its replicas. Only the chief prints, and writes the files that Keras writes.
+class WorkerStrategy(Strategy):
+    """Base of the strategies that train on the devices of several workers, or of this process alone.
 
     Args:
-        cluster_resolver: gives the workers' addresses and this process's index; by default from ``TF_CONFIG`` or the scheduler
-            (:mod:`lockstep.cluster_resolver`). If neither is set, this process is the only worker. If the program or its engine has
-            called ``jax.distributed.initialize``, the processes of JAX are the workers, and a resolver must agree with them.
-        communication_options: how gradients are sent; ``timeout_seconds`` is the limit of every wait for another worker, 60 by
-            default.
-        devices: names of this worker's devices, such as ``"gpu:0"``; by default all local ones.
-        replicas: number of replicas of all workers together, by default one a device.
-        deterministic: as in :class:`MirroredStrategy`; the bits do not depend on the number of processes either.
-        input_options: how batches reach the devices.
-        check_every: number of training steps from one comparison of the variables of all workers to the next; 0: never.
-        shard: as in :class:`MirroredStrategy`, over the devices of all workers.
-        recompute: likewise.
-
-    Raises:
-        ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already without
-            the other workers, or over other processes than the resolver says.
-        DeviceError: a device is unknown or absent.
-        OptionError: an argument is out of its range.
-
-    Example:
-        >>> import json, lockstep, os
-        >>> os.environ["TF_CONFIG"] = json.dumps(
-        ...     {"cluster": {"worker": ["localhost:12421"]}, "task": {"type": "worker", "index": 0}}
-        ... )
-        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
-        >>> del os.environ["TF_CONFIG"]
-        >>> strategy.cluster_resolver.task_type, strategy.is_chief
-        ('worker', True)
+        cluster_resolver: as in :class:`MultiWorkerMirroredStrategy`.
+        communication_options: likewise.
+        devices: likewise.
+        check_every: likewise.
+        prepare: checks the other arguments and prepares the process, given the cross-device operation; it is called before the workers
+            connect.
+        place: returns the placement on the devices of all workers.
     """
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver | None = None,
-        communication_options: CommunicationOptions | None = None,
-        *,
-        devices: Sequence[str | jax.Device] | None = None,
-        replicas: int | None = None,
-        deterministic: bool | None = None,
-        input_options: InputOptions | None = None,
-        check_every: int = 100,
-        shard: str | None = None,
-        recompute: Recompute = None,
+        cluster_resolver: ClusterResolver | None,
+        communication_options: CommunicationOptions | None,
+        devices: Sequence[str | jax.Device] | None,
+        check_every: int,
+        prepare: Callable[[Ops | None], StrategyOptions],
+        place: Callable[[Sequence[jax.Device], StrategyOptions], Placement],
     ) -> None:
         options = CommunicationOptions()
         if communication_options is not None:
@@ -105,10 +84,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._job: ProcessJob | None = None
         communication = replace(options, timeout_seconds=None)
         ops = None if communication == CommunicationOptions() else choose_cross_device_ops(None, communication)
-        prepared = prepare_process(ops, replicas, deterministic, input_options, shard, recompute)
+        prepared = prepare(ops)
         if not is_made_alone():
             refuse_device_override(type(self).__name__)
-        super().__init__(self._connect_and_find_devices(devices), prepared)
+        super().__init__(place(self._connect_and_find_devices(devices), prepared), prepared)
         if self._job:
             self._job.client.agree("the strategy", self._compared_settings())
             agree_on_random_state(self._job.client, self._log)
@@ -179,7 +158,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         }
 
     def _join_process_group(self) -> fit_entry.ProcessGroup:
-        return WorkerProcessGroup(self._job.client, self._placement) if self._job else fit_entry.ProcessGroup()
+        return (
+            WorkerProcessGroup(self._job.client, self._placement.along_devices)
+            if self._job
+            else fit_entry.ProcessGroup()
+        )
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:
@@ -201,6 +184,63 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _summary(self) -> str:
         return f"worker {self._group.index} of {self._group.workers} ({self._group.source}). {super()._summary()}"
+
+
+class MultiWorkerMirroredStrategy(WorkerStrategy):
+    """Trains one model on the devices of several workers at once, with the results of one device.
+
+    Counterpart of ``tf.distribute.MultiWorkerMirroredStrategy``. The same script runs on every worker and makes the strategy before
+    it uses JAX. The workers connect to worker 0, the chief, check that they run the same program, and train in step. All read the
+    same data, and each trains on the rows of its replicas. Only the chief prints, and writes the files that Keras writes.
+
+    Args:
+        cluster_resolver: gives the workers' addresses and this process's index; by default from ``TF_CONFIG`` or the scheduler
+            (:mod:`lockstep.cluster_resolver`). If neither is set, this process is the only worker. If the program or its engine has
+            called ``jax.distributed.initialize``, the processes of JAX are the workers, and a resolver must agree with them.
+        communication_options: how gradients are sent; ``timeout_seconds`` is the limit of every wait for another worker, 60 by
+            default.
+        devices: names of this worker's devices, such as ``"gpu:0"``; by default all local ones.
+        replicas: number of replicas of all workers together, by default one a device.
+        deterministic: as in :class:`MirroredStrategy`; the bits do not depend on the number of processes either.
+        input_options: how batches reach the devices.
+        check_every: number of training steps from one comparison of the variables of all workers to the next; 0: never.
+        shard: as in :class:`MirroredStrategy`, over the devices of all workers.
+        recompute: likewise.
+
+    Raises:
+        ClusterError: a worker is missing, was started differently or belongs to another job; or JAX has started already without
+            the other workers, or over other processes than the resolver says.
+        DeviceError: a device is unknown or absent.
+        OptionError: an argument is out of its range.
+
+    Example:
+        >>> import json, lockstep, os
+        >>> os.environ["TF_CONFIG"] = json.dumps(
+        ...     {"cluster": {"worker": ["localhost:12421"]}, "task": {"type": "worker", "index": 0}}
+        ... )
+        >>> strategy = lockstep.MultiWorkerMirroredStrategy()
+        >>> del os.environ["TF_CONFIG"]
+        >>> strategy.cluster_resolver.task_type, strategy.is_chief
+        ('worker', True)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        devices: Sequence[str | jax.Device] | None = None,
+        replicas: int | None = None,
+        deterministic: bool | None = None,
+        input_options: InputOptions | None = None,
+        check_every: int = 100,
+        shard: str | None = None,
+        recompute: Recompute = None,
+    ) -> None:
+        def prepare(ops: Ops | None) -> StrategyOptions:
+            return prepare_process(ops, replicas, deterministic, input_options, shard, recompute)
+
+        super().__init__(cluster_resolver, communication_options, devices, check_every, prepare, one_axis_placement)
 
 
 def _alone(is_adopting: bool) -> WorkerGroup:

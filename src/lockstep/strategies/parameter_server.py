@@ -32,7 +32,7 @@ from lockstep.parameter_server.scheduler_base import SchedulerBase
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.sharding import PartitionFunction
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.setup import prepare_process, refuse_device_override
+from lockstep.strategies.setup import one_axis_placement, prepare_process, refuse_device_override
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -157,7 +157,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         )
         options = prepare_process(deterministic=False, input_options=input_options)
         refuse_device_override(type(self).__name__)
-        super().__init__(resolve_devices(None), options)
+        super().__init__(one_axis_placement(resolve_devices(None), options), options)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

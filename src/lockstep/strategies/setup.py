@@ -10,6 +10,7 @@ import jax
 from lockstep._errors import DeviceError, OptionError, flag, shown, whole_number
 from lockstep._keras import trainer
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps, Ops, TreeAllReduce, resolve_cross_device_ops
+from lockstep.data.device_placement import Placement, placement_on
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.devices.cpu_devices import ensure_cpu_devices, has_started, keep_memory
 from lockstep.devices.determinism import is_deterministic, prepare_determinism
@@ -18,8 +19,10 @@ from lockstep.execution.gathered_variables import Recompute, Shard
 
 __all__ = [
     "StrategyOptions",
+    "check_mesh_options",
     "find_devices",
     "is_made_alone",
+    "one_axis_placement",
     "overridden_devices",
     "override_devices",
     "prepare_process",
@@ -99,6 +102,11 @@ def prepare_process(
     return StrategyOptions(ops, replicas, deterministic, resolved_shard, recompute, input_options or InputOptions())
 
 
+def one_axis_placement(devices: Sequence[jax.Device], options: StrategyOptions) -> Placement:
+    """Return the placement of data parallelism: the rows of the replicas over all devices."""
+    return placement_on(devices, options.replicas or len(devices))
+
+
 def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
     """Return the operation that adds gradients; a deterministic strategy needs one whose order does not depend on the devices."""
     resolved = TreeAllReduce() if deterministic and ops is None else resolve_cross_device_ops(ops)
@@ -125,6 +133,18 @@ def _resolve_shard(shard: str | None, shard_optimizer: bool, ops: CrossDeviceOps
             f"shard={shard!r} adds gradients by the platform's reduce-scatter, not by {type(ops).__name__}. Fix: leave "
             "cross_device_ops and communication_options out."
         )
+    return shard  # type: ignore[return-value]  # checked above
+
+
+def check_mesh_options(shard: str | None, recompute: Recompute) -> Shard:
+    """Check the arguments ``shard`` and ``recompute`` of a strategy with a mesh; return the former.
+
+    Raises:
+        OptionError: one is out of its range.
+    """
+    if shard is not None and not (isinstance(shard, str) and shard == "variables"):
+        raise OptionError(f'shard: expected "variables" or None, got {shown(shard)}.')
+    _check_recompute(recompute, "variables")
     return shard  # type: ignore[return-value]  # checked above
 
 

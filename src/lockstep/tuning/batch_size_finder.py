@@ -24,7 +24,7 @@ from lockstep.data.device_placement import count_rows
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.sources import AdapterSource, check_data, make_source
 from lockstep.devices.cpu_devices import host_memory
-from lockstep.execution.executors import SpmdExecutor
+from lockstep.execution.executors import CentralExecutor, SpmdExecutor
 from lockstep.execution.step_probe import KerasProbes, StepProbe, StepProbes, StrategyProbes
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
@@ -351,7 +351,9 @@ def _make_probes(model: keras.Model, strategy: Strategy | None) -> StepProbes:
         return KerasProbes(model)
     placement = strategy._placement
     executor = strategy._executor_for(placement, model)
-    default = executor if type(executor) is SpmdExecutor else SpmdExecutor(placement, strategy.cross_device_ops)
+    if isinstance(executor, SpmdExecutor) and not isinstance(executor, CentralExecutor):  # Its step is one program.
+        return StrategyProbes(model, placement, executor, executor)
+    default = SpmdExecutor(placement, strategy.cross_device_ops)
     return StrategyProbes(model, placement, executor, default)
 
 

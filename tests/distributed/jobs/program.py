@@ -30,8 +30,16 @@ def make_strategy(**options):
 
     ``strategy`` are further options. If these shard variables, ``shard_from`` lets those of small models be sharded.
     """
+    return lockstep.MultiWorkerMirroredStrategy(**_common(options))
+
+
+def make_mesh(**options):
+    """The same as a mesh, of the sizes ``mesh``."""
+    return lockstep.ModelParallelStrategy(config["mesh"], **_common(options))
+
+
+def _common(options):
     options |= config.get("strategy", {})
-    devices = [f"cpu:{number}" for number in range(config.get("devices", 1))]
     if "timeout" in config:
         options["communication_options"] = lockstep.CommunicationOptions(timeout_seconds=config["timeout"])
-    return lockstep.MultiWorkerMirroredStrategy(devices=devices, **options)
+    return options | {"devices": [f"cpu:{number}" for number in range(config.get("devices", 1))]}

@@ -23,6 +23,7 @@ from lockstep.execution.rowwise.row_axes import (
 )
 
 __all__ = [
+    "ENTRYWISE",
     "ROW_DEPENDENT_PARAMS",
     "RULES",
     "concatenation",
@@ -395,7 +396,7 @@ def _no_results(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     return []
 
 
-_ENTRYWISE = [
+ENTRYWISE = [
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e"),
     *("bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj"),
     *("convert_element_type", "copy", "copy_p", "copysign", "cos", "cosh", "digamma", "div", "eq", "erf"),
@@ -418,7 +419,7 @@ ROW_DEPENDENT_PARAMS = {
 """Parameters that may depend on the number of rows: shapes of results, and parameters that the rules check."""
 
 RULES: dict[str, Callable[[EquationPair, RowDependences], RowDependences]] = {
-    **dict.fromkeys(_ENTRYWISE, _entrywise),
+    **dict.fromkeys(ENTRYWISE, _entrywise),
     **dict.fromkeys(("device_put", "layout_constraint", "optimization_barrier", "reshard"), _identity),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduction

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import keras
 import numpy as np
-from jax.sharding import Mesh
 
 from lockstep._errors import ScopeError, real_number, whole_number
-from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
+from lockstep.data.device_placement import PlacedRows, placement_on
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.train_functions import StepFunctions, StepHook
 
@@ -90,7 +89,7 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
         batch: as placed on the devices, or its shapes.
     """
     device = jax.local_devices()[0]
-    alone = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
+    alone = placement_on([device], 1)
     executor = EagerExecutor(device)
     step = StepFunctions(model, alone, executor, lambda sentence: None).build_step(executor, "train")
     shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)

@@ -24,7 +24,7 @@ from lockstep.data.device_placement import PlacedRows, Placement, count_rows, jo
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.names import device_name
-from lockstep.execution.call_splitter import CallTrace
+from lockstep.execution.call_splitter import CallTrace, ModelCall
 from lockstep.execution.nonfinite_gate import loss_logs
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward, forward_eagerly
@@ -271,7 +271,7 @@ def diagnose(functions: StepFunctions, state: Any, batch: Any) -> Diagnosis:
     """
     placement = functions.placement
     here = whole_batch(batch, placement)
-    layout = placement.layout(count_of(here))
+    layout = placement.on_first_device().layout(count_of(here))
     names = _Names(functions.model, placement)
     of_batch = _diagnose_batch(here, layout, names)
     try:
@@ -455,6 +455,10 @@ class _ReplayExecutor:
 
         return forward_eagerly(replace(forward, call=call), inputs)
 
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+        """See :class:`Executor`."""
+        return call.make()
+
 
 def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
     """Run a training step and return its trace; the model, its variables and random states are unchanged.
@@ -465,7 +469,7 @@ def rerun(functions: StepFunctions, state: Any, batch: Any) -> LayerTrace:
         batch: on the first device, as :func:`whole_batch` gives it.
     """
     placement, model = functions.placement, functions.model
-    layout = placement.layout(count_of(batch))
+    layout = placement.on_first_device().layout(count_of(batch))
     record = LayerTrace(model, lambda replica: _own_rows(layout, replica), _busy(layout))
     executor: Any = _ReplayExecutor(record, functions.executor.global_batch_note)
     device = placement.first_local_device

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.device_placement import DEVICE_AXIS, Placement, placement_on
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.control_client import ControlClient
 
@@ -76,7 +76,7 @@ def measure(
         index: number of this worker, one of ``workers``.
         reduce: sums an array over the devices.
     """
-    placement = Placement(Mesh(np.asarray(devices), (DEVICE_AXIS,)), len(devices))
+    placement = placement_on(devices, len(devices))
     medians = []
     for size in SIZES:
         own = np.full(size // 4, index + 1, np.float32)

@@ -12,14 +12,12 @@ from weakref import WeakKeyDictionary
 
 import jax
 import keras
-import numpy as np
-from jax.sharding import Mesh
 
 from lockstep._keras import trainer
 from lockstep._keras.trainer import observe_compile
 from lockstep.cluster_resolver import RESOLVERS, resolve
 from lockstep.collectives import AutoAllReduce
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.device_placement import placement_on
 from lockstep.data.fit_entry import FitObserver, InputFactory, InputOptions, ProcessGroup
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.doctor.base import Finding, FitCall, Report, RuntimeSettings, calling_location, doctor_enabled, set_doctor
@@ -127,7 +125,7 @@ def _examine_call(program: FitCall) -> Report:
 def _on_one_device(program: FitCall) -> Report:
     """Examine a call of fit without a strategy, as Keras alone would train the model."""
     device = jax.local_devices()[0]
-    placement = Placement(Mesh(np.asarray([device]), (DEVICE_AXIS,)), 1)
+    placement = placement_on([device], 1)
 
     def no_context(model: keras.Model, arguments: dict[str, Any]) -> AbstractContextManager[None]:
         return nullcontext()

@@ -13,13 +13,12 @@ import jax
 import keras
 import numpy as np
 from jax.extend.core import Jaxpr
-from jax.sharding import Mesh
 
 from lockstep._errors import LockstepError, OptionError, sequence_of, shown
 from lockstep._keras import trainer
 from lockstep._keras.graph import cause_of, layers_of
 from lockstep.collectives import AutoAllReduce
-from lockstep.data.device_placement import DEVICE_AXIS, Placement, count_rows
+from lockstep.data.device_placement import count_rows, placement_on
 from lockstep.data.sources import AdapterSource, make_source
 from lockstep.doctor.base import is_user_code
 from lockstep.execution.executors import SpmdExecutor
@@ -233,8 +232,7 @@ class StepCompiler:
     ) -> None:
         self._shard, self._recompute = STRATEGIES[strategy]
         self._call = call
-        mesh = Mesh(np.asarray(target.devices() if devices is None else devices), (DEVICE_AXIS,))
-        self._placement = Placement(mesh, target.count)
+        self._placement = placement_on(target.devices() if devices is None else devices, target.count)
         self._executor = SpmdExecutor(self._placement, AutoAllReduce(), shard=self._shard, recompute=self._recompute)
         self.notes: dict[str, None] = {}  # sentences about the model, in order
         self._state = trainer.training_state(call.model, call.row)

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from lockstep._errors import OptionError
 from lockstep._files import read_file, replace_file
 from lockstep.collectives import AutoAllReduce
 from lockstep.collectives.cost_model import NetworkLink
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.device_placement import placement_on
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import StrategyProbes
 from lockstep.tools.plan.compiled_step import STRATEGIES, StepCompiler, TrainingCall, repeat_row, survey
@@ -196,7 +194,7 @@ def _measure(call: TrainingCall, devices: Sequence[jax.Device], strategy: str, b
     """Return the seconds of a step, and the most bytes that a device has held, if it has never held so many before."""
     before = _peak(devices[0])
     shard, recompute = STRATEGIES[strategy]
-    placement = Placement(Mesh(np.asarray(devices), (DEVICE_AXIS,)), len(devices))
+    placement = placement_on(devices, len(devices))
     executor = SpmdExecutor(placement, AutoAllReduce(), shard=shard, recompute=recompute)
     probe = StrategyProbes(call.model, placement, executor, executor).compile(repeat_row(call.row, batch))
     seconds = probe.seconds(_STEPS)

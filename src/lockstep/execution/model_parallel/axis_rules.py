@@ -1,0 +1,369 @@
+"""Rules of logical axes: which axes of its operands and results each primitive links, and which collectives it needs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from lockstep.execution.model_parallel.logical_axes import ArrayNode, LogicalAxes
+from lockstep.execution.rowwise.rules import ENTRYWISE
+
+__all__ = ["RULES", "EquationLinks", "broken"]
+
+
+@dataclass(frozen=True)
+class EquationLinks:
+    """One equation, for its rule.
+
+    Attributes:
+        axes: the logical axes of the program.
+        equation: the equation.
+        operands: its operands; None for a literal.
+        results: its results.
+    """
+
+    axes: LogicalAxes
+    equation: JaxprEqn
+    operands: list[ArrayNode | None]
+    results: list[ArrayNode]
+
+    def param(self, name: str) -> Any:
+        """Return a parameter of the equation."""
+        return self.equation.params[name]
+
+    @property
+    def arrays(self) -> Iterator[ArrayNode]:
+        """The operands that are arrays."""
+        return (array for array in self.operands if array is not None)
+
+    def link(self, one: ArrayNode | None, axis: int, its: int, result: ArrayNode | None = None) -> None:
+        """Link an axis of an operand with one of a result, the first if none is named."""
+        is_view = self.equation.primitive.name in VIEWS
+        self.axes.link(one, axis, result or self.results[0], its, is_view=is_view)
+
+    def reduce(self, one: ArrayNode | None, axis: int) -> None:
+        """Record that the equation sums over an axis of an operand."""
+        for result in self.results:
+            self.axes.need("all-reduce", one, axis, result)
+
+    def gather(self, one: ArrayNode | None, axis: int) -> None:
+        """Record that the equation needs all entries along an axis of an operand."""
+        if one is not None:
+            self.axes.need("all-gather", one, axis, one)
+
+
+def broken(own: EquationLinks) -> None:
+    """Gather each operand whole; the rule of operations that have no other."""
+    for array in own.arrays:
+        for axis in range(len(array.shape)):
+            own.gather(array, axis)
+
+
+def _no_links(own: EquationLinks) -> None:
+    """Nothing: the results are made from a key or from nothing, on each device its part."""
+
+
+def _entrywise(own: EquationLinks) -> None:
+    for result in own.results:
+        for array in own.arrays:
+            if len(array.shape) == len(result.shape):
+                _link_equal_axes(own, array, result)
+
+
+def _link_equal_axes(own: EquationLinks, array: ArrayNode, result: ArrayNode) -> None:
+    """Link axes of equal length, and gather along the others."""
+    for axis, (length, its) in enumerate(zip(array.shape, result.shape, strict=True)):
+        if length == its:
+            own.link(array, axis, axis, result)
+        elif length != 1:
+            own.gather(array, axis)
+
+
+def _one_to_one(own: EquationLinks) -> None:
+    for array, result in zip(own.operands, own.results, strict=True):
+        if array is not None:
+            _link_equal_axes(own, array, result)
+
+
+def _transpose(own: EquationLinks) -> None:
+    for its, axis in enumerate(own.param("permutation")):
+        own.link(own.operands[0], axis, its)
+
+
+def _broadcast(own: EquationLinks) -> None:
+    array = own.operands[0]
+    if array is not None:
+        for axis, its in enumerate(own.param("broadcast_dimensions")):
+            if array.shape[axis] == own.results[0].shape[its]:
+                own.link(array, axis, its)
+
+
+def _squeeze(own: EquationLinks) -> None:
+    array = own.operands[0]
+    if array is not None:
+        gone = {axis % len(array.shape) for axis in own.param("dimensions")}
+        _link_kept(own, array, [axis for axis in range(len(array.shape)) if axis not in gone])
+
+
+def _link_kept(own: EquationLinks, array: ArrayNode, kept: Sequence[int]) -> None:
+    """Link the axes that an operation keeps, in their order."""
+    for result in own.results:
+        for its, axis in enumerate(kept):
+            own.link(array, axis, its, result)
+
+
+def _reshape(own: EquationLinks) -> None:
+    """Link the outermost factors of axes that are merged or split; an inner factor is gathered."""
+    array = own.operands[0]
+    if array is None:
+        return
+    for axes, its in _factors(array.shape, own.results[0].shape):
+        own.link(array, axes[0], its[0])
+        for axis in axes[1:]:
+            own.gather(array, axis)
+
+
+def _factors(one: tuple[int, ...], other: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the smallest groups of axes of two shapes whose products are the same; axes of length 1 are in none."""
+    left = [axis for axis, length in enumerate(one) if length != 1]
+    right = [axis for axis, length in enumerate(other) if length != 1]
+    while left and right:
+        axes, its = [left.pop(0)], [right.pop(0)]
+        while (before := prod(one[axis] for axis in axes)) != (after := prod(other[axis] for axis in its)):
+            if before < after:
+                axes.append(left.pop(0))
+            else:
+                its.append(right.pop(0))
+        yield axes, its
+
+
+def _dot_general(own: EquationLinks) -> None:
+    (left_axes, right_axes), (left_batch, right_batch) = own.param("dimension_numbers")
+    left, right = own.operands
+    for one, other in zip(left_axes, right_axes, strict=True):
+        own.axes.link_operands(left, one, right, other)
+        own.reduce(left, one)
+        own.reduce(right, other)
+    its = 0
+    for its, (one, other) in enumerate(zip(left_batch, right_batch, strict=True)):
+        own.link(left, one, its)
+        own.link(right, other, its)
+    its = len(left_batch)
+    for array, summed, batch in ((left, left_axes, left_batch), (right, right_axes, right_batch)):
+        for axis in range(len(array.shape) if array is not None else 0):
+            if axis not in (*summed, *batch):
+                own.link(array, axis, its)
+                its += 1
+
+
+def _convolution(own: EquationLinks) -> None:
+    """Features are linked as in a product of matrices, groups of features as one axis of all three arrays."""
+    array, kernel = own.operands
+    numbers, groups = own.param("dimension_numbers"), own.param("feature_group_count")
+    (rows, features, *spatial), (outputs, inputs, *window) = numbers.lhs_spec, numbers.rhs_spec
+    for axis in spatial:
+        own.gather(array, axis)
+    for axis in window:
+        own.gather(kernel, axis)
+    if own.param("batch_group_count") != 1:
+        broken(own)
+        return
+    own.link(array, rows, numbers.out_spec[0])
+    if groups == 1:
+        own.axes.link_operands(array, features, kernel, inputs)
+        own.reduce(array, features)
+        own.reduce(kernel, inputs)
+        own.link(kernel, outputs, numbers.out_spec[1])
+    elif own.axes.is_divisible(groups):
+        own.gather(kernel, inputs)
+        own.link(array, features, numbers.out_spec[1])
+        own.link(kernel, outputs, numbers.out_spec[1])
+    else:
+        for one, axis in ((kernel, inputs), (kernel, outputs), (array, features)):
+            own.gather(one, axis)
+
+
+def _gather(own: EquationLinks) -> None:
+    """A lookup: each device looks for the indices in its shard, and an all-reduce adds what they find."""
+    array, indices = own.operands
+    numbers, sizes = own.param("dimension_numbers"), own.param("slice_sizes")
+    batch = [axis for axis in range(len(own.results[0].shape)) if axis not in numbers.offset_dims]
+    for axis, its in enumerate(batch):
+        own.link(indices, axis, its)
+    offsets = iter(numbers.offset_dims)
+    for axis, length in enumerate(array.shape if array is not None else ()):
+        if axis in numbers.operand_batching_dims:
+            paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+            own.link(array, axis, batch[paired])
+        elif axis in numbers.collapsed_slice_dims:
+            own.reduce(array, axis)
+        else:
+            its = next(offsets)
+            if sizes[axis] == length:
+                own.link(array, axis, its)
+            else:
+                own.gather(array, axis)
+
+
+def _scatter(own: EquationLinks) -> None:
+    """Axes that are written as a whole are linked, the others are gathered."""
+    array, _, updates = own.operands
+    if array is None or updates is None:
+        broken(own)
+        return
+    numbers = own.param("dimension_numbers")
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = dict(zip([a for a in range(len(array.shape)) if a not in gone], numbers.update_window_dims, strict=True))
+    whole = {axis: its for axis, its in windows.items() if updates.shape[its] == array.shape[axis]}
+    for axis in range(len(array.shape)):
+        if axis in whole:
+            own.link(array, axis, axis)
+            own.link(updates, whole[axis], axis)
+        else:
+            own.gather(array, axis)
+    for axis in set(range(len(updates.shape))) - set(whole.values()):
+        own.gather(updates, axis)
+
+
+def _reduction(own: EquationLinks) -> None:
+    axes = own.param("dimensions" if own.equation.primitive.name == "reduce" else "axes")
+    for array in own.arrays:
+        if array.shape:
+            for axis in axes:
+                own.reduce(array, axis)
+            _link_kept(own, array, [axis for axis in range(len(array.shape)) if axis not in axes])
+
+
+def _choice(own: EquationLinks) -> None:
+    """Positions of the largest or smallest entries: along the axis these are gathered."""
+    for array in own.arrays:
+        for axis in own.param("axes"):
+            own.gather(array, axis)
+        _link_kept(own, array, [axis for axis in range(len(array.shape)) if axis not in own.param("axes")])
+
+
+def _along_an_axis(own: EquationLinks) -> None:
+    params, ndim = own.equation.params, len(own.results[0].shape)
+    broken = params.get("axis", params.get("dimension", ndim - 1)) % ndim
+    for array in own.arrays:
+        own.gather(array, broken)
+        for axis in range(ndim):
+            if axis != broken:
+                for result in own.results:
+                    own.link(array, axis, axis, result)
+
+
+def _reverse(own: EquationLinks) -> None:
+    for axis in range(len(own.results[0].shape)):
+        if axis in own.param("dimensions"):
+            own.gather(own.operands[0], axis)
+        else:
+            own.link(own.operands[0], axis, axis)
+
+
+def _resized(own: EquationLinks) -> None:
+    """Slices and tiles: axes that keep their length are the same."""
+    if own.operands[0] is not None:
+        _link_equal_axes(own, own.operands[0], own.results[0])
+
+
+def _update(own: EquationLinks) -> None:
+    """Axes that a slice fills are linked, the others are gathered."""
+    array, slice = own.operands[:2]
+    for axis, length in enumerate(own.results[0].shape):
+        for one in (array, slice):
+            if slice is None or slice.shape[axis] != length:
+                own.gather(one, axis)
+            else:
+                own.link(one, axis, axis)
+
+
+def _padding(own: EquationLinks) -> None:
+    for axis, sizes in enumerate(own.param("padding_config")):
+        if tuple(sizes) == (0, 0, 0):
+            own.link(own.operands[0], axis, axis)
+        else:
+            own.gather(own.operands[0], axis)
+
+
+def _stack(own: EquationLinks) -> None:
+    new = own.param("axis") % len(own.results[0].shape)
+    for array in own.arrays:
+        for axis in range(len(array.shape)):
+            own.link(array, axis, axis + (axis >= new))
+
+
+def _unstack(own: EquationLinks) -> None:
+    (array,) = own.arrays
+    gone = own.param("axis") % len(array.shape)
+    own.gather(array, gone)
+    _link_kept(own, array, [axis for axis in range(len(array.shape)) if axis != gone])
+
+
+def _fused_attention(own: EquationLinks) -> None:
+    """Link rows and heads in cuDNN's attention, which needs the other axes of query, key and value whole."""
+    layout = own.param("layout")
+    heads = 2 if getattr(layout, "value", layout) == 0 else 1  # (rows, time, heads, …), or (rows, heads, time, …)
+    output, *statistics = own.results
+    for number, array in enumerate(own.operands):
+        for axis in range(len(array.shape) if array is not None else 0):
+            if number < 3 and axis in (0, heads):
+                own.link(array, axis, axis, output)
+            else:
+                own.gather(array, axis)
+    for result in statistics:  # (rows, heads, time)
+        own.link(own.operands[0], 0, 0, result)
+        own.link(own.operands[0], heads, 1, result)
+
+
+def _window(own: EquationLinks) -> None:
+    """Windows of one entry are linked, larger ones gathered."""
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    sizes = [own.equation.params.get(name) for name in names]
+    for array in own.arrays:
+        for axis in range(len(array.shape)):
+            if all(values is None or values[axis] == 1 for values in sizes):
+                own.link(array, axis, axis)
+            else:
+                own.gather(array, axis)
+
+
+VIEWS = frozenset(
+    ("broadcast_in_dim", "convert_element_type", "copy", "name", "reshape", "squeeze", "stop_gradient", "transpose")
+)
+RULES: dict[str, Callable[[EquationLinks], None]] = {
+    **dict.fromkeys(ENTRYWISE, _entrywise),
+    **dict.fromkeys(("device_put", "optimization_barrier", "reshard"), _one_to_one),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduction
+    ),
+    **dict.fromkeys(("argmax", "argmin"), _choice),
+    **dict.fromkeys(
+        ("concatenate", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "split", "top_k"),
+        _along_an_axis,
+    ),
+    **dict.fromkeys(
+        ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone", "random_bits"), _no_links
+    ),
+    **dict.fromkeys(("random_split", "threefry2x32", "rng_bit_generator", "rng_uniform", "iota"), _no_links),
+    **dict.fromkeys(("debug_callback", "create_token", "empty2"), _no_links),
+    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(("dynamic_slice", "slice", "tile"), _resized),
+    "broadcast_in_dim": _broadcast,
+    "conv_general_dilated": _convolution,
+    "dot_general": _dot_general,
+    **dict.fromkeys(("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"), _fused_attention),
+    "dynamic_update_slice": _update,
+    "gather": _gather,
+    "pad": _padding,
+    "reduce": _reduction,
+    "reshape": _reshape,
+    "rev": _reverse,
+    "squeeze": _squeeze,
+    "stack": _stack,
+    "transpose": _transpose,
+    "unstack": _unstack,
+}

@@ -1,0 +1,211 @@
+"""Synchronous training on a mesh: rows are sharded over one axis, variables over the others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import keras
+
+from lockstep._errors import ModelError, OptionError
+from lockstep._keras.sharded_variable import VariableLayouts, has_layout, lay_out
+from lockstep.collectives import CommunicationOptions, Ops
+from lockstep.data.device_placement import MeshPlacement, Placement, gather_on_host
+from lockstep.data.fit_entry import InputOptions
+from lockstep.devices.determinism import is_deterministic
+from lockstep.devices.names import is_described
+from lockstep.distributed.resolvers import ClusterResolver
+from lockstep.doctor.base import RuntimeSettings
+from lockstep.execution.executors import Executor, SpmdExecutor
+from lockstep.execution.gathered_variables import ModelLayout, Recompute
+from lockstep.execution.model_parallel.layout_rules import AUTO, LayoutArgument, MeshArgument, parse_layout, parse_mesh
+from lockstep.execution.model_parallel.model_parallel_executor import ModelParallelExecutor
+from lockstep.execution.model_parallel.model_shardings import ROWS, MeshOptions, ModelShardings
+from lockstep.strategies.multi_worker import WorkerStrategy
+from lockstep.strategies.setup import StrategyOptions, check_mesh_options, prepare_process
+
+__all__ = ["ModelParallelStrategy"]
+
+_SHARDINGS = "_lockstep_shardings"
+
+
+class ModelParallelStrategy(WorkerStrategy):
+    """Trains one model on a mesh of devices, with the results of one device.
+
+    Counterpart of ``keras.distribution.ModelParallel``. Rows of a batch are sharded over the first axis of the mesh, and variables over
+    the others, so that also the products of one layer are shared out (tensor parallelism). One replica computes the global batch: batch
+    statistics are those of all rows, and noise is that of one device, whatever the mesh. Results equal those of one device up to
+    rounding; the same mesh gives the same bits. Source: Shoeybi et al., "Megatron-LM" (2019).
+
+    Args:
+        mesh: number of devices along each axis, such as ``{"data": 2, "model": 4}``, or a ``keras.distribution.DeviceMesh``, of which
+            names and sizes are taken. Rows are sharded over the first axis.
+        layout: ``"auto"``: by their shapes and their use in the forward pass, variables are sharded along the second axis of the mesh so
+            that few collectives follow. Or rules: a ``keras.distribution.LayoutMap``, as KerasHub's ``get_layout_map`` returns it; a
+            dictionary from regular expressions, which a whole path must match, to one entry for each axis of the variable: the name of
+            an axis of the mesh, or None; the result of :meth:`layout`. Axes that the mesh does not divide stay whole.
+        devices: names of this process's devices, such as ``"gpu:0"``; by default all local ones.
+        shard: ``"variables"``: each large variable is also sharded over the first axis, and gathered where a step uses it. Source:
+            Rajbhandari et al., "ZeRO" (2020), stage 3.
+        recompute: which layers are computed again in the backward pass, so that their inner results need no memory until then:
+            ``"blocks"``: repeated layers, and all others that have sharded variables; a function ``layer -> bool``; None: no layer.
+        cluster_resolver: as in :class:`MultiWorkerMirroredStrategy`.
+        communication_options: only ``timeout_seconds``, the limit of every wait for another worker, 60 by default.
+        input_options: how batches reach the devices.
+        check_every: number of training steps from one comparison of the variables that all workers have as a whole to the next; 0: never.
+
+    Raises:
+        ClusterError: as in :class:`MultiWorkerMirroredStrategy`.
+        DeviceError: a device is unknown or absent, or the mesh has another number of devices.
+        OptionError: an argument is out of its range; a rule names an axis that the mesh lacks; ``layout="auto"`` with more than two axes.
+
+    Example:
+        >>> import keras, lockstep, numpy as np
+        >>> strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     layers = [keras.Input((64,)), keras.layers.Dense(256, "relu"), keras.layers.Dense(64)]
+        ...     model = keras.Sequential(layers)
+        ...     model.compile(optimizer="sgd", loss="mse")
+        >>> history = model.fit(np.ones((5, 64)), np.ones((5, 64)), batch_size=3, verbose=0)
+        >>> [row.axes for row in strategy.layout(model).variables if row.path.endswith("kernel")]
+        [(None, 'model'), ('model', None)]
+    """
+
+    def __init__(
+        self,
+        mesh: MeshArgument,
+        layout: LayoutArgument = AUTO,
+        *,
+        devices: Sequence[str | jax.Device] | None = None,
+        shard: str | None = None,
+        recompute: Recompute = None,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        input_options: InputOptions | None = None,
+        check_every: int = 100,
+    ) -> None:
+        axes = parse_mesh(mesh)
+        rules = parse_layout(layout, axes)
+        if rules is None and len(axes.sizes) != 2:
+            raise OptionError(
+                f'layout="auto" needs a mesh of two axes, rows and variables, got {dict(axes.sizes)}. Fix: give layout= rules.'
+            )
+        checked = check_mesh_options(shard, recompute)
+
+        def prepare(ops: Ops | None) -> StrategyOptions:
+            if ops is not None or is_deterministic():
+                raise OptionError(
+                    "ModelParallelStrategy adds gradients by the collectives that XLA chooses, so communication_options has timeout_seconds "
+                    "only, and lockstep.config.set_deterministic() is not supported. Fix: leave the other options out."
+                )
+            prepared = prepare_process(replicas=1, deterministic=False, input_options=input_options)
+            return replace(prepared, shard=checked, recompute=recompute)
+
+        def place(found: Sequence[jax.Device], _: StrategyOptions) -> Placement:
+            self._options = MeshOptions(axes.placement(found), axes, rules, checked)
+            return self._options.placement
+
+        super().__init__(cluster_resolver, communication_options, devices, check_every, prepare, place)
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Number of devices along each axis of the mesh."""
+        return dict(self._options.axes.sizes)
+
+    def layout(self, model: keras.Model, x: Any = None) -> ModelLayout:
+        """Return where the variables of a model lie, and why.
+
+        Args:
+            model: a compiled model of this strategy. Its optimizer makes its variables in the first call of ``fit``, or in
+                ``model.optimizer.build(model.trainable_variables)``.
+            x: inputs of a batch, a tree of arrays ``(rows, …)``, to trace the model with; not needed after a step, or if the model states
+                its inputs.
+
+        Returns:
+            A row for each variable, with sizes in bytes and names of axes; ``str`` makes a table, and ``rules()`` rules for ``layout=``.
+
+        Raises:
+            ModelError: the model belongs to another strategy or is not compiled; its inputs are unknown; or a rule fits no variable, or
+                two fit the same one.
+
+        Example:
+            >>> import keras, lockstep
+            >>> strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 1}, {".*/kernel": (None, "model")}, devices=["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, name="one")], name="net")
+            ...     model.compile("sgd", "mse")
+            >>> strategy.layout(model).rules()
+            {'one/kernel': (None, 'model')}
+        """
+        self._check_owner(model, "layout")
+        shardings = self._shardings_of(model)
+        if not shardings.is_settled:
+            self._settle(model, _inputs_of(model) if x is None else x)
+        return shardings.layout()
+
+    def _executor_for(self, placement: Placement, model: keras.Model) -> Executor:
+        if not isinstance(placement, MeshPlacement):  # one device, to compare with
+            return SpmdExecutor(placement, self._ops)
+
+        settle, log = partial(self._settle, model), partial(self._log_once, model)
+        return ModelParallelExecutor(placement, self._shardings_of(model), settle, self._recompute, log)
+
+    def _shardings_of(self, model: keras.Model) -> ModelShardings:
+        found = vars(model).get(_SHARDINGS)
+        if found is None:
+            log = partial(self._log_once, model)
+            found = vars(model)[_SHARDINGS] = ModelShardings(model, self._options, log)
+        return found
+
+    def _settle(self, model: keras.Model, x: Any) -> None:
+        """Settle where the variables lie, and lay them there."""
+        shardings = self._shardings_of(model)
+        shardings.settle(x)
+        if self._layouts is None:
+            return
+        for variable, sharding in shardings.all():
+            if has_layout(variable) or not sharding.is_fully_replicated:
+                lay_out(variable, sharding, self._layouts)
+
+    @cached_property
+    def _layouts(self) -> VariableLayouts | None:
+        if is_described(self._placement.first_local_device):
+            return None
+        sharding_of, put = self._options.sharding_at_creation, self._placement.put
+        return VariableLayouts(sharding_of, put, gather_on_host, self._process_group.agree)
+
+    def _runtime_settings(self) -> RuntimeSettings:
+        return replace(super()._runtime_settings(), layout=self._known_layout)
+
+    def _known_layout(self, model: keras.Model) -> ModelLayout | None:
+        """Return the layout of a model; None if it cannot be known before the first step."""
+        is_known = self._shardings_of(model).is_settled or getattr(model, "inputs", None)
+        return self.layout(model) if is_known else None
+
+    def _layout_notes(self, model: keras.Model) -> list[str]:
+        return []  # They are logged when the layout is settled.
+
+    def _compared_settings(self) -> dict[str, Any]:
+        rules = self._options.rules
+        described = AUTO if rules is None else {pattern: list(axes) for pattern, axes in rules.axes.items()}
+        return super()._compared_settings() | {"mesh": self.mesh, "layout": described}
+
+    def _summary(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self._options.axes.sizes.items())
+        return f"{type(self).__name__}: mesh {sizes} ({', '.join(self.devices)})"
+
+
+def _inputs_of(model: keras.Model) -> Any:
+    """Return shapes and types of the inputs that a model states, with some rows.
+
+    Raises:
+        ModelError: it states none.
+    """
+    inputs = getattr(model, "inputs", None) if model.built else None
+    if not inputs:
+        raise ModelError(
+            f"layout: the inputs of model {model.name!r} are not known before its first step. Fix: give layout(model, x) a batch of them."
+        )
+    shapes = [jax.ShapeDtypeStruct([ROWS if n is None else n for n in one.shape], one.dtype) for one in inputs]
+    return shapes if len(shapes) > 1 else shapes[0]

@@ -1,0 +1,326 @@
+"""``ModelParallelStrategy``: the numbers of one device on any mesh, the same bits on the same mesh, and no rule that fails in silence."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep.execution.model_parallel import model_shardings
+from lockstep.tools.plan.hlo import collectives
+from tests.laws.cases import CASES, case_named, logits_loss
+from tests.laws.compare import Mesh, assert_same, reference, run
+
+SHARDED = {"shard": "variables"}
+RECOMPUTED = SHARDED | {"recompute": "blocks"}
+CPUS = [f"cpu:{number}" for number in range(4)]
+# Each shards, traces or updates variables in another way.
+IN_THE_SUITE = (
+    "add_loss",
+    "adversaries",
+    "attention",
+    "conv2d",
+    "gradient_accumulation",
+    "last_batch_of_one",
+    "muon",
+    "own_train_step",
+    "run_eagerly",
+    "variables_of_every_aggregation",
+)
+
+
+@pytest.fixture
+def shard_all(monkeypatch):
+    """The variables of these small models are sharded, too."""
+    monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
+
+
+def cases():
+    """Yield every case on one mesh, with variables that are also sharded over the rows' axis in every second."""
+    for number, case in enumerate(CASES):
+        sizes = ((1, 2), (2, 2), (2, 1), (1, 3), (2, 2))[number % 5]
+        mesh = Mesh(1, sizes[0] * sizes[1], RECOMPUTED if number % 2 else {}, sizes)
+        marks = [pytest.mark.slow if case.name in IN_THE_SUITE else pytest.mark.nightly]
+        yield pytest.param(case, mesh, id=f"{case}-{mesh}", marks=[*marks, pytest.mark.xdist_group(case.name)])
+
+
+def test_the_cases_in_the_suite_exist():
+    assert set(IN_THE_SUITE) <= {case.name for case in CASES}
+
+
+@pytest.mark.parametrize(("case", "mesh"), list(cases()))
+def test_law_m1_numbers_are_those_of_one_device(shard_all, case, mesh):
+    assert_same(run(case, mesh, only_fit=True), reference(case, only_fit=True), case.relative)
+
+
+@pytest.mark.slow
+def test_law_m1_holds_for_evaluate_predict_and_single_batches(shard_all):
+    case = case_named("dicts")
+    assert_same(run(case, Mesh(1, 4, SHARDED, (2, 2))), reference(case), case.relative)
+
+
+def network(width=64, hidden=256):
+    inputs = keras.Input((width,))
+    x = layers.Dense(hidden, activation="relu", name="up")(inputs)
+    x = layers.Dropout(0.25, seed=3)(x)
+    x = layers.BatchNormalization()(layers.Dense(width, name="down")(x))
+    model = keras.Model(inputs, layers.Dense(3, name="last")(x), name="net")
+    model.compile("adam", logits_loss)
+    return model
+
+
+MEGATRON = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
+
+
+def batch(rows=14, width=64):
+    return np.random.default_rng(0).normal(size=(rows, width)).astype("float32"), np.arange(rows) % 3
+
+
+def train(mesh=(2, 2), epochs=2, callbacks=(), strategy=None, **options):
+    keras.utils.set_random_seed(0)
+    data, model = mesh
+    strategy = strategy or lockstep.ModelParallelStrategy(
+        {"data": data, "model": model}, devices=CPUS[: data * model], **options
+    )
+    with strategy.scope():
+        net = network()
+    history = net.fit(*batch(), batch_size=9, epochs=epochs, verbose=0, callbacks=list(callbacks)).history
+    return strategy, net, history
+
+
+def values(model):
+    return [np.asarray(variable.value) for variable in (*model.weights, *model.optimizer.variables)]
+
+
+def assert_equal_bits(ours, theirs):
+    for one, other in zip(values(ours), values(theirs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class StopAfter(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(RECOMPUTED, marks=pytest.mark.slow)], ids=["whole", "recomputed"])
+def test_law_m2_a_mesh_gives_the_same_bits_also_after_a_resume(tmp_path, options):
+    _, expected, history = train(**options)
+    with pytest.raises(KeyboardInterrupt):
+        train(**options, callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path), StopAfter()])
+    _, resumed, curve = train(**options, callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path)])
+    assert curve == history
+    assert_equal_bits(resumed, expected)
+
+
+@pytest.mark.parametrize("after", ["mirrored", pytest.param("mesh", marks=pytest.mark.slow)])
+def test_a_checkpoint_knows_no_mesh(tmp_path, after):
+    with pytest.raises(KeyboardInterrupt):
+        train(callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path), StopAfter()])
+    backup = lockstep.callbacks.BackupAndRestore(tmp_path)
+    other = lockstep.MirroredStrategy(CPUS[:1]) if after == "mirrored" else None
+    _, resumed, curve = train((1, 4), callbacks=[backup], strategy=other)
+    _, _, expected = train(strategy=lockstep.MirroredStrategy(CPUS[:1]))
+    np.testing.assert_allclose(curve["loss"], expected["loss"], rtol=1e-5)
+    assert resumed.optimizer.iterations == 4
+
+
+def test_a_data_parallel_checkpoint_resumes_on_a_mesh(tmp_path):
+    strategy = lockstep.MirroredStrategy(CPUS[:2], replicas=1)
+    with pytest.raises(KeyboardInterrupt):
+        train(strategy=strategy, callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path), StopAfter()])
+    _, _, curve = train(callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path)])
+    _, _, expected = train(strategy=lockstep.MirroredStrategy(CPUS[:1]))
+    np.testing.assert_allclose(curve["loss"], expected["loss"], rtol=1e-5)
+
+
+def bytes_by_device(variables):
+    held = {}
+    for variable in variables:
+        for shard in variable.value.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return held
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["whole", "sharded"])
+def test_each_device_holds_what_the_layout_says(options):
+    strategy, model, _ = train(**options)
+    layout = strategy.layout(model)
+    assert set(bytes_by_device([*model.weights, *model.optimizer.variables]).values()) == {layout.device_bytes}
+    axes = {row.path.rpartition("adam")[2].lstrip("_0123456789"): row.axes for row in layout.variables}
+    data = "data" if options else None
+    assert axes["up/kernel"] == axes["/up_kernel_momentum"] == (data, "model")
+    assert axes["down/kernel"] == axes["/down_kernel_velocity"] == ("model", data)
+    assert axes["last/kernel"] == (None, None)
+    assert "'down'" in str(layout)  # The reason names where the all-reduce is.
+
+
+def test_variables_are_sharded_when_they_are_made_and_when_they_are_loaded(tmp_path):
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, MEGATRON, devices=CPUS[:2])
+    with strategy.scope():
+        model = network()
+        kernel = model.get_layer("up").kernel
+        assert len({str(shard.index) for shard in kernel.value.addressable_shards}) == 2
+    model.save_weights(tmp_path / "some.weights.h5")
+    before = np.asarray(kernel)
+    kernel.assign(np.zeros(kernel.shape))
+    model.load_weights(tmp_path / "some.weights.h5")
+    assert len({str(shard.index) for shard in kernel.value.addressable_shards}) == 2
+    np.testing.assert_array_equal(np.asarray(kernel), before)
+
+
+def test_a_layout_can_be_edited_and_given_back():
+    strategy, model, history = train()
+    assert strategy.layout(model).rules() == MEGATRON
+    _, _, same = train(layout=strategy.layout(model))
+    assert same == history
+    rules = strategy.layout(model).rules() | {"last/kernel": ("model", None)}
+    edited, other, _ = train(layout=rules, epochs=1)
+    assert edited.layout(other).rules() == rules
+
+
+def test_a_layout_map_is_taken_as_it_is(caplog):
+    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), CPUS)
+    layout = keras.distribution.LayoutMap(mesh)
+    for pattern, axes in MEGATRON.items():
+        layout[pattern] = axes
+    layout[".*/experts"] = ("model", None, None)  # Another variant of the model would have it.
+    strategy = lockstep.ModelParallelStrategy(mesh, layout, devices=CPUS)
+    with caplog.at_level("INFO", "lockstep"):
+        _, model, history = train(strategy=strategy)
+    assert strategy.layout(model).rules() == MEGATRON
+    assert "rule '.*/experts' matches none of its variables" in caplog.text
+    np.testing.assert_allclose(history["loss"], train()[2]["loss"], rtol=1e-5)
+
+
+def test_a_rule_may_shard_what_a_layer_returns():
+    rules = MEGATRON | {"up/output": ("data", "model")}
+    strategy, model, _ = train(layout=rules, epochs=1)
+    shardings = strategy._shardings_of(model).output_shardings()
+    assert [(layer.name, tuple(sharding.spec)) for layer, sharding in shardings.items()] == [
+        ("up", ("device", "model"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        (MEGATRON | {"dwon/kernel": ("model", None)}, "rule 'dwon/kernel' matches no variable of model 'net'"),
+        ({"kernel": (None, "model")}, "A rule must match the whole path"),
+        ({"up/k.*": (None, "model"), ".*kernel": (None, "model")}, "both match 'up/kernel'"),
+        ({"up/kernel": ("model",)}, r"has 1 axes, \('model',\), and 'up/kernel' has 2"),
+    ],
+)
+def test_law_m3_a_rule_that_does_not_fit_is_an_error_before_training(rules, says):
+    strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, rules, devices=CPUS)
+    with strategy.scope():
+        model = network()
+    before = [np.asarray(variable) for variable in model.weights]
+    with pytest.raises(lockstep.ModelError, match=says):
+        model.fit(*batch(), verbose=0)
+    for ours, expected in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), expected)
+    with pytest.raises(lockstep.ModelError, match=says):
+        strategy.layout(model)
+
+
+def test_law_m3_a_large_variable_without_a_rule_is_named(caplog):
+    with caplog.at_level("INFO", "lockstep"):
+        train(layout={"up/kernel": (None, "model"), "up/bias": ("model",)}, epochs=1)
+    assert "variable 'down/kernel' (0.062 MiB) is whole on each device: no rule matches it" in caplog.text
+    assert "variable 'up/kernel'" not in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["auto", {"net/odd/kernel": (None, "model")}])
+def test_law_m4_an_odd_variable_stays_whole_and_is_named(caplog, layout):
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, layout, devices=CPUS[:2])
+    with caplog.at_level("INFO", "lockstep"):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((65,)), layers.Dense(67, name="odd")], name="net")
+            model.compile("sgd", "mse")
+        model.fit(np.ones((3, 65)), np.ones((3, 67)), verbose=0)
+    assert "odd/kernel' (0.017 MiB) is whole on each device" in caplog.text
+    assert strategy.layout(model).device_bytes == strategy.layout(model).bytes
+
+
+def test_law_m5_self_check_compares_a_step_with_one_device(monkeypatch):
+    strategy, model, _ = train(epochs=1, **SHARDED)
+    x, y = batch(8)
+    before = values(model)
+    assert len(strategy.self_check(model, x, y)) == 64
+    for ours, expected in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    gather = model_shardings._gather
+    monkeypatch.setattr(model_shardings, "_gather", lambda value, *places: 1.01 * gather(value, *places))
+    with pytest.raises(lockstep.DeterminismError, match=r"gradient of '.*kernel' differs from that of whole variables"):
+        strategy.self_check(model, x, y)
+
+
+def test_self_check_has_a_model_of_its_own():
+    strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
+    assert len(strategy.self_check()) == 64
+
+
+def test_a_mesh_is_one_replica_with_the_statistics_of_the_global_batch():
+    strategy = lockstep.ModelParallelStrategy({"data": 4}, {".*": (None,)}, devices=CPUS)
+    assert strategy.num_replicas_in_sync == 1
+    assert strategy.mesh == {"data": 4}
+
+
+@pytest.mark.slow
+def test_a_nonfinite_step_is_diagnosed_and_skipped():
+    x, y = batch()
+    x[3, 5] = np.nan
+    strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
+    with strategy.scope():
+        model = network()
+    guard = lockstep.callbacks.NanGuard("skip")
+    model.fit(x, y, batch_size=7, epochs=1, shuffle=False, verbose=0, callbacks=[guard])
+    assert all(np.isfinite(value).all() for value in values(model))
+    assert model.optimizer.iterations == 1  # One of two steps.
+
+
+@pytest.mark.slow
+def test_the_doctor_measures_steps_on_a_mesh():
+    strategy, model, _ = train(epochs=1)
+    report = strategy.doctor(model, *batch(64), batch_size=16)
+    assert "training steps" in str(report)
+    assert not report.left_out
+
+
+def compiled_text(strategy, model, rows):
+    functions = strategy._functions_of(model)
+    executor = functions.executor
+    kinds = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    state = tuple([variable.value for variable in kind] for kind in kinds)
+    placed = strategy._placement.abstract_batch(batch(rows))
+    return executor.train_step(functions.build_step(executor, "train")).compile_for(state, placed).as_text()
+
+
+def test_variables_sharded_over_rows_are_gathered_once_a_step():
+    strategy, model, _ = train((4, 1), epochs=1, **SHARDED)
+    found = collectives(compiled_text(strategy, model, 8))
+    sharded = [row for row in strategy.layout(model).variables if row.owner == "model" and any(row.axes)]
+    gathered = sum(one.bytes for one in found if one.name == "all-gather")
+    assert sum(row.bytes for row in sharded) <= gathered <= 2 * sum(row.bytes for row in sharded) + 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"mesh": {"data": 2, "model": 4}}, lockstep.DeviceError, "needs 8 devices, and there are 4"),
+        ({"mesh": {}}, lockstep.OptionError, "expected sizes of axes"),
+        ({"mesh": {"data": 2, "model": 0}}, lockstep.OptionError, "mesh: model"),
+        ({"mesh": {"data": 4}}, lockstep.OptionError, "needs a mesh of two axes"),
+        ({"layout": "megatron"}, lockstep.OptionError, 'expected "auto"'),
+        ({"layout": {"(": ("model",)}}, lockstep.OptionError, "is no regular expression"),
+        ({"layout": {"up/.*": "model"}}, lockstep.OptionError, "expected names of axes"),
+        ({"layout": {"up/.*": ("modle",)}}, lockstep.OptionError, "the mesh has 'data', 'model'"),
+        ({"layout": {"up/.*": ("model", "model")}}, lockstep.OptionError, "an axis of the mesh twice"),
+        ({"shard": "optimizer"}, lockstep.OptionError, 'expected "variables" or None'),
+        ({"recompute": "all"}, lockstep.OptionError, 'expected "blocks"'),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        lockstep.ModelParallelStrategy(**{"mesh": {"data": 2, "model": 2}, "devices": CPUS} | options)
