@@ -78,6 +78,10 @@ STRATEGY = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
 with STRATEGY.scope():
     MODEL = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     MODEL.compile("sgd", "mse")
+MESH = lockstep.ModelParallelStrategy({"data": 1, "model": 1}, devices=["cpu:0"])
+with MESH.scope():
+    MODEL_ON_MESH = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    MODEL_ON_MESH.compile("sgd", "mse")
 VALUE = STRATEGY.experimental_distribute_values_from_function(lambda context: np.ones(2))
 SPEC = lockstep.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})
 RESOLVER = lockstep.cluster_resolver.SimpleClusterResolver(SPEC, task_type="worker", task_id=1, environ={})
@@ -96,6 +100,7 @@ class Given:
 UNSET = Given(stops_with="is not set|no worker of Ray")
 GIVEN = {
     "lockstep.ClusterCoordinator": Given({"strategy": None}),
+    "lockstep.ModelParallelStrategy": Given({"mesh": {"data": 1, "model": 1}, "devices": ["cpu:0"]}),
     "lockstep.ParameterServerStrategy": Given(stops_with="nothing says which process"),
     "lockstep.PerWorkerDataset": Given({"dataset": [1]}),
     "lockstep.PerWorkerValues": Given({"make": Made}),
@@ -158,6 +163,7 @@ GIVEN = {
         {"model": MODEL, "x": X, "y": Y}, stops_with="one common length|valid value for jnp.array", owner=STRATEGY
     ),
     "Strategy.layout": Given({"model": MODEL}, owner=STRATEGY),
+    "ModelParallelStrategy.layout": Given({"model": MODEL_ON_MESH}, owner=MESH),
     "ClusterResolver.master": Given(owner=RESOLVER),
     "ClusterResolver.num_accelerators": Given(owner=RESOLVER),
     "ClusterSpec.job_tasks": Given({"job_name": "worker"}, owner=SPEC),

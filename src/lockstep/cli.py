@@ -131,7 +131,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     text = "global batches (that of the script)"
     plan.add_argument("--batch", type=_parse_numbers, default=(), metavar="64,128", help=text)
-    text = "replicated, optimizer, variables, recompute, or auto for all (auto)"
+    text = "replicated, optimizer, variables, recompute, model, model-recompute, or auto for all (auto)"
     plan.add_argument("--strategy", default="auto", metavar="A,B", help=text)
     text = "of an hour of a target; may be given several times"
     plan.add_argument("--price", type=_parse_price, action="append", default=[], metavar="TARGET=PRICE", help=text)

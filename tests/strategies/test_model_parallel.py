@@ -1,5 +1,7 @@
 """``ModelParallelStrategy``: the numbers of one device on any mesh, the same bits on the same mesh, and no rule that fails in silence."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -324,3 +326,30 @@ def test_variables_sharded_over_rows_are_gathered_once_a_step():
 def test_arguments_that_do_not_fit_are_refused(options, error, says):
     with pytest.raises(error, match=says):
         lockstep.ModelParallelStrategy(**{"mesh": {"data": 2, "model": 2}, "devices": CPUS} | options)
+
+
+def test_run_computes_with_shards_as_one_replica():
+    strategy, model, _ = train(epochs=1)
+    rows = batch(7)[0]
+    (placed,) = strategy.experimental_distribute_dataset([rows])
+    found = strategy.run(lambda x: model(x, training=False), args=(placed,))
+    np.testing.assert_allclose(strategy.gather(found, axis=0), model(rows, training=False), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_uneven_rows_of_an_embedding_have_the_gradient_of_one_device(width):
+    """XLA adds the padding of the last shard to entry 0, if it is given rows that a mesh of two axes does not divide."""
+    x, y = np.random.default_rng(0).integers(1, 20, (7, 6)), np.arange(42).reshape(7, 6) % 3
+
+    def fit(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            hidden = [layers.Embedding(20, 8), layers.LSTM(8, return_sequences=True)][:width]
+            model = keras.Sequential([keras.Input((6,), dtype="int32"), *hidden, layers.Dense(3)])
+            model.compile(keras.optimizers.SGD(0.1), logits_loss)
+            model.fit(x, y, batch_size=7, epochs=2, verbose=0)
+        return model.get_weights()
+
+    mesh = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
+    for ours, expected in zip(fit(mesh.scope()), fit(contextlib.nullcontext()), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)

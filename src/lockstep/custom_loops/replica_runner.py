@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from lockstep._errors import ModelError
 from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.device_placement import DEVICE_AXIS, MeshPlacement, Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 
 __all__ = ["Shapes", "SyncPoint", "run_on_replicas", "sync"]
@@ -258,7 +258,8 @@ class _ReplicaBatch:
 
         values = [jnp.asarray(self.read(var)) for var in own]
         others = [jnp.asarray(self.read(var)) for var in shared]
-        if len(self.placement.devices) == 1 or not values:
+        # On a mesh of more axes XLA divides the work of the only replica.
+        if len(self.placement.devices) == 1 or not values or isinstance(self.placement, MeshPlacement):
             return on_one_device(values, others)
         if self.is_empty:
             found = on_one_device(values, others)

@@ -322,7 +322,7 @@ class StrategyApi:
 
         Raises:
             InputError: the function did not return a data set.
-            OptionError: the options have a cache, which is for ``fit``.
+            OptionError: the options have a cache, which is for ``fit``; or there are more processes than replicas.
 
         Example:
             >>> import lockstep, numpy as np
@@ -334,6 +334,11 @@ class StrategyApi:
         check_not_in_replica("distribute_datasets_from_function")
         group = self._process_group
         function("distribute_datasets_from_function: dataset_fn", dataset_fn, "a function of an InputContext")
+        if group.processes > self._placement.replicas:
+            raise OptionError(
+                f"distribute_datasets_from_function: {group.processes} processes share {self._placement.replicas} replicas, so some "
+                "would have no rows. Fix: let all processes read the same data, with experimental_distribute_dataset."
+            )
         context = InputContext(group.processes, group.process, self._placement.replicas)
         source = make_tree_source(dataset_fn(context), "distribute_datasets_from_function: what dataset_fn returns")
         return PerReplicaDataset(source, self._placement, self._prefetch(options), group.make_batch_gather(source.name))

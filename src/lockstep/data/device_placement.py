@@ -138,7 +138,7 @@ class Placement:
 
     def on_first_device(self) -> "Placement":
         """Return a placement of the same replicas on the first device of this process."""
-        return placement_on([self.first_local_device], self.replicas)
+        return placement_on([self.devices[place] for place in self.local_indices[:1]], self.replicas)
 
     def on_one_cpu(self) -> "Placement":
         """Return a placement of the same replicas on a CPU device of this process."""
@@ -277,6 +277,11 @@ class MeshPlacement(Placement):
     """Placement of one replica on a mesh with more axes: its rows are sharded over the first, and variables over the others."""
 
     replicas: int = 1
+
+    @property
+    def local_replicas(self) -> range:
+        """Numbers of the replicas that run on the devices of this process."""
+        return range(1)
 
     def layout(self, rows: int) -> Layout:
         """Return the layout of the rows over the first axis of the mesh, the same as that of as many replicas."""

@@ -173,7 +173,18 @@ class ModelLayout:
         return sum(variable.device_bytes for variable in self.variables)
 
     def rules(self) -> dict[str, tuple[str | None, ...]]:
-        """Return the layout of the model's sharded variables as rules, which can be changed and given to a strategy as ``layout``."""
+        """Return the layout of the model's sharded variables as rules.
+
+        Returns:
+            By regular expression the axes of the mesh; it can be changed and given to ``ModelParallelStrategy`` as ``layout``.
+
+        Example:
+            >>> import lockstep
+            >>> from lockstep.execution.gathered_variables import ModelLayout, VariableLayout
+            >>> kernel = VariableLayout("up/kernel", "model", (64, 256), 65536, (None, "model"), 16384)
+            >>> ModelLayout(4, (kernel,)).rules()
+            {'up/kernel': (None, 'model')}
+        """
         return {re.escape(one.path): one.axes for one in self.variables if one.owner == "model" and any(one.axes)}
 
     def __str__(self) -> str:

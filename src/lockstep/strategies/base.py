@@ -327,6 +327,11 @@ class Strategy(Diagnostics):
             for variable in model.variables:  # They get averages from the optimizer, which are sharded.
                 lay_out(variable, self._placement.replicated, self._layouts)
 
+    def _executor_of(self, model: keras.Model) -> Executor | None:
+        """Return what runs the steps of a model; None before it is this strategy's."""
+        functions = vars(model).get(_FUNCTIONS)
+        return None if functions is None else functions.executor
+
     def _functions_of(self, model: keras.Model) -> StepFunctions:
         """Return the step functions of a model of this strategy."""
         return vars(model)[_FUNCTIONS]

@@ -27,8 +27,6 @@ from lockstep.strategies.setup import StrategyOptions, check_mesh_options, prepa
 
 __all__ = ["ModelParallelStrategy"]
 
-_SHARDINGS = "_lockstep_shardings"
-
 
 class ModelParallelStrategy(WorkerStrategy):
     """Trains one model on a mesh of devices, with the results of one device.
@@ -136,7 +134,7 @@ class ModelParallelStrategy(WorkerStrategy):
             ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128, name="one")], name="net")
             ...     model.compile("sgd", "mse")
             >>> strategy.layout(model).rules()
-            {'one/kernel': (None, 'model')}
+            {'net/one/kernel': (None, 'model')}
         """
         self._check_owner(model, "layout")
         shardings = self._shardings_of(model)
@@ -152,11 +150,10 @@ class ModelParallelStrategy(WorkerStrategy):
         return ModelParallelExecutor(placement, self._shardings_of(model), settle, self._recompute, log)
 
     def _shardings_of(self, model: keras.Model) -> ModelShardings:
-        found = vars(model).get(_SHARDINGS)
-        if found is None:
-            log = partial(self._log_once, model)
-            found = vars(model)[_SHARDINGS] = ModelShardings(model, self._options, log)
-        return found
+        executor = self._executor_of(model)
+        if isinstance(executor, ModelParallelExecutor):
+            return executor.shardings
+        return ModelShardings(model, self._options, partial(self._log_once, model))
 
     def _settle(self, model: keras.Model, x: Any) -> None:
         """Settle where the variables lie, and lay them there."""

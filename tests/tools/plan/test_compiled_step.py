@@ -45,7 +45,7 @@ def planned(name):
     return model, TrainingCall.of_fit(model, (), {**data, "batch_size": 8})
 
 
-@pytest.mark.parametrize("strategy", ["replicated", "variables"])
+@pytest.mark.parametrize("strategy", ["replicated", "variables", "model-recompute:2"])
 @pytest.mark.parametrize("name", NETS)
 def test_memory_is_that_of_live_arrays(name, strategy):
     """Weights and optimizer as the devices hold them under the strategy, and all arguments as XLA counts them."""
@@ -53,8 +53,12 @@ def test_memory_is_that_of_live_arrays(name, strategy):
     found = StepCompiler(call, parse_target(f"cpu:{DEVICES}"), strategy).compile(8)
     assert not found.failure
 
-    shard, recompute = STRATEGIES[strategy]
-    live = lockstep.MirroredStrategy([f"cpu:{n}" for n in range(DEVICES)], shard=shard, recompute=recompute)
+    planned_as, names = STRATEGIES[strategy.partition(":")[0]], [f"cpu:{n}" for n in range(DEVICES)]
+    options = {"shard": planned_as.shard, "recompute": planned_as.recompute}
+    if planned_as.has_mesh:
+        live = lockstep.ModelParallelStrategy({"data": DEVICES // 2, "model": 2}, devices=names, **options)
+    else:
+        live = lockstep.MirroredStrategy(names, **options)
     with live.scope():
         own = case_named(name).build()
     own.optimizer.build(own.trainable_variables)
@@ -232,7 +236,8 @@ def test_describe_failure_is_one_line():
 @pytest.mark.parametrize("given_names", ["nothing", "", [], ["replicated", "nothing"], 3, [["replicated"]], None])
 def test_check_strategies_refuses_unknown_names(given_names):
     with pytest.raises(
-        OptionError, match='strategy: expected "auto" or some of replicated, optimizer, variables, recompute'
+        OptionError,
+        match='strategy: expected "auto" or some of replicated, optimizer, variables, recompute, model, model-recompute, model:8',
     ):
         check_strategies(given_names)
 

@@ -47,16 +47,16 @@ def test_recomputed_blocks_have_one_more_forward_pass():
     ],
 )
 def test_collectives_take_the_rounds_of_a_ring(name, size, seconds):
-    once = of(dataclasses.replace(STEP, collectives=((name, 1, size),)))
-    twice = of(dataclasses.replace(STEP, collectives=((name, 2, 2 * size),)))
+    once = of(dataclasses.replace(STEP, collectives=((name, 1, size, None),)))
+    twice = of(dataclasses.replace(STEP, collectives=((name, 2, 2 * size, None),)))
     assert once.communication == pytest.approx(seconds)
     assert twice.communication == pytest.approx(2 * seconds)
     assert once.seconds == pytest.approx(4e-3 + seconds)
-    assert of(dataclasses.replace(STEP, collectives=((name, 1, size),)), devices=1).communication == 0
+    assert of(dataclasses.replace(STEP, collectives=((name, 1, size, None),)), devices=1).communication == 0
 
 
 def test_a_ring_over_several_machines_is_as_slow_as_the_network():
-    step = dataclasses.replace(STEP, collectives=(("all-reduce", 1, 8000),))
+    step = dataclasses.replace(STEP, collectives=(("all-reduce", 1, 8000, None),))
     assert of(step, devices=16).communication > 5 * of(step, devices=8).communication
 
 
@@ -72,3 +72,11 @@ def test_a_ring_over_several_machines_is_as_slow_as_the_network():
 )
 def test_time_is_unknown_without_a_figure(unknown):
     assert of(**unknown) is None
+
+
+def test_a_mesh_shares_out_rows_and_products_and_exchanges_in_groups():
+    mesh = dataclasses.replace(STEP, rows=8, collectives=(("all-reduce", 1, 8000, 2),))
+    alone = dataclasses.replace(STEP, rows=8, collectives=(("all-reduce", 1, 8000, None),))
+    found, expected = of(mesh, devices=4, strategy="model:2"), of(alone, devices=2, strategy="model:1")
+    assert found.communication == expected.communication
+    assert of(mesh, devices=8, strategy="model:8").arithmetic == of(mesh, devices=8).arithmetic

@@ -121,3 +121,20 @@ def test_memory_traffic_counts_results_twice_and_loops_as_often_as_they_run(line
 def test_memory_traffic_of_a_conditional_is_that_of_the_larger_branch():
     text = LOOP.format(kib=KIB, line=f"%a = {KIB} conditional(%x), branch_computations={{%one, %body}}")
     assert memory_traffic(text.replace(f"%c = {KIB}", "%c = f32[1024]{0}")) == 2 * 4096
+
+
+@pytest.mark.parametrize(
+    ("groups", "devices"),
+    [
+        ("replica_groups={{0,1,2},{3,4,5}}, use_global_device_ids=true", 3),
+        ("replica_groups=[2,4]<=[8], use_global_device_ids=true", 4),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 2),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, to_apply=%add", 4),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=3], device_ids=([2,2]T(1,0)) {'axis_0','axis_2'}", 6),
+        ("to_apply=%add", None),
+    ],
+)
+def test_groups_of_devices_are_counted(groups, devices):
+    assert collectives(f"  %r = f32[4]{{0}} all-reduce(%x), channel_id=1, {groups}") == [
+        Collective("all-reduce", 16, devices)
+    ]

@@ -195,8 +195,8 @@ def test_plan_of_a_model_is_text_json_and_a_page_and_changes_nothing(tmp_path):
     assert [row.last.rows for row in plan.rows[:2]] == [6, 6]
     replicated, sharded = plan.rows[3], plan.rows[5]
     assert sharded.step.memory.weights < 0.3 * replicated.step.memory.weights
-    assert {name for name, _, _ in replicated.step.collectives} <= {"all-reduce", "all-gather"}
-    assert "reduce-scatter" in {name for name, _, _ in sharded.step.collectives}
+    assert {name for name, *_ in replicated.step.collectives} <= {"all-reduce", "all-gather"}
+    assert "reduce-scatter" in {name for name, *_ in sharded.step.collectives}
     assert replicated.estimate is None  # No peak of a CPU is known.
     plan.save_json(tmp_path / "plan.json")
     plan.save_html(tmp_path / "plan.html")

@@ -56,7 +56,7 @@ def choose_axes(
         return [AxisChoice(None, "there is one device") for _ in variables]
     search = _AxisSearch(read_program(program, ways), len(variables), row_axes)
     paths = {array.number: path for array, (path, _) in zip(search.variables, variables, strict=True)}
-    chosen = search.select()
+    chosen = search.best()
     found = {number: one for one in chosen for number in one.axes}
     return [
         _sharded(array, found[array.number], search, paths)
@@ -171,7 +171,7 @@ class _AxisSearch:
         large = {number: self.large[number] for number in axes if number in self.large}
         return _Candidate(axes, arrays, collectives, moved, size, large, is_alone)
 
-    def select(self) -> list[_Candidate]:
+    def best(self) -> list[_Candidate]:
         """Return candidates without a conflict: the cheapest first, then exchanged if the same variables cost less with others."""
         best, is_better = self._filled([]), True
         while is_better:

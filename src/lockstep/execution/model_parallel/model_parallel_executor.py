@@ -50,7 +50,7 @@ class ModelParallelExecutor(SpmdExecutor):
         log: Callable[[str], None],
     ) -> None:
         super().__init__(placement, AutoAllReduce(), recompute=recompute)
-        self._shardings, self._settle, self._log = shardings, settle, log
+        self.shardings, self._settle, self._log = shardings, settle, log
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
@@ -64,12 +64,12 @@ class ModelParallelExecutor(SpmdExecutor):
 
     def prepare(self, batch: Any) -> None:
         """See :class:`SpmdExecutor`."""
-        if not self._shardings.is_settled:
+        if not self.shardings.is_settled:
             self._settle(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def state_shardings(self, state: Any) -> Any:
         """See :class:`Executor`."""
-        return self._shardings.of_state(state)
+        return self.shardings.of_state(state)
 
     def join_rows(self, rows: PlacedRows) -> jax.Array:
         """See :class:`Executor`. Rows that the mesh does not divide are on all of its devices."""
@@ -125,15 +125,15 @@ class ModelParallelExecutor(SpmdExecutor):
         """Call a model's ``stateless_call`` with variables that are gathered where they are used."""
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         stored = dict(zip(map(id, variables), [*trainable, *non_trainable], strict=True))
-        values = [self._shardings.gather(variable, stored[id(variable)]) for variable in variables]
-        layers = layers_to_recompute(model, lambda one: any(self._shardings.axes_of(one)), self.recompute)
-        with recompute_layers(layers, stored, self._shardings.gather), self._constrained_outputs():
+        values = [self.shardings.gather(variable, stored[id(variable)]) for variable in variables]
+        layers = layers_to_recompute(model, lambda one: any(self.shardings.axes_of(one)), self.recompute)
+        with recompute_layers(layers, stored, self.shardings.gather), self._constrained_outputs():
             return function(values[: len(trainable)], values[len(trainable) :], *args, **kwargs)
 
     @contextlib.contextmanager
     def _constrained_outputs(self) -> Iterator[None]:
         """Shard what layers return as the rules say."""
-        shardings = self._shardings.output_shardings()
+        shardings = self.shardings.output_shardings()
 
         def around(layer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(method)

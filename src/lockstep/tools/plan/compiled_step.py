@@ -4,7 +4,7 @@ import inspect
 import re
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,11 @@ from lockstep.data.device_placement import count_rows, placement_on
 from lockstep.data.sources import AdapterSource, make_source
 from lockstep.doctor.base import is_user_code
 from lockstep.execution.executors import SpmdExecutor
-from lockstep.execution.gathered_variables import Recompute, Shard, layout_notes, layout_of
+from lockstep.execution.gathered_variables import ModelLayout, Recompute, Shard, layout_notes, layout_of
 from lockstep.execution.jaxpr_utils import equations_of
+from lockstep.execution.model_parallel.layout_rules import MeshAxes
+from lockstep.execution.model_parallel.model_parallel_executor import ModelParallelExecutor
+from lockstep.execution.model_parallel.model_shardings import MeshOptions, ModelShardings
 from lockstep.execution.rowwise import source_location
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.monitoring.step_timer import flops_of_step
@@ -34,6 +37,7 @@ __all__ = [
     "STRATEGIES",
     "CompiledStep",
     "Memory",
+    "PlannedStrategy",
     "StepCompiler",
     "Survey",
     "TrainingCall",
@@ -41,23 +45,45 @@ __all__ = [
     "describe_failure",
     "largest_batch",
     "last_batch",
+    "model_axis_of",
+    "planned_executor",
     "repeat_row",
     "survey",
 ]
 
-# Names of ``--strategy``, with the arguments of a strategy.
-STRATEGIES: dict[str, tuple[Shard, Recompute]] = {
-    "replicated": (None, None),
-    "optimizer": ("optimizer", None),
-    "variables": ("variables", None),
-    "recompute": ("variables", "blocks"),
+
+@dataclass(frozen=True)
+class PlannedStrategy:
+    """A strategy that is planned.
+
+    Attributes:
+        shard: its argument.
+        recompute: likewise.
+        has_mesh: whether it is a ``ModelParallelStrategy``.
+    """
+
+    shard: Shard = None
+    recompute: Recompute = None
+    has_mesh: bool = False
+
+
+# Names of ``--strategy``. After one with a mesh, ``:4`` sets the size of its second axis.
+STRATEGIES = {
+    "replicated": PlannedStrategy(),
+    "optimizer": PlannedStrategy("optimizer"),
+    "variables": PlannedStrategy("variables"),
+    "recompute": PlannedStrategy("variables", "blocks"),
+    "model": PlannedStrategy(has_mesh=True),
+    "model-recompute": PlannedStrategy("variables", "blocks", has_mesh=True),
 }
+MODEL_AXIS = 4  # most devices of a mesh's second axis, unless its size is given
 BATCH_SIZE = 32  # of Keras, if fit gets none
 MOST_COMPILED = 6  # steps in a search for the largest batch
 CLOSE_ENOUGH = 1.1  # ratio of the smallest batch that does not fit, or of all memory, to the largest batch that fits
 AIM = 0.96  # share of the memory that a try is to need
 MOST_ROWS = 1 << 16  # of a device
 # "… Used 17.2G of 15.75G hbm …", or "… total memory required for HLO temporaries (22.17G) exceeds available HBM (15.75G)"
+_NAME = re.compile(rf"{'|'.join(STRATEGIES)}|(model|model-recompute):[1-9]\d{{0,3}}")
 _REFUSED = re.compile(r"(?:[Uu]sed |memory required for HLO temporaries \()([\d.]+)([KMGT]?)")
 _PRIMITIVE = re.compile(r"primitive '([\w\-]+)'")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -143,7 +169,8 @@ class CompiledStep:
         rows: of the global batch.
         memory: on one device; None if the program does not fit or could not be compiled.
         needed: bytes on one device, also where the compiler has refused a program that does not fit; None if unknown.
-        collectives: for each kind its name, number, and bytes of the results on a device.
+        collectives: for each kind its name, number, bytes of the results on a device, and the number of devices that exchange with each
+            other, None for all.
         traffic: bytes that a device reads and writes in its memory, if each array is written and read once.
         seconds: that compiling took.
         failure: why there is no program; "" if there is one, or if it does not fit.
@@ -152,7 +179,7 @@ class CompiledStep:
     rows: int
     memory: Memory | None
     needed: int | None
-    collectives: tuple[tuple[str, int, int], ...] = ()
+    collectives: tuple[tuple[str, int, int, int | None], ...] = ()
     traffic: int = 0
     seconds: float = 0.0
     failure: str = ""
@@ -220,7 +247,7 @@ class StepCompiler:
     Args:
         call: the call of ``fit``.
         target: the devices.
-        strategy: a name in ``STRATEGIES``.
+        strategy: a name in ``STRATEGIES``, or such as "model:8".
         devices: of the target; None: those that it describes.
 
     Raises:
@@ -230,16 +257,14 @@ class StepCompiler:
     def __init__(
         self, call: TrainingCall, target: Target, strategy: str, devices: Sequence[jax.Device] | None = None
     ) -> None:
-        self._shard, self._recompute = STRATEGIES[strategy]
         self._call = call
-        self._placement = placement_on(target.devices() if devices is None else devices, target.count)
-        self._executor = SpmdExecutor(self._placement, AutoAllReduce(), shard=self._shard, recompute=self._recompute)
         self.notes: dict[str, None] = {}  # sentences about the model, in order
         self._state = trainer.training_state(call.model, call.row)
-        self._layout = layout_of(call.model, self._placement, self._shard, self._recompute, deterministic=False)
-        self._gradients = sum(self._gradient_bytes(value) for value in self._state[0])
-        if self._shard == "variables":
-            self.notes.update(dict.fromkeys(layout_notes(self._layout, call.model.optimizer)))
+        found = target.devices() if devices is None else devices
+        self._executor = planned_executor(call, found, strategy, self._note)
+        self._placement = self._executor.placement
+        self._layout = self._described_layout()
+        self._gradients = self._gradient_bytes()
 
     def compile(self, rows: int) -> CompiledStep:
         """Compile the step for a batch of so many rows, without running it."""
@@ -259,9 +284,25 @@ class StepCompiler:
             return CompiledStep(rows, None, None, seconds=seconds, failure=failure)
         return self._measured(rows, program, time.perf_counter() - start)
 
-    def _gradient_bytes(self, value: jax.Array) -> int:
-        is_cut = self._shard is not None and self._placement.slice_axis(value.shape) is not None
-        return value.nbytes // len(self._placement.devices) if is_cut else value.nbytes
+    def _described_layout(self) -> ModelLayout:
+        executor, model = self._executor, self._call.model
+        if isinstance(executor, ModelParallelExecutor):
+            return executor.shardings.layout()
+        layout = layout_of(model, executor.placement, executor.shard, executor.recompute, deterministic=False)
+        if executor.shard == "variables":
+            self.notes.update(dict.fromkeys(layout_notes(layout, model.optimizer)))
+        return layout
+
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of all gradients on a device: those of shards, if the optimizer's variables are sharded."""
+        trained = {variable.path for variable in self._call.model.trainable_variables}
+        whole = [row for row in self._layout.variables if row.owner == "model" and row.path in trained]
+        if isinstance(self._executor, ModelParallelExecutor) or self._executor.shard == "variables":
+            return sum(row.device_bytes for row in whole)
+        is_cut = self._executor.shard is not None
+        sliced = [is_cut and self._placement.slice_axis(row.shape) is not None for row in whole]
+        count = len(self._placement.devices)
+        return sum(row.bytes // count if cut else row.bytes for row, cut in zip(whole, sliced, strict=True))
 
     def _note(self, sentence: str) -> None:
         self.notes[sentence] = None
@@ -281,13 +322,53 @@ class StepCompiler:
             results=int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
             code=int(analysis.generated_code_size_in_bytes),
         )
-        numbers, volumes = Counter[str](), Counter[str]()
+        kinds: dict[tuple[str, int | None], list[int]] = defaultdict(list)
         for each in collectives(text):
-            numbers[each.name] += 1
-            volumes[each.name] += each.bytes
-        found = tuple((name, numbers[name], volumes[name]) for name in sorted(numbers))
+            kinds[each.name, each.devices].append(each.bytes)
+        ordered = sorted(kinds.items(), key=lambda kind: (kind[0][0], kind[0][1] or 0))
+        found = tuple((name, len(sizes), sum(sizes), devices) for (name, devices), sizes in ordered)
         traffic = int(analysis.argument_size_in_bytes) + memory_traffic(text)
         return CompiledStep(rows, memory, memory.total, found, traffic, seconds)
+
+
+def model_axis_of(strategy: str, devices: int) -> int:
+    """Return the size of the second axis of a strategy's mesh; 1: it has none.
+
+    Args:
+        strategy: a name, such as "replicated", "model" or "model:8".
+        devices: number of devices.
+    """
+    name, _, size = strategy.partition(":")
+    if not STRATEGIES[name].has_mesh:
+        return 1
+    return int(size) if size else max(n for n in range(1, MODEL_AXIS + 1) if devices % n == 0)
+
+
+def planned_executor(
+    call: TrainingCall, devices: Sequence[jax.Device], strategy: str, note: Callable[[str], None]
+) -> SpmdExecutor:
+    """Return what runs the steps of a call under a strategy on these devices.
+
+    Args:
+        call: with a built model.
+        devices: those that train.
+        strategy: a name, such as "replicated", "model" or "model:8".
+        note: takes sentences about the model.
+
+    Raises:
+        DeviceError: the size of a mesh's axis does not divide the devices.
+    """
+    planned, model = STRATEGIES[strategy.partition(":")[0]], call.model
+    if not planned.has_mesh:
+        placement = placement_on(devices, len(devices))
+        return SpmdExecutor(placement, AutoAllReduce(), shard=planned.shard, recompute=planned.recompute)
+    size = model_axis_of(strategy, len(devices))
+    axes = MeshAxes({"data": max(1, len(devices) // size), "model": size})
+    options = MeshOptions(axes.placement(devices), axes, None, planned.shard)
+    shardings = ModelShardings(model, options, note)
+    executor = ModelParallelExecutor(options.placement, shardings, shardings.settle, planned.recompute, note)
+    executor.prepare(call.row)
+    return executor
 
 
 def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -389,10 +470,10 @@ def check_strategies(names: Any) -> tuple[str, ...]:
     Raises:
         OptionError: a name is unknown.
     """
-    expected = f'"auto" or some of {", ".join(STRATEGIES)}'
+    expected = f'"auto" or some of {", ".join(STRATEGIES)}, model:8'
     given = list(sequence_of("strategy", names.split(",") if isinstance(names, str) else names, expected))
     if given == ["auto"]:
         return tuple(STRATEGIES)
-    if not given or not all(isinstance(name, str) and name in STRATEGIES for name in given):
+    if not given or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in given):
         raise OptionError(f"strategy: expected {expected}, got {shown(names)}.")
     return tuple(dict.fromkeys(given))

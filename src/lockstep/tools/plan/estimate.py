@@ -7,7 +7,7 @@ at least as long as its memory takes at its bandwidth. Collectives are added, as
 from dataclasses import dataclass
 
 from lockstep.collectives.cost_model import Network, NetworkLink, predict
-from lockstep.tools.plan.compiled_step import CompiledStep, Survey
+from lockstep.tools.plan.compiled_step import CompiledStep, Survey, model_axis_of
 from lockstep.tools.plan.hardware import Target
 
 __all__ = ["Estimate", "estimate"]
@@ -58,7 +58,7 @@ def estimate(
         step: with its memory.
         surveyed: operations of a row, and dtype.
         target: the devices.
-        strategy: a name in ``STRATEGIES``.
+        strategy: a name in ``STRATEGIES``, or such as "model:8".
         between: the link between two machines of GPUs.
 
     Returns:
@@ -68,9 +68,13 @@ def estimate(
     bandwidth, network = target.accelerator.memory_bandwidth, target.network(between)
     if peak is None or bandwidth is None or network is None or surveyed.flops_per_row is None or step.memory is None:
         return None
-    rows = -(-step.rows // target.count)  # of the device that has most
-    operations = rows * surveyed.flops_per_row * (RECOMPUTED if strategy == "recompute" else 1.0)
-    communication = sum(_seconds(name, number, size, target.count, network) for name, number, size in step.collectives)
+    share = model_axis_of(strategy, target.count)  # devices that compute the same rows
+    rows = -(-step.rows // (target.count // share))  # of the device that has most
+    operations = rows * surveyed.flops_per_row / share * (RECOMPUTED if "recompute" in strategy else 1.0)
+    communication = sum(
+        _seconds(name, number, size, devices or target.count, network)
+        for name, number, size, devices in step.collectives
+    )
     return Estimate(operations, operations / peak, step.traffic / bandwidth, communication)
 
 

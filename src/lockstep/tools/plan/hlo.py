@@ -15,6 +15,10 @@ _NAMES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|rag
 _INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ({_NAMES})(-start)?\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> (.*) \{$")
 _CHAIN = re.compile(r"\bchain_id=\"(\d+)\"")
+_GROUPS = re.compile(
+    r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=|mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\)?)? \{([^}]*)\})"
+)
+_MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
 # S(5) is the memory of the host, for TPUs.
 _HOST = re.compile(r" (infeed|outfeed|send|recv|host-compute)\(|custom_call_target=\"([^\"]*callback[^\"]*)\"|(S\(5\))")
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(")
@@ -33,10 +37,12 @@ class Collective:
     Args:
         name: such as "all-reduce".
         bytes: of its result on a device.
+        devices: number of devices that exchange with each other; None: all, or unknown.
     """
 
     name: str
     bytes: int
+    devices: int | None = None
 
 
 def collectives(text: str) -> list[Collective]:
@@ -53,14 +59,29 @@ def collectives(text: str) -> list[Collective]:
         elif match := _INSTRUCTION.match(line):
             shapes, name, start = match.groups()
             if computation.startswith("all-reduce-scatter"):
-                found.append(Collective("reduce-scatter", _result_bytes(result, is_started=False)))
+                size = _result_bytes(result, is_started=False)
+                found.append(Collective("reduce-scatter", size, _group_size(line)))
                 continue
             size = _result_bytes(shapes, is_started=bool(start) and name != "all-reduce")
             chain = _CHAIN.findall(line)
             if not chain or (name, *chain) not in parts:
-                found.append(Collective(name, size))
+                found.append(Collective(name, size, _group_size(line)))
             parts.add((name, *chain))
     return found
+
+
+def _group_size(line: str) -> int | None:
+    """Return the number of devices of a group: of ``{{0,1},{2,3}}``, ``[2,2]<=[4]`` or ``mesh['a'=2,'b'=2] {'a'}``."""
+    found = _GROUPS.search(line)
+    if found is None:
+        return None
+    listed, iota, sizes, axes = found.groups()
+    if iota:
+        return int(iota)
+    if listed is not None:
+        return listed.count(",") + 1
+    lengths = dict(_MESH_AXIS.findall(sizes))
+    return math.prod(int(lengths[axis]) for axis in re.findall(r"'(\w+)'", axes))
 
 
 def host_instructions(text: str) -> list[str]:

@@ -13,12 +13,9 @@ import jax
 
 from lockstep._errors import OptionError
 from lockstep._files import read_file, replace_file
-from lockstep.collectives import AutoAllReduce
 from lockstep.collectives.cost_model import NetworkLink
-from lockstep.data.device_placement import placement_on
-from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import StrategyProbes
-from lockstep.tools.plan.compiled_step import STRATEGIES, StepCompiler, TrainingCall, repeat_row, survey
+from lockstep.tools.plan.compiled_step import StepCompiler, TrainingCall, planned_executor, repeat_row, survey
 from lockstep.tools.plan.estimate import estimate
 from lockstep.tools.plan.hardware import Accelerator, Target, find_accelerator
 
@@ -193,10 +190,8 @@ def check_steps(
 def _measure(call: TrainingCall, devices: Sequence[jax.Device], strategy: str, batch: int) -> tuple[float, int | None]:
     """Return the seconds of a step, and the most bytes that a device has held, if it has never held so many before."""
     before = _peak(devices[0])
-    shard, recompute = STRATEGIES[strategy]
-    placement = placement_on(devices, len(devices))
-    executor = SpmdExecutor(placement, AutoAllReduce(), shard=shard, recompute=recompute)
-    probe = StrategyProbes(call.model, placement, executor, executor).compile(repeat_row(call.row, batch))
+    executor = planned_executor(call, devices, strategy, lambda _: None)
+    probe = StrategyProbes(call.model, executor.placement, executor, executor).compile(repeat_row(call.row, batch))
     seconds = probe.seconds(_STEPS)
     peak = _peak(devices[0])
     return seconds, peak if peak > before else None

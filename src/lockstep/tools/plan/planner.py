@@ -26,7 +26,16 @@ from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import host_memory, usable_cores
 from lockstep.tools.child_process import ChildResult, run_child
-from lockstep.tools.plan.compiled_step import CompiledStep, Survey, TrainingCall, check_strategies, last_batch, survey
+from lockstep.tools.plan.compiled_step import (
+    STRATEGIES,
+    CompiledStep,
+    Survey,
+    TrainingCall,
+    check_strategies,
+    last_batch,
+    model_axis_of,
+    survey,
+)
 from lockstep.tools.plan.estimate import Estimate, estimate
 from lockstep.tools.plan.hardware import Target, known_accelerators, parse_target
 from lockstep.tools.plan.measured import Check, Ratio, keep_checks, ratios_of
@@ -129,7 +138,7 @@ class PlanOptions:
             (target, strategy)
             for target in self.targets
             for strategy in self.strategies
-            if target.count > 1 or strategy == self.strategies[0]
+            if strategy == self.strategies[0] or (target.count > 1 and not _is_without_mesh(strategy, target.count))
         ]
 
 
@@ -294,7 +303,8 @@ def plan(
         hardware: targets such as "h100:8" (a number of GPUs), "v5e:2x4" (the axes of a TPU slice) or "cpu:4".
         batch: rows of the global batches.
         strategy: some of "replicated", "optimizer" (``shard="optimizer"``), "variables" (``shard="variables"``) and "recompute" (the same
-            with ``recompute="blocks"``), or "auto" for all.
+            with ``recompute="blocks"``), "model" (``ModelParallelStrategy``; "model:8" with a second axis of 8) and "model-recompute"
+            (the same with both arguments), or "auto" for all.
         prices: of an hour, by target, in any currency.
         bandwidth: between machines of GPUs: GB/s, or "10GbE", "100GbE", "infiniband", "nvlink", "pcie".
         hardware_file: a file of TOML with further accelerators; see ``docs/plan.md``.
@@ -504,6 +514,11 @@ def _row(
         ratio=measured.get(target.accelerator.key),
         reason="" if fits else failure if fits is None else _too_large(found, usable),
     )
+
+
+def _is_without_mesh(strategy: str, devices: int) -> bool:
+    """Whether a strategy with a mesh is there the same as one without."""
+    return STRATEGIES[strategy.partition(":")[0]].has_mesh and model_axis_of(strategy, devices) == 1
 
 
 def _told(accelerator: str, ratio: Ratio) -> str:

@@ -3,6 +3,7 @@
 import io
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from html import escape as escape_html
 from pathlib import Path
@@ -130,11 +131,13 @@ def _time_cells(row: "PlanRow", time: Estimate) -> tuple[str, ...]:
     )
 
 
-def _collective_cells(found: Sequence[tuple[str, int, int]]) -> tuple[str, ...]:
-    by_name = {name: f"{number:,}: {_size(size)}" for name, number, size in found if name in _COLLECTIVES}
-    others = [(number, size) for name, number, size in found if name not in _COLLECTIVES]
-    by_name["others"] = f"{sum(one for one, _ in others):,}: {_size(sum(one for _, one in others))}" if others else "–"
-    return tuple(by_name.get(name, "–") for name in _COLLECTIVES)
+def _collective_cells(found: Sequence[tuple[str, int, int, int | None]]) -> tuple[str, ...]:
+    numbers, sizes = Counter[str](), Counter[str]()
+    for name, number, size, _ in found:
+        column = name if name in _COLLECTIVES else "others"
+        numbers[column] += number
+        sizes[column] += size
+    return tuple(f"{numbers[name]:,}: {_size(sizes[name])}" if numbers[name] else "–" for name in _COLLECTIVES)
 
 
 def _size(size: float | None) -> str:
