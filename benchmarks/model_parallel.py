@@ -40,18 +40,7 @@ from tests.support.described import described
 MIB, ROWS = 1 << 20, 8
 SIZES = {"words": 32_768, "length": 256, "width": 1024, "blocks": 2, "heads": 16}
 MESHES = {"v5e 2x2": (2, 2), "v5e 2x4": (2, 4), "v5e 4x4": (4, 4), "H100 x 8": (2, 4)}
-HEADS = {
-    f".*/(query|key|value)/{name}": axes
-    for name, axes in (("kernel", (None, "model", None)), ("bias", ("model", None)))
-}
-MEGATRON = HEADS | {
-    "embedding/embeddings": ("model", None),
-    ".*/attention_output/kernel": ("model", None, None),
-    "dense_[13]/kernel": (None, "model"),  # The inner one of each pair is made second.
-    "dense_[13]/bias": ("model",),
-    "dense(_2)?/kernel": ("model", None),
-    "dense_4/kernel": (None, "model"),  # words
-}
+MEGATRON = nets.megatron_rules(SIZES["blocks"])
 PEER = "Keras, annotated"
 PLANS = {
     "replicated": None,

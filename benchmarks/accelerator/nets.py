@@ -52,6 +52,19 @@ def language(small, words=50_257, length=512, width=512, blocks=4, heads=8):
     return model, batch
 
 
+def megatron_rules(blocks):
+    """Megatron's layout for the decoder, by hand: heads, columns then rows, and words over the axis "model"."""
+    rules = {
+        f".*/(query|key|value)/{name}": axes
+        for name, axes in (("kernel", (None, "model", None)), ("bias", ("model", None)))
+    }
+    rules |= {"embedding/embeddings": ("model", None), ".*/attention_output/kernel": ("model", None, None)}
+    names = ["dense", *(f"dense_{number}" for number in range(1, 2 * blocks + 1))]
+    for outer, inner in zip(names[0:-1:2], names[1::2], strict=True):  # The outer one is made first.
+        rules |= {f"{inner}/kernel": (None, "model"), f"{inner}/bias": ("model",), f"{outer}/kernel": ("model", None)}
+    return rules | {f"{names[-1]}/kernel": (None, "model")}  # words
+
+
 def residual(small):
     """ResNet50, or MobileNetV2 if small."""
     size, classes = (32, 10) if small else (224, 1000)

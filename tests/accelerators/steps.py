@@ -23,7 +23,7 @@ from tests.support.described import described, recording
 
 # Names in the tables, and as `lockstep plan` takes them.
 TARGETS = {"v5e 2x2": "v5e:2x2", "v5e 2x4": "v5e:2x4", "v5e 16x16": "v5e:16x16", "H100 x 8": "h100:8"}
-LARGE_TARGETS = {"v5e 8x8": "v5e:8x8", "H100 x 64": "h100:64", "H100 x 256": "h100:256"}  # for sharded variables
+LARGE_TARGETS = {"v5e 4x4": "v5e:4x4", "v5e 8x8": "v5e:8x8", "H100 x 64": "h100:64", "H100 x 256": "h100:256"}  # for sharded variables and meshes
 # Options of each net, and rows of a device. The small language model is compiled in seconds, and its logits are large as well.
 NETS = {"MLP": {}, "CNN": {}, "ResNet50": {}, "LM": {}}
 NETS["small LM"] = {"words": 10_000, "length": 64, "width": 128, "blocks": 2, "heads": 4}
@@ -111,6 +111,20 @@ class Sizes:
 def measure(case):
     """Compile the step of a case."""
     return _measured(_programs(case, rows_of(case)))
+
+
+def measure_mesh(net, sizes, target, **options):
+    """Compile the step of a net on a mesh of a target; return what its program exchanges and needs, and its layout."""
+    keras.backend.clear_session()  # The rules name layers.
+    strategy = lockstep.ModelParallelStrategy(
+        dict(zip(("data", "model"), sizes, strict=True)), devices=devices(target), **options
+    )
+    with strategy.scope():
+        model, state, batch = _made(net, ROWS[net] * sizes[0], "train")
+    functions = strategy._functions_of(model)
+    with recording() as programs:
+        functions.executor.compile(functions.build_step(functions.executor, "train"), "train")(state, batch)
+    return _measured(programs), strategy.layout(model)
 
 
 def measure_keras(case):

@@ -251,3 +251,28 @@ def test_remedies_of_loss_findings_improve_training(strategy):
     for wrong, right in ((twice, once), (never, cured)):
         assert accuracy(right)[0] > 0.99
         assert accuracy(wrong)[1] > 2 * accuracy(right)[1]
+
+
+def on_mesh(layout, hidden):
+    """The findings about a net with a mesh of one row of two devices."""
+    mesh = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, layout, devices=["cpu:0", "cpu:1"])
+    with mesh.scope():
+        hidden = [keras.layers.Dense(size, name=f"hidden_{number}") for number, size in enumerate(hidden)]
+        model = keras.Sequential([keras.Input((64,)), *hidden], name="net")
+        model.compile("sgd", "mse")
+    size = model.output_shape[-1]
+    report = mesh.doctor(model, np.random.default_rng(0).normal(size=(64, 64)), np.ones((64, size)), batch_size=16)
+    return {finding.name: finding for finding in report.findings}
+
+
+def test_rules_of_a_mesh_are_checked_before_training():
+    found = on_mesh({"net/hiden.*": (None, "model")}, (256, 64))["layout-rule"]
+    assert "rule 'net/hiden.*' matches no variable of model 'net'" in found.what
+    assert "layout-rule" not in on_mesh({"net/hidden_0/kernel": (None, "model")}, (256, 64))
+
+
+@pytest.mark.parametrize(("hidden", "is_found"), [((256, 64), False), ((64, 257), True)])
+def test_a_mesh_that_shards_little_is_named(hidden, is_found):
+    found = on_mesh({"net/hidden_0/kernel": (None, "model"), "net/hidden_1/kernel": (None, "model")}, hidden)
+    assert ("variables-whole" in found) == is_found
+    assert not is_found or "'net/hidden_1/kernel'" in found["variables-whole"].what

@@ -32,6 +32,7 @@ from lockstep.doctor.environment_checks import (
     bytes_of_data,
     check_allocator,
     check_cores,
+    check_layout,
     check_memory,
     check_thread_pool_size,
     check_versions,
@@ -65,6 +66,7 @@ BATCH_CHECKS: tuple[Check, ...] = (
 # Checks of the call alone.
 CALL_CHECKS: tuple[Check, ...] = (
     check_logits,  # First: wrong in every step, without an error.
+    check_layout,
     check_loss_scale,
     check_tf_data_order,
     check_cached_order,

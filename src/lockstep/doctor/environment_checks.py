@@ -14,7 +14,8 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._errors import ClusterError, DeviceError
+from lockstep._errors import ClusterError, DeviceError, ModelError
+from lockstep.data.device_placement import is_large
 from lockstep.devices.cpu_devices import (
     HostMemory,
     check_thread_pool,
@@ -35,6 +36,7 @@ __all__ = [
     "bytes_of_data",
     "check_allocator",
     "check_cores",
+    "check_layout",
     "check_memory",
     "check_network",
     "check_thread_pool_size",
@@ -174,6 +176,37 @@ def check_memory(
             call.at_fit,
             "the system kills a process that uses more memory than there is, without a Python error",
             _cure(cached > step),
+        )
+
+
+def check_layout(call: FitCall) -> Iterator[Finding]:
+    """Find rules for sharding that do not fit the model, and a layout that shards little of it."""
+    if call.settings.layout is None or len(call.settings.devices) == 1:
+        return
+    try:
+        layout = call.settings.layout(call.model)
+    except ModelError as error:
+        what, _, cure = str(error).removeprefix("layout: ").partition(" Fix: ")
+        yield Finding(
+            "layout-rule",
+            what,
+            call.at_fit,
+            "the first step ends with this error",
+            cure.capitalize() or "Change the rule",
+        )
+        return
+    if layout is None or all(row.axis is None for row in layout.variables):
+        return
+    whole = [row for row in layout.variables if row.axis is None and is_large(row.shape)]
+    size = sum(row.device_bytes for row in whole)
+    if size > layout.device_bytes / 2:
+        yield Finding(
+            "variables-whole",
+            f"{len(whole)} large variables are whole on each device, the first is {whole[0].path!r}: {size / _GIB:.2g} of "
+            f"{layout.device_bytes / _GIB:.2g} GiB",
+            call.at_fit,
+            "more devices do not make room for them",
+            "print(strategy.layout(model)) has the reasons: take sizes that the devices divide, or rules for these variables",
         )
 
 
