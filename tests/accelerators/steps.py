@@ -23,7 +23,12 @@ from tests.support.described import described, recording
 
 # Names in the tables, and as `lockstep plan` takes them.
 TARGETS = {"v5e 2x2": "v5e:2x2", "v5e 2x4": "v5e:2x4", "v5e 16x16": "v5e:16x16", "H100 x 8": "h100:8"}
-LARGE_TARGETS = {"v5e 4x4": "v5e:4x4", "v5e 8x8": "v5e:8x8", "H100 x 64": "h100:64", "H100 x 256": "h100:256"}  # for sharded variables and meshes
+LARGE_TARGETS = {
+    "v5e 4x4": "v5e:4x4",
+    "v5e 8x8": "v5e:8x8",
+    "H100 x 64": "h100:64",
+    "H100 x 256": "h100:256",
+}  # for sharded variables and meshes
 # Options of each net, and rows of a device. The small language model is compiled in seconds, and its logits are large as well.
 NETS = {"MLP": {}, "CNN": {}, "ResNet50": {}, "LM": {}}
 NETS["small LM"] = {"words": 10_000, "length": 64, "width": 128, "blocks": 2, "heads": 4}

@@ -9,6 +9,7 @@ from keras import layers
 
 import lockstep
 from lockstep.execution.model_parallel import model_shardings
+from lockstep.strategies.setup import override_devices
 from lockstep.tools.plan.hlo import collectives
 from tests.laws.cases import CASES, case_named, logits_loss
 from tests.laws.compare import Mesh, assert_same, reference, run
@@ -353,3 +354,27 @@ def test_uneven_rows_of_an_embedding_have_the_gradient_of_one_device(width):
     mesh = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
     for ours, expected in zip(fit(mesh.scope()), fit(contextlib.nullcontext()), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_joined_steps_have_the_numbers_of_single_steps(monkeypatch):
+    def fit(steps):
+        strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS)
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = network()
+            model.compile("sgd", logits_loss, steps_per_execution=steps)
+        model.fit(*batch(16), batch_size=4, epochs=1, shuffle=False, verbose=0)
+        return strategy.layout(model).rules(), model.get_weights()
+
+    rules, weights = fit(1)
+    monkeypatch.setattr("lockstep.execution.executors.SpmdExecutor.joins_steps", True)
+    same, joined = fit(2)
+    assert rules == same == MEGATRON
+    for ours, expected in zip(joined, weights, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_tools_that_replace_the_devices_of_a_script_get_a_mesh_of_rows():
+    with override_devices(3, is_alone=True):
+        strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, MEGATRON)
+    assert strategy.mesh == {"data": 3, "model": 1}

@@ -206,7 +206,7 @@ def check_layout(call: FitCall) -> Iterator[Finding]:
             f"{layout.device_bytes / _GIB:.2g} GiB",
             call.at_fit,
             "more devices do not make room for them",
-            "print(strategy.layout(model)) has the reasons: take sizes that the devices divide, or rules for these variables",
+            "strategy.layout(model) has the reasons. Take sizes that the devices divide, or rules for these variables",
         )
 
 

@@ -191,9 +191,8 @@ class ModelLayout:
         rows: list[tuple[str, ...]] = [("variable", "shape", "MiB", "MiB a device", "sharded along", "gathered", "why")]
         for one in self.variables:
             along = ", ".join(f"axis {n} by {axis}" for n, axis in enumerate(one.axes) if axis) or "whole"
-            why = "; ".join(filter(None, (one.reason, *one.collectives)))
             sizes = mebibytes(one.bytes), mebibytes(one.device_bytes)
-            rows.append((one.path, str(one.shape), *sizes, along, one.gathered, why))
+            rows.append((one.path, str(one.shape), *sizes, along, one.gathered, one.reason))
         total = mebibytes(self.bytes), mebibytes(self.device_bytes)
         rows.append((f"all, {self.devices} devices", "", *total, "", "", ""))
         rows = [row[: 7 if any(row[6] for row in rows[1:]) else 6] for row in rows]

@@ -23,7 +23,7 @@ from lockstep.execution.model_parallel.layout_rules import AUTO, LayoutArgument,
 from lockstep.execution.model_parallel.model_parallel_executor import ModelParallelExecutor
 from lockstep.execution.model_parallel.model_shardings import ROWS, MeshOptions, ModelShardings
 from lockstep.strategies.multi_worker import WorkerStrategy
-from lockstep.strategies.setup import StrategyOptions, check_mesh_options, prepare_process
+from lockstep.strategies.setup import StrategyOptions, check_mesh_options, overridden_devices, prepare_process
 
 __all__ = ["ModelParallelStrategy"]
 
@@ -101,7 +101,8 @@ class ModelParallelStrategy(WorkerStrategy):
             return replace(prepared, shard=checked, recompute=recompute)
 
         def place(found: Sequence[jax.Device], _: StrategyOptions) -> Placement:
-            self._options = MeshOptions(axes.placement(found), axes, rules, checked)
+            used = axes if overridden_devices() is None else axes.with_rows_only(len(found))
+            self._options = MeshOptions(used.placement(found), used, rules, checked)
             return self._options.placement
 
         super().__init__(cluster_resolver, communication_options, devices, check_every, prepare, place)

@@ -48,7 +48,7 @@ def test_hidden_units_of_two_layers_are_columns_then_rows():
     assert one.reason == (
         "with axis 0 of 'net/dense_1/kernel' (columns, then rows); all-reduce of 2.0 KiB in 'dense_1'"
     )
-    assert found["net/dense_1/bias"].reason.startswith("fewer than 4096 numbers")
+    assert found["net/dense_1/bias"].reason.startswith("fewer than 4,096 numbers")
 
 
 def test_a_last_layer_with_a_length_that_is_not_divisible_stays_whole_or_is_sharded_by_rows():

@@ -252,9 +252,7 @@ def _why_whole(
     array: ArrayNode, search: _AxisSearch, chosen: Sequence[_Candidate], paths: dict[int, str], ways: int
 ) -> AxisChoice:
     if array.number not in search.large:
-        return AxisChoice(
-            None, f"fewer than {SHARD_FROM} numbers, and no large variable is sharded along an axis of it"
-        )
+        return AxisChoice(None, f"fewer than {SHARD_FROM:,} numbers")
     fitting = [axis for axis, length in enumerate(array.shape) if search.axes.is_divisible(length)]
     if not fitting:
         return AxisChoice(None, f"no axis that {ways} divides: {array.shape}")

@@ -53,6 +53,10 @@ class MeshAxes:
         """Name of the axis over which rows are sharded."""
         return next(iter(self.sizes))
 
+    def with_rows_only(self, count: int) -> "MeshAxes":
+        """Return the same axes with ``count`` devices, all of them along the first."""
+        return MeshAxes({name: count if name == self.data else 1 for name in self.sizes})
+
     def placement(self, devices: Sequence[jax.Device]) -> MeshPlacement:
         """Return the placement on a mesh of ``devices``, in an order that suits their links.
 

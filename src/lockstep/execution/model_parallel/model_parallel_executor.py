@@ -62,6 +62,16 @@ class ModelParallelExecutor(SpmdExecutor):
 
         return prepared
 
+    def compile_joined(self, step: Step) -> Step:
+        """See :class:`SpmdExecutor`."""
+        run = super().compile_joined(step)
+
+        def prepared(state: Any, batches: Any) -> tuple[Any, Any]:
+            self.prepare(batches[0])
+            return run(state, batches)
+
+        return prepared
+
     def prepare(self, batch: Any) -> None:
         """See :class:`SpmdExecutor`."""
         if not self.shardings.is_settled:
