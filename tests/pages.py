@@ -16,6 +16,7 @@ IN_FORKS = (
     "determinism",
     "doctor",
     "inputs",
+    "model_parallel",
     "monitoring",
     "nan_guard",
     "resume",

@@ -103,6 +103,22 @@ def test_collectives_page_prints_the_bytes_and_names_the_algorithm(python, tmp_p
     assert "gradients: all-reduce by gather_and_add" in done.stderr
 
 
+def test_page_about_preemptible_machines_shows_what_its_code_prints(capsys):
+    page = (ROOT / "docs" / "preemptible.md").read_text()
+    code, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(code, {})
+    assert f"```\n{capsys.readouterr().out}```" in page
+
+
+@pytest.mark.slow
+def test_model_parallel_page_prints_the_layout_and_its_rules_fit_the_model(python, tmp_path):
+    code = "\n".join([*blocks_of("model_parallel"), "print(strategy.mesh)"])
+    done = python(code=code, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "axis 1 by model            with axis 0 of 'down_0/kernel' (columns, then rows); all-reduce of" in done.stdout
+    assert "mesh data 2, model 2 (cpu:0, cpu:1, cpu:2, cpu:3)" in done.stderr
+
+
 @pytest.mark.slow
 def test_determinism_page_prints_a_digest_and_fixes_the_thread_pool(python, tmp_path):
     (code,) = blocks_of("determinism")
