@@ -163,7 +163,7 @@ def test_nan_guard_page_prints_what_it_shows(python, tmp_path):
 
 @pytest.mark.slow
 def test_monitoring_page_prints_the_names_that_it_shows_and_writes_its_files(python, tmp_path):
-    (code,) = blocks_of("monitoring")
+    code, _ = blocks_of("monitoring")  # The second one is run by tests/fit/monitoring/test_trackers.py.
     done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     (printed,) = re.findall(r"```\n(throughput/.*?\n)```", text_of("monitoring"))
