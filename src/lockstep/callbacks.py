@@ -1,6 +1,7 @@
 """Callbacks for ``fit``."""
 
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
+from lockstep.fit.monitoring.kubeflow_progress import KubeflowProgress
 from lockstep.fit.monitoring.prometheus import PrometheusExporter
 from lockstep.fit.monitoring.rich_progress import RichProgress
 from lockstep.fit.monitoring.step_timer import ThroughputMonitor
@@ -10,6 +11,7 @@ from lockstep.tuning.learning_rate import LearningRateScaling
 
 __all__ = [
     "BackupAndRestore",
+    "KubeflowProgress",
     "LearningRateScaling",
     "NanGuard",
     "PrometheusExporter",

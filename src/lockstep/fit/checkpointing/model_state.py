@@ -146,6 +146,7 @@ _LEFT_OUT = ("model", "_model", "params", "validation_data")
 
 # What the callbacks of Lockstep change in training, and of which kind it is.
 _OWN_STATE = {
+    "KubeflowProgress": {},
     "LearningRateScaling": {"progress": "numbers by name", "_is_first": "flag"},
     "NanGuard": {"skipped": "count", "rollbacks": "count"},
     "PrometheusExporter": {},
