@@ -45,7 +45,7 @@ def _value(scalar, below):
 
 
 def _scalar(text):
-    if re.fullmatch(r'\d+|true|false|null|".*"|\[.*\]', text):
+    if re.fullmatch(r'\d+|true|false|null|".*"|\[.*\]|\{\}', text):
         return json.loads(text)
     assert re.fullmatch(r"[A-Za-z/][\w./-]*", text), f"quote this: {text}"
     return text

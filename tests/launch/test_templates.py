@@ -53,6 +53,9 @@ def command(folder, name, code):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
+YAML = ("kubernetes", "jobset", "trainjob")
+
+
 @pytest.fixture
 def slurm(tmp_path):
     """Fake Slurm with two nodes on this machine: ``srun`` starts its command on both and returns the largest code."""
@@ -63,7 +66,8 @@ def slurm(tmp_path):
         "scontrol",
         f'if [ "$1" = show ]; then echo 127.0.0.1; echo localhost; else echo "$@" >> {tmp_path}/queued; fi',
     )
-    start = (
+    start = f"printf '%s\\n' \"$@\" > {tmp_path}/flags\n"
+    start += (
         'while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; one=$?; wait $!; two=$?\n'
     )
     command(folder, "srun", start + "exit $((one > two ? one : two))")
@@ -128,11 +132,15 @@ def test_a_slurm_job_that_may_go_on_with_fewer_nodes_ends_with_the_code_of_node_
     assert (done.returncode, done.stdout) == (code, "[worker 0] alone\n"), done.stderr
 
 
-def test_ray_and_a_jobset_need_one_number_of_nodes():
+def test_engines_that_start_all_nodes_at_once_need_one_number_of_nodes():
     with pytest.raises(OptionError, match=r"--print ray: Ray allocates all nodes of a placement group or none.*1:2"):
         PRINTERS["ray"](job(min_nodes=1))
     with pytest.raises(OptionError, match=r"--print jobset: a JobSet starts all of its pods anew.*1:2\. Fix: give one"):
         PRINTERS["jobset"](job(min_nodes=1))
+    with pytest.raises(OptionError, match=r"--print trainjob: the JobSet of a TrainJob starts all of its pods anew"):
+        PRINTERS["trainjob"](job(min_nodes=1))
+    with pytest.raises(OptionError, match=r"--print skypilot: SkyPilot allocates all nodes .*1:2\. Fix: give one"):
+        PRINTERS["skypilot"](job(min_nodes=1))
 
 
 def test_kubernetes_and_torchrun_are_told_that_there_may_be_fewer_nodes():
@@ -176,8 +184,7 @@ def test_the_kubernetes_manifest_says_what_kubernetes_needs(options):
     assert pod["restartPolicy"] == "Never"  # As podFailurePolicy demands.
     assert pod["terminationGracePeriodSeconds"] > 30
     (container,) = pod["containers"]
-    (rule,) = [rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
-    assert (rule["containerName"], rule["values"]) == (container["name"], [2, 13])
+    assert_codes(spec, container["name"])
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     (variable,) = container["env"]
     assert variable == {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}}
@@ -188,29 +195,52 @@ def test_the_kubernetes_manifest_says_what_kubernetes_needs(options):
     assert words[-len(WORDS) :] == list(WORDS)
 
 
+def assert_codes(spec, container):
+    """A pod that was drained or ended with 75 does not count as failed, one whose program has an error ends the Job."""
+    drained, *rules = spec["podFailurePolicy"]["rules"]
+    assert drained == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert [(rule["action"], rule["onExitCodes"]["values"]) for rule in rules] == [
+        ("Ignore", [75]),
+        ("FailJob", [2, 13]),
+    ]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container}
+
+
 def job_in(name, **options):
     """The last document of a manifest, and the specification of its Indexed Job."""
-    document = documents(PRINTERS[name](job(**options)))[-1]
-    spec = document["spec"]
-    return document, spec["replicatedJobs"][0]["template"]["spec"] if document["kind"] == "JobSet" else spec
+    *_, first, document = [None, *documents(PRINTERS[name](job(**options)))]
+    if name == "kubernetes":
+        return document, document["spec"]
+    jobset = first["spec"]["template"]["spec"] if name == "trainjob" else document["spec"]
+    return document, jobset["replicatedJobs"][0]["template"]["spec"]
+
+
+def command_in(name, **options):
+    """The command of the container that a manifest starts in each pod."""
+    document, spec = job_in(name, **options)
+    process = document["spec"]["trainer"] if name == "trainjob" else spec["template"]["spec"]["containers"][0]
+    return process["command"]
+
+
+def assert_fails_after_an_error(jobset):
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])  # As the webhook of JobSet demands.
 
 
 def test_the_jobset_manifest_says_what_jobset_needs():
     document, spec = job_in("jobset", max_restarts=3)
     assert (document["apiVersion"], document["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert document["spec"]["failurePolicy"]["maxRestarts"] == 3
-    (rule,) = document["spec"]["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert_fails_after_an_error(document["spec"])
     assert (spec["completionMode"], spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (
         "Indexed",
         2,
         2,
         0,
     )
-    (rule,) = spec["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 13])
-    words = spec["template"]["spec"]["containers"][0]["command"]
-    assert "--max-restarts" not in words
+    assert_codes(spec, "worker")
+    assert "--max-restarts" not in command_in("jobset", max_restarts=3)
 
 
 def test_pods_of_a_jobset_have_the_names_that_the_resolver_knows():
@@ -219,35 +249,120 @@ def test_pods_of_a_jobset_have_the_names_that_the_resolver_knows():
     environ = {"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": str(spec["completions"]), "JOB_INDEX": "0"}
     environ |= {"JOBSET_NAME": document["metadata"]["name"], "REPLICATED_JOB_NAME": replicated["name"]}
     environ |= {"REPLICATED_JOB_REPLICAS": str(replicated["replicas"])}
-    words = spec["template"]["spec"]["containers"][0]["command"]
-    assert tuple(words[3].split(",")) == KubernetesClusterResolver(environ).group().addresses
+    assert tuple(command_in("jobset")[3].split(",")) == KubernetesClusterResolver(environ).group().addresses
+    assert command_in("trainjob") == command_in("jobset")  # The Trainer makes a JobSet with the name of the TrainJob.
 
 
-@pytest.mark.parametrize("name", ["kubernetes", "jobset"])
+def test_the_trainjob_manifest_says_what_kubeflow_trainer_needs():
+    runtime, trainjob = documents(PRINTERS["trainjob"](job(max_restarts=3)))
+    assert {each["apiVersion"] for each in (runtime, trainjob)} == {"trainer.kubeflow.org/v1alpha1"}
+    assert (runtime["kind"], trainjob["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 2, "jax": {}}
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
+    assert trainjob["spec"]["runtimeRef"] == reference
+    jobset = runtime["spec"]["template"]["spec"]
+    assert jobset["failurePolicy"]["maxRestarts"] == 3
+    assert_fails_after_an_error(jobset)
+    (replicated,) = jobset["replicatedJobs"]
+    # The webhook of TrainingRuntimes demands these.
+    assert (replicated["name"], replicated["replicas"]) == ("node", 1)
+    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "node"
+    assert_codes(replicated["template"]["spec"], "node")
+    trainer = trainjob["spec"]["trainer"]
+    assert trainer["numNodes"] == 2
+    assert [variable["name"] for variable in trainer["env"]] == [SECRET]  # Variables of JAX are refused there.
+    assert "--max-restarts" not in trainer["command"]
+
+
+@pytest.mark.parametrize("name", YAML)
 def test_the_command_in_the_manifest_is_one_that_runs(tmp_path, name):
     path = program(tmp_path, "print(json.dumps(sys.argv[1:]))")
-    _, spec = job_in(name, path=path, nodes=1)
-    words = [word.replace("$$", "$") for word in spec["template"]["spec"]["containers"][0]["command"][2:]]
+    words = [word.replace("$$", "$") for word in command_in(name, path=path, nodes=1)[2:]]
     done = run(*(word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in words))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[worker {rank}] {json.dumps(WORDS)}" for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", ["kubernetes", "jobset"])
-def test_a_parser_of_yaml_reads_the_manifest_alike(name):
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    text = PRINTERS[name](job())
-    assert list(yaml.safe_load_all(text)) == documents(text)
+IMAGE = "registry#team/image:1"
 
 
-@pytest.mark.parametrize("version", ["1.31", "1.34"])
-@pytest.mark.parametrize("least", [None, 1])
-def test_the_manifest_fits_the_published_schema(version, least):
-    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    for document in documents(PRINTERS["kubernetes"](job(min_nodes=least))):
-        validator.validate(document, version, strict=True)
-    job_of_set = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_in("jobset")[1]}
-    validator.validate(job_of_set, version, strict=True)
+@pytest.mark.parametrize("mounts", [None, "/data:/data:ro,/a b:/c"])
+def test_the_slurm_script_starts_the_supervisors_in_a_container(slurm, tmp_path, mounts):
+    path = program(tmp_path, "print(os.environ['LOCKSTEP_SECRET_FILE'])")
+    done = slurm(PRINTERS["slurm"](job(path, workers=1, container_image=IMAGE, container_mounts=mounts)))
+    assert done.returncode == 0, done.stderr
+    here, secret = os.getcwd(), tmp_path / ".lockstep-secret-7"
+    flags = (tmp_path / "flags").read_text().splitlines()[:4]
+    assert flags == [
+        f"--container-image={IMAGE}",
+        f"--container-workdir={here}",
+        f"--container-mounts={here}:{here}{f',{mounts}' if mounts else ''},{secret}:{secret}:ro",
+        "--kill-on-bad-exit=1",
+    ]
+
+
+def test_an_elastic_slurm_job_in_a_container_has_its_result_where_the_container_sees_it():
+    text = PRINTERS["slurm"](job(min_nodes=1, container_image=IMAGE))
+    assert 'result=$(mktemp -p "$PWD") && export result' in text
+    assert 'srun "${container[@]}" --no-kill' in text
+    assert "{" + "f" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=20).returncode == 0
+
+
+def test_other_scripts_name_the_image():
+    for name in YAML:
+        assert f'image: "{IMAGE}"' in PRINTERS[name](job(container_image=IMAGE))
+    assert f'image_id: "docker:{IMAGE}"' in PRINTERS["skypilot"](job(container_image=IMAGE))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--container-image", "i"], "--container-image: it is for job scripts that start containers"),
+        (
+            ["--container-image", "i", "--print", "ray"],
+            "--container-image: it is for job scripts that start containers",
+        ),
+        (["--container-mounts", "a:b", "--print", "slurm"], "--container-mounts: it is for --print slurm with"),
+        (["--container-mounts", "a:b", "--container-image", "i", "--print", "jobset"], "--container-mounts: it is for"),
+    ],
+)
+def test_a_container_needs_a_script_that_starts_one(options, message, capsys):
+    assert cli.main(["run", *options, "train.py"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_skypilot_task_runs_the_program_on_each_node(tmp_path):
+    path = program(tmp_path, "print(json.dumps([os.environ['TF_CONFIG'], sys.argv[1:]]))")
+    text = PRINTERS["skypilot"](job(path, max_restarts=3))
+    head, script = text.split("\nrun: |\n")
+    for line in ("num_nodes: 2", "    max_restarts_on_errors: 3", "    recover_on_exit_codes: [75]"):
+        assert line in "\n".join(line.partition("  #")[0].rstrip() for line in head.splitlines())
+    assert "--max-restarts" not in script
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    command(folder, "lockstep", f'exec {sys.executable} -m lockstep.cli "$@"')
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", SECRET: "s" * 32}
+    variables["SKYPILOT_NODE_IPS"] = f"{own_host()}\n{own_host()}"
+    started = [
+        subprocess.Popen(
+            ["bash", "-c", re.sub("^  ", "", script, flags=re.MULTILINE)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(**variables, SKYPILOT_NODE_RANK=str(rank)),
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    seen = dict(line.removeprefix("[worker ").split("] ", 1) for text in printed for line in text.splitlines())
+    assert sorted(seen) == ["0", "1", "2", "3"]
+    for rank, line in seen.items():
+        config, words = json.loads(line)
+        assert json.loads(config)["task"] == {"type": "worker", "index": int(rank)}
+        assert words == list(WORDS)
 
 
 def test_torchrun_gets_a_command_for_each_node():

@@ -11,6 +11,7 @@ from lockstep.launch.worker_environment import ALLOCATORS
 
 __all__ = ["add_arguments", "config_from_options"]
 
+_WITH_CONTAINERS = ("slurm", "kubernetes", "jobset", "trainjob", "skypilot")
 _MULTI_NODE_OPTIONS = ("nnodes", "node_rank", "coordinator", "hosts")
 
 
@@ -45,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="printer",
         help="print a job script for a scheduler and run nothing",
     )
+    text = "with --print: image of the containers; for slurm, Pyxis starts them"
+    _add(parser, "--container-image", metavar="IMAGE", help=text)
+    text = "with --print slurm and --container-image: further mounts for Pyxis"
+    _add(parser, "--container-mounts", metavar="A:B,…", help=text)
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
@@ -81,6 +86,7 @@ def config_from_options(options: argparse.Namespace) -> LaunchConfig:
         OptionError: the options do not fit together.
     """
     _check_servers(options)
+    _check_container(options)
     hosts = None if options.hosts is None else tuple(host.strip() for host in options.hosts.split(","))
     least, most = options.nnodes or (None, len(hosts or ("this",)))
     return LaunchConfig(
@@ -102,7 +108,21 @@ def config_from_options(options: argparse.Namespace) -> LaunchConfig:
         timeout=options.timeout,
         grace=options.grace,
         allocator=options.allocator,
+        container_image=options.container_image,
+        container_mounts=options.container_mounts,
     )
+
+
+def _check_container(options: argparse.Namespace) -> None:
+    """Reject a container without a printed script that starts one."""
+    if options.container_image is not None and options.printer not in _WITH_CONTAINERS:
+        raise OptionError(
+            f"--container-image: it is for job scripts that start containers. Fix: give --print {', '.join(_WITH_CONTAINERS)}, or omit it."
+        )
+    if options.container_mounts is not None and (options.container_image is None or options.printer != "slurm"):
+        raise OptionError(
+            "--container-mounts: it is for --print slurm with --container-image. Fix: give these, or omit it."
+        )
 
 
 def _check_servers(options: argparse.Namespace) -> None:

@@ -36,6 +36,8 @@ class LaunchConfig:
         timeout: limit for the whole run in seconds; None: no limit.
         grace: seconds that workers have to exit after SIGTERM.
         allocator: "auto", "system", "jemalloc" or "tcmalloc".
+        container_image: image for the containers of a printed job script; None: a placeholder, or no container.
+        container_mounts: further mounts of these containers in a script for Slurm, as Pyxis takes them.
 
     Raises:
         OptionError: the options do not fit together.
@@ -64,6 +66,8 @@ class LaunchConfig:
     timeout: float | None = None
     grace: float = 30.0
     allocator: str = "auto"
+    container_image: str | None = None
+    container_mounts: str | None = None
 
     def __post_init__(self) -> None:
         whole_number("--nproc-per-node" if self.servers is None else "--workers", self.workers, most=MOST_WORKERS)

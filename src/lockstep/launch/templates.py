@@ -1,20 +1,19 @@
-"""Job scripts for Slurm, Kubernetes (as a Job or a JobSet), Ray and torchrun that do what ``lockstep run`` would do, one function each.
+"""Job scripts for Slurm, SkyPilot, Ray and torchrun that do what ``lockstep run`` would do, one function each, and the table of all printers.
 
 Printed scripts stay in use for years: the commands, options and environment variables in them must keep working.
 """
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from textwrap import indent
 
 from lockstep._errors import OptionError
-from lockstep.distributed.cluster.addresses import DEFAULT_PORT, split_address
-from lockstep.distributed.cluster.exit_codes import PEER_LOST, USER_ERROR
-from lockstep.launch.failure_report import USAGE
+from lockstep.distributed.cluster.addresses import split_address
+from lockstep.distributed.cluster.exit_codes import PEER_LOST
+from lockstep.launch.kubernetes_templates import jobset_manifest, kubernetes_manifest, trainjob_manifest
 from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.template_parts import first_port, job_name, program_words, run_options
 
 __all__ = ["PRINTERS"]
 
@@ -47,7 +46,7 @@ fi
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 hosts=$(printf ',%s:{port}' "${{nodes[@]}}")
 export hosts=${{hosts:1}}
-
+{container}
 {start} \\
     {options} \\
     {program}
@@ -61,16 +60,23 @@ exit "$code"
 
 _SLURM_START = """\
 # One supervisor on each node; it starts the workers there.
-srun --kill-on-bad-exit=1 bash -c 'exec lockstep run --hosts "$hosts" --node-rank "$SLURM_NODEID" "$@"' lockstep"""
+srun {flags}--kill-on-bad-exit=1 bash -c 'exec lockstep run --hosts "$hosts" --node-rank "$SLURM_NODEID" "$@"' lockstep"""
 
 # srun exits with the largest code of all nodes; that of the job is node 0's, on whose machine this script runs. A signal to all
 # processes of a step must not end the shell before the supervisor.
 _SLURM_ELASTIC_START = """\
-result=$(mktemp) && export result
+result=$(mktemp{folder}) && export result
 # One supervisor on each node; it starts the workers there, and the remaining ones continue when a node fails.
-srun --no-kill --kill-on-bad-exit=0 bash -c 'trap : TERM INT HUP USR1
+srun {flags}--no-kill --kill-on-bad-exit=0 bash -c 'trap : TERM INT HUP USR1
     lockstep run --hosts "$hosts" --node-rank "$SLURM_NODEID" "$@"
     code=$?; [ "$SLURM_NODEID" != 0 ] || echo "$code" > "$result"; exit "$code"' lockstep"""
+# Flags of https://github.com/NVIDIA/pyxis. The container sees this directory and the file of the secret at their own paths.
+_SLURM_CONTAINER = """
+container=(--container-image={image} --container-workdir="$PWD" --container-mounts="$PWD:$PWD"{mounts})
+if [ -n "${{LOCKSTEP_SECRET_FILE:-}}" ]; then
+    container[-1]+=",$LOCKSTEP_SECRET_FILE:$LOCKSTEP_SECRET_FILE:ro"
+fi
+"""
 _SLURM_ELASTIC_RESULT = '\n[ ! -s "$result" ] || code=$(cat "$result")\nrm -f "$result"'
 
 
@@ -79,188 +85,97 @@ def slurm_script(job: LaunchConfig) -> str:
 
     Slurm sends USR1 to the workers two minutes before it ends the job; a job that then exits with 75 is queued again.
     """
-    options = shlex.join(_run_options(job))
+    options = shlex.join(run_options(job))
     if job.is_elastic:  # The maximum is the number of nodes that Slurm allocates.
         options = options.replace(f"--nnodes {job.nnodes}", f'--nnodes "{job.min_nodes}:${{#nodes[@]}}"', 1)
     return _SLURM_SCRIPT.format(
-        name=_job_name(job),
+        name=job_name(job),
         nodes=f"{job.min_nodes}-{job.nodes}" if job.is_elastic else job.nodes,
-        start=_SLURM_ELASTIC_START if job.is_elastic else _SLURM_START,
+        container=_slurm_container(job),
+        start=_slurm_start(job),
         more="\n#SBATCH --no-kill" if job.is_elastic else "",
         result=_SLURM_ELASTIC_RESULT if job.is_elastic else "",
         workers=job.workers,
-        port=_port(job),
+        port=first_port(job),
         options=options,
-        program=shlex.join(_program(job)),
+        program=shlex.join(program_words(job)),
         again=PEER_LOST,
     )
 
 
-_SUPERVISOR_SECONDS = 10  # For the supervisor to exit after its workers.
-_KUBERNETES_SECRET = """\
-# First make the secret that the processes of the job prove to each other:
-# kubectl create secret generic {name} --from-literal=secret="$(openssl rand -hex 32)"
-"""
-_KUBERNETES_MANIFEST = """\
-apiVersion: v1
-kind: Service
-metadata:
-  name: {name}
-spec:
-  clusterIP: None
-  publishNotReadyAddresses: true
-  selector:
-    batch.kubernetes.io/job-name: {name}
-  ports:
-    - name: coordinator
-      port: {port}
----
-apiVersion: batch/v1
-kind: Job
-metadata:
-  name: {name}
-spec:
-{spec}"""
-_JOBSET_MANIFEST = """\
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: {name}
-spec:
-  failurePolicy:
-    maxRestarts: {restarts}
-    rules:
-      - name: error-of-the-program
-        action: FailJobSet
-        onJobFailureReasons:
-          - PodFailurePolicy
-  replicatedJobs:
-    - name: {job}
-      replicas: 1
-      template:
-        spec:
-{spec}"""
-_JOBSET_JOB = "node"  # The pods are NAME-node-0-0, NAME-node-0-1, ...; the JobSet makes the Service NAME.
-_KUBERNETES_JOB = """\
-completionMode: Indexed
-completions: {nodes}
-parallelism: {nodes}
-backoffLimit: {failures}
-{success}podFailurePolicy:
-  rules:
-{ignored}    - action: FailJob
-      onExitCodes:
-        containerName: worker
-        operator: In
-        values: [{codes}]
-template:
-  spec:
-    {subdomain}restartPolicy: Never
-    terminationGracePeriodSeconds: {seconds}
-    containers:
-      - name: worker
-        image: YOUR_REGISTRY/YOUR_IMAGE
-        command:{command}
-        env:
-          - name: LOCKSTEP_SECRET
-            valueFrom:
-              secretKeyRef:
-                name: {name}
-                key: secret
-        # resources: {{limits: {{nvidia.com/gpu: {workers}}}}}
-        volumeMounts:
-          - name: shared-memory
-            mountPath: /dev/shm
-    volumes:
-      - name: shared-memory
-        emptyDir:
-          medium: Memory
-"""
-# The node of a pod is drained: the pod is replaced and does not count as failed.
-_KUBERNETES_IGNORED = """\
-    - action: Ignore
-      onPodConditions:
-        - type: DisruptionTarget
-          status: "True"
+def _slurm_container(job: LaunchConfig) -> str:
+    """Return the lines that set Pyxis's flags; none if there is no image."""
+    if job.container_image is None:
+        return ""
+    mounts = "" if job.container_mounts is None else shlex.quote(f",{job.container_mounts}")
+    return _SLURM_CONTAINER.format(image=shlex.quote(job.container_image), mounts=mounts)
+
+
+def _slurm_start(job: LaunchConfig) -> str:
+    """Return the command that starts a supervisor on each node."""
+    is_contained = job.container_image is not None
+    text = _SLURM_ELASTIC_START if job.is_elastic else _SLURM_START
+    flags, folder = ('"${container[@]}" ', ' -p "$PWD"') if is_contained else ("", "")
+    return text.replace("{flags}", flags).replace("{folder}", folder)
+
+
+# https://docs.skypilot.co/en/latest/reference/yaml-spec.html
+_SKYPILOT_TASK = """\
+# sky jobs launch --secret LOCKSTEP_SECRET="$(openssl rand -hex 32)" {name}.yaml
+name: {name}
+num_nodes: {nodes}
+workdir: .
+resources:
+  # accelerators: H100:{workers}
+  # use_spot: true
+{image}  job_recovery:
+    max_restarts_on_errors: {restarts}
+    recover_on_exit_codes: [{again}]  # A worker was lost, or the job was preempted: does not count as a restart.
+secrets:
+  LOCKSTEP_SECRET: null
+# volumes:
+#   /checkpoints: YOUR_VOLUME  # For BackupAndRestore: all nodes and all restarts must see it.
+setup: |
+  pip install keras-lockstep
+run: |
+  hosts=$(echo "$SKYPILOT_NODE_IPS" | sed 's/$/:{port}/' | paste -sd, -)
+  exec lockstep run --hosts "$hosts" --node-rank "$SKYPILOT_NODE_RANK" \\
+    {options} \\
+    {program}
 """
 
 
-# From Kubernetes 1.31 on: a node that is not in the last generation must not prevent success.
-_KUBERNETES_SUCCESS = """\
-successPolicy:
-  rules:
-    - succeededIndexes: "0"
-"""
+def skypilot_task(job: LaunchConfig) -> str:
+    """Return a task file for ``sky jobs launch``, which starts one ``lockstep run`` on each node.
 
-
-def kubernetes_manifest(job: LaunchConfig) -> str:
-    """Return a manifest for ``kubectl apply``: an Indexed Job with one pod a node, and the headless Service that names the pods.
-
-    A pod whose program has an error ends the job, any other failed pod is replaced. An elastic job is done when node 0 is, as node 0
-    ends with the code of the job.
-    """
-    name = _job_name(job)
-    spec = _kubernetes_job(
-        job,
-        hosts=[f"{name}-{node}.{name}" for node in range(job.nodes)],
-        failures=job.nodes * (job.max_restarts + 1),
-        success=_KUBERNETES_SUCCESS if job.is_elastic else "",
-        ignored=_KUBERNETES_IGNORED,
-        subdomain=f"subdomain: {name}\n    ",
-    )
-    manifest = _KUBERNETES_MANIFEST.format(name=name, port=_port(job), spec=indent(spec, " " * 2))
-    return _KUBERNETES_SECRET.format(name=name) + manifest
-
-
-def jobset_manifest(job: LaunchConfig) -> str:
-    """Return a manifest for ``kubectl apply``: a JobSet with one pod a node, which starts all pods anew if one of them fails.
-
-    ``--max-restarts`` is the number of such restarts; the supervisors in the pods make none. A pod whose program has an error ends
-    the JobSet.
+    ``--max-restarts`` is the number of restarts of the whole job by SkyPilot; the supervisors on the nodes make none. Exit code 75 does not
+    count.
 
     Raises:
         OptionError: the number of nodes is a range.
     """
     if job.is_elastic:
         raise OptionError(
-            f"--print jobset: a JobSet starts all of its pods anew if one fails, so it needs one number, got --nnodes {job.nnodes}. "
-            "Fix: give one number, or print kubernetes."
+            f"--print skypilot: SkyPilot allocates all nodes of a job or none, so it needs one number, got --nnodes {job.nnodes}. "
+            "Fix: give one number."
         )
-    name = _job_name(job)
-    spec = _kubernetes_job(
-        replace(job, max_restarts=0),
-        hosts=[f"{name}-{_JOBSET_JOB}-0-{node}.{name}" for node in range(job.nodes)],
-        failures=0,
-    )
-    manifest = _JOBSET_MANIFEST.format(
-        name=name, restarts=job.max_restarts, job=_JOBSET_JOB, spec=indent(spec, " " * 10)
-    )
-    return _KUBERNETES_SECRET.format(name=name) + manifest
-
-
-def _kubernetes_job(
-    job: LaunchConfig, hosts: list[str], failures: int, success: str = "", ignored: str = "", subdomain: str = ""
-) -> str:
-    """Return the ``spec`` of an Indexed Job that starts ``lockstep run`` on each of these hosts."""
-    node = ["--hosts", ",".join(f"{host}:{_port(job)}" for host in hosts), "--node-rank", "$(JOB_COMPLETION_INDEX)"]
-    command = ["lockstep", "run", *node, *map(_escaped, [*_run_options(job), *_program(job)])]
-    return _KUBERNETES_JOB.format(
-        name=_job_name(job),
+    image = "" if job.container_image is None else f"  image_id: {json.dumps(f'docker:{job.container_image}')}\n"
+    return _SKYPILOT_TASK.format(
+        name=job_name(job),
         nodes=job.nodes,
         workers=job.workers,
-        command="".join(f"\n          - {json.dumps(word, ensure_ascii=False)}" for word in command),
-        codes=f"{USAGE}, {USER_ERROR}",
-        failures=failures,
-        success=success,
-        ignored=ignored,
-        subdomain=subdomain,
-        seconds=int(job.grace) + _SUPERVISOR_SECONDS,
+        image=image,
+        restarts=job.max_restarts,
+        again=PEER_LOST,
+        port=first_port(job),
+        options=_in_block(shlex.join(run_options(replace(job, max_restarts=0)))),
+        program=_in_block(shlex.join(program_words(job))),
     )
 
 
-def _escaped(word: str) -> str:
-    """Escape dollars: Kubernetes takes ``$(NAME)`` for a variable and ``$$`` for a dollar."""
-    return word.replace("$", "$$")
+def _in_block(text: str) -> str:
+    """Indent further lines of a text as those of a block scalar of YAML, which removes the two spaces."""
+    return text.replace("\n", "\n  ")
 
 
 _RAY_SCRIPT = '''\
@@ -326,12 +241,12 @@ def ray_script(job: LaunchConfig) -> str:
             f"--print ray: Ray allocates all nodes of a placement group or none, so it needs one number, got --nnodes {job.nnodes}."
         )
     return _RAY_SCRIPT.format(
-        name=_job_name(job),
+        name=job_name(job),
         nodes=job.nodes,
         workers=job.workers,
-        port=_port(job),
-        options=_run_options(job),
-        program=_program(job),
+        port=first_port(job),
+        options=run_options(job),
+        program=program_words(job),
     )
 
 
@@ -356,15 +271,15 @@ def torchrun_commands(job: LaunchConfig) -> str:
 
 
 def _torchrun_node(job: LaunchConfig, node: int) -> list[str]:
-    return [f"--node-rank={node}", f"--master-addr={_torchrun_host(job)}", f"--master-port={_port(job)}"]
+    return [f"--node-rank={node}", f"--master-addr={_torchrun_host(job)}", f"--master-port={first_port(job)}"]
 
 
 def _torchrun_rendezvous(job: LaunchConfig) -> list[str]:
     limits = f"--rdzv-conf=join_timeout={job.start_seconds:.0f},last_call_timeout={job.join_seconds:.0f}"
     return [
         "--rdzv-backend=c10d",
-        f"--rdzv-id={_job_name(job)}",
-        f"--rdzv-endpoint={_torchrun_host(job)}:{_port(job)}",
+        f"--rdzv-id={job_name(job)}",
+        f"--rdzv-endpoint={_torchrun_host(job)}:{first_port(job)}",
         limits,
     ]
 
@@ -382,45 +297,12 @@ def _torchrun_host(job: LaunchConfig) -> str:
     return '"${FIRST_NODE:?the host of node 0}"' if job.nodes > 1 else "127.0.0.1"
 
 
-def _run_options(job: LaunchConfig) -> list[str]:
-    """Return the options of ``lockstep run`` that are the same on each node, without the addresses of the nodes."""
-    options = ["-n", str(job.workers), "--nnodes", job.nnodes]
-    options += ["--max-restarts", str(job.max_restarts)] if job.max_restarts else []
-    if job.is_elastic:
-        options += ["--join-seconds", f"{job.join_seconds:g}", "--start-seconds", f"{job.start_seconds:g}"]
-    options += ["--timeout", f"{job.timeout:g}"] if job.timeout is not None else []
-    options += ["--grace", f"{job.grace:g}"]
-    options += ["--allocator", job.allocator]
-    options += ["--log-dir", str(job.log_dir)] if job.log_dir is not None else []
-    return options + (["--tee"] if job.tee else [])
-
-
-def _program(job: LaunchConfig) -> list[str]:
-    """Return the program and its arguments, the end of the command line."""
-    return [*(["-m"] if job.is_module else ["--"]), *job.program]
-
-
-def _job_name(job: LaunchConfig) -> str:
-    """Return a name for the job that every scheduler accepts: a letter, then at most 39 lower-case letters, digits and dashes.
-
-    Example:
-        >>> _job_name(LaunchConfig(("experiments/Train_2.py",))), _job_name(LaunchConfig(("2.py",)))
-        ('train-2', 'job-2')
-    """
-    program = job.program[0].rpartition("/")[2].removesuffix(".py")
-    name = re.sub("[^a-z0-9]+", "-", program.lower()).strip("-") or "lockstep"
-    return (name if name[0].isalpha() else f"job-{name}")[:40].rstrip("-")
-
-
-def _port(job: LaunchConfig) -> int:
-    """Return the port of worker 0."""
-    return DEFAULT_PORT if job.coordinator_address is None else split_address("coordinator", job.coordinator_address)[1]
-
-
 PRINTERS: Mapping[str, Callable[[LaunchConfig], str]] = {
     "slurm": slurm_script,
     "kubernetes": kubernetes_manifest,
     "jobset": jobset_manifest,
+    "trainjob": trainjob_manifest,
+    "skypilot": skypilot_task,
     "ray": ray_script,
     "torchrun": torchrun_commands,
 }

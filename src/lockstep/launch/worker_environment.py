@@ -16,6 +16,7 @@ from pathlib import Path
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import COORDINATOR, PORT
 from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, SECRET, SECRET_FILE
+from lockstep.distributed.resolvers.simple import JaxClusterResolver
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import ProcessName, ProcessNames
@@ -51,7 +52,7 @@ _FIRST_GLIBC_WITH_HUGE_PAGES = (2, 35)
 
 def inherited_variables(job: LaunchConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables that contradict the options; a job on one machine also gets a new secret."""
-    replaced = {"TF_CONFIG"}
+    replaced = {"TF_CONFIG", *JaxClusterResolver.variables}
     if job.coordinator_address is not None:
         replaced |= {COORDINATOR, PORT}
     if job.servers is not None:
