@@ -122,6 +122,49 @@ def test_a_signal_takes_effect_although_the_program_catches_an_exception_that_fo
         assert "SIGTERM came before ValueError: of a callback: this process ends." in done.stderr
 
 
+REPEATS = """
+import atexit, os, signal, time
+from lockstep.data.fit_entry import ProcessGroup
+from lockstep.fit.checkpointing.preemption import Preemption
+now = 0.0
+with Preemption(ProcessGroup(), clock=lambda: now) as preemption:
+    for now in {times}:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+    print("stops", preemption.is_now())
+    try:
+        raise SystemExit(75)
+    finally:
+        atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("times", "code"), [((0, 0, 4.9), ENDS_WITH), ((0, 5.1), -signal.SIGTERM)])
+def test_a_signal_that_is_repeated_at_once_or_at_the_end_is_the_same_request(times, code, python):
+    done = python(code=REPEATS.format(times=times))
+    assert done.returncode == code, done.stderr
+    assert ("stops True" in done.stdout) == (code == ENDS_WITH)
+
+
+AGAIN = """
+import os, signal
+from lockstep.data.fit_entry import ProcessGroup
+from lockstep.fit.checkpointing.preemption import Preemption
+for _ in range(2):
+    try:
+        with Preemption(ProcessGroup()) as preemption:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert preemption.is_now()
+            raise SystemExit(75)
+    except SystemExit:
+        print("stopped")
+"""
+
+
+def test_a_program_that_catches_the_end_is_stopped_again(python):
+    assert python(code=AGAIN).stdout == 2 * "stopped\n"
+
+
 def test_the_end_says_if_the_last_checkpoint_is_not_written_in_time(tmp_path):
     said, go_on = [], threading.Event()
 

@@ -26,13 +26,17 @@ __all__ = ["Preemption", "exit_after_checkpoint"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _INTERVAL = 1.0  # seconds from one exchange to the next
+_ONE_REQUEST = 5.0  # seconds in which a signal that is repeated is the same request
+
+_ignored: set[signal.Signals] = set()  # by this process, which ends as it was asked to
 
 
 class Preemption:
     """Notices stop signals while it is open, and finds the step after which all processes stop.
 
-    A handler that other code has set is kept, and outside the main thread all handlers are. A second signal of the same kind ends the
-    process at once, as without a handler. A signal after which the processes did not stop together ends this process at the end of the
+    A handler that other code has set is kept, and outside the main thread all handlers are. A signal that comes again within some seconds is
+    the same request: Slurm signals each process of a step, and ``lockstep run`` forwards what it gets. Later, a signal of the same kind ends
+    the process at once, as without a handler. A signal after which the processes did not stop together ends this process at the end of the
     block, also if an exception ended it, which the program may catch.
 
     Args:
@@ -55,21 +59,24 @@ class Preemption:
         self.reason: str | None = None
         self.is_save_due = False
         self._signal_name: str | None = None  # of the signal that this process got
+        self._signalled_at: dict[int, float] = {}  # by number
         self._steps, self._last_exchange, self._next_exchange = 0, 0, 1
         self._last_time = clock()
         self._handlers: dict[signal.Signals, Any] = {}  # those before
 
     def __enter__(self) -> "Preemption":
         if threading.current_thread() is threading.main_thread():
-            free = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+            free = [number for number in SIGNALS if _has_no_handler(number)]
             self._handlers = {number: signal.signal(number, self._notice) for number in free}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        has_stopped = self.reason is not None and isinstance(error, SystemExit)
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._notice:
                 signal.signal(number, handler)
-        has_stopped = self.reason is not None and isinstance(error, SystemExit)
+        if has_stopped:
+            self._ignore_signals()
         if self._signal_name is None or has_stopped:
             return
         if error is not None:
@@ -77,6 +84,13 @@ class Preemption:
         if isinstance(error, ClusterError) and error.exit_code == PEER_LOST:
             raise SystemExit(PEER_LOST) from error  # The other processes have stopped, and the job can resume.
         signal.raise_signal(signal.Signals[self._signal_name])
+
+    def _ignore_signals(self) -> None:
+        """Ignore further signals to a process that ends as it was asked to: srun sends one when the process of another node has ended."""
+        for number in self._handlers:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)
+                _ignored.add(number)
 
     def is_now(self) -> bool:
         """Return whether all processes stop now; each calls this after the same steps.
@@ -111,8 +125,21 @@ class Preemption:
         return max(seconds for _, seconds, _ in found)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
+        first = self._signalled_at.setdefault(number, self._clock())
         self._signal_name = signal.Signals(number).name
+        if self._clock() - first > _ONE_REQUEST:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+def _has_no_handler(number: signal.Signals) -> bool:
+    """Return whether a signal would end the process, unless this module has it ignored: the program has caught the exit of an earlier call."""
+    handler = signal.getsignal(number)
+    if handler is signal.SIG_IGN and number in _ignored:
+        _ignored.discard(number)
         signal.signal(number, signal.SIG_DFL)
+        return True
+    return handler is signal.SIG_DFL
 
 
 def exit_after_checkpoint(
