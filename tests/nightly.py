@@ -54,6 +54,7 @@ def commands() -> dict[str, list[str]]:
     for way in ("plain", "replicas", "devices", "deterministic"):
         found[f"conformity-{way}"] = ["./scripts/conformity", way]
     found["versions"] = ["./scripts/test-versions"]
+    found["next"] = ["./scripts/test-versions", "--next"]
     return found
 
 

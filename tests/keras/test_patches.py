@@ -11,6 +11,7 @@ import lockstep
 from lockstep._keras import graph, patches, trainer
 
 PACKAGE = Path(lockstep.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
 # Attributes of other objects than Keras's, or values that are kept on a model and replace nothing.
 OTHER_WRITERS = {
     "strategies/base.py",
@@ -158,3 +159,12 @@ def test_no_other_file_replaces_attributes():
         if writes_attributes(ast.parse(path.read_text()))
     }
     assert found <= OTHER_WRITERS
+
+
+def test_the_documentation_says_which_api_would_replace_each_patch():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    expected = [
+        f"| {patch.target} | {', '.join(f'`{name}`' for name in patch.attributes)} | {patch.reason} | {patch.public_api} |"
+        for patch in patches.PATCHES
+    ]
+    assert rows[2:] == expected

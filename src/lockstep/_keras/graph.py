@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import keras
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from lockstep._keras.patches import LAYER_CALL, SYNCHRONIZED_FLAG, patched, patched_method
 
