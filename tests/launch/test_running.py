@@ -60,6 +60,13 @@ def test_options_are_also_spelled_as_for_torchrun(tmp_path):
     assert done.stdout.count("here") == 2
 
 
+def test_variables_of_jax_for_one_process_in_each_pod_are_not_inherited(tmp_path):
+    variables = {"JAX_COORDINATOR_ADDRESS": "pod-0:29500", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
+    code = f"print([name for name in {list(variables)} if name in os.environ])"
+    done = run("-n", 2, program(tmp_path, code), **variables)
+    assert [lines_of(done, rank) for rank in range(2)] == [["[]"]] * 2
+
+
 def test_a_program_may_start_processes_that_import_it_again(tmp_path):
     path = tmp_path / "program.py"
     path.write_text("""
