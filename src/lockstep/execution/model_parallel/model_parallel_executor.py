@@ -98,7 +98,8 @@ class ModelParallelExecutor(SpmdExecutor):
             self._log(
                 f"each row of devices computes all rows of a batch that {layout.devices} of them do not divide: {reason}"
             )
-            return call.make()
+            cut = zip(call.leaves, call.is_cut, strict=True)
+            return replace(call, leaves=[self._on_all(leaf) if is_cut else leaf for leaf, is_cut in cut]).make()
 
     def _call_on_padding(
         self, call: ModelCall, placed: list[PlacedRows | None], layout: Layout
