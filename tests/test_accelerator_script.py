@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,16 @@ def test_a_part_that_fails_is_recorded_with_its_error(tmp_path):
     record = json.loads((tmp_path / "accelerator.json").read_text())["cpu x 2"]["devices"]
     assert "2 CPU devices need a pool" in record["error"]
     assert not record["findings"]
+
+
+def test_every_part_runs_by_default_and_is_documented():
+    named = re.findall(
+        r'^    "(\w+)",$', (ROOT / "benchmarks" / "accelerator" / "__main__.py").read_text(), re.MULTILINE
+    )
+    source = (ROOT / "benchmarks" / "accelerator" / "parts.py").read_text()
+    (made,) = re.findall(r"for part in \(([\w,\s]+)\)", source)
+    documented = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "accelerators.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(re.findall(r"\w+", made)) == sorted(set(documented))
 
 
 def test_a_part_that_does_not_exist_is_refused(tmp_path):

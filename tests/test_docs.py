@@ -115,7 +115,9 @@ def test_model_parallel_page_prints_the_layout_and_its_rules_fit_the_model(pytho
     code = "\n".join([*blocks_of("model_parallel"), "print(strategy.mesh)"])
     done = python(code=code, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "axis 1 by model            with axis 0 of 'down_0/kernel' (columns, then rows); all-reduce of" in done.stdout
+    assert (
+        "axis 1 by model            with axis 0 of 'down_0/kernel' (columns, then rows); all-reduce of" in done.stdout
+    )
     assert "mesh data 2, model 2 (cpu:0, cpu:1, cpu:2, cpu:3)" in done.stderr
 
 

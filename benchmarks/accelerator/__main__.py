@@ -24,9 +24,11 @@ PARTS = (
     "nan_guard",
     "resume",
     "memory",
+    "plan",
     "host",
     "steps",
     "devices",
+    "mesh",
     "torch",
 )
 PACKAGES = ("jax", "jaxlib", "keras", "numpy", "torch")

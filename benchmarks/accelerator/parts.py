@@ -334,6 +334,27 @@ def devices(small):
     yield Finding(f"{count} devices, sharded optimizer: relative difference", difference(found, plain), 1e-4)
 
 
+def mesh(small):
+    """A mesh of all devices: numbers of plain Keras with an uneven last batch, equal bits from run to run, and a part of each variable."""
+    count = min(8, jax.local_device_count())
+    sizes = {"data": count // 2, "model": 2} if count % 2 == 0 else {"data": count, "model": 1}
+    jax.config.update("jax_default_matmul_precision", "highest")
+    plain = trained("LM", small, optimizer="sgd")
+    for options in ({}, {"shard": "variables", "recompute": "blocks"}):
+        what = f"mesh {sizes['data']} x {sizes['model']}{', sharded over rows, recomputed' if options else ''}"
+        found, again = (
+            trained(
+                "LM",
+                small,
+                lockstep.ModelParallelStrategy(sizes, devices=device_names(count), **options),
+                optimizer="sgd",
+            )
+            for _ in range(2)
+        )
+        yield Finding(f"{what}: relative difference from plain Keras", difference(found, plain), 1e-4)
+        yield Finding(f"{what}: arrays whose bits differ from run to run", int(digest(found) != digest(again)), 0)
+
+
 def torch(small):
     """Milliseconds of a step of torch, eager and compiled, on the nets that torch has here."""
     try:
@@ -374,7 +395,22 @@ def torch_seconds(library, module, optimizer, x, y, steps):
 
 PARTS = {
     part.__name__: part
-    for part in (numbers, bits, inputs, uneven, precision, nan_guard, resume, steps, host, memory, plan, devices, torch)
+    for part in (
+        numbers,
+        bits,
+        inputs,
+        uneven,
+        precision,
+        nan_guard,
+        resume,
+        steps,
+        host,
+        memory,
+        plan,
+        devices,
+        mesh,
+        torch,
+    )
 }
 
 
