@@ -49,7 +49,7 @@ class ModelParallelExecutor(SpmdExecutor):
         recompute: Recompute,
         log: Callable[[str], None],
     ) -> None:
-        super().__init__(placement, AutoAllReduce(), recompute=recompute)
+        super().__init__(placement, AutoAllReduce(), shard=shardings.shard, recompute=recompute)
         self.shardings, self._settle, self._log = shardings, settle, log
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:

@@ -96,6 +96,11 @@ class ModelShardings:
         self._is_settled = False
 
     @property
+    def shard(self) -> Shard:
+        """Which variables are sharded over the first axis of the mesh, too."""
+        return self._options.shard
+
+    @property
     def is_settled(self) -> bool:
         """Whether the axes of all variables are known."""
         return self._is_settled and all(id(variable) in self._axes for variable in self._model.variables)
