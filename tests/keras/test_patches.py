@@ -74,6 +74,8 @@ def in_use(model):
     yield trainer.claim_models(lambda: None)
     yield trainer.intercept_fit(lambda model, fit, args, kwargs: None)
     yield trainer.observe_compile(lambda model: None)
+    yield trainer.redirect_super(model, "fit", lambda: None)
+    yield trainer.redirect_super(model, "predict", lambda: None)
     yield trainer.refresh_before_sync(model, lambda: None)
     yield trainer.patched_stateless_call(model, lambda *args: None)
     yield trainer.patched_stateless_call(model, lambda *args: None)

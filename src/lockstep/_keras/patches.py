@@ -15,6 +15,7 @@ __all__ = [
     "OBSERVE_COMPILE",
     "OPTIMIZER_SLOTS",
     "OPTIMIZER_UPDATE",
+    "OWN_FIT",
     "PATCHES",
     "SHARD_VARIABLES",
     "STATELESS_CALL",
@@ -82,6 +83,13 @@ FIT_INPUT = Patch(
     attributes=("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"),
     lifetime="as long as the model",
     reason="arguments are checked, and inputs are wrapped in an adapter that places batches on the devices",
+    public_api="registration of a data adapter",
+)
+OWN_FIT = Patch(
+    target="class Model",
+    attributes=("fit", "evaluate", "predict"),
+    lifetime="while one of these methods of a model's own class runs, such as those of KerasHub",
+    reason="super().fit in a model's own fit is the method of Keras's class, without the input and the hooks of the strategy",
     public_api="registration of a data adapter",
 )
 CHIEF_ONLY_FILES = Patch(
@@ -161,6 +169,7 @@ PATCHES = (
     SYNCHRONIZED_ARGUMENT,
     STEP_FUNCTIONS,
     FIT_INPUT,
+    OWN_FIT,
     CHIEF_ONLY_FILES,
     INTERCEPT_FIT,
     OBSERVE_COMPILE,

@@ -34,6 +34,7 @@ from lockstep._keras.patches import (
     CLAIM_MODELS,
     INTERCEPT_FIT,
     OBSERVE_COMPILE,
+    OWN_FIT,
     SHARD_VARIABLES,
     STATE_SYNC,
     STATELESS_CALL,
@@ -55,13 +56,17 @@ __all__ = [
     "claim_models",
     "get_jax_iterator",
     "get_random_seed",
+    "has_own",
     "intercept_fit",
     "interceptable",
     "is_array_adapter",
+    "is_nested_evaluation",
     "is_synced",
     "is_tf_dataset",
+    "method_of_keras",
     "observe_compile",
     "patched_stateless_call",
+    "redirect_super",
     "refresh_before_sync",
     "standardize_batch",
     "steps_done",
@@ -134,9 +139,29 @@ def check_keras() -> None:
 
 Claim = Callable[[keras.Model], None]  # attaches a strategy to a model, or raises if it belongs to another one
 
-_claim_lock = threading.Lock()
-_open_contexts: dict[str, int] = {"count": 0}
-_claim_patches = contextlib.ExitStack()
+
+class _SharedPatches:
+    """Patches of Keras's classes that threads share: the first context makes them, and the last one takes them back."""
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._patches = threading.Lock(), 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def open(self, patch_classes: Callable[[contextlib.ExitStack], None]) -> Iterator[None]:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                patch_classes(self._patches)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                if self._count == 0:
+                    self._patches.close()
+
+
+_claims, _redirects = _SharedPatches(), _SharedPatches()
 
 
 @contextlib.contextmanager
@@ -152,31 +177,26 @@ def claim_models(
             uses plain Keras.
         current_layouts: likewise where new variables are laid.
     """
-    with _claim_lock:
-        _open_contexts["count"] += 1
-        if _open_contexts["count"] == 1:
-            _patch_classes(current, current_layouts)
-    try:
+    with _claims.open(lambda patches: _patch_classes(patches, current, current_layouts)):
         yield
-    finally:
-        with _claim_lock:
-            _open_contexts["count"] -= 1
-            if _open_contexts["count"] == 0:
-                _claim_patches.close()
 
 
-def _patch_classes(current: Callable[[], Claim | None], current_layouts: Callable[[], VariableLayouts | None]) -> None:
+def _patch_classes(
+    patches: contextlib.ExitStack,
+    current: Callable[[], Claim | None],
+    current_layouts: Callable[[], VariableLayouts | None],
+) -> None:
     trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
     base = next(cls for cls in keras.Model.__mro__ if "compile" in vars(cls))
     changed = [(trainer, "__init__"), (base, "compile"), *((trainer, f"make_{name}_function") for name in FUNCTIONS)]
     claiming = [(owner, name, _claiming(vars(owner)[name], name, current)) for owner, name in changed]
-    _claim_patches.enter_context(patched(CLAIM_MODELS, claiming))
+    patches.enter_context(patched(CLAIM_MODELS, claiming))
     owner = next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls))
     initialize = _laying_out(vars(owner)["_initialize"], current_layouts)
-    _claim_patches.enter_context(patched(SHARD_VARIABLES, [(owner, "_initialize", initialize)]))
+    patches.enter_context(patched(SHARD_VARIABLES, [(owner, "_initialize", initialize)]))
     normalization = keras.layers.BatchNormalization
     construct = _accept_synchronized(vars(normalization)["__init__"], current)
-    _claim_patches.enter_context(patched(SYNCHRONIZED_ARGUMENT, [(normalization, "__init__", construct)]))
+    patches.enter_context(patched(SYNCHRONIZED_ARGUMENT, [(normalization, "__init__", construct)]))
 
 
 def _claiming(original: Callable[..., Any], name: str, current: Callable[[], Claim | None]) -> Callable[..., Any]:
@@ -417,6 +437,75 @@ def interceptable(model: keras.Model, fit: Fit) -> Fit:
             _interceptor.reset(token)
 
     return call
+
+
+# --- methods of a model's own class -------------------------------------------------------------------------------
+
+_redirect: ContextVar[tuple[keras.Model, str, Callable[..., Any]] | None] = ContextVar("redirect", default=None)
+
+
+def method_of_keras(name: str) -> Callable[..., Any]:
+    """Return Keras's method of this name, without those of a model's own class."""
+    return vars(_owner_of(name))[name]
+
+
+def has_own(model: keras.Model, name: str) -> bool:
+    """Return whether a method is one of the model's own class, and not Keras's."""
+    return next(cls for cls in type(model).__mro__ if name in vars(cls)) not in keras.Model.__mro__
+
+
+@contextlib.contextmanager
+def redirect_super(model: keras.Model, name: str, method: Callable[..., Any]) -> Iterator[list[None]]:
+    """Let ``super().<name>(…)`` in a method of the model's own class call ``method``, in this thread, while this context is open.
+
+    Args:
+        model: the model.
+        name: "fit", "evaluate" or "predict".
+        method: called without the model.
+
+    Yields:
+        A list with an entry for each such call.
+    """
+    calls: list[None] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return method(*args, **kwargs)
+
+    with _redirects.open(_patch_methods):
+        token = _redirect.set((model, name, counted))
+        try:
+            yield calls
+        finally:
+            _redirect.reset(token)
+
+
+def _patch_methods(patches: contextlib.ExitStack) -> None:
+    owners = [(_owner_of(name), name) for name in OWN_FIT.attributes]
+    redirecting = [(owner, name, _redirecting(vars(owner)[name], name)) for owner, name in owners]
+    patches.enter_context(patched(OWN_FIT, redirecting))
+
+
+def _redirecting(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return ``original``, or for the model whose own method runs, what is to be called in its place."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        redirect = _redirect.get()
+        if redirect is None or redirect[0] is not self or redirect[1] != name:
+            return original(self, *args, **kwargs)
+        token = _redirect.set(None)  # What it calls is Keras's.
+        try:
+            return redirect[2](*args, **kwargs)
+        finally:
+            _redirect.reset(token)
+
+    return method
+
+
+def is_nested_evaluation(arguments: dict[str, Any]) -> bool:
+    """Return whether these are the arguments with which ``fit`` calls ``evaluate``, whose input it has opened before."""
+    return bool(arguments.get("_use_cached_eval_dataset"))
 
 
 def _owner_of(method: str) -> type:

@@ -174,26 +174,21 @@ class InputFactory:
         # Batches that were read from a generator and not used, for the next call; they are dropped with the generator.
         self._pending: WeakKeyDictionary[Any, Pending] = WeakKeyDictionary()
 
-    def install(self, model: keras.Model, report: Report) -> list[str]:
-        """Replace the methods of a model, except those that the user's class defines.
+    def install(self, model: keras.Model, report: Report) -> None:
+        """Replace the methods of a model. Those that its own class defines run as they are, and ``super()`` is replaced in them.
 
         Args:
             model: a Keras model.
             report: takes a sentence of advice for the user.
-
-        Returns:
-            Sentences to log when the model is used.
         """
-        notes = []
-        for name in (*_STEPS, *_ON_BATCH):
-            owner = next(cls for cls in type(model).__mro__ if name in vars(cls))
-            if owner in keras.Model.__mro__ and name in _ON_BATCH:
+        for name in _ON_BATCH:
+            if not trainer.has_own(model, name):
                 install(FIT_INPUT, [(model, name, _checked_on_batch(model, name))])
-            elif owner in keras.Model.__mro__:
-                install(FIT_INPUT, [(model, name, self._wrap(model, name, report))])
-            elif name in _STEPS and self._options != InputOptions():
-                notes.append(f"{owner.__name__} has its own {name}, to which input_options do not apply")
-        return notes
+        for name in _STEPS:
+            method = self._wrap(model, name, report)
+            if trainer.has_own(model, name):
+                method = self._wrap_own(model, name, method, report)
+            install(FIT_INPUT, [(model, name, method)])
 
     def open_preview(self, model: keras.Model, data: tuple[Any, Any, Any], **options: Any) -> KerasInput:
         """Return the input that ``fit`` would get, without a cache; the caller reads some batches and closes it.
@@ -206,21 +201,23 @@ class InputFactory:
         return self._input(model, lambda _: None, False, *data, **options)
 
     def _wrap(self, model: keras.Model, name: str, report: Report) -> Callable[..., Any]:
-        original = getattr(type(model), name)
+        original = trainer.method_of_keras(name)
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
             call = signature.bind(model, *args, **kwargs)
             given = call.arguments
-            if isinstance(given.get("x"), KerasInput):
+            if isinstance(given.get("x"), KerasInput) or trainer.is_nested_evaluation(given.get("kwargs", {})):
                 return original(*call.args, **call.kwargs)
             check_call(name, given)
             with ExitStack() as stack:
                 make = functools.partial(self._input, model, report, name == "fit")
                 if name == "fit":
                     _split_validation(given)
-                if name == "fit" and "evaluate" in vars(model):  # A user's evaluate gets the data as given.
+                if name == "fit" and not trainer.has_own(
+                    model, "evaluate"
+                ):  # A user's evaluate gets the data as given.
                     _wrap_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
                 data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
                 options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
@@ -238,6 +235,22 @@ class InputFactory:
                 return self._process_group.run_call(model, name, given, proceed)
 
         return interceptable(model, method) if name == "fit" else method
+
+    def _wrap_own(
+        self, model: keras.Model, name: str, method: Callable[..., Any], report: Report
+    ) -> Callable[..., Any]:
+        """Return the method of the model's own class, in which ``super().<name>(…)`` calls ``method``."""
+        own = getattr(type(model), name)
+
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with trainer.redirect_super(model, name, method) as calls:
+                result = own(model, *args, **kwargs)
+            if not calls and self._options != InputOptions():
+                report(f"{own.__qualname__} does not call super().{name}, so input_options do not apply to it")
+            return result
+
+        return call
 
     def _input(
         self,

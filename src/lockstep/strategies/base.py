@@ -279,12 +279,12 @@ class Strategy(Diagnostics):
 
         def make(kind: str) -> Any:
             check_model(model, self)
-            for note in (*notes, *self._layout_notes(model)):
+            for note in self._layout_notes(model):
                 log_once(note)
             return functions.make(kind)
 
         trainer.attach_strategy(model, self, make, partial(self._build_context, model))
-        notes = self._inputs.install(model, log_once)
+        self._inputs.install(model, log_once)
         self._models.add(model)
 
     def _layout_notes(self, model: keras.Model) -> list[str]:

@@ -70,7 +70,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not self.is_attached:
             raise ScopeError(
                 "lockstep.callbacks.BackupAndRestore works for models of a strategy: build, load or compile the model in "
-                "lockstep.MirroredStrategy().scope(), and leave fit as Keras has it."
+                "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit."
             )
 
 

@@ -333,7 +333,7 @@ class MonitorCallback(keras.callbacks.Callback):
         if self._attachment is None:
             raise ScopeError(
                 f"lockstep.callbacks.{type(self).__name__} works for models of a strategy: build, load or compile the model in "
-                "lockstep.MirroredStrategy().scope(), and leave fit as Keras has it."
+                "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit."
             )
         return self._attachment
 

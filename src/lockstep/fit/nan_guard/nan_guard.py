@@ -83,7 +83,7 @@ class NanGuard(keras.callbacks.Callback):
         if self.watch is None:
             raise ScopeError(
                 "lockstep.callbacks.NanGuard works for models of a strategy: build, load or compile the model in "
-                "lockstep.MirroredStrategy().scope(), and leave fit as Keras has it."
+                "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

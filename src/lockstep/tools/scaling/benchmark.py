@@ -336,8 +336,8 @@ def _train(
     )
     with _timing(model, timer):
         x, y, weights = task.data
-        # A strategy that has just adopted the model has replaced its fit; otherwise the class may override fit.
-        fit = model.fit if "fit" in vars(model) else first.fit
+        # A strategy that has just adopted the model has replaced its fit; a fit of its own class has run up to here.
+        fit = model.fit if "fit" in vars(model) and not trainer.has_own(model, "fit") else first.fit
         fit(x, y, sample_weight=weights, epochs=task.epochs, verbose=0, **task.options)
     return timer, names[0] if names else None
 
