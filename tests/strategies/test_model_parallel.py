@@ -182,6 +182,19 @@ def test_a_layout_can_be_edited_and_given_back():
     assert edited.layout(other).rules() == rules
 
 
+def test_the_layout_of_a_model_with_named_inputs_is_known_before_its_first_step(caplog):
+    """Its inputs are traced in the structure that the model has, here a dictionary in another order than its call's."""
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2])
+    with caplog.at_level("INFO", "lockstep"), strategy.scope():
+        inputs = {"tokens": keras.Input((8,), dtype="int32", name="tokens"), "mask": keras.Input((8, 1), name="mask")}
+        x = layers.Embedding(64, 64, name="table")(inputs["tokens"]) * inputs["mask"]
+        x = layers.Dense(64, name="down")(layers.Dense(256, "relu", name="up")(x))
+        model = keras.Model(inputs, x)
+        model.compile("sgd", "mse")
+        assert strategy.layout(model).rules().items() >= MEGATRON.items()
+    assert "cannot follow" not in caplog.text
+
+
 def test_a_layout_map_is_taken_as_it_is(caplog):
     mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), CPUS)
     layout = keras.distribution.LayoutMap(mesh)

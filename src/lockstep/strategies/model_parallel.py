@@ -195,15 +195,18 @@ class ModelParallelStrategy(WorkerStrategy):
 
 
 def _inputs_of(model: keras.Model) -> Any:
-    """Return shapes and types of the inputs that a model states, with some rows.
+    """Return shapes and types of the inputs that a model states, with some rows, in the structure that its call takes.
 
     Raises:
         ModelError: it states none.
     """
-    inputs = getattr(model, "inputs", None) if model.built else None
-    if not inputs:
+    if not model.built or not getattr(model, "inputs", None):
         raise ModelError(
             f"layout: the inputs of model {model.name!r} are not known before its first step. Fix: give layout(model, x) a batch of them."
         )
-    shapes = [jax.ShapeDtypeStruct([ROWS if n is None else n for n in one.shape], one.dtype) for one in inputs]
-    return shapes if len(shapes) > 1 else shapes[0]
+
+    def described(tensor: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct([ROWS if n is None else n for n in tensor.shape], tensor.dtype)
+
+    inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+    return keras.tree.map_structure(described, inputs)
