@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
-# The tests of these packages run in ./scripts/test-inputs, ./scripts/test-accelerators and ./scripts/docs, or by hand.
+# The tests of these packages run in ./scripts/test-inputs, ./scripts/test-hub, ./scripts/test-accelerators and ./scripts/docs, or by hand.
 _MAY_SKIP_IN_CI = (
     "tensorflow",
     "torch",
@@ -52,6 +52,7 @@ _MAY_SKIP_IN_CI = (
     "orbax",
     "prometheus",
     "nbclient",
+    "KerasHub",
 )
 _SKIPPED = set()
 

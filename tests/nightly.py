@@ -49,6 +49,7 @@ def commands() -> dict[str, list[str]]:
     found["inputs"] = ["./scripts/test-inputs"]
     found["ray"] = ["./scripts/test-ray"]
     found["notebooks"] = ["./scripts/docs", "--notebooks"]
+    found["hub"] = ["./scripts/test-hub"]
     targets = {"2x2": "v5e 2x2", "2x4": "v5e 2x4", "16x16": "v5e 16x16", "h100": "H100 x 8"}
     for target, (name, nets) in itertools.product(targets, COMPILED.items()):
         found[f"compiled-{name}-{target}"] = ["./scripts/test-accelerators", "--all", targets[target], *nets]

@@ -16,6 +16,7 @@ IN_FORKS = (
     "determinism",
     "doctor",
     "inputs",
+    "kerashub",
     "model_parallel",
     "monitoring",
     "nan_guard",
