@@ -3,10 +3,13 @@
 import dataclasses
 import re
 
+import jax
 import keras
 import pytest
 
 import lockstep
+from lockstep._keras import trainer
+from lockstep.tools.plan.hlo import collectives
 
 from .kit import assert_same_state, keras_hub, named, tokens, train
 
@@ -66,15 +69,31 @@ SHARES = {
 }
 
 
+def exchanged(strategy, model, data):
+    """Number of collectives of a training step, and bytes of their results on a device."""
+    batch = jax.tree.map(lambda leaf: leaf[:4], (data["x"], data["y"]))
+    state = trainer.training_state(model, batch)
+    functions = strategy._functions_of(model)
+    functions.executor.prepare(batch)
+    step = functions.executor.train_step(functions.build_step(functions.executor, "train"))
+    found = collectives(step.compile_for(state, strategy._placement.abstract_batch(batch)).as_text())
+    return len(found), sum(one.bytes for one in found)
+
+
 @pytest.mark.parametrize("name", BACKBONES)
-def test_the_automatic_layout_needs_no_more_memory_than_the_map(name):
+def test_the_automatic_layout_needs_no_more_memory_and_collectives_than_the_map(name):
     net = dataclasses.replace(named(name), data=lambda: tokens(256))
     auto = lockstep.ModelParallelStrategy({"batch": 1, "model": 2}, devices=CPUS[:2])
     text = {"preprocessor": False} if name in ("gemma", "llama") else {}
-    found = []
+    found, numbers, sizes = [], [], []
     for strategy in (given_layout(name, (1, 2)), auto):
-        layout = strategy.layout(train(net, strategy, epochs=0, **WIDE, **text))
+        model = train(net, strategy, epochs=0, **WIDE, **text)
+        layout = strategy.layout(model)
         found.append(layout.device_bytes / layout.bytes)
+        for values, value in zip((numbers, sizes), exchanged(strategy, model, net.data()), strict=True):
+            values.append(value)
+    assert numbers[1] <= numbers[0]
+    assert sizes[1] <= sizes[0]
     assert found[1] <= found[0] + 0.001
     assert [share <= limit for share, limit in zip(found, SHARES[name], strict=True)] == [True, True], found
 
