@@ -391,3 +391,33 @@ def test_tools_that_replace_the_devices_of_a_script_get_a_mesh_of_rows():
     with override_devices(3, is_alone=True):
         strategy = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, MEGATRON)
     assert strategy.mesh == {"data": 3, "model": 1}
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        return tuple(part[6 * number : 6 * number + 6] for part in batch(15))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["PyDataset", "generator", "cached on the devices"])
+def test_every_kind_of_input_gives_the_numbers_of_arrays(kind):
+    def fit(data, cache=None, **options):
+        keras.utils.set_random_seed(0)
+        inputs = lockstep.InputOptions(cache=cache)
+        with lockstep.ModelParallelStrategy({"data": 2, "model": 2}, devices=CPUS, input_options=inputs).scope():
+            model = network()
+        model.fit(*data, epochs=2, shuffle=False, verbose=0, **options)
+        return model.get_weights()
+
+    arrays = batch(15), None, {"batch_size": 6}
+    ways = {
+        "PyDataset": ((Batches(),), None, {}),
+        "generator": (((Batches()[n % 3] for n in range(6)),), None, {"steps_per_epoch": 3}),
+        "cached on the devices": (batch(15), "device", {"batch_size": 6}),
+    }
+    (data, cache, options), (plain, _, given) = ways[kind], arrays
+    for ours, expected in zip(fit(data, cache, **options), fit(plain, **given), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
