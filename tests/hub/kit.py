@@ -259,51 +259,30 @@ def gpt2(
     return keras_hub.models.GPT2CausalLM(backbone, gpt2_preprocessor() if preprocessor else None)
 
 
-def qwen(layers: int = 1, width: int = 16, vocabulary: int = 24, **options: Any) -> keras.Model:
-    backbone = keras_hub.models.QwenBackbone(
-        vocabulary_size=vocabulary,
-        num_layers=layers,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        hidden_dim=width,
-        intermediate_dim=4 * width,
-        **options,
-    )
-    return keras_hub.models.QwenCausalLM(backbone, None)
+def _decoder(
+    backbone: Any, task: Any, layers: int = 1, width: int = 16, vocabulary: int = 24, **options: Any
+) -> keras.Model:
+    """Return a decoder with two heads of keys for four of queries, and no preprocessor."""
+    sizes = {"num_layers": layers, "num_query_heads": 4, "num_key_value_heads": 2, "hidden_dim": width}
+    return task(backbone(vocabulary_size=vocabulary, intermediate_dim=4 * width, **sizes, **options), None)
 
 
-def qwen_moe(layers: int = 1, width: int = 16, vocabulary: int = 24, **options: Any) -> keras.Model:
-    backbone = keras_hub.models.QwenMoeBackbone(
-        vocabulary_size=vocabulary,
-        num_layers=layers,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        hidden_dim=width,
-        intermediate_dim=4 * width,
-        moe_intermediate_dim=2 * width,
-        shared_expert_intermediate_dim=2 * width,
-        num_experts=4,
-        top_k=2,
-        **options,
-    )
-    return keras_hub.models.QwenMoeCausalLM(backbone, None)
+def _experts(width: int = 16, **options: Any) -> dict[str, Any]:
+    return {"width": width, "moe_intermediate_dim": 2 * width, "num_experts": 4, "top_k": 2} | options
 
 
-def qwen3_moe(layers: int = 1, width: int = 16, vocabulary: int = 24, **options: Any) -> keras.Model:
-    backbone = keras_hub.models.Qwen3MoeBackbone(
-        vocabulary_size=vocabulary,
-        num_layers=layers,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        hidden_dim=width,
-        intermediate_dim=4 * width,
-        moe_intermediate_dim=2 * width,
-        num_experts=4,
-        head_dim=8,
-        top_k=2,
-        **options,
-    )
-    return keras_hub.models.Qwen3MoeCausalLM(backbone, None)
+def qwen(**options: Any) -> keras.Model:
+    return _decoder(keras_hub.models.QwenBackbone, keras_hub.models.QwenCausalLM, **options)
+
+
+def qwen_moe(width: int = 16, **options: Any) -> keras.Model:
+    own = _experts(width, shared_expert_intermediate_dim=2 * width, **options)
+    return _decoder(keras_hub.models.QwenMoeBackbone, keras_hub.models.QwenMoeCausalLM, **own)
+
+
+def qwen3_moe(**options: Any) -> keras.Model:
+    own = _experts(head_dim=8, **options)
+    return _decoder(keras_hub.models.Qwen3MoeBackbone, keras_hub.models.Qwen3MoeCausalLM, **own)
 
 
 def bert(**options: Any) -> keras.Model:

@@ -4,12 +4,13 @@ Each runs on plain Keras and under strategies; what must agree is in ``compare.p
 batches of 8, 8 and 7, predicted by 9) leave a remainder for every number of replicas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import layers, losses, metrics, ops, optimizers
 
 from .compare import RELATIVE
@@ -747,6 +748,14 @@ CASES = [
     Case("one_row", mlp, lambda rng: classes(rng, rows=1)),
     Case("last_batch_of_one", mlp, lambda rng: classes(rng, rows=9)),
 ]
+
+
+def with_topologies(in_the_suite: tuple[str, ...], topology_of: Callable[[int], Any]) -> Iterator[Any]:
+    """Yield each case with the topology of its number, as parameters of a test: those in the suite are slow, all others nightly."""
+    for number, case in enumerate(CASES):
+        topology = topology_of(number)
+        marks = [pytest.mark.slow if case.name in in_the_suite else pytest.mark.nightly]
+        yield pytest.param(case, topology, id=f"{case}-{topology}", marks=[*marks, pytest.mark.xdist_group(case.name)])
 
 
 def case_named(name: str) -> Case:

@@ -117,6 +117,15 @@ def first(tree: Any, rows: int) -> Any:
     return keras.tree.map_structure(lambda leaf: leaf[:rows], tree)
 
 
+def bytes_by_device(variables) -> dict[Any, int]:
+    """Return the bytes that each device holds of some variables."""
+    held: dict[Any, int] = {}
+    for variable in variables:
+        for shard in variable.value.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return held
+
+
 def state_of(model: keras.Model) -> dict[str, np.ndarray]:
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     return {f"{number} {variable.path}": np.asarray(variable) for number, variable in enumerate(variables)}

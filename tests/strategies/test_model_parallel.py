@@ -11,8 +11,8 @@ import lockstep
 from lockstep.execution.model_parallel import model_shardings
 from lockstep.strategies.setup import override_devices
 from lockstep.tools.plan.hlo import collectives
-from tests.laws.cases import CASES, case_named, logits_loss
-from tests.laws.compare import Mesh, assert_same, reference, run
+from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
+from tests.laws.compare import Mesh, assert_same, bytes_by_device, reference, run
 
 SHARDED = {"shard": "variables"}
 RECOMPUTED = SHARDED | {"recompute": "blocks"}
@@ -38,20 +38,17 @@ def shard_all(monkeypatch):
     monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
 
 
-def cases():
-    """Yield every case on one mesh, with variables that are also sharded over the rows' axis in every second."""
-    for number, case in enumerate(CASES):
-        sizes = ((1, 2), (2, 2), (2, 1), (1, 3), (2, 2))[number % 5]
-        mesh = Mesh(1, sizes[0] * sizes[1], RECOMPUTED if number % 2 else {}, sizes)
-        marks = [pytest.mark.slow if case.name in IN_THE_SUITE else pytest.mark.nightly]
-        yield pytest.param(case, mesh, id=f"{case}-{mesh}", marks=[*marks, pytest.mark.xdist_group(case.name)])
+def mesh_of(number):
+    """One mesh for each case, and variables that are also sharded over the rows' axis for every second."""
+    sizes = ((1, 2), (2, 2), (2, 1), (1, 3), (2, 2))[number % 5]
+    return Mesh(1, sizes[0] * sizes[1], RECOMPUTED if number % 2 else {}, sizes)
 
 
 def test_the_cases_in_the_suite_exist():
     assert set(IN_THE_SUITE) <= {case.name for case in CASES}
 
 
-@pytest.mark.parametrize(("case", "mesh"), list(cases()))
+@pytest.mark.parametrize(("case", "mesh"), list(with_topologies(IN_THE_SUITE, mesh_of)))
 def test_law_m1_numbers_are_those_of_one_device(shard_all, case, mesh):
     assert_same(run(case, mesh, only_fit=True), reference(case, only_fit=True), case.relative)
 
@@ -135,14 +132,6 @@ def test_a_data_parallel_checkpoint_resumes_on_a_mesh(tmp_path):
     _, _, curve = train(callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path)])
     _, _, expected = train(strategy=lockstep.MirroredStrategy(CPUS[:1]))
     np.testing.assert_allclose(curve["loss"], expected["loss"], rtol=1e-5)
-
-
-def bytes_by_device(variables):
-    held = {}
-    for variable in variables:
-        for shard in variable.value.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return held
 
 
 @pytest.mark.parametrize("options", [{}, SHARDED], ids=["whole", "sharded"])
@@ -421,3 +410,15 @@ def test_every_kind_of_input_gives_the_numbers_of_arrays(kind):
     (data, cache, options), (plain, _, given) = ways[kind], arrays
     for ours, expected in zip(fit(data, cache, **options), fit(plain, **given), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_variables_that_a_model_gets_later_are_laid_out_before_its_next_step():
+    strategy, model, _ = train(epochs=1)
+    with strategy.scope():
+        model.get_layer("up").enable_lora(4)
+        model.compile("sgd", logits_loss)
+    before = np.asarray(model.get_layer("up").lora_kernel_b)
+    model.fit(*batch(), batch_size=9, verbose=0)
+    axes = {row.path: row.axes for row in strategy.layout(model).variables}
+    assert axes["up/lora_kernel_b"] == axes["up/kernel"] == (None, "model")
+    assert not np.array_equal(np.asarray(model.get_layer("up").lora_kernel_b), before)

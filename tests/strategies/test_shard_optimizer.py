@@ -9,7 +9,7 @@ from keras import layers
 import lockstep
 from lockstep.data import device_placement
 from tests.laws.cases import case_named, logits_loss
-from tests.laws.compare import Topology, assert_same, reference, run
+from tests.laws.compare import Topology, assert_same, bytes_by_device, reference, run
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +57,6 @@ def train(**options):
     x, y = np.random.default_rng(0).normal(size=(24, 64)).astype("float32"), np.arange(24) % 3
     model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
     return model
-
-
-def bytes_by_device(variables):
-    held = {}
-    for variable in variables:
-        for shard in variable.value.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return held
 
 
 def test_each_device_holds_its_part_of_the_optimizer_and_all_of_the_weights():

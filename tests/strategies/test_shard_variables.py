@@ -9,8 +9,8 @@ from keras import layers, ops
 import lockstep
 from lockstep.execution import gathered_variables
 from lockstep.tools.plan.hlo import collectives
-from tests.laws.cases import CASES, case_named, logits_loss
-from tests.laws.compare import Topology, assert_same, reference, run
+from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
+from tests.laws.compare import Topology, assert_same, bytes_by_device, reference, run
 
 SHARDED = {"shard": "variables"}
 RECOMPUTED = SHARDED | {"recompute": "blocks"}
@@ -36,19 +36,16 @@ def shard_all(monkeypatch):
     monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
 
 
-def cases():
-    """Yield every case with one number of devices, and with recomputed layers in every second."""
-    for number, case in enumerate(CASES):
-        topology = Topology(3, (2, 4, 3)[number % 3], RECOMPUTED if number % 2 else SHARDED)
-        marks = [pytest.mark.slow if case.name in IN_THE_SUITE else pytest.mark.nightly]
-        yield pytest.param(case, topology, id=f"{case}-{topology}", marks=[*marks, pytest.mark.xdist_group(case.name)])
+def topology_of(number):
+    """One number of devices for each case, and recomputed layers for every second."""
+    return Topology(3, (2, 4, 3)[number % 3], RECOMPUTED if number % 2 else SHARDED)
 
 
 def test_the_cases_in_the_suite_exist():
     assert set(IN_THE_SUITE) <= {case.name for case in CASES}
 
 
-@pytest.mark.parametrize(("case", "topology"), list(cases()))
+@pytest.mark.parametrize(("case", "topology"), list(with_topologies(IN_THE_SUITE, topology_of)))
 def test_law_1_holds(shard_all, case, topology):
     assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
 
@@ -202,14 +199,6 @@ def test_law_3_holds_a_checkpoint_resumes_with_other_shards_on_other_devices(tmp
     expected = train(1, deterministic=True)
     for ours, theirs in zip(values(found[1]), values(expected[1]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def bytes_by_device(variables):
-    held = {}
-    for variable in variables:
-        for shard in variable.value.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return held
 
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])

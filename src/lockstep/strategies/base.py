@@ -299,13 +299,14 @@ class Strategy(Diagnostics):
     def _layouts(self) -> VariableLayouts | None:
         """Where sharded variables are laid; None: where plain Keras lays them."""
         placement = self._placement
-        if self._shard is None or is_described(placement.first_local_device):
+        if not (self._shard or self._shards_variables) or is_described(placement.first_local_device):
             return None
+        return VariableLayouts(self._sharding_at_creation, placement.put, gather_on_host, self._process_group.agree)
 
-        def sharding_of(_: keras.Variable, shape: tuple[int, ...]) -> NamedSharding | None:
-            return placement.slice_sharding(shape) if placement.slice_axis(shape) is not None else None
-
-        return VariableLayouts(sharding_of, placement.put, gather_on_host, self._process_group.agree)
+    def _sharding_at_creation(self, variable: keras.Variable, shape: tuple[int, ...]) -> NamedSharding | None:
+        """Return where the first value of a variable is laid; None: where it is already."""
+        placement = self._placement
+        return placement.slice_sharding(shape) if placement.slice_axis(shape) is not None else None
 
     @contextmanager
     def _build_context(self, model: keras.Model) -> Iterator[None]:

@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import keras
+from jax.sharding import NamedSharding
 
 from lockstep._errors import ModelError, OptionError
-from lockstep._keras.sharded_variable import VariableLayouts, has_layout, lay_out
+from lockstep._keras.sharded_variable import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
-from lockstep.data.device_placement import MeshPlacement, Placement, gather_on_host
+from lockstep.data.device_placement import MeshPlacement, Placement
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.determinism import is_deterministic
-from lockstep.devices.names import is_described
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.doctor.base import RuntimeSettings
 from lockstep.execution.executors import Executor, SpmdExecutor
@@ -139,6 +139,7 @@ class ModelParallelStrategy(WorkerStrategy):
         """
         self._check_owner(model, "layout")
         shardings = self._shardings_of(model)
+        shardings.check_variables()
         if not shardings.is_settled:
             self._settle(model, _inputs_of(model) if x is None else x)
         return shardings.layout()
@@ -166,12 +167,8 @@ class ModelParallelStrategy(WorkerStrategy):
             if has_layout(variable) or not sharding.is_fully_replicated:
                 lay_out(variable, sharding, self._layouts)
 
-    @cached_property
-    def _layouts(self) -> VariableLayouts | None:
-        if is_described(self._placement.first_local_device):
-            return None
-        sharding_of, put = self._options.sharding_at_creation, self._placement.put
-        return VariableLayouts(sharding_of, put, gather_on_host, self._process_group.agree)
+    def _sharding_at_creation(self, variable: keras.Variable, shape: tuple[int, ...]) -> NamedSharding | None:
+        return self._options.sharding_at_creation(variable, shape)
 
     def _runtime_settings(self) -> RuntimeSettings:
         return replace(super()._runtime_settings(), layout=self._known_layout)
@@ -182,6 +179,7 @@ class ModelParallelStrategy(WorkerStrategy):
         return self.layout(model) if is_known else None
 
     def _layout_notes(self, model: keras.Model) -> list[str]:
+        self._shardings_of(model).check_variables()
         return []  # They are logged when the layout is settled.
 
     def _compared_settings(self) -> dict[str, Any]:

@@ -87,23 +87,26 @@ class ModelShardings:
         model: the model.
         options: of the strategy.
         log: logs a sentence about the model.
+
+    Attributes:
+        is_settled: whether the axes of all variables are known.
     """
 
     def __init__(self, model: keras.Model, options: MeshOptions, log: Callable[[str], None]) -> None:
         self._model, self._options, self._log = model, options, log
+        self._variables: list[keras.Variable] = []  # those that are settled, which keeps their ids their own
         self._axes: dict[int, Axes] = {}
         self._choices: dict[int, AxisChoice] = {}
-        self._is_settled = False
+        self.is_settled = False
 
     @property
     def shard(self) -> Shard:
         """Which variables are sharded over the first axis of the mesh, too."""
         return self._options.shard
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the axes of all variables are known."""
-        return self._is_settled and all(id(variable) in self._axes for variable in self._model.variables)
+    def check_variables(self) -> None:
+        """Notice variables that the model has got since, such as those of LoRA; to be called before a run of steps."""
+        self.is_settled &= all(id(variable) in self._axes for variable in self._model.variables)
 
     def settle(self, x: Any) -> None:
         """Settle where the variables lie.
@@ -129,7 +132,7 @@ class ModelShardings:
         if options.rules is not None:
             self._check_rules(options.rules)
         self._report_whole_variables()
-        self._is_settled = True
+        self._variables, self.is_settled = variables, True
 
     def axes_of(self, variable: keras.Variable) -> Axes:
         """Return along which axes of the mesh a variable of the model is sharded."""

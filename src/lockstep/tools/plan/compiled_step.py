@@ -294,15 +294,12 @@ class StepCompiler:
         return layout
 
     def _gradient_bytes(self) -> int:
-        """Return the bytes of all gradients on a device: those of shards, if the optimizer's variables are sharded."""
-        trained = {variable.path for variable in self._call.model.trainable_variables}
-        whole = [row for row in self._layout.variables if row.owner == "model" and row.path in trained]
-        if isinstance(self._executor, ModelParallelExecutor) or self._executor.shard == "variables":
-            return sum(row.device_bytes for row in whole)
-        is_cut = self._executor.shard is not None
-        sliced = [is_cut and self._placement.slice_axis(row.shape) is not None for row in whole]
-        count = len(self._placement.devices)
-        return sum(row.bytes // count if cut else row.bytes for row, cut in zip(whole, sliced, strict=True))
+        """Return the bytes of all gradients on a device; they are sharded if the variables of the optimizer are."""
+        model, layout = self._call.model, self._layout
+        if self._executor.shard == "optimizer":
+            layout = layout_of(model, self._placement, "variables", None, deterministic=False)
+        trained = {variable.path for variable in model.trainable_variables}
+        return sum(row.device_bytes for row in layout.variables if row.owner == "model" and row.path in trained)
 
     def _note(self, sentence: str) -> None:
         self.notes[sentence] = None
