@@ -1,7 +1,10 @@
 """``ModelParallelStrategy``: the numbers of one device on any mesh, the same bits on the same mesh, and no rule that fails in silence."""
 
 import contextlib
+import functools
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -198,13 +201,13 @@ def test_a_layout_map_is_taken_as_it_is(caplog):
     np.testing.assert_allclose(history["loss"], train()[2]["loss"], rtol=1e-5)
 
 
-def test_a_rule_may_shard_what_a_layer_returns():
-    rules = MEGATRON | {"up/output": ("data", "model")}
-    strategy, model, _ = train(layout=rules, epochs=1)
-    shardings = strategy._shardings_of(model).output_shardings()
-    assert [(layer.name, tuple(sharding.spec)) for layer, sharding in shardings.items()] == [
-        ("up", ("device", "model"))
-    ]
+@pytest.mark.parametrize(("rows", "spec"), [(4, ("device", "model")), (3, (None, "model"))])
+def test_a_rule_may_shard_what_a_layer_returns(rows, spec):
+    strategy, model, _ = train(layout=MEGATRON | {"up/output": ("data", "model")}, epochs=1)
+    shardings = strategy._shardings_of(model)
+    assert [layer.name for layer in shardings.layers_with_rules()] == ["up"]
+    constrain = functools.partial(shardings.constrain_output, model.get_layer("up"))
+    assert tuple(jax.jit(constrain)(jnp.zeros((rows, 8))).sharding.spec) == spec
 
 
 @pytest.mark.parametrize(
@@ -422,3 +425,27 @@ def test_variables_that_a_model_gets_later_are_laid_out_before_its_next_step():
     axes = {row.path: row.axes for row in strategy.layout(model).variables}
     assert axes["up/lora_kernel_b"] == axes["up/kernel"] == (None, "model")
     assert not np.array_equal(np.asarray(model.get_layer("up").lora_kernel_b), before)
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+def test_a_rule_for_an_output_shards_no_rows_unevenly(rows):
+    x, y = np.random.default_rng(0).integers(1, 20, (rows, 6)), np.arange(6 * rows).reshape(rows, 6) % 3
+
+    def fit(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            hidden = [layers.Embedding(20, 8, name="words"), layers.BatchNormalization(), layers.Dense(3)]
+            model = keras.Sequential([keras.Input((6,), dtype="int32"), *hidden], name="net")
+            model.compile(keras.optimizers.SGD(0.1), logits_loss)
+            model.fit(x, y, batch_size=rows, epochs=2, verbose=0)
+        return model.get_weights()
+
+    rules = {"net/words/output": ("data", None, "model")}
+    mesh = lockstep.ModelParallelStrategy({"data": 2, "model": 2}, rules, devices=CPUS)
+    for ours, expected in zip(fit(mesh.scope()), fit(contextlib.nullcontext()), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rule_for_an_output_with_another_number_of_axes_is_refused():
+    with pytest.raises(lockstep.ModelError, match=r"rule 'up/output' has 1 axes, \('data',\), and 'up/output' has 2"):
+        train(layout=MEGATRON | {"up/output": ("data",)}, epochs=1)

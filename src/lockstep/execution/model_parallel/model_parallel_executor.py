@@ -144,18 +144,15 @@ class ModelParallelExecutor(SpmdExecutor):
     @contextlib.contextmanager
     def _constrained_outputs(self) -> Iterator[None]:
         """Shard what layers return as the rules say."""
-        shardings = self.shardings.output_shardings()
 
         def around(layer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(method)
             def call(*args: Any, **kwargs: Any) -> Any:
-                return jax.tree.map(
-                    lambda value: jax.lax.with_sharding_constraint(value, shardings[layer]), method(*args, **kwargs)
-                )
+                return jax.tree.map(functools.partial(self.shardings.constrain_output, layer), method(*args, **kwargs))
 
             return call
 
-        with patched_method(LAYER_CALL, list(shardings), around):
+        with patched_method(LAYER_CALL, self.shardings.layers_with_rules(), around):
             yield
 
     def _on_all(self, array: jax.Array) -> jax.Array:

@@ -177,17 +177,24 @@ class ModelShardings:
         used = self._options.sharding(tuple(None if axis == data else axis for axis in axes))
         return _gather(value, used, self._options.sharding(axes))
 
-    def output_shardings(self) -> dict[Any, NamedSharding]:
-        """Return the shardings of layers' outputs that the rules name, by layer."""
+    def layers_with_rules(self) -> list[Any]:
+        """Return the layers for whose outputs there is a rule."""
         rules = self._options.rules
         if rules is None:
-            return {}
-        patterns = {layer: rules.pattern_for(_output_path(layer)) for layer in layers_of(self._model)}
-        return {
-            layer: self._options.sharding(rules.axes[pattern])
-            for layer, pattern in patterns.items()
-            if pattern is not None
-        }
+            return []
+        return [layer for layer in layers_of(self._model) if rules.pattern_for(_output_path(layer)) is not None]
+
+    def constrain_output(self, layer: Any, value: jax.Array) -> jax.Array:
+        """Shard what a layer returns as its rule says, except along axes that the mesh does not divide.
+
+        Raises:
+            ModelError: the rule has another number of axes.
+        """
+        options = self._options
+        axes = options.rules and options.rules.axes_for(_output_path(layer), value.shape)
+        if not axes:
+            return value
+        return jax.lax.with_sharding_constraint(value, options.sharding(options.axes.fitting(axes, value.shape)))
 
     def layout(self) -> ModelLayout:
         """Return where the variables lie, with the reason for each."""
