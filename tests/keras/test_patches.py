@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import types
 from pathlib import Path
 
 import keras
@@ -44,6 +45,7 @@ def owners(patch, model):
         "class BatchNormalization": keras.layers.BatchNormalization,
         "class Variable": next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls)),
         "model": model,
+        "model of KerasHub": types.SimpleNamespace(**dict.fromkeys(patch.attributes)),
         "layer": model.layers[2],
         "optimizer": model.optimizer,
     }

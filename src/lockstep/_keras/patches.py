@@ -7,6 +7,7 @@ from typing import Any
 
 __all__ = [
     "CHIEF_ONLY_FILES",
+    "CHIEF_ONLY_PRESETS",
     "CLAIM_MODELS",
     "FIT_INPUT",
     "INTERCEPT_FIT",
@@ -99,6 +100,13 @@ CHIEF_ONLY_FILES = Patch(
     reason="of several workers only the chief writes files, also from Keras's own callbacks, and the others wait for it",
     public_api="a predicate of keras.saving that says whether this process writes",
 )
+CHIEF_ONLY_PRESETS = Patch(
+    target="model of KerasHub",
+    attributes=("save_to_preset", "save_task_weights", "save_lora_weights", "export_to_transformers"),
+    lifetime="as long as the model",
+    reason="they write files, too, besides calling save_weights",
+    public_api="a predicate of keras.saving that says whether this process writes",
+)
 INTERCEPT_FIT = Patch(
     target="class Model",
     attributes=("fit",),
@@ -171,6 +179,7 @@ PATCHES = (
     FIT_INPUT,
     OWN_FIT,
     CHIEF_ONLY_FILES,
+    CHIEF_ONLY_PRESETS,
     INTERCEPT_FIT,
     OBSERVE_COMPILE,
     STATE_SYNC,

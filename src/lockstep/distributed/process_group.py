@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lockstep._arrays import array_bytes, arrays_from_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
-from lockstep._keras.patches import CHIEF_ONLY_FILES, install
+from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS, install
 from lockstep._keras.sharded_variable import whole_values
 from lockstep._logging import CancelledError
 from lockstep.data import fit_entry
@@ -171,23 +171,31 @@ class _WorkerBatchGather:
 
 
 def disable_saving(model: keras.Model) -> None:
-    """Have ``save``, ``save_weights`` and ``export`` of a model do nothing, and so ModelCheckpoint, on a process that is not the chief."""
-    install(CHIEF_ONLY_FILES, [(model, name, _do_nothing) for name in CHIEF_ONLY_FILES.attributes])
+    """Have methods of a model that write files do nothing, and so ModelCheckpoint, on a process that is not the chief."""
+    _replace_methods_that_write(model, lambda method: _do_nothing)
 
 
 def coordinate_saving(model: keras.Model, client: ControlClient) -> None:
-    """Have only the chief write files in ``save``, ``save_weights`` and ``export`` of a model, and so in ModelCheckpoint.
+    """Have only the chief write files in methods of a model such as ``save``, and so in ModelCheckpoint.
 
     The other workers only gather sharded variables with it. The chief reports that it saves, so that they wait for it as long as for
     compiling.
     """
-    methods = {name: getattr(type(model), name) for name in CHIEF_ONLY_FILES.attributes}
-    install(CHIEF_ONLY_FILES, [(model, name, _saving(method, model, client)) for name, method in methods.items()])
+    _replace_methods_that_write(model, lambda method: _saving(method, model, client))
+
+
+def _replace_methods_that_write(model: keras.Model, replace: Callable[[Any], Any]) -> None:
+    kind = type(model)
+    for patch in (CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS):
+        names = [name for name in patch.attributes if hasattr(kind, name)]
+        install(patch, [(model, name, replace(getattr(kind, name))) for name in names])
 
 
 def _saving(method: Callable[..., Any], model: keras.Model, client: ControlClient) -> Callable[..., Any]:
     @wraps(method)
     def save(*args: Any, **kwargs: Any) -> Any:
+        if client.is_saving:  # A model saves a model within it, whose variables are gathered already.
+            return method(model, *args, **kwargs)
         optimizer = getattr(model, "optimizer", None)
         variables = [*model.variables, *(optimizer.variables if optimizer else ())]
         with whole_values(variables, wanted=client.group.is_chief):

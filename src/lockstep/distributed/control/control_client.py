@@ -111,6 +111,11 @@ class ControlClient:
         """
         self._heartbeat.report(step, activity)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether this worker writes files."""
+        return self._heartbeat.progress[1] == SAVING
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Report that this worker writes files, which may take long, until the end of the block."""
