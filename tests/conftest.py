@@ -1,12 +1,19 @@
-"""Processes that have imported Keras, JAX and Lockstep, for all tests; they start with the first test that needs them."""
+"""Processes for all tests: new ones start fast, and some have imported Keras, JAX and Lockstep."""
 
 import functools
 import itertools
+import os
 
 import pytest
 
 from tests.distributed.jobs.outcomes import REPLICAS, arrays
-from tests.support.processes import AS_FOR_USERS, PROGRAMS, ForkServer, Job
+from tests.support.processes import AS_FOR_USERS, PROGRAMS, STARTUP, ForkServer, Job
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _new_interpreters_start_fast():
+    path = [*filter(None, [os.environ.get("PYTHONPATH")]), STARTUP]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import PYTHON_PATH
+
 ROOT = Path(__file__).parents[1]
 
 
 def run(folder, *arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "accelerator", "--small", "--results", str(folder), *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}", **environment},
+        env={**os.environ, "PYTHONPATH": f"{PYTHON_PATH}{os.pathsep}{ROOT / 'benchmarks'}", **environment},
         capture_output=True,
         text=True,
         timeout=1500,

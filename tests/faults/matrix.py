@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.processes import FOR_TESTS, NOT_INHERITED, ROOT, Job, own_host
+from tests.support.processes import FOR_TESTS, NOT_INHERITED, PYTHON_PATH, Job, own_host
 from tests.support.waiting import has_ended, state_of
 
 PROGRAM = Path(__file__).with_name("training.py")
@@ -105,7 +105,7 @@ class Supervisor:
         )
         patch += f"a.SILENT_SECONDS = b.SILENT_SECONDS = {SILENT}\nsys.exit(c.main())"
         environ = {key: value for key, value in os.environ.items() if key not in (*NOT_INHERITED, "TF_CONFIG")}
-        environ |= FOR_TESTS | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "KERAS_BACKEND": "jax"}
+        environ |= FOR_TESTS | {"PYTHONPATH": PYTHON_PATH, "KERAS_BACKEND": "jax"}
         self.err = folder / f"{name}.err"
         command = [sys.executable, "-c", patch, "run", "--grace", "10", *map(str, words), str(PROGRAM)]
         with self.err.open("wb") as err, (folder / f"{name}.out").open("wb") as out:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+from tests.support.processes import FOR_TESTS
 from tests.support.waiting import DEADLINE, has_ended, state_of, wait_until
 
 COMMAND = (sys.executable, "-m", "lockstep.cli", "run")
@@ -42,7 +43,7 @@ def environment(**variables):
     """Return the environment without the variables of a worker and with Python's default buffering."""
     left_out = ("TF_CONFIG", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
     own = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**own, **variables}
+    return {**own, **FOR_TESTS, **variables}
 
 
 def run(*arguments, deadline=DEADLINE, **variables):

@@ -1,12 +1,11 @@
 """Laws 2 and 3 under ``lockstep run --nnodes 1:2``: after the loss of a node the result is bit-identical to that of one process."""
 
 import contextlib
-import os
 
 import pytest
 
 from tests.launch.launching import program, run, started, text_of
-from tests.support.processes import ROOT, own_host
+from tests.support.processes import PYTHON_PATH, own_host
 from tests.support.waiting import DEADLINE
 
 TRAINING = """
@@ -47,7 +46,7 @@ def digest_in(printed):
 
 @pytest.mark.slow
 def test_a_node_is_lost_in_the_middle_and_the_bits_are_those_of_one_process(tmp_path):
-    path, variables = program(tmp_path, TRAINING), {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    path, variables = program(tmp_path, TRAINING), {"PYTHONPATH": PYTHON_PATH}
     alone = run(path, tmp_path / "alone", deadline=4 * DEADLINE, **variables)
     assert alone.returncode == 0, alone.stderr
     limits = ("--nnodes", "1:2", "--join-seconds", 5, "--max-restarts", 1, "--grace", 10)

@@ -21,7 +21,6 @@ ON_EVERY_COUNT = (
     "lstm_masked",
     "variables_of_every_aggregation",
     "outputs_with_and_without_rows",
-    "dicts",
     "own_train_step",
     "last_batch_of_one",
 )

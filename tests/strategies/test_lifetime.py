@@ -16,6 +16,15 @@ import lockstep
 from lockstep.callbacks import BackupAndRestore, NanGuard, TensorBoard, ThroughputMonitor
 
 TWO = ["cpu:0", "cpu:1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_new_objects_are_searched():
+    """What other tests have left would be searched for garbage each time, which takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
 KINDS = {
     "one device": lambda: lockstep.MirroredStrategy(["cpu:0"], replicas=2),
     "two devices": lambda: lockstep.MirroredStrategy(TWO),

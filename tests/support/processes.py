@@ -27,6 +27,8 @@ FOR_TESTS = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 }
 AS_FOR_USERS = {"XLA_FLAGS": ""}
+STARTUP = str(Path(__file__).with_name("startup"))  # In PYTHONPATH it makes new interpreters start in half the time.
+PYTHON_PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT), STARTUP])  # for processes with an environment of their own
 
 LOGGED_BY_JAX = (
     *(f"{kind}{digit}" for kind in "IWEF" for digit in "01"),
@@ -49,7 +51,8 @@ class ForkServer:
 
     def __init__(self, before=()):
         environ = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        inherited = os.environ.get("PYTHONPATH", "").replace(STARTUP, "")  # A fork may need what is left out there.
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), inherited])
         self._server = subprocess.Popen(
             [*before, sys.executable, str(Path(__file__).with_name("fork_server.py"))],
             stdin=subprocess.PIPE,
