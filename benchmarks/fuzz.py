@@ -257,7 +257,7 @@ def main(connections=CONNECTIONS, seed=None):
         for number, kind in enumerate(("workers", "servers", "nodes")):
             rows.append(fuzzed(kind, Path(folder), connections // 3, seed + 1000 * number))
             print(dict(zip(COLUMNS, rows[-1], strict=True)), flush=True)
-    write("fuzz", "Connections of strangers during a training", COLUMNS, rows, f"Seed {seed}.")
+    write("fuzz", "Unauthenticated connections during a training", COLUMNS, rows, f"Seed {seed}.")
     return any(row[3] or row[4] or row[5] for row in rows)
 
 

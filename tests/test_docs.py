@@ -1,6 +1,7 @@
 """What the documents say is true: code runs, links lead somewhere, commands exist."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,11 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("https://"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_results_by_hardware_are_those_recorded():
+    made = runpy.run_path(str(ROOT / "docs" / "make_results.py"))
+    assert made["PAGE"].read_text() == made["page"](), "Fix: python docs/make_results.py"
 
 
 def anchors(page):
