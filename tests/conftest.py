@@ -10,6 +10,9 @@ from tests.distributed.jobs.outcomes import REPLICAS, arrays
 from tests.support.processes import AS_FOR_USERS, PROGRAMS, STARTUP, ForkServer, Job
 
 
+collect_ignore = ["support/startup"]  # It is for interpreters of their own.
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _new_interpreters_start_fast():
     path = [*filter(None, [os.environ.get("PYTHONPATH")]), STARTUP]

@@ -76,11 +76,11 @@ ANY_VALUE = st.recursive(
 X, Y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
 STRATEGY = lockstep.MirroredStrategy(["cpu:0"], replicas=2)
 with STRATEGY.scope():
-    MODEL = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    MODEL = keras.Sequential([keras.Input((3,), name="x"), keras.layers.Dense(1)])
     MODEL.compile("sgd", "mse")
 MESH = lockstep.ModelParallelStrategy({"data": 1, "model": 1}, devices=["cpu:0"])
 with MESH.scope():
-    MODEL_ON_MESH = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    MODEL_ON_MESH = keras.Sequential([keras.Input((3,), name="x"), keras.layers.Dense(1)])
     MODEL_ON_MESH.compile("sgd", "mse")
 VALUE = STRATEGY.experimental_distribute_values_from_function(lambda context: np.ones(2))
 SPEC = lockstep.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import lockstep
+from lockstep.execution import cpu_rewrites
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
 
 SLOW = {"conv_general_dilated", "reduce_window_max"}
@@ -133,6 +134,37 @@ def test_any_shape_of_a_convolution(lengths, window, steps, dilation, padding, c
         return lax.conv_general_dilated(x, weights, steps[:rank], padding, rhs_dilation=dilation[:rank], **groups)
 
     equals_the_original(convolve, x, weights)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of two or three rows of the arrays here."""
+    monkeypatch.setattr(cpu_rewrites, "CHUNK_BYTES", 1 << 14)
+
+
+@pytest.mark.parametrize(("rank", "stride", "dilation"), [(2, 1, 1), (1, 2, 1), (3, 1, 2)])
+def test_the_gradient_of_a_kernel_in_chunks_is_that_of_all_rows(small_chunks, rank, stride, dilation):
+    rows = {1: 90, 2: 11, 3: 3}[rank]
+    x, weights = numbers(rows, *LENGTHS[:rank], 24), numbers(*(3,) * rank, 24, 5)
+    convolve = convolution(rank, stride, dilation=dilation)
+    equals_the_original(convolve, x, weights, tolerance=1e-3)
+    by_kernel = jax.grad(lambda weights: rewrite_for_cpu(convolve)(x, weights).sum())
+    count = str(jax.make_jaxpr(by_kernel)(weights)).count("conv_general_dilated[")
+    assert count > 3  # The forward pass, and a chunk each: nothing for the rows, whose gradient is not asked for.
+    along = numbers(*x.shape, seed=2), numbers(*weights.shape, seed=3)
+    expected, got = (jax.jvp(each, (x, weights), along) for each in (convolve, rewrite_for_cpu(convolve)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), expected, got)
+
+
+@pytest.mark.parametrize("twice", [jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))], ids=["forward", "backward"])
+def test_second_derivatives_of_a_convolution_in_chunks(small_chunks, twice):
+    x, weights = numbers(9, 6, 40), numbers(3, 40, 2)
+
+    def squares(convolve):
+        return twice(lambda w: (convolve(x, w) ** 2).sum())(weights)
+
+    convolve = convolution(1)
+    np.testing.assert_allclose(squares(rewrite_for_cpu(convolve)), squares(convolve), rtol=1e-4, atol=1e-2)
 
 
 LEFT_ALONE = {

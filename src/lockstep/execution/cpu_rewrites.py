@@ -2,8 +2,9 @@
 
 XLA has fast routines for plain convolutions and matrix products on CPUs. A depthwise convolution runs as a loop over single
 numbers, one over few channels hardly better, and the backward pass of max pooling is a search with a scatter. Each is replaced
-by slices, products and selections, which the compiler fuses: the same sums, in another order. Measurements:
-``benchmarks/rewriting.py``; the reason for doing it here and not in the layers: ``docs/decisions/0028``.
+by slices, products and selections, which the compiler fuses: the same sums, in another order. A plain convolution stays, but the
+gradient of its kernel is computed for some rows at a time, which fit into a cache. Measurements: ``benchmarks/rewriting.py``; the
+reason for doing it here and not in the layers: ``docs/decisions/0028``.
 """
 
 import functools
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from lockstep.execution.jaxpr_utils import evaluate
@@ -25,6 +27,8 @@ __all__ = ["rewrite_for_cpu"]
 MAX_PATCH_SIZE = 64  # entries of a patch in a convolution that becomes one matrix product
 MAX_SLICES = 64  # entries of the window of a depthwise convolution
 MAX_POOL_WINDOW = 16  # entries of the window of max pooling
+CHUNK_BYTES = 1 << 21  # of rows and results whose part of a kernel's gradient is computed at once
+MAX_CHUNKS = 16  # Each is compiled for itself.
 Axes = tuple[int, ...]
 
 
@@ -96,6 +100,10 @@ def _convolution_rule(equation: JaxprEqn) -> Callable[..., jax.Array] | None:
         return lambda x, k: _depthwise(slices(x), k)
     if groups == 1 and (math.prod(window) == 1 or channels * math.prod(window) <= MAX_PATCH_SIZE):
         return lambda x, k: _by_patches(slices(x), k)
+    made: Any = equation.outvars[0].aval
+    chunks = min(-(-4 * (kinds[0].size + made.size) // CHUNK_BYTES), MAX_CHUNKS, rows[0])
+    if groups == 1 and chunks > 1:
+        return _with_gradient_in_chunks(functools.partial(equation.primitive.bind, **params), -(-rows[0] // chunks))
     return None
 
 
@@ -139,6 +147,30 @@ def _by_patches(slices: list[jax.Array], kernel: jax.Array) -> jax.Array:
     patches = slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis=-1)
     flat = patches.reshape(-1, patches.shape[-1]) @ kernel.reshape(-1, kernel.shape[-1])
     return flat.reshape(*patches.shape[:-1], -1)
+
+
+def _with_gradient_in_chunks(convolve: Callable[..., jax.Array], size: int) -> Callable[..., jax.Array]:
+    """Return the same convolution; the gradient of its kernel is the sum of those for ``size`` rows each.
+
+    The derivative is written as XLA's along the rows, and in chunks along the kernel: transposing it gives these sums.
+    """
+
+    @jax.custom_jvp
+    def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return convolve(x, kernel)
+
+    def differentiate(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        (x, kernel), (along_x, along_kernel) = primals, tangents
+        terms = []
+        if not isinstance(along_x, SymbolicZero):
+            terms.append(convolve(along_x, kernel))
+        if not isinstance(along_kernel, SymbolicZero):
+            chunks = (x[start : start + size] for start in range(0, len(x), size))
+            terms.append(jnp.concatenate([convolve(chunk, along_kernel) for chunk in chunks]))
+        return run(x, kernel), _sum(iter(terms))
+
+    run.defjvp(differentiate, symbolic_zeros=True)
+    return run
 
 
 # --- max pooling ----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,19 @@ def test_sharded_variables_of_two_workers_are_as_those_of_one_process(job, shard
         keras.models.load_model(run.folder / name)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(("workers", "devices"), [(3, 1), (5, 1), (2, 4)])
+def test_any_number_of_devices_resumes_a_checkpoint_without_shards_to_the_same_bits(job, workers, devices):
+    alone = job(1, environ=AS_FOR_USERS)
+    process = alone.start("alone", 0, "sharded", tells_bits=True, replicas=8)
+    assert process.end() == 0, process.said
+    run = job(workers, environ=AS_FOR_USERS)
+    options = {"whole": str(alone.folder / "whole"), "devices": devices, "replicas": 8, "shard_from": 64}
+    for told in run.run("sharded", **options):
+        assert told["bits"] == process.told["bits of 2"]
+        assert told["resumed"] == process.told["bits of 4"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("does", ["read", *(pytest.param(does, marks=pytest.mark.nightly) for does in ("set", "save"))])
 def test_a_sharded_variable_that_one_worker_uses_alone_ends_the_job_with_its_name(job, does):

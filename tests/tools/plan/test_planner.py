@@ -20,6 +20,7 @@ from lockstep.tools.plan.measured import Check, keep_checks, ratios_of
 from lockstep.tools.plan.planner import PlanOptions, plan_script
 from lockstep.tools.plan.render import text_of
 from lockstep.tools.plan.worker import TargetResult, result_from_json
+from tests.support.processes import FOR_TESTS
 
 GIB = 1 << 30
 SURVEY = Survey(64, 1000, False, "float32", 1e12)
@@ -48,6 +49,11 @@ source = "a test"
 @pytest.fixture(autouse=True)
 def _own_checks(monkeypatch, tmp_path):
     monkeypatch.setenv(measured.FILE, str(tmp_path / "state" / "checks.json"))
+
+
+@pytest.fixture(autouse=True)
+def _children_compile_fast(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", FOR_TESTS["XLA_FLAGS"])
 
 
 def step(rows, gib, collectives=()):

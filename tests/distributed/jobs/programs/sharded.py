@@ -15,6 +15,7 @@ from tests.distributed.jobs.program import config, make_strategy, tell
 folder = Path(config["folder"])
 x = np.random.default_rng(0).normal(size=(22, 12)).astype("float32")
 y = np.arange(22) % 4
+REPLICAS = config.get("replicas", 4)
 SHARDED = {"shard": config.get("shard", "variables")}
 if SHARDED["shard"] == "variables":
     SHARDED["recompute"] = "blocks"
@@ -23,7 +24,7 @@ if SHARDED["shard"] == "variables":
 def build(deterministic=False, use_ema=False, **options):
     """A compiled model; without options of the first worker alone."""
     keras.utils.set_random_seed(3)
-    strategy = make_strategy(replicas=4, deterministic=deterministic, **options)
+    strategy = make_strategy(replicas=REPLICAS, deterministic=deterministic, **options)
     with strategy.scope():
         hidden = [layers.Dense(12, activation="tanh", name=f"hidden_{number}") for number in range(3)]
         model = keras.Sequential([keras.Input((12,)), *hidden, layers.Dense(4, name="last")])
@@ -59,7 +60,7 @@ def reads_and_sets(model):
     model.set_weights(weights)
     model.save(folder / "model.keras")
     model.save_weights(folder / "model.weights.h5")
-    with make_strategy(replicas=4, **SHARDED).scope():
+    with make_strategy(replicas=REPLICAS, **SHARDED).scope():
         loaded = keras.models.load_model(folder / "model.keras")
     model.load_weights(folder / "model.weights.h5")
     same = [digest(each) == before for each in (model, loaded)]
@@ -79,12 +80,17 @@ def resumed(model, run, save_freq):
     return digest(model)
 
 
+def tell_bits():
+    """Train for two epochs, which leaves checkpoints, and for four, without shards."""
+    for epochs, callbacks in ((2, [BackupAndRestore(folder / "whole", save_freq=2)]), (4, [])):
+        model = build(deterministic=True)[1]
+        fit(model, epochs, *callbacks)
+        tell(**{f"bits of {epochs}": digest(model)})
+
+
 def run_alone():
     """One process without shards: the same numbers, uninterrupted and from the checkpoints of the workers."""
-    for epochs in 2, 4:
-        model = build(deterministic=True)[1]
-        fit(model, epochs)
-        tell(**{f"bits of {epochs}": digest(model)})
+    tell_bits()
     tell(resumed=resumed(build(deterministic=True)[1], config["run"], 2))
     tell(history=fit(build()[1], 3).history["loss"])
 
@@ -112,6 +118,14 @@ def run_eagerly():
     return fit(model, 1).history["loss"]
 
 
+def resume_whole():
+    """Train with shards for two epochs, and resume checkpoints that were written without."""
+    model = build(deterministic=True, **SHARDED)[1]
+    fit(model, 2)
+    tell(bits=digest(model))
+    tell(resumed=resumed(build(deterministic=True, **SHARDED)[1], config["whole"], 2))
+
+
 def use_alone():
     """Only the first worker uses the variables; the other trains on."""
     model = build(**SHARDED)[1]
@@ -128,6 +142,10 @@ def use_alone():
 BackupAndRestore = lockstep.callbacks.BackupAndRestore
 if "alone" in config:
     use_alone()
+elif "whole" in config:
+    resume_whole()
+elif config.get("tells_bits"):
+    tell_bits()
 elif "run" in config:
     run_alone()
 else:
