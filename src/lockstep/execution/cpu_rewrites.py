@@ -27,8 +27,8 @@ __all__ = ["rewrite_for_cpu"]
 MAX_PATCH_SIZE = 64  # entries of a patch in a convolution that becomes one matrix product
 MAX_SLICES = 64  # entries of the window of a depthwise convolution
 MAX_POOL_WINDOW = 16  # entries of the window of max pooling
-CHUNK_BYTES = 1 << 21  # of rows and results whose part of a kernel's gradient is computed at once
-MAX_CHUNKS = 16  # Each is compiled for itself.
+CHUNK_BYTES = 1 << 20  # of rows and results whose part of a kernel's gradient is computed at once
+MAX_CHUNKS = 8  # Each is compiled for itself.
 Axes = tuple[int, ...]
 
 
