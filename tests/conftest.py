@@ -9,7 +9,6 @@ import pytest
 from tests.distributed.jobs.outcomes import REPLICAS, arrays
 from tests.support.processes import AS_FOR_USERS, PROGRAMS, STARTUP, ForkServer, Job
 
-
 collect_ignore = ["support/startup"]  # It is for interpreters of their own.
 
 
