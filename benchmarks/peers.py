@@ -1,8 +1,9 @@
 """Compare the time of a step under Lockstep, under other libraries, and at the limit of the machine.
 
-All competitors of a case run at the same time, compiled and warm, and train the same net on the same number of rows in turn, one
-epoch per round, while the others wait: one call of ``fit`` (a loop in torch, bare steps for the limit) whose epochs wait for the
-driver. If a competitor has two processes, they start together, and the slower one counts. Rows are synthetic, with the real shapes.
+Each competitor trains the same net on the same number of rows, alone on the machine: a round starts one after the other, waits until
+it is compiled and warm, has it train three epochs, of which the median counts, and ends it. An epoch is one of a call of ``fit`` (a loop
+in torch, bare steps for the limit) whose epochs wait for the driver. If a competitor has two processes, they start together, and the
+slower one counts. Rows are synthetic, with the real shapes. Alive beside others, also if it only waits, TensorFlow is ten times slower.
 
 ====================  =================================================================================================
 lockstep              ``MirroredStrategy(replicas=2)``: two replicas on the machine's CPU, one device with all threads
@@ -116,6 +117,7 @@ RATIOS = (
     ("torch", "lockstep_workers"),
     ("limit", "lockstep_workers"),
 )
+EPOCHS = 3  # of a competitor in a round
 UNEVEN, UNSTEADY = 1.25, "slowest / fastest round, above 1.25"
 COLUMNS = ("case", "measured", "rounds", "steps", *(f"{name}, ms" for name in COMPETITORS))
 COLUMNS += (*(f"{peer} / {ours}" for peer, ours in RATIOS), UNSTEADY)
@@ -167,23 +169,25 @@ def allocator(wanted):
 
 def measure(case, chosen):
     """For each competitor, milliseconds of a step in each round."""
-    with contextlib.ExitStack() as ends:
-        folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
-        programs, trainable = [], {}
-        for name in chosen.competitors:
-            addresses = ends.enter_context(reserved_addresses(COMPETITORS[name].processes))
-            program = start(name, case, chosen, folder, addresses)
-            ends.callback(program.end)
-            trainable[name] = program.trainable()
-            programs.append(program)
+    names, times, trainable = list(chosen.competitors), {name: [] for name in chosen.competitors}, {}
+    for number in range(chosen.rounds):
+        first = number % len(names)  # Nobody always comes after the same other one.
+        for name in names[first:] + names[:first]:
+            trainable[name], found = measure_alone(name, case, chosen)
+            times[name].append(found)
         if len(set(trainable.values())) > 1:
             raise SystemExit(f"{case.net}: these are not the same nets, by their trained parameters: {trainable}")
-        times = {name: [] for name in chosen.competitors}
-        for number in range(chosen.rounds):
-            first = number % len(programs)  # Nobody always comes after the same other one.
-            for program in programs[first:] + programs[:first]:
-                times[program.name].append(program.turn())
     return times
+
+
+def measure_alone(name, case, chosen):
+    """Number of trained parameters of a competitor, and milliseconds of its step."""
+    with contextlib.ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
+        addresses = ends.enter_context(reserved_addresses(COMPETITORS[name].processes))
+        program = start(name, case, chosen, folder, addresses)
+        ends.callback(program.end)
+        return program.trainable(), statistics.median(program.turn() for _ in range(EPOCHS))
 
 
 def row(name, times, chosen):
@@ -277,7 +281,7 @@ def arguments():
     parser.add_argument("--only", type=names(CASES), default=list(CASES), help="cases, for example mnist-64,cifar-128")
     parser.add_argument("--competitors", type=names(COMPETITORS), default=list(COMPETITORS), help="nothing is kept")
     parser.add_argument("--steps", type=int, help="of a round, to try it out; nothing is kept")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--allocator", choices=ALLOCATORS, default="auto", help="of Lockstep and the limit")
     parser.add_argument("--peers-allocator", choices=ALLOCATORS, default="system", help="of the others")
     parser.add_argument("--peers-python", default=".venv-inputs/bin/python", help="with TensorFlow and torch")
