@@ -64,7 +64,7 @@ def test_equals_the_naive_sum_in_every_dtype(ops):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_equals_the_naive_sum_of_ten_megabytes(name):
-    check_cross_device_ops(name, ["cpu:0", "cpu:1", "cpu:2"], dtypes=["float32"], shapes=[(1250, 2, 999)])
+    check_cross_device_ops(name, ["cpu:0", "cpu:1", "cpu:2"], dtypes=["float32"], shapes=[(2_500_000,), (1250, 2, 999)])
 
 
 def forgets_a_device(array, axis):
