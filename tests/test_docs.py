@@ -16,8 +16,12 @@ from tests.pages import IN_FORKS, blocks_of, names_the_backend_first, text_of
 from tests.support.processes import NOT_INHERITED, own_host
 
 ROOT = Path(__file__).parents[1]
+WITHOUT_PAGES = (".venv", ".pytest_cache", ".git")
 PAGES = sorted(
-    path for path in ROOT.rglob("*.md") if not path.relative_to(ROOT).parts[0].startswith((".venv", ".pytest_cache"))
+    page
+    for top in ROOT.iterdir()
+    if not top.name.startswith(WITHOUT_PAGES)
+    for page in ([top] if top.suffix == ".md" else top.rglob("*.md"))
 )
 
 

@@ -4,6 +4,7 @@ A wait is found by its name in the syntax tree, so it does not matter of which c
 """
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -28,13 +29,21 @@ ALWAYS = {"recv", "recv_into", "recvfrom", "recvmsg", "accept", "sendall", "lock
 AT_ONCE = ("LOCK_NB", "WNOHANG")
 WITH_KEYWORD = {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 FREE = {"select.poll", "sys.exception"}  # The first makes an object that waits when it is polled.
+POOL = "ThreadPoolExecutor"  # Its block waits for all threads.
+NAMES = {POOL, *LIMIT_AFTER, *ALWAYS, *(whole.rpartition(".")[2] for whole in WITH_KEYWORD)}
 _LONGEST = 40  # characters of the arguments of a call in the table
+
+
+@functools.cache
+def nodes_of(text):
+    """Return all nodes of the syntax tree of a source text."""
+    return list(ast.walk(ast.parse(text)))
 
 
 def context_variables():
     """Names of ContextVars, whose ``get()`` is no wait."""
     for text in SOURCES.values():
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes_of(text):
             value = getattr(node, "value", None)
             if isinstance(value, ast.Call) and ast.unparse(value.func) == "ContextVar":
                 yield ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
@@ -66,13 +75,15 @@ def code_of(call):
 
 
 def calls_in(text):
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return [node for node in nodes_of(text) if isinstance(node, ast.Call)]
 
 
 def unlimited_waits(text, contexts=frozenset()):
     """Return the calls of a source text that may wait without limit, as code."""
     found = []
     for node in calls_in(text):
+        if getattr(node.func, "attr", getattr(node.func, "id", "")) not in NAMES:
+            continue
         whole = ast.unparse(node.func)
         receiver, _, name = whole.rpartition(".")
         if (
@@ -82,7 +93,7 @@ def unlimited_waits(text, contexts=frozenset()):
         ):
             continue
         if (
-            name == "ThreadPoolExecutor"  # Its block waits for all threads.
+            name == POOL
             or (receiver and name in ALWAYS)
             or (receiver and name in LIMIT_AFTER and not is_limited(node))
             or (whole in WITH_KEYWORD and "timeout" not in {keyword.arg for keyword in node.keywords})
@@ -93,7 +104,7 @@ def unlimited_waits(text, contexts=frozenset()):
 
 def locks(text):
     """Return the locks that ``with`` takes in a source text."""
-    items = [item for node in ast.walk(ast.parse(text)) if isinstance(node, ast.With) for item in node.items]
+    items = [item for node in nodes_of(text) if isinstance(node, ast.With) for item in node.items]
     taken = (
         part for item in items for part in ast.walk(item.context_expr) if isinstance(part, (ast.Name, ast.Attribute))
     )

@@ -1,5 +1,7 @@
 """``shard="variables"``: the numbers of one device, and the bits of the unsharded deterministic run; each device keeps its shards."""
 
+import functools
+
 import jax
 import keras
 import numpy as np
@@ -99,6 +101,15 @@ def values(model):
     return [np.asarray(variable.value) for variable in (*model.weights, *model.optimizer.variables)]
 
 
+@functools.cache
+def without_shards():
+    """The deterministic run on one device, once in each process; tests of it have one ``xdist_group``."""
+    return train(1, deterministic=True)
+
+
+compared_with_one_device = pytest.mark.xdist_group("deterministic without shards")
+
+
 def assert_equal_bits(found, expected):
     assert found[2] == expected[2]
     for ours, theirs in zip(values(found[1]), values(expected[1]), strict=True):
@@ -126,9 +137,9 @@ def test_recomputing_changes_no_number(devices):
         pytest.param(2, "optimizer", marks=pytest.mark.slow),
     ],
 )
+@compared_with_one_device
 def test_law_2_holds_deterministic_bits_are_those_without_shards(devices, shard):
-    found = train(devices, deterministic=True, shard=shard)
-    assert_equal_bits(found, train(1, deterministic=True))
+    assert_equal_bits(train(devices, deterministic=True, shard=shard), without_shards())
 
 
 @pytest.mark.parametrize("shard", ["variables", "optimizer"])
@@ -191,13 +202,13 @@ class StopAfter(keras.callbacks.Callback):
         pytest.param("optimizer", "variables", marks=pytest.mark.slow),
     ],
 )
+@compared_with_one_device
 def test_law_3_holds_a_checkpoint_resumes_with_other_shards_on_other_devices(tmp_path, before, after):
     backup = lockstep.callbacks.BackupAndRestore(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         train(4, callbacks=[backup, StopAfter(1)], deterministic=True, shard=before)
     found = train(2, callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path)], deterministic=True, shard=after)
-    expected = train(1, deterministic=True)
-    for ours, theirs in zip(values(found[1]), values(expected[1]), strict=True):
+    for ours, theirs in zip(values(found[1]), values(without_shards()[1]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

@@ -12,8 +12,10 @@ A request with ``kind`` is one of `run_python`: ``program`` is code, the path of
 ``environ`` is the whole environment.
 """
 
+import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -144,6 +146,8 @@ def run_as_main(kind, program):
 if __name__ == "__main__":
     for name in lockstep.__all__:
         getattr(lockstep, name)  # It is imported with its first use.
+    with contextlib.suppress(ImportError):  # JAX imports it with its first program, which takes a tenth of a second.
+        importlib.import_module("jaxlib.mlir.dialects.mhlo")
     gc.collect()
     gc.freeze()  # What was imported is not searched for garbage in each fork, which takes most of the second that an end takes.
     gc.set_threshold(100_000, 50, 100)

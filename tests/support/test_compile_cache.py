@@ -41,10 +41,10 @@ def test_publish_keeps_an_entry_that_is_there(shared, tmp_path):
 
 def test_publish_removes_the_oldest_entries_beyond_the_limit(shared, tmp_path, monkeypatch):
     monkeypatch.setattr(compile_cache, "LIMIT", 8)
-    for age, name in enumerate("abc"):
-        (shared / name).write_text("1234")
-        os.utime(shared / name, (1000 + age, 1000 + age))
     (tmp_path / "private").mkdir()
+    for age, path in enumerate((shared / "a", shared / "b", tmp_path / "private" / "c")):
+        path.write_text("1234")
+        os.utime(path, (1000 + age, 1000 + age))
     compile_cache.publish(tmp_path / "private", shared)
     assert content(shared) == {"c": "1234"}
 
