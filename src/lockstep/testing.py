@@ -202,10 +202,13 @@ def _naive_sum(pieces: np.ndarray) -> np.ndarray:
 
 
 def _widened(values: np.ndarray) -> np.ndarray:
-    """Return floating-point numbers in the machine's longest format; integers, which wrap around, as they are."""
+    """Return floating-point numbers in a format in which adding rounds far less; integers, which wrap around, as they are."""
+    is_double = jnp.finfo(values.dtype).bits == 64 if jnp.issubdtype(values.dtype, jnp.inexact) else False
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
-        return values.astype("clongdouble")
-    return values.astype("longdouble") if jnp.issubdtype(values.dtype, jnp.floating) else values
+        return values.astype("clongdouble" if is_double else "complex128")
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        return values.astype("longdouble" if is_double else "float64")
+    return values
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from keras import layers, losses, ops
 
 import lockstep
 from lockstep import PerReplica, get_replica_context
-from tests.support.marks import quick_first
+from tests.support.marks import every_pair
 
 TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (2, 3)]  # replicas, devices
 
@@ -426,19 +426,17 @@ def by_fit(strategy, build, x, y):
     return [np.asarray(variable.value) for variable in (*model.trainable_variables, *model.non_trainable_variables)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [net, pytest.param(net_with_state, marks=pytest.mark.slow)])
+# With 17 rows the last batch has one, and all replicas but one have none.
 @pytest.mark.parametrize(
-    ("replicas", "devices"),
-    [(2, 2), *(pytest.param(*t, marks=pytest.mark.slow) for t in [(1, 1), (3, 2), (4, 3), (4, 2)])],
+    ("topology", "rows", "build"),
+    every_pair([(2, 2), (1, 1), (3, 2), (4, 3), (4, 2)], [23, 17], [net_with_state, net]),
 )
-@pytest.mark.parametrize("rows", [23, 17])  # With 17 the last batch has one row, and all replicas but one have none.
-def test_a_loop_by_hand_gives_what_fit_gives(build, replicas, devices, rows):
+def test_a_loop_by_hand_gives_what_fit_gives(topology, rows, build):
     """Law 1 for loops, with the noise, the statistics and the seeds of fit."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(rows, 6)).astype("float32"), rng.integers(0, 3, rows)
-    logs, values = by_hand(make(replicas, devices), build, x, y)
-    expected = by_fit(make(replicas, devices), build, x, y)
+    logs, values = by_hand(make(*topology), build, x, y)
+    expected = by_fit(make(*topology), build, x, y)
     assert logs[-1] < logs[0]
     for ours, theirs in zip(values, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -483,10 +481,11 @@ def average_of_twelve(y, predicted):
     return lockstep.compute_average_loss(ops.sum((y - predicted) ** 2, axis=-1), global_batch_size=12)
 
 
-@pytest.mark.parametrize("is_inside", [True, False])
-@pytest.mark.parametrize("loss", [average, average_of_twelve])
-@pytest.mark.parametrize("options", quick_first([{}, {"run_eagerly": True}, {"jit_compile": False}]))
-def test_within_fit_functions_for_losses_give_what_they_give_on_one_device(loss, is_inside, options):
+@pytest.mark.parametrize(
+    ("options", "loss", "is_inside"),
+    every_pair([{}, {"run_eagerly": True}, {"jit_compile": False}], [average, average_of_twelve], [True, False]),
+)
+def test_within_fit_functions_for_losses_give_what_they_give_on_one_device(options, loss, is_inside):
     x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
     found = []
     for strategy in (None, lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3)):

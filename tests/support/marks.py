@@ -1,5 +1,7 @@
 """Marks for many parametrized cases at once."""
 
+import itertools
+
 import pytest
 
 
@@ -9,6 +11,20 @@ def quick_first(cases):
     return [
         first,
         *(pytest.param(*each.values, id=each.id, marks=(*each.marks, pytest.mark.slow)) for each in others),
+    ]
+
+
+def every_pair(*factors):
+    """Return all products, half of them marked nightly; in the other half each two values of two factors still meet.
+
+    That is so for three or more factors of which all but one have two values.
+    """
+    return [
+        pytest.param(
+            *(value for _, value in each),
+            marks=pytest.mark.nightly if sum(number for number, _ in each) % 2 else pytest.mark.slow,
+        )
+        for each in itertools.product(*map(enumerate, factors))
     ]
 
 

@@ -129,7 +129,8 @@ class CrossDeviceOps(abc.ABC):
         if not jnp.issubdtype(pieces.dtype, jnp.inexact):
             return np.zeros(pieces.shape[1:])
         number, additions = jnp.finfo(pieces.dtype), len(pieces) - 1
-        magnitude = np.sum(np.abs(pieces.astype("complex128")), axis=0)
+        is_complex = jnp.issubdtype(pieces.dtype, jnp.complexfloating)
+        magnitude = np.sum(np.abs(pieces.astype("complex128" if is_complex else "float64")), axis=0)
         with np.errstate(invalid="ignore"):  # 0 × infinity, if one device holds a non-finite number.
             relative = additions * float(number.eps) * magnitude
         return np.asarray(relative + additions * float(number.tiny))  # Hardware may flush subnormal numbers to zero.
