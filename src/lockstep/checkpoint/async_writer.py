@@ -4,18 +4,31 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from lockstep._errors import CheckpointError, LockstepError
 from lockstep._logging import WaitLogger, log_info
-from lockstep.checkpoint.format import Snapshot
-from lockstep.checkpoint.store import CheckpointStore
 
 __all__ = ["BackgroundWriter"]
 
 _POLL_SECONDS = 1.0  # between log lines of a wait; the event itself wakes the waiting thread at once
 
-Job = tuple[int, Callable[[], Snapshot]]
+Job = tuple[int, Callable[[], Any]]
+
+
+class Store(Protocol):
+    """What the writer needs of a store of checkpoints."""
+
+    @property
+    def directory(self) -> Path:
+        """Of the checkpoints."""
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, in order."""
+
+    def write(self, step: int, snapshot: Any) -> object:
+        """Write a checkpoint."""
 
 
 class BackgroundWriter:
@@ -34,6 +47,8 @@ class BackgroundWriter:
 
     Example:
         >>> import tempfile
+        >>> from lockstep.checkpoint.format import Snapshot
+        >>> from lockstep.checkpoint.store import CheckpointStore
         >>> folder = tempfile.TemporaryDirectory()
         >>> with CheckpointStore(folder.name) as store, BackgroundWriter(store) as writer:
         ...     writer.submit(1, lambda: Snapshot({}, {"epoch": 0}))
@@ -45,7 +60,7 @@ class BackgroundWriter:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: Store,
         *,
         timeout_seconds: float = 600.0,
         log: Callable[[str], None] = log_info,
@@ -71,7 +86,7 @@ class BackgroundWriter:
         """Whether :meth:`submit` would wait."""
         return self._waiting is not None
 
-    def submit(self, step: int, make_snapshot: Callable[[], Snapshot]) -> None:
+    def submit(self, step: int, make_snapshot: Callable[[], Any]) -> None:
         """Queue a checkpoint; returns at once, unless another one already waits.
 
         Args:
@@ -148,7 +163,7 @@ class BackgroundWriter:
             with self._changed:
                 job = self._next()
 
-    def _write(self, step: int, make_snapshot: Callable[[], Snapshot]) -> BaseException | None:
+    def _write(self, step: int, make_snapshot: Callable[[], Any]) -> BaseException | None:
         try:
             self.store.write(step, make_snapshot())
         except BaseException as error:  # Training continues after any error, and later checkpoints are written.

@@ -16,6 +16,9 @@ the key. Older versions ignore that line.
 
 ``arrays.npz`` is a zip file as ``numpy.savez`` writes it, and ``numpy.load`` reads it without Lockstep. Lockstep reads no header in it: the
 manifest has the offset, dtype, shape and sha256 of each array.
+
+If each process has written its shards (:mod:`lockstep.checkpoint.shards`), the manifest has version 2 and lists the sha256 of the manifests
+of all parts. What is read are whole arrays, as if one process had written them.
 """
 
 import hashlib
@@ -26,7 +29,7 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +41,7 @@ import numpy as np
 from lockstep._arrays import DTYPES, ML_DTYPES
 from lockstep._errors import CheckpointError, OptionError, whole_number
 from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
+from lockstep.checkpoint.shards import PART, check_cover, places, put_shard
 
 __all__ = [
     "ARRAYS",
@@ -60,6 +64,8 @@ __all__ = [
     "free_name",
     "in_file",
     "is_leftover",
+    "is_part",
+    "parts_of",
     "read",
     "read_array",
     "sign",
@@ -176,7 +182,7 @@ def widened(array: np.ndarray) -> np.ndarray:
 
 
 MANIFEST, ARRAYS, STATUS = "manifest.json", "arrays.npz", "status.json"
-VERSION = 1
+VERSION = 2  # of a manifest with parts; others have version 1
 
 _NAME = re.compile(r"step-(\d{9,})(?:-([2-9]|[1-9]\d+))?", re.ASCII)
 KEY_FILE = "LOCKSTEP_CHECKPOINT_KEY_FILE"  # names the file of the key that signs checkpoints
@@ -226,6 +232,11 @@ def is_leftover(name: str) -> bool:
     return any(name.startswith(mark) and step_of(name.removeprefix(mark)) is not None for mark in (WRITTEN, REMOVED))
 
 
+def is_part(name: str) -> bool:
+    """Return whether this names a part that is not in a checkpoint yet, whole or half written."""
+    return name.removeprefix(WRITTEN).removeprefix(REMOVED).startswith(f".{PART}")
+
+
 def _order(path: Path) -> tuple[int, int]:
     found = _NAME.fullmatch(path.name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
@@ -271,12 +282,18 @@ class Manifest:
         bytes: size of the file of arrays.
         arrays: by name.
         metadata: see :class:`lockstep.checkpoint.format.Snapshot`.
+        parts: the sha256 of the manifest of each part, in hexadecimal digits.
     """
 
     step: int
     bytes: int
     arrays: Mapping[str, Entry]
     metadata: Mapping[str, Any]
+    parts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(map(_DIGEST.fullmatch, self.parts)):
+            raise ValueError(f"parts of {self.parts}")
 
 
 def signing_key(environment: Mapping[str, str] = os.environ) -> bytes | None:
@@ -316,8 +333,10 @@ def encode(manifest: Manifest, key: bytes | None = None) -> bytes:
         "sha256": "..."
         }
     """
-    fields = {"version": VERSION, **asdict(manifest)}
+    fields = {"version": 2 if manifest.parts else 1, **asdict(manifest)}
     fields["facts"] = fields.pop("metadata")  # its name on disk
+    parts = fields.pop("parts")
+    fields |= {"parts": parts} if parts else {}
     head = _BEGIN + "".join(f'"{name}": {json.dumps(value)},\n' for name, value in fields.items()).encode()
     if key is not None:
         head += f'"hmac": "{hmac.new(key, head, hashlib.sha256).hexdigest()}",\n'.encode()
@@ -352,9 +371,7 @@ def decode(data: bytes, path: Path, key: bytes | None = None) -> Manifest:
     try:
         return _from_fields(json.loads(data), path)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: is no valid manifest of version {VERSION}: {type(error).__name__}: {error}."
-        ) from error
+        raise CheckpointError(f"{path}: is no valid manifest: {type(error).__name__}: {error}.") from error
 
 
 def _check_signature(head: bytes, path: Path, key: bytes) -> None:
@@ -379,7 +396,7 @@ def _from_fields(fields: dict[str, Any], path: Path) -> Manifest:
         check_name(name)
     arrays = {name: Entry(**entry) for name, entry in fields["arrays"].items()}
     step, size = (whole_number(name, fields[name], least=0) for name in ("step", "bytes"))
-    return Manifest(step, size, arrays, dict(fields["facts"]))
+    return Manifest(step, size, arrays, dict(fields["facts"]), tuple(fields.get("parts", ())))
 
 
 # arrays.npz
@@ -510,14 +527,18 @@ class Loaded:
     path: Path
 
 
-def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None) -> None:
-    """Write the files of a checkpoint into an empty directory, synced to the disk.
+def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, parts: Sequence[str] = ()) -> str:
+    """Write the files of a checkpoint into a directory that has none but its parts, synced to the disk.
 
     Args:
         path: the directory.
         step: of the checkpoint.
         snapshot: its content.
         key: signs it.
+        parts: what this function has returned for each part.
+
+    Returns:
+        The sha256 of the manifest, in hexadecimal digits.
 
     Raises:
         OSError: a file cannot be written.
@@ -528,7 +549,7 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None) -
         size = file.tell()
         file.flush()
         os.fsync(file.fileno())
-    content = encode(Manifest(step, size, entries, snapshot.metadata), key)
+    content = encode(Manifest(step, size, entries, snapshot.metadata, tuple(parts)), key)
     if len(content) > LARGEST_MANIFEST:
         raise OptionError(
             f"Snapshot: metadata: its manifest would have {len(content):,} bytes, at most {LARGEST_MANIFEST:,} are read. Fix: put "
@@ -538,6 +559,7 @@ def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None) -
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return hashlib.sha256(content).hexdigest()
 
 
 def sign(path: Path, key: bytes) -> None:
@@ -578,13 +600,55 @@ def describe(path: Path, key: bytes | None = None) -> Manifest:
     return manifest
 
 
+def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
+    """Read the manifests of a checkpoint's parts, by directory.
+
+    Args:
+        path: the checkpoint's directory.
+        manifest: of the checkpoint.
+
+    Raises:
+        CheckpointError: a part is missing, is not what was written, or the parts do not make up whole arrays.
+    """
+    found = {}
+    for number, expected in enumerate(manifest.parts):
+        file_path = path / f"{PART}{number}" / MANIFEST
+        with _checkpoint_errors(file_path):
+            data = read_file(file_path, LARGEST_MANIFEST)
+        if hashlib.sha256(data).hexdigest() != expected:
+            raise CheckpointError(
+                f"{file_path}: is damaged, or of another checkpoint: its sha256 is not {expected[:16]}…."
+            )
+        found[file_path.parent] = decode(data, file_path)
+    try:
+        check_cover(
+            (place, part.arrays[name].shape, part.arrays[name].dtype)
+            for part in found.values()
+            for name, place in places(part.metadata).items()
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: its parts are no whole arrays: {type(error).__name__}: {error}.") from error
+    return found
+
+
 def read(path: Path, key: bytes | None = None) -> Loaded:
     """Read and check a checkpoint. Args and errors are those of :func:`describe`."""
-    manifest, file_path = describe(path, key), path / ARRAYS
+    manifest = describe(path, key)
+    parts = parts_of(path, manifest)
+    arrays = dict(_arrays_in(path, manifest))
+    for part_path, part in parts.items():
+        belongs = places(part.metadata)
+        for name, value in _arrays_in(part_path, part):
+            put_shard(arrays, belongs[name], value)
+    return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
+
+
+def _arrays_in(path: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarray]]:
+    file_path = path / ARRAYS
     with _checkpoint_errors(file_path), open_to_read(file_path) as file:
         check_bounds(file, manifest, file_path)
-        arrays = {name: read_array(file, name, entry, file_path) for name, entry in manifest.arrays.items()}
-    return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
+        for name, entry in manifest.arrays.items():
+            yield name, read_array(file, name, entry, file_path)
 
 
 def verify(path: Path, key: bytes | None = None) -> list[str]:
@@ -594,19 +658,27 @@ def verify(path: Path, key: bytes | None = None) -> list[str]:
         path: the checkpoint's directory.
         key: must have signed it; None: signatures are ignored.
     """
-    problems = []
     try:
-        manifest, file_path = describe(path, key), path / ARRAYS
+        manifest = describe(path, key)
+        parts = parts_of(path, manifest)
+    except CheckpointError as error:
+        return [str(error)]
+    return [problem for each in ({path: manifest} | parts).items() for problem in _damage(*each)]
+
+
+def _damage(path: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield a sentence for each damaged array of a checkpoint or part."""
+    file_path = path / ARRAYS
+    try:
         with _checkpoint_errors(file_path), open_to_read(file_path) as file:
             check_bounds(file, manifest, file_path)
             for name, entry in manifest.arrays.items():
                 try:
                     read_array(file, name, entry, file_path)
                 except CheckpointError as error:
-                    problems.append(str(error))
+                    yield str(error)
     except CheckpointError as error:
-        problems.append(str(error))
-    return problems
+        yield str(error)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from lockstep._files import make_directory, open_own, publish, remove, sweep
 from lockstep._logging import log_info
 from lockstep.checkpoint import format
 from lockstep.checkpoint.format import Loaded, Manifest, Snapshot, checkpoints_in, free_name, is_leftover, step_of
+from lockstep.checkpoint.shards import PART
 
 __all__ = ["CheckpointStore", "WriterLock"]
 
@@ -186,14 +187,15 @@ class CheckpointStore:
             CheckpointError: another job holds it (the message names host, process and time), or the directory cannot be made.
         """
         with self._writing("no lock can be taken"):
-            pass
+            if self._lock.is_exclusive:
+                self._log_errors(lambda: sweep(self.directory, format.is_part))
 
     def close(self) -> None:
         """Release the lock, after a write of another thread has ended. The store can still be read."""
         with self._write_turn("the lock cannot be released"):
             self._lock.release()
 
-    def write(self, step: int, snapshot: Snapshot) -> Path:
+    def write(self, step: int, snapshot: Snapshot, parts: Sequence[tuple[Path, str]] = ()) -> Path:
         """Write a checkpoint, then remove the oldest beyond ``keep``.
 
         When this returns, the checkpoint is on the disk. If it fails, or the process is killed meanwhile, the older checkpoints are
@@ -203,6 +205,7 @@ class CheckpointStore:
         Args:
             step: number of steps that were trained, 0 or more.
             snapshot: the content.
+            parts: directories of parts, which become those of the checkpoint, each with the sha256 of its manifest.
 
         Returns:
             The checkpoint's directory.
@@ -216,10 +219,37 @@ class CheckpointStore:
             if self._lock.is_exclusive:
                 self._log_errors(lambda: sweep(self.directory, is_leftover))
             name = free_name(step, checkpoints_in(self.directory))
-            path = publish(self.directory, name, lambda path: format.write(path, step, snapshot, self._key))
+            path = publish(self.directory, name, lambda path: self._fill(path, step, snapshot, parts))
             self._log_errors(lambda: remove(self.directory, self._outdated(path)))
             self._report_newer(step)
         return path
+
+    def write_part(self, name: str, step: int, snapshot: Snapshot) -> str:
+        """Write the shards of one process; needs no lock, as no other process writes under the same name.
+
+        Args:
+            name: of the part's directory, until it is that of a checkpoint.
+            step: of the checkpoint.
+            snapshot: shards, as :func:`lockstep.checkpoint.shards.pack` describes them.
+
+        Returns:
+            The sha256 of its manifest.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        digests: list[str] = []
+        try:
+            publish(self.directory, name, lambda path: digests.append(format.write(path, step, snapshot)))
+        except OSError as error:
+            what = f"a part of the checkpoint of step {step} cannot be written"
+            raise _failed(what, self.directory, error, snapshot.nbytes) from error
+        return digests[0]
+
+    def _fill(self, path: Path, step: int, snapshot: Snapshot, parts: Sequence[tuple[Path, str]]) -> None:
+        for number, (part, _) in enumerate(parts):
+            os.rename(part, path / f"{PART}{number}")
+        format.write(path, step, snapshot, self._key, [digest for _, digest in parts])
 
     def discard_newer(self, step: int) -> list[Path]:
         """Remove the checkpoints of all later steps: a run that goes back to ``step`` must not be resumed from those.

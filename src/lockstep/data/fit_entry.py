@@ -130,8 +130,17 @@ class ProcessGroup:
         """Return the chief's value on every process."""
         return found
 
-    def all_gather(self, topic: str, value: Any) -> list[Any]:
-        """Return the values of all processes, each of which calls this method with the same topic."""
+    def all_gather(
+        self, topic: str, value: Any, *, channel: str | None = None, timeout_seconds: float | None = None
+    ) -> list[Any]:
+        """Return the values of all processes, each of which calls this method with the same topic.
+
+        Args:
+            topic: what is gathered, for messages.
+            value: of JSON.
+            channel: the sequence of calls that this one belongs to, for calls in a thread of its own.
+            timeout_seconds: limit of the wait; None: that of the cluster.
+        """
         return [value]
 
     def agree(self, topic: str, value: Any) -> None:

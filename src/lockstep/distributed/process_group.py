@@ -21,7 +21,7 @@ from lockstep.data import fit_entry
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.pass_iterator import digest_of_batch
 from lockstep.distributed.consistency_checks import describe_model
-from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
 
 __all__ = ["WorkerProcessGroup", "coordinate_saving", "disable_saving"]
@@ -79,9 +79,11 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         step, metadata = self._client.broadcast("the checkpoint", [step, metadata])
         return None if step is None else (step, _broadcast_arrays(self._client, self._placement, arrays), metadata)
 
-    def all_gather(self, topic: str, value: Any) -> list[Any]:
+    def all_gather(
+        self, topic: str, value: Any, *, channel: str | None = None, timeout_seconds: float | None = None
+    ) -> list[Any]:
         """See the base class."""
-        return self._client.gather(topic, value)
+        return self._client.gather(topic, value, channel=channel or MAIN, timeout_seconds=timeout_seconds)
 
     def agree(self, topic: str, value: Any) -> None:
         """See the base class."""

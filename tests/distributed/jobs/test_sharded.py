@@ -30,6 +30,7 @@ def test_sharded_variables_of_two_workers_are_as_those_of_one_process(job, shard
     np.testing.assert_allclose(chief["eager"], chief["history"][:1], rtol=1e-5)
     here, everywhere = chief["bytes"]
     assert here == chief["layout"]
+    assert chief["parts"] == [2, 0]  # The second directory is on the chief's disk.
     assert here < most * everywhere
     assert (chief["zeros"], chief["same again"], chief["trained on"], chief["checked"]) == (0.0, [True, True], True, 64)
     for name in ("model.keras", "best.keras"):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import shutil
+import weakref
 
 import jax
 import keras
@@ -348,3 +349,24 @@ def test_calls_of_several_steps_that_do_not_divide_an_epoch_go_on_at_the_same_ro
 
     assert left(tmp_path, stop) != left(None)
     assert left(tmp_path) == left(None)
+
+
+def test_the_arrays_of_a_checkpoint_are_not_kept_once_they_are_set(tmp_path, monkeypatch):
+    newest, kept = CheckpointStore.newest, []
+
+    def remembered(store, *check):
+        loaded = newest(store, *check)
+        variables = [array for name, array in loaded.snapshot.arrays.items() if not name.startswith("logs/")]
+        kept.extend(map(weakref.ref, variables))
+        return loaded
+
+    class Counts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            alive.append(sum(ref() is not None for ref in kept))
+
+    Run(tmp_path, epochs=1).fit()
+    alive = []
+    monkeypatch.setattr(CheckpointStore, "newest", remembered)
+    Run(tmp_path, epochs=2).fit(callbacks=[Counts()])
+    assert len(kept) > 10
+    assert alive[1:] == [0] * 4  # Until the first step has ended, JAX may compute on their memory.

@@ -149,7 +149,7 @@ def flip(path):
 
 
 def write_as_a_newer_version(path):
-    head = (path / "manifest.json").read_bytes().replace(b'"version": 1', b'"version": 2', 1).rpartition(b'"sha256"')[0]
+    head = (path / "manifest.json").read_bytes().replace(b'"version": 1', b'"version": 3', 1).rpartition(b'"sha256"')[0]
     digest = hashlib.sha256(head).hexdigest()
     (path / "manifest.json").write_bytes(head + f'"sha256": "{digest}"\n}}\n'.encode())
 
@@ -170,7 +170,7 @@ def put_a_file_there(path):
 DAMAGES = {
     flip: "is damaged: its",
     truncate: "is truncated: it has 1,000 bytes",
-    write_as_a_newer_version: "is of format version 2; this Lockstep reads versions up to 1.",
+    write_as_a_newer_version: "is of format version 3; this Lockstep reads versions up to 2.",
     write_something_else: "is foreign: no manifest of Lockstep begins with",
     lose_the_manifest: "manifest.json: is missing.",
     put_a_file_there: "manifest.json: cannot be read: Not a directory.",

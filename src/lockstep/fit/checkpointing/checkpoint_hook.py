@@ -36,23 +36,27 @@ def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[Non
     is_writer, data = context.process_group.process == 0, context.data
     store = CheckpointStore(backup.directory, backup.keep, log=context.log) if is_writer else None
     with store or nullcontext(), Preemption(context.process_group, backup.frequency.is_late) as preemption:
-        found = context.process_group.broadcast_from_chief(_newest(store, MetadataCheck(context.callbacks)))
-        resumed = ResumedRun.from_checkpoint(found).for_epochs(context.arguments.get("epochs", 1), backup.extend)
         setup = context.setup | {"steps of an epoch": data.steps}
-        run = FitCheckpoint(backup, context.functions, data, setup, resumed, store, preemption, context.log)
+        group, functions = context.process_group, context.functions
+        # No name here keeps the arrays of the resumed run, which are as large as the model.
+        run = FitCheckpoint(
+            backup, functions, data, setup, _resumed_run(backup, context, store), store, group, preemption, context.log
+        )
         _start_at_resume_position(run, context)
         backup.is_attached, context.checkpoint = True, run
         try:
-            with context.functions.hooked(run):
+            with functions.hooked(run):
                 yield
         finally:
             backup.is_attached = False
             run.close()
 
 
-def _newest(store: CheckpointStore | None, check: MetadataCheck) -> Found | None:
-    loaded = store.newest(check) if store else None
-    return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
+def _resumed_run(backup: BackupAndRestore, context: FitContext, store: CheckpointStore | None) -> ResumedRun:
+    loaded = store.newest(MetadataCheck(context.callbacks)) if store else None
+    newest: Found | None = (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
+    found = context.process_group.broadcast_from_chief(newest)
+    return ResumedRun.from_checkpoint(found).for_epochs(context.arguments.get("epochs", 1), backup.extend)
 
 
 def _start_at_resume_position(run: FitCheckpoint, context: FitContext) -> None:

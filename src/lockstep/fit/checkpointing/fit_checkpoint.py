@@ -7,6 +7,7 @@ the metrics there.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from lockstep._errors import CheckpointError, InputError
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.format import Loaded, Snapshot
+from lockstep.checkpoint.sharded_store import ShardedSnapshot, ShardedStore, shared_token
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import InputState, IteratorState, capture_random_state, restore_random_state
 from lockstep.doctor.base import FitCall, doctor_enabled
@@ -147,6 +150,7 @@ def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) ->
     )
 
 
+_PART_SECONDS = 600.0  # for all workers to write their shards
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
 
 
@@ -178,7 +182,8 @@ class FitCheckpoint(StepHook):
         data: the input.
         setup: settings that a resumed run must share with the run before.
         resumed: the run to resume; a new run if there is no checkpoint.
-        store: takes checkpoints; None on workers that do not write.
+        store: takes checkpoints; None on workers.
+        process_group: the processes of the job.
         preemption: finds the step after which all processes stop.
         log: takes a line for the user.
 
@@ -195,12 +200,15 @@ class FitCheckpoint(StepHook):
         setup: dict[str, Any],
         resumed: ResumedRun,
         store: CheckpointStore | None,
+        process_group: ProcessGroup,
         preemption: Preemption,
         log: Callable[[str], None],
     ) -> None:
         self._backup, self._functions, self._data, self._setup = backup, functions, data, setup
         self._model, self._preemption, self._log = functions.model, preemption, log
+        self._store, self._process_group = store, process_group
         self._writer = BackgroundWriter(store, log=log) if store else None
+        self._writes_shards = False
         self._variables, self._versions = ModelVariables(self._model), used_versions()
         self.callbacks: list[keras.callbacks.Callback] = []
         self._first_attributes: list[dict[str, Any]] = []  # of the other callbacks, when training began
@@ -239,6 +247,8 @@ class FitCheckpoint(StepHook):
     def train_begins(self) -> None:
         """Restore the state, after ``on_train_begin`` of all callbacks."""
         self._first_attributes = [packed_attributes(callback, "", None) for callback in self._other_callbacks]
+        if self._variables.are_spread():
+            self._share_writing()
         resumed = self.resumed
         if resumed.is_new:
             return
@@ -258,6 +268,7 @@ class FitCheckpoint(StepHook):
         self._position = self._position._replace(epoch=epoch, batch=batch)
         if batch:  # Keras has reset the metrics, and callbacks have begun the epoch anew.
             self._restore()
+        self.resumed = replace(self.resumed, arrays={})  # They are as large as the model.
 
     def batch_begins(self, epoch: int, batch: int) -> None:
         """Note the step that Keras is at."""
@@ -311,11 +322,11 @@ class FitCheckpoint(StepHook):
             self._writer.close()
 
     def newest(self) -> Found | None:
-        """The newest good checkpoint of the directory; None on workers that do not write."""
-        if self._writer is None:
+        """The newest good checkpoint of the directory; None on workers."""
+        if self._writer is None or self._store is None:
             return None
         self._writer.wait()
-        loaded = self._writer.store.newest(self._check)
+        loaded = self._store.newest(self._check)
         return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
 
     def _check(self, loaded: Loaded) -> None:
@@ -333,9 +344,22 @@ class FitCheckpoint(StepHook):
         if newest is not None:
             self._variables.state = newest
         self._backup.frequency.saved()
-        copies = self._variables.copies(wanted=self._writer is not None)
+        copies = self._copies() | point.values
         if self._writer is None:
             return
+        shards = {name: copies.pop(name) for name in list(copies) if isinstance(copies[name], list)}
+        metadata, arrays = self._metadata(point, is_finished) if self._store else ({}, {})
+
+        def snapshot() -> Snapshot | ShardedSnapshot:
+            if self._store is None:
+                return ShardedSnapshot(shards)
+            whole = Snapshot({name: np.asarray(array) for name, array in (arrays | copies).items()}, metadata)
+            return ShardedSnapshot(shards, whole) if self._writes_shards else whole
+
+        self._write(self._writer, snapshot)
+
+    def _metadata(self, point: _SavePoint, is_finished: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the metadata of a checkpoint, and the arrays of callbacks and logs; those of logs may still be computed."""
         arrays: dict[str, np.ndarray] = {}
         callbacks = enumerate(zip(self._other_callbacks, self._first_attributes, strict=True))
         attributes = [
@@ -360,25 +384,36 @@ class FitCheckpoint(StepHook):
             "versions": self._versions,
             "variables": {name: variable.path for name, variable in self._variables.named().items()},
         }
-        copies |= point.values | {f"logs/{n}": value for n, value in enumerate(logs)}
-
-        def snapshot() -> Snapshot:
-            return Snapshot(arrays | {name: np.asarray(copy) for name, copy in copies.items()}, metadata)
-
-        self._write(self._writer, snapshot)
+        return metadata, arrays | {f"logs/{n}": value for n, value in enumerate(logs)}
 
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
         """The state now, with the values of some kinds of variables."""
         data, random = self._data.get_state(is_epoch_over), capture_random_state()
-        values = self._variables.copies(*kinds, wanted=self._writer is not None) if kinds else {}
+        values = self._copies(*kinds) if kinds else {}
         is_over = is_epoch_over and position.batch > 0
         return _SavePoint(position, is_over, data, random, values)
+
+    def _copies(self, *kinds: str) -> dict[str, Any]:
+        return self._variables.copies(*kinds, wanted=self._store is not None, in_shards=self._writes_shards)
+
+    def _share_writing(self) -> None:
+        """Have each worker write its shards, if all have the chief's directory; else the chief gathers and writes all."""
+        directory, group = self._backup.directory, self._process_group
+        token = shared_token(directory, is_chief=self._store is not None, gather=group.all_gather)
+        if token is None:
+            self._log(
+                f"{directory}: not all workers see the directory of worker 0, which gathers sharded variables and writes them alone"
+            )
+            return
+        gather = partial(group.all_gather, channel="checkpoints", timeout_seconds=_PART_SECONDS)
+        store = ShardedStore(self._store or CheckpointStore(directory, log=self._log), group.process, token, gather)
+        self._writer, self._writes_shards = BackgroundWriter(store, log=self._log), True
 
     def _exit(self) -> None:
         step = self._position.step
         exit_after_checkpoint(self._preemption, step, self._backup.directory, self._writer, self._log)
 
-    def _write(self, writer: BackgroundWriter, make: Callable[[], Snapshot]) -> None:
+    def _write(self, writer: BackgroundWriter, make: Callable[[], Any]) -> None:
         step = self._position.step
         if writer.is_full or not self._backup.async_:
             self._functions.pause()  # The other workers wait for this one.

@@ -26,6 +26,7 @@ from lockstep._arrays import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
 from lockstep.checkpoint.format import Loaded
+from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.device_placement import gather_on_host, is_spread
 from lockstep.data.pass_iterator import check_random_state
 
@@ -63,12 +64,17 @@ class ModelVariables:
         groups = zip(KINDS, variables_of(self._model), strict=True)
         return {f"{kind}/{number}": x for kind, group in groups for number, x in enumerate(group)}
 
-    def copies(self, *kinds: str, wanted: bool = True) -> dict[str, Any]:
+    def are_spread(self) -> bool:
+        """Return whether there is a variable that no process has as a whole."""
+        return any(is_spread(variable.value) for variable in self.named().values())
+
+    def copies(self, *kinds: str, wanted: bool = True, in_shards: bool = False) -> dict[str, Any]:
         """Copy the current values of some kinds of variables, or of all, as the next step reuses their memory.
 
         Args:
             *kinds: of variables.
             wanted: whether this process needs the copies. All processes call this, as they have shards of sharded variables.
+            in_shards: see :func:`copies_of`.
         """
         named = self.named()
         if self.state is None or trainer.is_synced(self._model):
@@ -76,7 +82,8 @@ class ModelVariables:
         else:
             values = dict(zip(named, (array for part in self.state for array in part), strict=True))
         chosen = {name: value for name, value in values.items() if not kinds or name.partition("/")[0] in kinds}
-        return dict(zip(chosen, copies_of(list(chosen.values()), wanted=wanted), strict=True))
+        copies = copies_of(list(chosen.values()), wanted=wanted, in_shards=in_shards)
+        return dict(zip(chosen, copies, strict=True))
 
     def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
         """Set all variables. Args and errors are those of :meth:`check`; after an error no variable is changed."""
@@ -116,21 +123,24 @@ def _copied(values: list[Any]) -> list[Any]:
     return [jnp.copy(value) for value in values]
 
 
-def copies_of(values: list[Any], *, wanted: bool = True) -> list[Any]:
+def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False) -> list[Any]:
     """Copy arrays.
 
     Args:
         values: the arrays. Of one that every device has, the first device's is copied; one whose shards are on devices of several
             processes is gathered in the memory of the host, and the others are copied on their devices, asynchronously.
         wanted: whether this process needs the copies. All processes call this with the same arrays.
+        in_shards: of arrays on several processes each gets its own shards, also if it does not want the others.
 
     Returns:
-        The copies; None for what is not wanted.
+        The copies; a list of shards for an array that is not gathered; None for what is not wanted.
     """
     arrays = [jnp.asarray(value) for value in values]
     copies: list[Any] = [None] * len(arrays)
     for place, array in enumerate(arrays):
-        if is_spread(array):  # One after the other, as each needs the memory of a whole array on every device.
+        if is_spread(array) and in_shards:
+            copies[place] = _own_shards(array)
+        elif is_spread(array):  # One after the other, as each needs the memory of a whole array on every device.
             copies[place] = gather_on_host(array, wanted)
     if not wanted:
         return copies
@@ -140,6 +150,15 @@ def copies_of(values: list[Any], *, wanted: bool = True) -> list[Any]:
         for place, copy in zip(group, _copied(list(group.values())), strict=True):
             copies[place] = copy
     return copies
+
+
+def _own_shards(array: jax.Array) -> list[ArrayShard]:
+    """Copy the shards that no process before this one has, on their devices."""
+    return [
+        ArrayShard(array.shape, tuple(part.start or 0 for part in shard.index), jnp.copy(shard.data))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
 
 
 _LEFT_OUT = ("model", "_model", "params", "validation_data")

@@ -12,6 +12,7 @@ from lockstep.checkpoint.format import (
     Loaded,
     Manifest,
     describe,
+    parts_of,
     read,
     signing_key,
     step_of,
@@ -62,21 +63,23 @@ def table(paths: list[Path], verbose: bool) -> Iterator[str]:
     for path in paths:
         try:
             manifest = describe(path, signing_key())
+            parts = parts_of(path, manifest).values()
         except CheckpointError as error:
             yield f"{path.name}: {error}"
             continue
-        yield _row(manifest)
+        yield _row(manifest, sum(each.bytes for each in (manifest, *parts)))
         if verbose:
-            yield from _arrays(manifest)
+            for each in (manifest, *parts):
+                yield from _arrays(each)
 
 
-def _row(manifest: Manifest) -> str:
+def _row(manifest: Manifest, size: int) -> str:
     metadata: Mapping[str, Any] = manifest.metadata
     versions = metadata.get("versions", "-")
     if isinstance(versions, dict):
         versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     numbers = (str(metadata.get(name, "-")) for name in ("epoch", "batch"))
-    return _ROW.format(manifest.step, *numbers, f"{manifest.bytes:,}", str(metadata.get("replicas", "-")), versions)
+    return _ROW.format(manifest.step, *numbers, f"{size:,}", str(metadata.get("replicas", "-")), versions)
 
 
 def _arrays(manifest: Manifest) -> Iterator[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from keras import layers
 
 import lockstep
+from lockstep.checkpoint.store import CheckpointStore
 from tests.distributed.jobs.program import config, make_strategy, tell
 
 folder = Path(config["folder"])
@@ -74,10 +75,17 @@ def reads_and_sets(model):
 
 def resumed(model, run, save_freq):
     """The digest after four epochs, from a copy of a run's checkpoints."""
+    directory = folder / f"resumed {config['index']}"  # Each worker has a disk of its own.
     if config["index"] == 0:  # Only the chief reads them.
-        shutil.copytree(run, folder / "resumed")
-    fit(model, 4, BackupAndRestore(folder / "resumed", save_freq=save_freq))
+        shutil.copytree(run, directory)
+    fit(model, 4, BackupAndRestore(directory, save_freq=save_freq))
     return digest(model)
+
+
+def parts(directory):
+    """Number of the parts of the newest checkpoint of worker 0."""
+    newest = CheckpointStore(directory).paths()[-1]
+    return len(list(newest.glob("part-*")))
 
 
 def tell_bits():
@@ -101,6 +109,7 @@ def run_workers():
     tell(bits=digest(model), bytes=bytes_here(model), layout=strategy.layout(model).device_bytes)
     again = build(deterministic=True, **SHARDED)[1]
     tell(resumed=resumed(again, folder / "run", "0.001 s"))  # The chief finds when it is time.
+    tell(parts=[parts(folder / "run"), parts(folder / "resumed 0")])
 
     tell(history=fit(build(**SHARDED)[1], 3).history["loss"])
     strategy, model = build(use_ema=True, **SHARDED)

@@ -1,0 +1,131 @@
+"""Checkpoints of which each process writes its shards, into a directory that all processes have."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep._errors import CheckpointError, LockstepError
+from lockstep._files import make_directory
+from lockstep.checkpoint.format import Snapshot
+from lockstep.checkpoint.shards import PART, ArrayShard, pack
+from lockstep.checkpoint.store import CheckpointStore
+
+__all__ = ["ShardedSnapshot", "ShardedStore", "shared_token"]
+
+Gather = Callable[[str, Any], list[Any]]  # returns the values of all processes, which all call it with the same topic
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedSnapshot:
+    """What one process writes of a checkpoint.
+
+    Args:
+        shards: by name of the array, those of this process.
+        whole: all that is not in shards; None on other processes than the first.
+    """
+
+    shards: Mapping[str, Sequence[ArrayShard]]
+    whole: Snapshot | None = None
+
+
+def shared_token(directory: Path, *, is_chief: bool, gather: Gather) -> str | None:
+    """Find out whether all processes have the chief's directory; all call this.
+
+    Args:
+        directory: of the checkpoints, as this process names it.
+        is_chief: whether this is the first process.
+        gather: see above.
+
+    Returns:
+        A random name that all processes got and saw there as a file; None if one did not see it.
+    """
+    token = gather("a name for parts of checkpoints", secrets.token_hex(8))[0]
+    probe = directory / f".shared-{token}"
+    try:
+        if is_chief:
+            make_directory(directory)
+            probe.touch()
+        gather("whether the directory of checkpoints can be probed", None)
+        is_shared = all(gather("whether all have the directory of checkpoints", probe.exists()))
+    finally:
+        if is_chief:
+            probe.unlink(missing_ok=True)
+    return token if is_shared else None
+
+
+@dataclass(frozen=True)
+class ShardedStore:
+    """The store of one process for checkpoints that all processes write together.
+
+    Each writes its shards as a part, under a hidden name. When all have, the chief moves the parts into the new checkpoint, so that it
+    appears as a whole.
+
+    Args:
+        store: of the directory; the chief's writes.
+        process: number of this process.
+        token: of :func:`shared_token`; names of parts have it, so that a process of an earlier job cannot write into this one's.
+        gather: see above.
+    """
+
+    store: CheckpointStore
+    process: int
+    token: str
+    gather: Gather
+    directory: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", self.store.directory)
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints, in order."""
+        return self.store.steps()
+
+    def write(self, step: int, snapshot: ShardedSnapshot) -> None:
+        """Write this process's shards, and wait until the checkpoint is complete; all processes call this.
+
+        Args:
+            step: number of steps that were trained.
+            snapshot: the content.
+
+        Raises:
+            CheckpointError: a process could not write its part, or the chief the checkpoint. Every process gets the error.
+        """
+        name = self._part_name(step, self.process)
+        try:
+            found = self.gather(
+                f"the shards of the checkpoint of step {step}", self._write_part(name, step, snapshot.shards)
+            )
+            problem = next(
+                (f"worker {number}: {each['error']}" for number, each in enumerate(found) if "error" in each), None
+            )
+            if problem is None and snapshot.whole is not None:
+                parts = [
+                    (self.directory / self._part_name(step, number), each["sha256"])
+                    for number, each in enumerate(found)
+                ]
+                problem = self._write_whole(step, snapshot.whole, parts)
+            problem = self.gather(f"whether the checkpoint of step {step} is written", problem)[0]
+        finally:
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    def _part_name(self, step: int, process: int) -> str:
+        return f".{PART}{process}-of-{step:09}-{self.token}"
+
+    def _write_part(self, name: str, step: int, shards: Mapping[str, Sequence[ArrayShard]]) -> dict[str, str]:
+        try:
+            return {"sha256": self.store.write_part(name, step, Snapshot(*pack(shards)))}
+        except LockstepError as error:
+            return {"error": str(error)}
+
+    def _write_whole(self, step: int, whole: Snapshot, parts: Sequence[tuple[Path, str]]) -> str | None:
+        """Write the checkpoint; return the error, as the other processes wait for the outcome."""
+        try:
+            self.store.write(step, whole, parts)
+        except LockstepError as error:
+            return str(error)
+        return None

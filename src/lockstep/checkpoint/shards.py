@@ -1,0 +1,124 @@
+"""Shards of arrays that no process has as a whole, and how a part of a checkpoint describes them.
+
+If each process writes its shards, the directory of a checkpoint has directories ``part-0``, ``part-1``, … with the files of a checkpoint
+each. The arrays of a part are shards, and its metadata has, for each, the name and shape of the whole array and the first place in it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep._errors import whole_number
+
+__all__ = ["PART", "ArrayShard", "Place", "check_cover", "pack", "places", "put_shard"]
+
+PART = "part-"  # and the number of the process
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayShard:
+    """The block of a larger array that one device has.
+
+    Args:
+        shape: of the whole array.
+        start: index of the first element of the block, along each axis.
+        value: the block.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    value: Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stored shard belongs.
+
+    Args:
+        array: name of the whole array.
+        shape: of the whole array.
+        start: index of the shard's first element, along each axis.
+    """
+
+    array: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for number in (*self.shape, *self.start):
+            whole_number("a dimension or a start", number, least=0)
+        if len(self.shape) != len(self.start):
+            raise ValueError(f"a shard at {self.start} of array {self.array!r} of {self.shape}")
+
+    def block(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return the index of a shard of this shape in the whole array."""
+        return tuple(slice(start, start + length) for start, length in zip(self.start, shape, strict=True))
+
+
+def pack(shards: Mapping[str, Sequence[ArrayShard]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays and the metadata of a part.
+
+    Args:
+        shards: by name of the whole array.
+
+    Example:
+        >>> arrays, metadata = pack({"kernel": [ArrayShard((4, 2), (2, 0), np.ones((2, 2)))]})
+        >>> list(arrays), metadata
+        (['kernel from 2, 0'], {'shards': {'kernel from 2, 0': {'array': 'kernel', 'shape': [4, 2], 'start': [2, 0]}}})
+    """
+    arrays, described = {}, {}
+    for array, blocks in shards.items():
+        for block in blocks:
+            name = f"{array} from {', '.join(map(str, block.start))}"
+            arrays[name] = block.value
+            described[name] = {"array": array, "shape": list(block.shape), "start": list(block.start)}
+    return arrays, {"shards": described}
+
+
+def places(metadata: Mapping[str, Any]) -> dict[str, Place]:
+    """Return where the arrays of a part belong; the reverse of :func:`pack`.
+
+    Raises:
+        KeyError, TypeError, ValueError: the metadata is not that of a part.
+    """
+    return {
+        name: Place(each["array"], tuple(each["shape"]), tuple(each["start"]))
+        for name, each in metadata["shards"].items()
+    }
+
+
+def check_cover(stored: Iterable[tuple[Place, tuple[int, ...], str]]) -> None:
+    """Check that shards make up whole arrays.
+
+    Args:
+        stored: for each shard its place, shape and dtype.
+
+    Raises:
+        ValueError: a shard is missing, twice there, outside of its array, or of another dtype or shape than the others.
+    """
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    found: dict[str, int] = {}
+    for place, shape, dtype in stored:
+        kind = kinds.setdefault(place.array, (place.shape, dtype))
+        if kind != (place.shape, dtype):
+            raise ValueError(f"array {place.array!r} has shards of {kind} and of {(place.shape, dtype)}")
+        if len(shape) != len(place.shape) or any(
+            block.stop > length for block, length in zip(place.block(shape), place.shape, strict=True)
+        ):
+            raise ValueError(
+                f"a shard of {shape} at {place.start} is outside of array {place.array!r} of {place.shape}"
+            )
+        found[place.array] = found.get(place.array, 0) + math.prod(shape)
+    for array, (shape, _) in kinds.items():
+        if found[array] != math.prod(shape):
+            raise ValueError(f"array {array!r} of {shape} has shards of {found[array]:,} numbers in all")
+
+
+def put_shard(arrays: dict[str, np.ndarray], place: Place, value: np.ndarray) -> None:
+    """Copy a shard into its array, which is made for the first one."""
+    if place.array not in arrays:
+        arrays[place.array] = np.zeros(place.shape, value.dtype)
+    arrays[place.array][place.block(value.shape)] = value
