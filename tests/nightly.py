@@ -27,7 +27,8 @@ PATHS = {
     "law-1": ["tests/laws/test_law_1_n_replicas_equal_one_device.py"],
     "law-2": ["tests/laws/test_law_2_any_topology_same_bits.py"],
     "law-3": ["tests/laws/test_law_3_resume.py", "tests/fit/checkpointing"],
-    "rows": ["tests/execution/rowwise", "tests/programs"],
+    "rows": ["tests/execution/rowwise"],
+    "programs": ["tests/programs"],
 }
 
 # Nets that are compiled for TPUs in one part.

@@ -6,6 +6,7 @@ statistics are averaged by rows. The test of the real thing is that it equals th
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from keras import ops
 
@@ -44,7 +45,10 @@ def naive_values(model, replicas, x, y, trainable, optimizer, old):
             states.append(state)
             sizes.append(size)
             added += size / len(y) * sum(losses)
-        return model.loss(y, ops.concatenate(predictions)) + added, (states, sizes)
+        of_rows = keras.losses.get(model.loss)(
+            y, ops.concatenate(predictions)
+        )  # A loss by name has one value for each row.
+        return ops.mean(of_rows) + added, (states, sizes)
 
     gradients, (states, sizes) = jax.grad(loss, has_aux=True)(trainable)
     trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
