@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from lockstep import CheckpointError
+from lockstep import CheckpointError, cli
 from lockstep.checkpoint.format import Snapshot, encode, parts_of
 from lockstep.checkpoint.sharded_store import ShardedSnapshot, ShardedStore, shared_token
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.checkpoint.store import CheckpointStore
 
-from .cases import names_in, silent, small
+from .cases import names_in, silent, small, store_in
 
 PROCESSES = 3
 KERNEL, SCALES = "model/dense/kernel", "optimizer/dense/kernel/momentum"
@@ -106,6 +106,27 @@ def test_a_signature_holds_the_parts_too(tmp_path, monkeypatch):
     shutil.rmtree(path / "part-1")
     shutil.copytree(path / "part-0", path / "part-1")
     assert "is damaged, or of another checkpoint" in store.verify(path)[0]
+
+
+def test_the_command_knows_parts(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "run", 7)
+    store_in(tmp_path / "whole", 7)
+
+    def said(*arguments):
+        assert cli.main(["checkpoint", *map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    assert f"{KERNEL} from 0, 2: float32 (2, 1), sha256 " in said("show", "-v", tmp_path / "run")
+    assert said("verify", tmp_path / "run") == "step-000000007: good\n"
+    for name in ("run", "whole"):
+        said("export", tmp_path / name, tmp_path / f"{name}.npz")
+    with np.load(tmp_path / "run.npz") as ours, np.load(tmp_path / "whole.npz") as theirs:
+        assert set(ours.files) == set(theirs.files)
+        assert ours[KERNEL].tobytes() == theirs[KERNEL].tobytes()
+    (tmp_path / "key").write_text("a key of 16 bytes, at least")
+    monkeypatch.setenv("LOCKSTEP_CHECKPOINT_KEY_FILE", str(tmp_path / "key"))
+    said("sign", tmp_path / "run")
+    assert_same(CheckpointStore(tmp_path / "run", log=silent).newest().snapshot, small(7))
 
 
 def flip(path):
