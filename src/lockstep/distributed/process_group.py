@@ -1,6 +1,6 @@
 """One call of ``fit``, ``evaluate`` or ``predict`` on all workers: they agree on the call and on each batch; only the chief prints."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from itertools import count
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from lockstep._arrays import array_bytes, arrays_from_bytes, describe_arrays, parse_description
+from lockstep._arrays import DTYPES, array_bytes, describe_arrays, parse_description
 from lockstep._errors import ModelError
 from lockstep._keras.patches import CHIEF_ONLY_FILES, CHIEF_ONLY_PRESETS, install
 from lockstep._keras.sharded_variable import whole_values
@@ -241,7 +241,9 @@ def _refuse_backup(arguments: dict[str, Any]) -> None:
 def _broadcast_arrays(
     client: ControlClient, placement: Placement, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the chief's arrays, as a sum over devices to which only the chief contributes; all workers call this.
+    """Return the chief's arrays, as sums over devices to which only the chief contributes; all workers call this.
+
+    The bytes of all arrays follow each other in chunks, so that this takes little more memory than the arrays.
 
     Args:
         client: of the control channel.
@@ -249,13 +251,41 @@ def _broadcast_arrays(
         arrays: by name, of dtypes of numbers.
     """
     specs = parse_description(client.broadcast("the arrays", describe_arrays(arrays)))
-    numbers = np.zeros(-(-sum(spec.nbytes for spec in specs) // 4), np.int32)
-    if client.group.is_chief:
-        own = b"".join(map(array_bytes, arrays.values()))
-        numbers.view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)
-    chunks = [_sum(placement, numbers[start : start + _CHUNK]) for start in range(0, len(numbers), _CHUNK)]
-    data = np.concatenate(chunks or [numbers]).view(np.uint8)
-    return {name: array.copy() for name, array in arrays_from_bytes(specs, data).items()}
+    found = dict(arrays) if client.group.is_chief else {x.name: np.empty(x.shape, DTYPES[x.dtype]) for x in specs}
+    contents = [array_bytes(found[spec.name]) for spec in specs]
+    for chunk in _chunks([spec.nbytes for spec in specs], 4 * _CHUNK):
+        numbers = np.zeros(-(-sum(stop - start for _, start, stop in chunk) // 4), np.int32)
+        if client.group.is_chief:
+            own = b"".join(contents[array][start:stop] for array, start, stop in chunk)
+            numbers.view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)
+        received = memoryview(_sum(placement, numbers).tobytes())
+        if not client.group.is_chief:
+            for array, start, stop in chunk:
+                contents[array][start:stop] = received[: stop - start]
+                received = received[stop - start :]
+    return found
+
+
+def _chunks(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Divide arrays of these lengths, which follow each other, into chunks of ``most`` bytes; the last may be shorter.
+
+    Example:
+        >>> list(_chunks([3, 0, 4], 5))
+        [[(0, 0, 3), (2, 0, 2)], [(2, 2, 4)]]
+    """
+    chunk, left = [], most
+    for array, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            stop = min(length, start + left)
+            chunk.append((array, start, stop))
+            left -= stop - start
+            start = stop
+            if not left:
+                yield chunk
+                chunk, left = [], most
+    if chunk:
+        yield chunk
 
 
 def _sum(placement: Placement, own: np.ndarray) -> np.ndarray:

@@ -150,7 +150,7 @@ def changed_versions_message(then: Mapping[str, str], now: Mapping[str, str]) ->
     )
 
 
-_PART_SECONDS = 600.0  # for all workers to write their shards
+_PARTS_SECONDS = 3600.0  # for all workers to write their shards, after which the job fails
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
 
 
@@ -405,9 +405,10 @@ class FitCheckpoint(StepHook):
                 f"{directory}: not all workers see the directory of worker 0, which gathers sharded variables and writes them alone"
             )
             return
-        gather = partial(group.all_gather, channel="checkpoints", timeout_seconds=_PART_SECONDS)
+        gather = partial(group.all_gather, channel="checkpoints", timeout_seconds=_PARTS_SECONDS)
         store = ShardedStore(self._store or CheckpointStore(directory, log=self._log), group.process, token, gather)
-        self._writer, self._writes_shards = BackgroundWriter(store, log=self._log), True
+        self._writer = BackgroundWriter(store, timeout_seconds=_PARTS_SECONDS, log=self._log)
+        self._writes_shards = True
 
     def _exit(self) -> None:
         step = self._position.step
