@@ -66,6 +66,8 @@ def write(directory, *steps, keep=3):
 
     def all_steps(process, gather):
         store = CheckpointStore(directory, keep, log=silent)
+        if process == 0:
+            store.lock()
         token = shared_token(directory, is_chief=process == 0, gather=gather)
         try:
             for step in steps:

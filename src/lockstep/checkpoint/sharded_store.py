@@ -1,14 +1,15 @@
 """Checkpoints of which each process writes its shards, into a directory that all processes have."""
 
+import contextlib
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError, LockstepError
-from lockstep._files import make_directory
 from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.shards import PART, ArrayShard, pack
 from lockstep.checkpoint.store import CheckpointStore
@@ -46,10 +47,10 @@ def shared_token(directory: Path, *, is_chief: bool, gather: Gather) -> str | No
     probe = directory / f".shared-{token}"
     try:
         if is_chief:
-            make_directory(directory)
-            probe.touch()
-        gather("whether the directory of checkpoints can be probed", None)
-        is_shared = all(gather("whether all have the directory of checkpoints", probe.exists()))
+            with contextlib.suppress(OSError):  # Then no process sees it.
+                probe.touch()
+        gather("the file by which the directory of checkpoints is known", None)
+        is_shared = all(gather("whether all see the directory of checkpoints", os.path.exists(probe)))
     finally:
         if is_chief:
             probe.unlink(missing_ok=True)
@@ -74,10 +75,11 @@ class ShardedStore:
     process: int
     token: str
     gather: Gather
-    directory: Path = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "directory", self.store.directory)
+    @property
+    def directory(self) -> Path:
+        """Of the checkpoints."""
+        return self.store.directory
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order."""
@@ -93,37 +95,31 @@ class ShardedStore:
         Raises:
             CheckpointError: a process could not write its part, or the chief the checkpoint. Every process gets the error.
         """
-        name = self._part_name(step, self.process)
+        topic, own = f"the checkpoint of step {step}", self._part(step, self.process)
         try:
-            found = self.gather(
-                f"the shards of the checkpoint of step {step}", self._write_part(name, step, snapshot.shards)
-            )
-            problem = next(
-                (f"worker {number}: {each['error']}" for number, each in enumerate(found) if "error" in each), None
-            )
+            written = self.gather(f"{topic}, shards", self._write_part(own, step, snapshot.shards))
+            problem = next((f"worker {n}: {each['error']}" for n, each in enumerate(written) if "error" in each), None)
             if problem is None and snapshot.whole is not None:
-                parts = [
-                    (self.directory / self._part_name(step, number), each["sha256"])
-                    for number, each in enumerate(found)
-                ]
+                parts = [(self._part(step, n), each["sha256"]) for n, each in enumerate(written)]
                 problem = self._write_whole(step, snapshot.whole, parts)
-            problem = self.gather(f"whether the checkpoint of step {step} is written", problem)[0]
+            problem = self.gather(f"{topic}, outcome", problem)[0]
         finally:
-            shutil.rmtree(self.directory / name, ignore_errors=True)
+            shutil.rmtree(own, ignore_errors=True)
         if problem is not None:
             raise CheckpointError(problem)
 
-    def _part_name(self, step: int, process: int) -> str:
-        return f".{PART}{process}-of-{step:09}-{self.token}"
+    def _part(self, step: int, process: int) -> Path:
+        return self.directory / f".{PART}{process}-of-{step:09}-{self.token}"
 
-    def _write_part(self, name: str, step: int, shards: Mapping[str, Sequence[ArrayShard]]) -> dict[str, str]:
+    # An error is returned, as the other processes wait for the outcome.
+
+    def _write_part(self, path: Path, step: int, shards: Mapping[str, Sequence[ArrayShard]]) -> dict[str, str]:
         try:
-            return {"sha256": self.store.write_part(name, step, Snapshot(*pack(shards)))}
+            return {"sha256": self.store.write_part(path.name, step, Snapshot(*pack(shards)))}
         except LockstepError as error:
             return {"error": str(error)}
 
     def _write_whole(self, step: int, whole: Snapshot, parts: Sequence[tuple[Path, str]]) -> str | None:
-        """Write the checkpoint; return the error, as the other processes wait for the outcome."""
         try:
             self.store.write(step, whole, parts)
         except LockstepError as error:
