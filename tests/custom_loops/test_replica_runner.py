@@ -12,7 +12,7 @@ from keras import layers, losses, ops
 
 import lockstep
 from lockstep import PerReplica, get_replica_context
-from tests.support.marks import every_pair
+from tests.support.marks import every_pair, quick_first
 
 TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (2, 3)]  # replicas, devices
 
@@ -429,7 +429,7 @@ def by_fit(strategy, build, x, y):
 # With 17 rows the last batch has one, and all replicas but one have none.
 @pytest.mark.parametrize(
     ("topology", "rows", "build"),
-    every_pair([(2, 2), (1, 1), (3, 2), (4, 3), (4, 2)], [23, 17], [net_with_state, net]),
+    quick_first(every_pair([(2, 2), (1, 1), (3, 2), (4, 3), (4, 2)], [23, 17], [net_with_state, net])),
 )
 def test_a_loop_by_hand_gives_what_fit_gives(topology, rows, build):
     """Law 1 for loops, with the noise, the statistics and the seeds of fit."""
@@ -483,7 +483,9 @@ def average_of_twelve(y, predicted):
 
 @pytest.mark.parametrize(
     ("options", "loss", "is_inside"),
-    every_pair([{}, {"run_eagerly": True}, {"jit_compile": False}], [average, average_of_twelve], [True, False]),
+    quick_first(
+        every_pair([{}, {"run_eagerly": True}, {"jit_compile": False}], [average, average_of_twelve], [True, False])
+    ),
 )
 def test_within_fit_functions_for_losses_give_what_they_give_on_one_device(options, loss, is_inside):
     x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")

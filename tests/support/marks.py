@@ -22,7 +22,7 @@ def every_pair(*factors):
     return [
         pytest.param(
             *(value for _, value in each),
-            marks=pytest.mark.nightly if sum(number for number, _ in each) % 2 else pytest.mark.slow,
+            marks=[pytest.mark.nightly] * (sum(number for number, _ in each) % 2),
         )
         for each in itertools.product(*map(enumerate, factors))
     ]
