@@ -163,12 +163,14 @@ class _DriftCheck:
         Args:
             step: number of the step, for the message.
             names: of the variables.
-            arrays: their values, one for each name, replicated over the devices.
+            arrays: their values, one for each name, replicated over the devices, or after an eager step on one of this process.
 
         Raises:
             ClusterError: they differ; it names the worker and the variable, on every worker.
         """
-        (sums,) = self._sums([to_per_device(array, self._placement) for array in arrays])
+        values = [to_per_device(array, self._placement) for array in arrays]
+        places = [place for place in self._placement.local_indices if all(value[place] is not None for value in values)]
+        (sums,) = self._sums(values, places=places)
         columns = zip(*(np.asarray(part).tolist() for part in sums if part is not None), strict=True)
         own = {
             name: column[0] if len(set(column)) == 1 else list(column)
