@@ -42,6 +42,7 @@ class Program:
         has_noise: whether it has dropout or normalizes by batches.
         fit_only: it makes no predictions by rows.
         relative: how far it may be from plain Keras: more where a normalization cancels most of the gradient that reaches what is before it.
+        relative_of_momenta: the same for momenta, which are sums of such gradients; None: ``relative``.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Program:
     has_noise: bool = False
     fit_only: bool = False
     relative: float = 1e-5
+    relative_of_momenta: float | None = None
 
     def __str__(self) -> str:
         return self.name

@@ -107,7 +107,8 @@ def test_a_program_has_the_numbers_of_plain_keras(program, replicas, devices, de
         found = results_of(model, program, tmp_path)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert_close(found[name], value, program.relative, name)
+        own = program.relative_of_momenta if name.endswith("_momentum") else None
+        assert_close(found[name], value, own or program.relative, name)
     lines = [record.getMessage() for record in caplog.records if "global batch" in record.getMessage()]
     reasons = (
         [program.global_batch, "with deterministic=True only the model itself"]
@@ -135,10 +136,11 @@ def test_with_dropout_and_batch_normalization_it_does_what_the_written_out_loop_
     naive_fit(expected, data["x"], data["y"], batch_size=8, replicas=3, epochs=2)
     model = model_of(program, noise, lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3))
     model.fit(data["x"], data["y"], batch_size=8, epochs=2, shuffle=False, verbose=0)
-    # A bias before a batch normalization has a gradient of nothing but rounding, about 1e-7.
-    relative = max(program.relative, 3e-5)
     for ours, theirs in zip(model.variables, expected.variables, strict=True):
-        assert_close(np.asarray(ours.value), np.asarray(theirs.value), relative, ours.path)
+        value = np.asarray(theirs.value)
+        # A bias before a batch normalization has a gradient of nothing but rounding.
+        is_rounding = ours.path.endswith("/bias") and np.abs(value).max() < 2e-7
+        assert_close(np.asarray(ours.value), value, 3e-5 if is_rounding else 1e-5, ours.path)
 
 
 def test_the_page_says_what_the_programs_say():

@@ -234,7 +234,7 @@ def is_leftover(name: str) -> bool:
 
 def is_part(name: str) -> bool:
     """Return whether this names a part that is not in a checkpoint yet, whole or half written."""
-    return name.removeprefix(WRITTEN).removeprefix(REMOVED).startswith(f".{PART}")
+    return name.removeprefix(WRITTEN).startswith(f".{PART}")
 
 
 def _order(path: Path) -> tuple[int, int]:
