@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep._errors import CheckpointError, LockstepError
+from lockstep._files import open_own
 from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.shards import PART, ArrayShard, pack
 from lockstep.checkpoint.store import CheckpointStore
@@ -48,7 +49,7 @@ def shared_token(directory: Path, *, is_chief: bool, gather: Gather) -> str | No
     try:
         if is_chief:
             with contextlib.suppress(OSError):  # Then no process sees it.
-                probe.touch()
+                os.close(open_own(probe, os.O_WRONLY))
         gather("the file by which the directory of checkpoints is known", None)
         is_shared = all(gather("whether all see the directory of checkpoints", os.path.exists(probe)))
     finally:
