@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,13 +16,17 @@ import pytest
 
 import lockstep
 from tests.support import compile_cache
+from tests.support.processes import FOR_TESTS
 
-# Most of the suite's time is XLA compiling.
+# Most of a first run's time is XLA compiling.
 _COMPILED = tempfile.TemporaryDirectory(prefix="lockstep-compiled-")
 _SHARED = compile_cache.shared_folder("in-process")
 compile_cache.fill(Path(_COMPILED.name), _SHARED)
 compile_cache.use(Path(_COMPILED.name))
-lockstep.config.set_logical_cpu_devices(8)
+with pytest.MonkeyPatch.context() as environment:  # The processes of tests have flags of their own.
+    if not os.environ.get("LOCKSTEP_TEST_OPTIMIZED"):
+        environment.setenv("XLA_FLAGS", f"{FOR_TESTS['XLA_FLAGS']} {os.environ.get('XLA_FLAGS', '')}")
+    lockstep.config.set_logical_cpu_devices(8)  # JAX starts, and XLA reads its flags.
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts a command in the background with Ctrl-C ignored, and processes of tests would inherit that.
@@ -115,6 +120,18 @@ def _nothing_is_left_behind():
             if vars(cls).get(name) is not before.get(name)
         ]
         assert not different, f"{cls.__name__} was left with another {different}"
+
+
+@pytest.fixture(autouse=True)
+def _compiled_programs_are_shared():
+    """The suite's other processes need many of them, too."""
+    yield
+    if time.monotonic() > _exchange["next"]:
+        compile_cache.exchange(Path(_COMPILED.name), _SHARED)
+        _exchange["next"] = time.monotonic() + 20
+
+
+_exchange = {"next": time.monotonic() + 20}
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "nightly.json"
 TABLE = RESULTS.with_suffix(".md")
 LOGS = ROOT / "build" / "nightly"
 LIMIT = 60 * 60  # seconds of a part
+ENVIRONMENT = os.environ | {"LOCKSTEP_TEST_OPTIMIZED": "1"}  # as users have XLA
 WRITTEN = ("benchmarks/results", "docs/conformity.md")  # what parts write
 
 # Tests marked "nightly", by path; the part "rest" takes those of all other paths.
@@ -29,6 +30,12 @@ PATHS = {
     "law-3": ["tests/laws/test_law_3_resume.py", "tests/fit/checkpointing"],
     "rows": ["tests/execution/rowwise"],
     "programs": ["tests/programs"],
+}
+
+# Tests of the suite, which has most of them without XLA's optimizations.
+OPTIMIZED = {
+    "laws": ["tests/laws"],
+    "others": ["tests/execution", "tests/strategies", "tests/custom_loops", "tests/fit", "tests/data"],
 }
 
 # Nets that are compiled for TPUs in one part.
@@ -41,6 +48,8 @@ def commands() -> dict[str, list[str]]:
     pytest = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "loadgroup", "--durations=10", "-m", "nightly"]
     named = [path for paths in PATHS.values() for path in paths]
     found = {part: [*pytest, *paths] for part, paths in PATHS.items()}
+    for part, paths in OPTIMIZED.items():
+        found[f"optimized-{part}"] = [*pytest[:-1], "not nightly", *paths]
     found["rest"] = [*pytest, *(f"--ignore={path}" for path in named)]
     for kind, kills in {"process": "500", "workers": "200", "sharded": "200", "servers": "200", "nodes": "100"}.items():
         found[f"soak-{kind}"] = [sys.executable, "benchmarks/soak.py", kind, kills]
@@ -100,7 +109,7 @@ def run(part: str, command: list[str]) -> dict:
     with log.open("wb") as output:
         try:
             code = subprocess.run(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT, check=False
+                command, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT, check=False
             ).returncode
         except subprocess.TimeoutExpired:
             code = 124

@@ -87,6 +87,7 @@ def test_adding_replica_by_replica_gives_the_sum_in_order(layout):
         assert most <= 1 + 2 * len(own).bit_length()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("replicas", "devices"), [(8, 2), (8, 3), (7, 4), (5, 5), (13, 3), (2, 4), (6, 1)])
 @settings(deadline=None, max_examples=1)
 @given(st.integers(0, 1000))

@@ -308,6 +308,7 @@ def test_memory_holds_a_few_batches_of_many(python):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_the_same_bits_from_every_kind_of_input_on_any_devices():
     x, y = data()
     batches = cut(x, y)

@@ -13,6 +13,8 @@ import lockstep
 from lockstep.execution import cpu_rewrites
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
 
+pytestmark = pytest.mark.optimized
+
 SLOW = {"conv_general_dilated", "reduce_window_max"}
 LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
 LENGTHS = (9, 7, 5)

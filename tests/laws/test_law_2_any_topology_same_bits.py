@@ -19,6 +19,8 @@ from .cases import Towers, case_named, logits_loss
 from .compare import Topology as AnyTopology
 from .compare import assert_same, reference, run
 
+pytestmark = pytest.mark.optimized
+
 REPLICAS = 8
 DEVICES = (1, 2, 3, 4, 5, 8)
 # Five steps an epoch; the last has 13 rows, so that one replica has one row and one has none.

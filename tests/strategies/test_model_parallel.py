@@ -106,6 +106,7 @@ class StopAfter(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("options", [{}, pytest.param(RECOMPUTED, marks=pytest.mark.slow)], ids=["whole", "recomputed"])
 def test_law_m2_a_mesh_gives_the_same_bits_also_after_a_resume(tmp_path, options):
     _, expected, history = train(**options)

@@ -128,6 +128,7 @@ def test_recomputing_changes_no_number(devices):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("devices", "shard"),
     [

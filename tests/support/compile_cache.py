@@ -11,6 +11,8 @@ import os
 import platform
 import re
 import shutil
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +25,7 @@ SETTINGS = {
     "jax_persistent_cache_enable_xla_caches": "none",  # They would put the folder into the key of an entry.
 }
 LIMIT = 1 << 30  # bytes of a shared folder; beyond it the oldest half goes
+AT_REST = 2.0  # seconds since an entry was last changed, after which nobody is still writing it
 
 
 def shared_folder(kind: str) -> Path:
@@ -57,20 +60,31 @@ def unused():
 
 
 def fill(private: Path, shared: Path) -> None:
-    """Begin a private folder with the shared entries."""
+    """Add the shared entries to a private folder."""
     # There are thousands, and hundreds of processes: paths as objects would take twice as long.
-    for name in os.listdir(shared):
+    for name in {*os.listdir(shared)} - {*os.listdir(private)}:
         with contextlib.suppress(FileNotFoundError):  # Another process may prune at the same time.
             _link(f"{shared}/{name}", f"{private}/{name}")
 
 
+def exchange(private: Path, shared: Path) -> None:
+    """Give other processes the new entries, and get theirs; this process goes on."""
+    now = time.time()
+    _share(private, shared, lambda name: now - os.stat(f"{private}/{name}").st_mtime >= AT_REST)
+    fill(private, shared)
+
+
 def publish(private: Path, shared: Path) -> None:
     """Add the new entries of a process that ended well."""
-    new = {*os.listdir(private)} - {*os.listdir(shared)}
+    if _share(private, shared):
+        _prune(shared)
+
+
+def _share(private: Path, shared: Path, is_whole: Callable[[str], bool] = lambda name: True) -> set[str]:
+    new = {name for name in {*os.listdir(private)} - {*os.listdir(shared)} if is_whole(name)}
     for name in new:
         _link(f"{private}/{name}", f"{shared}/{name}")
-    if new:
-        _prune(shared)
+    return new
 
 
 def _link(source: str, target: str) -> None:

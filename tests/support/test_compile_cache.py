@@ -1,6 +1,7 @@
 """What processes of tests share, and what pytest-xdist makes of groups."""
 
 import os
+import time
 
 import pytest
 
@@ -37,6 +38,18 @@ def test_publish_keeps_an_entry_that_is_there(shared, tmp_path):
     (tmp_path / "private" / "a").write_text("ha")
     compile_cache.publish(tmp_path / "private", shared)
     assert content(shared) == {"a": "whole"}
+
+
+def test_exchange_gives_and_gets_entries_that_are_written_to_their_end(shared, tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, age in ((one, 0), (other, 10)):
+        folder.mkdir()
+        (folder / folder.name).write_text("program")
+        os.utime(folder / folder.name, (time.time() - age,) * 2)
+    compile_cache.exchange(other, shared)
+    compile_cache.exchange(one, shared)
+    assert content(shared) == {"other": "program"}
+    assert content(one) == {"one": "program", "other": "program"}
 
 
 def test_publish_removes_the_oldest_entries_beyond_the_limit(shared, tmp_path, monkeypatch):

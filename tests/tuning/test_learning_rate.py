@@ -188,6 +188,7 @@ def test_scaling_resumes_with_the_same_bits(stop, whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_scaling_gives_the_same_bits_on_any_devices():
     trained = []
     for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):

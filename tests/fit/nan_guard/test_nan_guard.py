@@ -178,6 +178,7 @@ class Own(keras.Model):
         return {"own_loss": loss}, (trainable, non_trainable, optimizer, metrics)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_train_step_of_ones_own_leaves_the_same_bits(deterministic):
     run = Run(deterministic, model_class=Own)
