@@ -426,7 +426,7 @@ def _import(options: argparse.Namespace) -> int:
     from lockstep.tools.commands.checkpoints import import_export
 
     loaded = import_export(options.export, options.directory, options.overwrite)
-    print(f"{loaded.path}: {len(loaded.snapshot.arrays)} arrays of step {loaded.step}")
+    print(f"{loaded.path}: {len(loaded.arrays)} arrays of step {loaded.step}")
     return 0
 
 

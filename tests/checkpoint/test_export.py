@@ -55,7 +55,7 @@ def said(capsys, *arguments, code=0):
 
 
 def loaded_of(snapshot, folder, step=7):
-    return Loaded(step, snapshot, folder / "step-000000007")
+    return Loaded(step, snapshot.arrays, snapshot.metadata, folder / "step-000000007")
 
 
 def content(directory):

@@ -7,15 +7,17 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lockstep import CheckpointError, cli
-from lockstep.checkpoint.format import Snapshot, encode, parts_of
+from lockstep.checkpoint.format import Snapshot, describe, encode, open_stored, parts_of, shapes_of
 from lockstep.checkpoint.sharded_store import ShardedSnapshot, ShardedStore, shared_token
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.fit.checkpointing.fit_checkpoint import on_all_processes
 
 from .cases import names_in, silent, small, store_in
 
@@ -237,3 +239,49 @@ def test_the_manifest_of_a_part_is_known_by_its_digest(tmp_path):
     manifest = store.describe(path)
     parts = parts_of(path, manifest)
     assert [hashlib.sha256(encode(part)).hexdigest() for part in parts.values()] == list(manifest.parts)
+
+
+def test_arrays_that_stay_in_files_are_those_that_are_read_and_are_checked_each_time(tmp_path):
+    write(tmp_path, 1)
+    (path,) = CheckpointStore(tmp_path, log=silent).paths()
+    stored = open_stored(path).arrays
+    assert_same(Snapshot(dict(stored), small(1).metadata), small(1))
+    assert shapes_of(stored) == shapes_of(small(1).arrays)
+    file = path / "part-1" / "arrays.npz"
+    content = bytearray(file.read_bytes())
+    entry = describe(path / "part-1").arrays[f"{SCALES} from 1"]
+    content[entry.offset] ^= 1
+    file.write_bytes(content)
+    assert stored[KERNEL].tobytes() == small(1).arrays[KERNEL].tobytes()
+    with pytest.raises(CheckpointError, match=f"array '{SCALES} from 1' is damaged"):
+        stored[SCALES]
+
+
+@pytest.mark.parametrize("others_have", ["the same", "none", "another of this name"])
+def test_processes_that_all_have_the_checkpoint_read_it_themselves(others_have, tmp_path):
+    directories = [tmp_path / ("chief" if others_have == "the same" else str(process)) for process in range(PROCESSES)]
+    write(directories[0], 1)
+    if others_have == "another of this name":
+        with CheckpointStore(directories[2], log=silent) as store:
+            store.write(1, small(2))
+    sent = []
+
+    def resume(process, gather):
+        def send(found):
+            sent.append(found)
+            return gather("arrays", sorted(found[1]) if found else None)[0]
+
+        group = SimpleNamespace(all_gather=gather, broadcast_from_chief=send)
+        store = CheckpointStore(directories[process], log=silent)
+        loaded = store.newest(keep_stored=True) if process == 0 else None
+        return on_all_processes(loaded, store.directory, group)
+
+    found = Group().run(resume)
+    if others_have == "the same":
+        assert not sent
+        for step, arrays, metadata in found:
+            assert step == 1
+            assert_same(Snapshot(dict(arrays), metadata), small(1))
+    else:
+        assert found == [sorted(small(1).arrays)] * PROCESSES
+        assert [each is None for each in sent].count(True) == PROCESSES - 1

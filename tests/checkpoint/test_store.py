@@ -315,14 +315,14 @@ def test_a_reader_beside_a_writer_finds_only_whole_ones(keep, tmp_path):
 
 
 def test_one_that_goes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
-    store, describe = store_in(tmp_path, 1, keep=1), format.describe
+    store, parts_of = store_in(tmp_path, 1, keep=1), format.parts_of
 
-    def overtaken(path, key):
+    def overtaken(path, manifest):
         if store.steps() == [1]:
             store.write(2, small(2))
-        return describe(path, key)
+        return parts_of(path, manifest)
 
-    monkeypatch.setattr(format, "describe", overtaken)
+    monkeypatch.setattr(format, "parts_of", overtaken)
     assert CheckpointStore(tmp_path, log=silent).newest().step == 2
 
 

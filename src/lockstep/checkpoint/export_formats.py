@@ -86,7 +86,7 @@ def export(
     Example:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
-        >>> loaded = Loaded(7, Snapshot({"kernel": np.ones((2, 3), np.float32)}, {"epoch": 1}), Path("run"))
+        >>> loaded = Loaded(7, {"kernel": np.ones((2, 3), np.float32)}, {"epoch": 1}, Path("run"))
         >>> file = f"{folder.name}/run.npz"
         >>> export(loaded, file, "npz")
         1
@@ -96,7 +96,7 @@ def export(
         >>> folder.cleanup()
     """
     path = Path(output).absolute()
-    arrays = {name: array for name, array in loaded.snapshot.arrays.items() if fnmatch.fnmatchcase(name, only)}
+    arrays = {name: array for name, array in loaded.arrays.items() if fnmatch.fnmatchcase(name, only)}
     if not arrays:
         raise CheckpointError(f"{loaded.path}: no array name matches {only!r}.")
     if os.path.lexists(path) and (path.is_dir() or not overwrite):
@@ -110,10 +110,9 @@ def export(
 
 def _manifest_of(loaded: Loaded, key: bytes | None) -> bytes:
     entries = {
-        name: Entry(array.dtype.name, array.shape, 0, array_digest(array))
-        for name, array in loaded.snapshot.arrays.items()
+        name: Entry(array.dtype.name, array.shape, 0, array_digest(array)) for name, array in loaded.arrays.items()
     }
-    return encode(Manifest(loaded.step, 0, entries, loaded.snapshot.metadata), key)
+    return encode(Manifest(loaded.step, 0, entries, loaded.metadata), key)
 
 
 def read_export(output: str, key: bytes | None = None) -> tuple[int, Snapshot]:

@@ -29,9 +29,9 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -41,7 +41,7 @@ import numpy as np
 from lockstep._arrays import DTYPES, ML_DTYPES
 from lockstep._errors import CheckpointError, OptionError, whole_number
 from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
-from lockstep.checkpoint.shards import PART, check_cover, places, put_shard
+from lockstep.checkpoint.shards import PART, Place, check_cover, places, put_shard
 
 __all__ = [
     "ARRAYS",
@@ -54,6 +54,7 @@ __all__ = [
     "Loaded",
     "Manifest",
     "Snapshot",
+    "StoredArrays",
     "array_digest",
     "check_bounds",
     "check_name",
@@ -65,9 +66,11 @@ __all__ = [
     "in_file",
     "is_leftover",
     "is_part",
+    "open_stored",
     "parts_of",
     "read",
     "read_array",
+    "shapes_of",
     "sign",
     "signing_key",
     "step_of",
@@ -512,19 +515,84 @@ def read_array(file: io.BufferedReader, name: str, entry: Entry, path: Path) -> 
     return native if native.dtype.name == entry.dtype else native.view(DTYPES[entry.dtype])
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A whole array, or a shard of one, in a file.
+
+    Args:
+        file: of the arrays.
+        name: in that file.
+        entry: of that name.
+        place: in the whole array.
+    """
+
+    file: Path
+    name: str
+    entry: Entry
+    place: Place
+
+    def read(self) -> np.ndarray:
+        """Read and check it."""
+        with _checkpoint_errors(self.file), open_to_read(self.file) as file:
+            return read_array(file, self.name, self.entry, self.file)
+
+
+class StoredArrays(Mapping[str, np.ndarray]):
+    """The whole arrays of a checkpoint; each is read from its files and checked whenever it is asked for.
+
+    Args:
+        pieces: of all arrays.
+
+    Attributes:
+        shapes: of the arrays, by name; nothing is read for these.
+    """
+
+    def __init__(self, pieces: Iterable[_Piece]) -> None:
+        self._pieces: dict[str, list[_Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.place.array, []).append(piece)
+        self.shapes = {name: of_one[0].place.shape for name, of_one in self._pieces.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        arrays: dict[str, np.ndarray] = {}
+        for piece in self._pieces[name]:
+            put_shard(arrays, piece.place, piece.read())
+        return arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def shapes_of(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of arrays by name, without reading them from a file."""
+    return arrays.shapes if isinstance(arrays, StoredArrays) else {name: array.shape for name, array in arrays.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A checkpoint that was read.
 
     Args:
         step: number of steps that were trained.
-        snapshot: its content; numbers in the byte order of this machine.
+        arrays: by name; numbers in the byte order of this machine.
+        metadata: see :class:`lockstep.checkpoint.format.Snapshot`.
         path: its directory.
+        sha256: of its manifest, in hexadecimal digits.
     """
 
     step: int
-    snapshot: Snapshot
+    arrays: Mapping[str, np.ndarray]
+    metadata: Mapping[str, Any]
     path: Path
+    sha256: str = ""
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The content, in memory."""
+        return Snapshot(self.arrays, self.metadata)
 
 
 def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, parts: Sequence[str] = ()) -> str:
@@ -592,12 +660,18 @@ def describe(path: Path, key: bytes | None = None) -> Manifest:
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is not what was written.
     """
+    return _described(path, key)[0]
+
+
+def _described(path: Path, key: bytes | None) -> tuple[Manifest, str]:
+    """Return the manifest and the sha256 of its file."""
     file_path = path / MANIFEST
     with _checkpoint_errors(file_path):
-        manifest = decode(read_file(file_path, LARGEST_MANIFEST), file_path, key)
+        content = read_file(file_path, LARGEST_MANIFEST)
+        manifest = decode(content, file_path, key)
     if step_of(path.name) not in (None, manifest.step):
         raise CheckpointError(f"{path}: is the checkpoint of step {manifest.step} under the name of another.")
-    return manifest
+    return manifest, hashlib.sha256(content).hexdigest()
 
 
 def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
@@ -633,22 +707,28 @@ def parts_of(path: Path, manifest: Manifest) -> dict[Path, Manifest]:
 
 def read(path: Path, key: bytes | None = None) -> Loaded:
     """Read and check a checkpoint. Args and errors are those of :func:`describe`."""
-    manifest = describe(path, key)
-    parts = parts_of(path, manifest)
-    arrays = dict(_arrays_in(path, manifest))
-    for part_path, part in parts.items():
-        belongs = places(part.metadata)
-        for name, value in _arrays_in(part_path, part):
-            put_shard(arrays, belongs[name], value)
-    return Loaded(manifest.step, Snapshot(arrays, manifest.metadata), path)
+    loaded = open_stored(path, key)
+    return replace(loaded, arrays=dict(loaded.arrays))
 
 
-def _arrays_in(path: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarray]]:
-    file_path = path / ARRAYS
-    with _checkpoint_errors(file_path), open_to_read(file_path) as file:
-        check_bounds(file, manifest, file_path)
-        for name, entry in manifest.arrays.items():
-            yield name, read_array(file, name, entry, file_path)
+def open_stored(path: Path, key: bytes | None = None) -> Loaded:
+    """Read a checkpoint without its arrays: each is read and checked when it is asked for. Args and errors are those of :func:`describe`."""
+    manifest, pieces, digest = _contents(path, key)
+    return Loaded(manifest.step, StoredArrays(pieces), manifest.metadata, path, digest)
+
+
+def _contents(path: Path, key: bytes | None) -> tuple[Manifest, list[_Piece], str]:
+    """Return the manifest, the position of all arrays and shards, and the sha256 of the manifest's file."""
+    manifest, digest = _described(path, key)
+    pieces = []
+    for part_path, part in ({path: manifest} | parts_of(path, manifest)).items():
+        belongs, file_path = places(part.metadata) if part is not manifest else {}, part_path / ARRAYS
+        with _checkpoint_errors(file_path), open_to_read(file_path) as file:
+            check_bounds(file, part, file_path)
+        for name, entry in part.arrays.items():
+            place = belongs.get(name) or Place(name, entry.shape, (0,) * len(entry.shape))
+            pieces.append(_Piece(file_path, name, entry, place))
+    return manifest, pieces, digest
 
 
 def verify(path: Path, key: bytes | None = None) -> list[str]:
@@ -658,27 +738,17 @@ def verify(path: Path, key: bytes | None = None) -> list[str]:
         path: the checkpoint's directory.
         key: must have signed it; None: signatures are ignored.
     """
+    problems = []
     try:
-        manifest = describe(path, key)
-        parts = parts_of(path, manifest)
+        _, pieces, _ = _contents(path, key)
     except CheckpointError as error:
         return [str(error)]
-    return [problem for each in ({path: manifest} | parts).items() for problem in _damage(*each)]
-
-
-def _damage(path: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield a sentence for each damaged array of a checkpoint or part."""
-    file_path = path / ARRAYS
-    try:
-        with _checkpoint_errors(file_path), open_to_read(file_path) as file:
-            check_bounds(file, manifest, file_path)
-            for name, entry in manifest.arrays.items():
-                try:
-                    read_array(file, name, entry, file_path)
-                except CheckpointError as error:
-                    yield str(error)
-    except CheckpointError as error:
-        yield str(error)
+    for piece in pieces:
+        try:
+            piece.read()
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
 
 
 @contextmanager

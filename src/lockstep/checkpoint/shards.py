@@ -118,7 +118,10 @@ def check_cover(stored: Iterable[tuple[Place, tuple[int, ...], str]]) -> None:
 
 
 def put_shard(arrays: dict[str, np.ndarray], place: Place, value: np.ndarray) -> None:
-    """Copy a shard into its array, which is made for the first one."""
+    """Copy a shard into its array, which is made for the first one; the only shard of an array is the array."""
+    if value.shape == place.shape:
+        arrays[place.array] = value
+        return
     if place.array not in arrays:
         arrays[place.array] = np.zeros(place.shape, value.dtype)
     arrays[place.array][place.block(value.shape)] = value

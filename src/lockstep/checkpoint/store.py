@@ -146,7 +146,7 @@ class CheckpointStore:
         >>> path.name
         'step-000000007'
         >>> loaded = store.newest()
-        >>> loaded.step, loaded.snapshot.arrays["kernel"].shape, loaded.snapshot.metadata
+        >>> loaded.step, loaded.arrays["kernel"].shape, loaded.metadata
         (7, (2, 3), {'epoch': 1})
         >>> store.verify(path)
         []
@@ -283,13 +283,17 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{self.directory}: cannot be read: {error.strerror}.", error.errno) from error
 
-    def newest(self, check: Callable[[Loaded], None] = lambda loaded: None) -> Loaded | None:
+    def newest(
+        self, check: Callable[[Loaded], None] = lambda loaded: None, *, keep_stored: bool = False
+    ) -> Loaded | None:
         """Read the newest good checkpoint; None if there is no checkpoint at all.
 
         Each newer checkpoint that is damaged is logged, with the damage.
 
         Args:
             check: raises CheckpointError for what is no good checkpoint for the caller.
+            keep_stored: all arrays are checked, and each is read again when it is asked for, so that memory need not hold all of them.
+                For the holder of the lock, as another writer may remove the checkpoint meanwhile.
 
         Raises:
             CheckpointError: there are checkpoints, and none is good.
@@ -297,7 +301,7 @@ class CheckpointStore:
         refused: dict[Path, str] = {}
         while fresh := [path for path in self.paths() if path not in refused]:
             try:
-                loaded = self.read(fresh[-1])
+                loaded = self._open(fresh[-1]) if keep_stored else self.read(fresh[-1])
                 check(loaded)
                 return loaded
             except CheckpointError as error:
@@ -321,6 +325,12 @@ class CheckpointStore:
             CheckpointError: it is torn, truncated, damaged, foreign or of a newer version.
         """
         return format.read(Path(path), self._key)
+
+    def _open(self, path: Path) -> Loaded:
+        loaded = format.open_stored(path, self._key)
+        for name in loaded.arrays:
+            loaded.arrays[name]  # an error if it is damaged
+        return loaded
 
     def describe(self, path: str | os.PathLike[str]) -> Manifest:
         """Read the manifest of one checkpoint, without its arrays. Args and errors are those of :meth:`read`."""

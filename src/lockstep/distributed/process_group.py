@@ -250,8 +250,9 @@ def _broadcast_arrays(
         placement: the devices of all workers.
         arrays: by name, of dtypes of numbers.
     """
-    specs = parse_description(client.broadcast("the arrays", describe_arrays(arrays)))
-    found = dict(arrays) if client.group.is_chief else {x.name: np.empty(x.shape, DTYPES[x.dtype]) for x in specs}
+    given = dict(arrays)  # They may be in a file until now.
+    specs = parse_description(client.broadcast("the arrays", describe_arrays(given)))
+    found = given if client.group.is_chief else {x.name: np.empty(x.shape, DTYPES[x.dtype]) for x in specs}
     contents = [array_bytes(found[spec.name]) for spec in specs]
     for chunk in _chunks([spec.nbytes for spec in specs], 4 * _CHUNK):
         numbers = np.zeros(-(-sum(stop - start for _, start, stop in chunk) // 4), np.int32)

@@ -13,6 +13,7 @@ import pytest
 import lockstep
 from lockstep._version import used_versions
 from lockstep.callbacks import BackupAndRestore
+from lockstep.checkpoint.format import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
 
 from .runs import BreakOff, BrokenOffError, Run, data, whole
@@ -352,21 +353,26 @@ def test_calls_of_several_steps_that_do_not_divide_an_epoch_go_on_at_the_same_ro
 
 
 def test_the_arrays_of_a_checkpoint_are_not_kept_once_they_are_set(tmp_path, monkeypatch):
-    newest, kept = CheckpointStore.newest, []
+    read, kept, before, alive = StoredArrays.__getitem__, [], [], []
 
-    def remembered(store, *check):
-        loaded = newest(store, *check)
-        variables = [array for name, array in loaded.snapshot.arrays.items() if not name.startswith("logs/")]
-        kept.extend(map(weakref.ref, variables))
-        return loaded
+    def count():
+        return sum(ref() is not None for ref in kept)
+
+    def remembered(stored, name):
+        before.append(count())
+        array = read(stored, name)
+        kept.append(weakref.ref(array))
+        return array
 
     class Counts(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            alive.append(sum(ref() is not None for ref in kept))
+            alive.append(count())
 
     Run(tmp_path, epochs=1).fit()
-    alive = []
-    monkeypatch.setattr(CheckpointStore, "newest", remembered)
+    number = len(CheckpointStore(tmp_path).newest().arrays)
+    monkeypatch.setattr(StoredArrays, "__getitem__", remembered)
     Run(tmp_path, epochs=2).fit(callbacks=[Counts()])
-    assert len(kept) > 10
+    assert number > 10
+    assert before[:number] == [0] * number  # All are checked, one after the other.
+    assert len(kept) > number  # Then they are read again.
     assert alive[1:] == [0] * 4  # Until the first step has ended, JAX may compute on their memory.

@@ -8,7 +8,7 @@ import keras
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
-from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, Found, ResumedRun
+from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, ResumedRun, on_all_processes
 from lockstep.fit.checkpointing.model_state import MetadataCheck
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.hooks import FitContext, single_callback
@@ -53,9 +53,8 @@ def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[Non
 
 
 def _resumed_run(backup: BackupAndRestore, context: FitContext, store: CheckpointStore | None) -> ResumedRun:
-    loaded = store.newest(MetadataCheck(context.callbacks)) if store else None
-    newest: Found | None = (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
-    found = context.process_group.broadcast_from_chief(newest)
+    loaded = store.newest(MetadataCheck(context.callbacks), keep_stored=True) if store else None
+    found = on_all_processes(loaded, backup.directory, context.process_group)
     return ResumedRun.from_checkpoint(found).for_epochs(context.arguments.get("epochs", 1), backup.extend)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from lockstep._errors import CheckpointError, InputError
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
-from lockstep.checkpoint.format import Loaded, Snapshot
+from lockstep.checkpoint.format import Loaded, Snapshot, open_stored
 from lockstep.checkpoint.sharded_store import ShardedSnapshot, ShardedStore, shared_token
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.fit_entry import ProcessGroup
@@ -36,7 +36,15 @@ from lockstep.fit.checkpointing.model_state import (
 )
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
-__all__ = ["FitCheckpoint", "Found", "ResumedRun", "TrainPosition", "changed_versions_message", "resume_message"]
+__all__ = [
+    "FitCheckpoint",
+    "Found",
+    "ResumedRun",
+    "TrainPosition",
+    "changed_versions_message",
+    "on_all_processes",
+    "resume_message",
+]
 
 
 Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # step, arrays and metadata of a checkpoint
@@ -113,6 +121,36 @@ class ResumedRun:
     def has_ended_before(self, epoch: int, batch: int) -> bool:
         """Whether the earlier run has found the end of the epoch before this batch."""
         return self.has_done(epoch, batch) and batch >= self.position.batch
+
+
+def on_all_processes(loaded: Loaded | None, directory: Path, group: ProcessGroup) -> Found | None:
+    """Return the chief's checkpoint on every process; all call this.
+
+    If all have the chief's directory, each reads the arrays from there, one at a time, when they are asked for. Otherwise the chief reads
+    all of them and sends them.
+
+    Args:
+        loaded: the checkpoint; None if there is none, and on other processes.
+        directory: of the checkpoints, as this process names it.
+        group: the processes of the job.
+    """
+    named = group.all_gather("the newest checkpoint", [loaded.path.name, loaded.sha256] if loaded else None)[0]
+    if named is None:
+        return None
+    own = loaded or _stored_here(directory, *named)
+    is_shared = all(group.all_gather("whether all see the newest checkpoint", own is not None))
+    found = own if is_shared else loaded
+    content = (found.step, found.arrays, found.metadata) if found else None
+    return content if is_shared else group.broadcast_from_chief(content)
+
+
+def _stored_here(directory: Path, name: str, sha256: str) -> Loaded | None:
+    """Return the checkpoint of this name, if it is here and is the one with that manifest, which the chief has checked."""
+    try:
+        loaded = open_stored(directory / name)
+    except CheckpointError:
+        return None
+    return loaded if loaded.sha256 == sha256 else None
 
 
 def resume_message(resumed: ResumedRun, directory: Path) -> str:
@@ -322,17 +360,17 @@ class FitCheckpoint(StepHook):
             self._writer.close()
 
     def newest(self) -> Found | None:
-        """The newest good checkpoint of the directory; None on workers."""
-        if self._writer is None or self._store is None:
-            return None
-        self._writer.wait()
-        loaded = self._store.newest(self._check)
-        return (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
+        """The newest good checkpoint of the directory; all processes call this."""
+        loaded = None
+        if self._writer and self._store:
+            self._writer.wait()
+            loaded = self._store.newest(self._check, keep_stored=True)
+        return on_all_processes(loaded, self._backup.directory, self._process_group)
 
     def _check(self, loaded: Loaded) -> None:
         """Raise CheckpointError for a checkpoint that was not written by this run."""
         MetadataCheck(self._other_callbacks)(loaded)
-        self._variables.check(loaded.snapshot.arrays, loaded.snapshot.metadata["variables"], str(loaded.path))
+        self._variables.check(loaded.arrays, loaded.metadata["variables"], str(loaded.path))
 
     # Saving.
 

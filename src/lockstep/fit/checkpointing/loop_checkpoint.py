@@ -75,7 +75,7 @@ class Checkpoint:
         """
         loaded = self._store.newest(lambda found: check_fields(found, ["random"])) if self._writer else None
         found = self._process_group.broadcast_from_chief(
-            (loaded.step, loaded.snapshot.arrays, loaded.snapshot.metadata) if loaded else None
+            (loaded.step, loaded.arrays, loaded.metadata) if loaded else None
         )
         if found is None:
             return state, 0

@@ -25,7 +25,7 @@ import numpy as np
 from lockstep._arrays import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
-from lockstep.checkpoint.format import Loaded
+from lockstep.checkpoint.format import Loaded, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.device_placement import gather_on_host, is_spread
 from lockstep.data.pass_iterator import check_random_state
@@ -86,7 +86,7 @@ class ModelVariables:
         return dict(zip(chosen, copies, strict=True))
 
     def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
-        """Set all variables. Args and errors are those of :meth:`check`; after an error no variable is changed."""
+        """Set all variables. Args and errors are those of :meth:`check`; after an error of it no variable is changed."""
         self.check(arrays, paths, source)
         for name, variable in self.named().items():
             variable.assign(arrays[name])
@@ -102,10 +102,11 @@ class ModelVariables:
         Raises:
             CheckpointError: a value is missing or of another shape.
         """
+        shapes = shapes_of(arrays)
         for name, variable in self.named().items():
-            kept = arrays.get(name)
-            if kept is None or kept.shape != tuple(variable.shape):
-                found = "nothing" if kept is None else f"{paths.get(name, name)} of shape {kept.shape}"
+            kept = shapes.get(name)
+            if kept != tuple(variable.shape):
+                found = "nothing" if kept is None else f"{paths.get(name, name)} of shape {kept}"
                 raise CheckpointError(
                     f"{source} is of another model: for {variable.path} of shape {tuple(variable.shape)} it has {found}. Fix: build the "
                     "model as it was, or take another directory."
@@ -412,7 +413,7 @@ class MetadataCheck:
         Raises:
             CheckpointError: a field is absent or of another kind; the message names it.
         """
-        metadata, arrays = loaded.snapshot.metadata, loaded.snapshot.arrays
+        metadata, arrays = loaded.metadata, loaded.arrays
         check_fields(loaded, _FIELDS)
         position = metadata["position"]
         if position is not None:
@@ -433,7 +434,7 @@ def check_fields(loaded: Loaded, names: Iterable[str]) -> None:
     Raises:
         CheckpointError: a field is absent or of another kind; the message names it.
     """
-    metadata = loaded.snapshot.metadata
+    metadata = loaded.metadata
     for name in names:
         field = _FIELDS[name]
         if name not in metadata and not field.is_optional:

@@ -133,7 +133,7 @@ def _guarded(guard: NanGuard, context: FitContext) -> Iterator[None]:
 
 
 def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | None:
-    found = context.process_group.broadcast_from_chief(context.checkpoint.newest() if context.checkpoint else None)
+    found = context.checkpoint.newest() if context.checkpoint else None
     if found is None:
         return None
     step, arrays, _ = found
