@@ -189,6 +189,11 @@ def test_scopes_may_close_in_any_order():
     second.__enter__()
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
+    average = jax.jit(lambda losses: lockstep.compute_average_loss(losses))
+    losses = np.full(3, 2.0)
+    assert float(average(losses)) == 2.0
+    with strategy.scope():
+        assert float(average(losses)) == 1.0  # It is traced anew here.
     with Topology(3, 3).strategy().scope():
         model = compiled()
     fitted(model)

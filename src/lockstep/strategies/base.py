@@ -38,6 +38,10 @@ from lockstep.strategies.setup import StrategyOptions, scopes_disabled
 __all__ = ["Strategy", "check_model", "check_scope_of", "strategy_scope"]
 
 
+# What the first open scope of a thread enters and the last one leaves, as the scopes between may close in any order.
+_outermost: ContextVar[contextlib.ExitStack] = ContextVar("lockstep_outermost_scope")
+
+
 @contextmanager
 def strategy_scope(strategy: Any) -> Iterator[Any]:
     """Open the scope of a strategy, which may be open already.
@@ -52,14 +56,19 @@ def strategy_scope(strategy: Any) -> Iterator[Any]:
             "first scope before opening the second."
         )
     _check_no_distribution()
+    if outer is None:
+        _outermost.set(contextlib.ExitStack())
+        _outermost.get().enter_context(trace_context(strategy.num_replicas_in_sync))
     open_scopes.set((*open_scopes.get(), strategy))
     try:
-        with trainer.claim_models(_current_claim, _current_layouts), trace_context(strategy.num_replicas_in_sync):
+        with trainer.claim_models(_current_claim, _current_layouts):
             yield strategy
     finally:
         scopes = list(open_scopes.get())
         if strategy in scopes:
             scopes.remove(strategy)
+            if not scopes:
+                _outermost.get().close()
         open_scopes.set(tuple(scopes))
 
 
