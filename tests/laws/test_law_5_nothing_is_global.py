@@ -1,6 +1,7 @@
 """Law 5: import changes nothing, a scope restores what it changed, strategies coexist, a model keeps its strategy."""
 
 import contextlib
+import contextvars
 import gc
 import logging
 import subprocess
@@ -198,6 +199,22 @@ def test_scopes_may_close_in_any_order():
         model = compiled()
     fitted(model)
     assert devices_of(model) == 3
+
+
+def test_a_scope_in_a_thread_that_has_the_context_of_a_scope_is_one_for_compiled_functions():
+    strategy, found = Topology(2, 2).strategy(), []
+    average = jax.jit(lambda losses: lockstep.compute_average_loss(losses))
+    assert float(average(np.full(3, 2.0))) == 2.0
+
+    def in_scope():
+        with strategy.scope():
+            found.append(float(average(np.full(3, 2.0))))
+
+    with strategy.scope():
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(in_scope,))
+        thread.start()
+        thread.join()
+    assert found == [1.0]
 
 
 def test_a_step_may_call_a_model_of_another_strategy():

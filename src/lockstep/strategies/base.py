@@ -38,8 +38,8 @@ from lockstep.strategies.setup import StrategyOptions, scopes_disabled
 __all__ = ["Strategy", "check_model", "check_scope_of", "strategy_scope"]
 
 
-# What the first open scope of a thread enters and the last one leaves, as the scopes between may close in any order.
-_outermost: ContextVar[contextlib.ExitStack] = ContextVar("lockstep_outermost_scope")
+# Of the open scopes, which all are of one strategy. As they may close in any order, each leaves the one that was entered last.
+_traced: ContextVar[tuple[contextlib.AbstractContextManager[None], ...]] = ContextVar("lockstep_traced", default=())
 
 
 @contextmanager
@@ -56,9 +56,9 @@ def strategy_scope(strategy: Any) -> Iterator[Any]:
             "first scope before opening the second."
         )
     _check_no_distribution()
-    if outer is None:
-        _outermost.set(contextlib.ExitStack())
-        _outermost.get().enter_context(trace_context(strategy.num_replicas_in_sync))
+    traced = trace_context(strategy.num_replicas_in_sync)
+    traced.__enter__()
+    _traced.set((*_traced.get(), traced))
     open_scopes.set((*open_scopes.get(), strategy))
     try:
         with trainer.claim_models(_current_claim, _current_layouts):
@@ -67,8 +67,9 @@ def strategy_scope(strategy: Any) -> Iterator[Any]:
         scopes = list(open_scopes.get())
         if strategy in scopes:
             scopes.remove(strategy)
-            if not scopes:
-                _outermost.get().close()
+            *others, last = _traced.get()
+            last.__exit__(None, None, None)
+            _traced.set(tuple(others))
         open_scopes.set(tuple(scopes))
 
 
