@@ -27,9 +27,9 @@ def filled(step, numbers=1000):
 
 
 def is_filled(loaded):
-    arrays = loaded.snapshot.arrays
+    arrays = loaded.arrays
     return (
-        loaded.snapshot.metadata == {"step": loaded.step}
+        loaded.metadata == {"step": loaded.step}
         and list(arrays) == [f"part {n}" for n in range(4)]
         and all((array == loaded.step).all() for array in arrays.values())
     )

@@ -31,7 +31,7 @@ def state(step, which):
 
 def which(loaded):
     """0: the older one of its step; 1: the newer one. All of it belongs together."""
-    arrays, found = loaded.snapshot.arrays, loaded.snapshot.metadata["which"]
+    arrays, found = loaded.arrays, loaded.metadata["which"]
     expected = 10 * loaded.step + found
     if not all((arrays[name] == expected).all() and len(arrays[name]) == 50 for name in ("a", "b")):
         raise SystemExit(f"a mixture at {loaded.path}")

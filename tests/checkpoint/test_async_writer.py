@@ -55,7 +55,7 @@ def test_training_goes_on_while_one_is_written_and_another_waits(tmp_path):
         assert writer.wait()
         assert writer.last_error is None
     assert writer.store.steps() == [1, 2]
-    assert_equal(writer.store.newest().snapshot, small(2))
+    assert_equal(writer.store.newest(), small(2))
     assert threads() == []
 
 

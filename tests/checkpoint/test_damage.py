@@ -52,7 +52,7 @@ def test_every_bit_of_the_arrays_counts_and_no_other_bit_of_their_file_changes_w
                 store.read(path)
             assert len(store.verify(path)) == 1
         else:
-            assert_equal(store.read(path).snapshot, small(4))
+            assert_equal(store.read(path), small(4))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "arrays.npz"])
@@ -134,7 +134,7 @@ def test_a_damaged_one_is_refused_with_what_was_found_and_the_newest_good_one_is
     do(store.paths()[-1])
     loaded = store.newest()
     assert loaded.step == 8
-    assert_equal(loaded.snapshot, small(8))
+    assert_equal(loaded, small(8))
     (line,) = lines
     assert line.startswith(f"checkpoint refused: {tmp_path / 'step-000000009'}")
     assert found in line
@@ -226,5 +226,5 @@ def test_names_of_arrays_lead_nowhere(tmp_path):
     outside = {"../../escaped": np.ones(3), "/tmp/escaped": np.ones(3), "a/../b": np.ones(1)}
     store = CheckpointStore(tmp_path / "store")
     loaded = store.read(store.write(1, Snapshot(outside)))
-    assert_equal(loaded.snapshot, Snapshot(outside))
+    assert_equal(loaded, Snapshot(outside))
     assert [path.name for path in tmp_path.iterdir()] == ["store"]

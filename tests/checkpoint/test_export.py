@@ -291,7 +291,7 @@ def test_import_keeps_all_other_checkpoints(tmp_path, capsys):
     others.close()
     said(capsys, "import", tmp_path / "x.npz", tmp_path / "others")
     assert others.steps() == [1, 2, 3, 4, 7]
-    assert_equal(others.newest().snapshot, small(7))
+    assert_equal(others.newest(), small(7))
 
 
 def test_import_replaces_a_checkpoint_only_with_overwrite(tmp_path, capsys):
@@ -301,9 +301,9 @@ def test_import_replaces_a_checkpoint_only_with_overwrite(tmp_path, capsys):
         store.write(7, small(1))
     printed = said(capsys, "import", tmp_path / "x.npz", tmp_path / "others", code=2).err
     assert "others: has a checkpoint of step 7 already. Fix: give --overwrite, or choose another directory." in printed
-    assert_equal(store.newest().snapshot, small(1))
+    assert_equal(store.newest(), small(1))
     said(capsys, "import", tmp_path / "x.npz", tmp_path / "others", "--overwrite")
-    assert_equal(store.newest().snapshot, small(7))
+    assert_equal(store.newest(), small(7))
     assert len(store.paths()) == 1
 
 

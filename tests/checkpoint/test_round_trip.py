@@ -25,7 +25,7 @@ def there_and_back(directory, snapshot):
     store = CheckpointStore(directory, log=silent)
     path = store.write(1, snapshot)
     assert store.verify(path) == []
-    return store.read(path).snapshot
+    return store.read(path)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,8 +134,8 @@ def test_writing_takes_a_few_megabytes_whatever_the_size_and_reading_takes_the_a
 def test_a_checkpoint_of_every_format_version_loads(version):
     loaded = CheckpointStore(DATA / f"version_{version}", log=silent).newest()
     assert loaded.step == 12
-    arrays = {name: loaded.snapshot.arrays[name] for name in small().arrays}  # Those in shards are read last.
-    assert_equal(Snapshot(arrays, loaded.snapshot.metadata), small(12))
+    arrays = {name: loaded.arrays[name] for name in small().arrays}  # Those in shards are read last.
+    assert_equal(Snapshot(arrays, loaded.metadata), small(12))
 
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if DTYPES[name].isbuiltin != 1])

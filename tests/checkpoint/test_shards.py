@@ -95,7 +95,7 @@ def test_shards_of_several_processes_are_read_as_whole_arrays(tmp_path):
     for path in store.paths():
         assert names_in(path) == ["arrays.npz", "manifest.json", "part-0", "part-1", "part-2"]
         assert store.verify(path) == []
-    assert_same(store.newest().snapshot, small(3))
+    assert_same(store.newest(), small(3))
     assert KERNEL not in np.load(path / "arrays.npz").files
     assert np.load(path / "part-2" / "arrays.npz")[f"{KERNEL} from 0, 2"].shape == (2, 1)
 
@@ -105,7 +105,7 @@ def test_a_signature_holds_the_parts_too(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECKPOINT_KEY_FILE", str(tmp_path / "key"))
     write(tmp_path / "run", 1)
     store = CheckpointStore(tmp_path / "run", log=silent)
-    assert_same(store.newest().snapshot, small(1))
+    assert_same(store.newest(), small(1))
     (path,) = store.paths()
     shutil.rmtree(path / "part-1")
     shutil.copytree(path / "part-0", path / "part-1")
@@ -130,7 +130,7 @@ def test_the_command_knows_parts(tmp_path, capsys, monkeypatch):
     (tmp_path / "key").write_text("a key of 16 bytes, at least")
     monkeypatch.setenv("LOCKSTEP_CHECKPOINT_KEY_FILE", str(tmp_path / "key"))
     said("sign", tmp_path / "run")
-    assert_same(CheckpointStore(tmp_path / "run", log=silent).newest().snapshot, small(7))
+    assert_same(CheckpointStore(tmp_path / "run", log=silent).newest(), small(7))
 
 
 def flip(path):
@@ -162,7 +162,7 @@ def test_a_damaged_part_makes_the_checkpoint_one_that_is_skipped(damage, tmp_pat
     store = CheckpointStore(tmp_path, log=lines.append)
     newest = store.paths()[-1]
     do(newest)
-    assert_same(store.newest().snapshot, small(1))
+    assert_same(store.newest(), small(1))
     assert len(lines) == 1
     assert found in lines[0]
     (sentence,) = store.verify(newest)
@@ -239,6 +239,20 @@ def test_the_manifest_of_a_part_is_known_by_its_digest(tmp_path):
     manifest = store.describe(path)
     parts = parts_of(path, manifest)
     assert [hashlib.sha256(encode(part)).hexdigest() for part in parts.values()] == list(manifest.parts)
+
+
+def test_the_damage_of_each_file_is_told(tmp_path):
+    write(tmp_path, 1)
+    store = CheckpointStore(tmp_path, log=silent)
+    (path,) = store.paths()
+    for file in (path / "arrays.npz", path / "part-1" / "arrays.npz"):
+        file.write_bytes(file.read_bytes()[:-1])
+    (path / "part-2" / "arrays.npz").unlink()
+    assert [problem.split(": ")[1][:12] for problem in store.verify(path)] == [
+        "is truncated",
+        "is truncated",
+        "is missing.",
+    ]
 
 
 def test_arrays_that_stay_in_files_are_those_that_are_read_and_are_checked_each_time(tmp_path):

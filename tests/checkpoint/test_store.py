@@ -21,7 +21,7 @@ def test_the_newest_stay(tmp_path):
     store = store_in(tmp_path, 1, 2, 3, 4, 5, keep=2)
     assert store.steps() == [4, 5]
     assert names_in(tmp_path) == ["step-000000004", "step-000000005"]
-    assert_equal(store.newest().snapshot, small(5))
+    assert_equal(store.newest(), small(5))
 
 
 @pytest.mark.parametrize("steps", [(9, 10), (999_999_999, 1_000_000_000), (0, 1)])
@@ -38,7 +38,7 @@ def test_a_step_written_again_replaces_the_first(tmp_path):
     for again in (7, 8, 9):
         store.write(3, small(again))
         assert store.steps() == [1, 2, 3]
-        assert_equal(store.newest().snapshot, small(again))
+        assert_equal(store.newest(), small(again))
     assert names_in(tmp_path) == ["step-000000001", "step-000000002", "step-000000003-4"]
 
 
@@ -49,7 +49,7 @@ def test_a_damaged_one_is_replaced_by_the_run_that_was_resumed_before_it(tmp_pat
     assert store.newest().step == 2
     store.write(3, small(3))
     assert len(lines) == 1
-    assert_equal(store.newest().snapshot, small(3))
+    assert_equal(store.newest(), small(3))
     assert store.steps() == [2, 3]
     assert len(lines) == 1
 
@@ -188,7 +188,7 @@ def test_whatever_fails_before_the_name_is_there_leaves_nothing(name, call, numb
     assert os.strerror(number) in str(raised.value)
     assert ("it needs 34 bytes, and" in str(raised.value)) == (number in (errno.ENOSPC, errno.EDQUOT))
     assert names_in(tmp_path) == ["step-000000001", "step-000000002"]
-    assert_equal(store.newest().snapshot, small(2))
+    assert_equal(store.newest(), small(2))
     store.write(3, small(3))
     assert store.steps() == [2, 3]
 
@@ -264,14 +264,14 @@ def test_a_disk_that_is_full_to_the_last_byte_is_told_too(megabyte):
         pass  # A run that goes on may take the lock again.
     (megabyte / "ballast").unlink()
     store = store_in(megabyte / "runs", 1)
-    assert_equal(store.newest().snapshot, small(1))
+    assert_equal(store.newest(), small(1))
 
 
 def test_a_read_only_disk_can_be_read_and_says_that_it_cannot_be_written(megabyte):
     store_in(megabyte / "runs", 1).close()
     subprocess.run(["mount", "-o", "remount,ro", str(megabyte)], check=True, timeout=30)
     store = CheckpointStore(megabyte / "runs", log=silent)
-    assert_equal(store.newest().snapshot, small(1))
+    assert_equal(store.newest(), small(1))
     for do in (store.lock, lambda: store.write(2, small(2)), lambda: store.discard_newer(0)):
         with pytest.raises(CheckpointError, match=r"/runs: .* can.*: Read-only file system") as raised:
             do()

@@ -589,11 +589,6 @@ class Loaded:
     path: Path
     sha256: str = ""
 
-    @property
-    def snapshot(self) -> Snapshot:
-        """The content, in memory."""
-        return Snapshot(self.arrays, self.metadata)
-
 
 def write(path: Path, step: int, snapshot: Snapshot, key: bytes | None = None, parts: Sequence[str] = ()) -> str:
     """Write the files of a checkpoint into a directory that has none but its parts, synced to the disk.
@@ -713,22 +708,25 @@ def read(path: Path, key: bytes | None = None) -> Loaded:
 
 def open_stored(path: Path, key: bytes | None = None) -> Loaded:
     """Read a checkpoint without its arrays: each is read and checked when it is asked for. Args and errors are those of :func:`describe`."""
-    manifest, pieces, digest = _contents(path, key)
+    manifest, digest = _described(path, key)
+    pieces = [piece for each in _files(path, manifest) for piece in _pieces_in(*each)]
     return Loaded(manifest.step, StoredArrays(pieces), manifest.metadata, path, digest)
 
 
-def _contents(path: Path, key: bytes | None) -> tuple[Manifest, list[_Piece], str]:
-    """Return the manifest, the position of all arrays and shards, and the sha256 of the manifest's file."""
-    manifest, digest = _described(path, key)
-    pieces = []
-    for part_path, part in ({path: manifest} | parts_of(path, manifest)).items():
-        belongs, file_path = places(part.metadata) if part is not manifest else {}, part_path / ARRAYS
-        with _checkpoint_errors(file_path), open_to_read(file_path) as file:
-            check_bounds(file, part, file_path)
-        for name, entry in part.arrays.items():
-            place = belongs.get(name) or Place(name, entry.shape, (0,) * len(entry.shape))
-            pieces.append(_Piece(file_path, name, entry, place))
-    return manifest, pieces, digest
+def _files(path: Path, manifest: Manifest) -> list[tuple[Path, Manifest, dict[str, Place]]]:
+    """Return the file of arrays of a checkpoint and of each of its parts, with its manifest, and where its shards belong."""
+    parts = parts_of(path, manifest).items()
+    return [(path / ARRAYS, manifest, {}), *((each / ARRAYS, part, places(part.metadata)) for each, part in parts)]
+
+
+def _pieces_in(file_path: Path, manifest: Manifest, belongs: Mapping[str, Place]) -> list[_Piece]:
+    """Return what is in a file of arrays, after a check of its size."""
+    with _checkpoint_errors(file_path), open_to_read(file_path) as file:
+        check_bounds(file, manifest, file_path)
+    return [
+        _Piece(file_path, name, entry, belongs.get(name) or Place(name, entry.shape, (0,) * len(entry.shape)))
+        for name, entry in manifest.arrays.items()
+    ]
 
 
 def verify(path: Path, key: bytes | None = None) -> list[str]:
@@ -738,17 +736,25 @@ def verify(path: Path, key: bytes | None = None) -> list[str]:
         path: the checkpoint's directory.
         key: must have signed it; None: signatures are ignored.
     """
-    problems = []
     try:
-        _, pieces, _ = _contents(path, key)
+        files = _files(path, describe(path, key))
     except CheckpointError as error:
         return [str(error)]
+    return [problem for each in files for problem in _damage(*each)]
+
+
+def _damage(file_path: Path, manifest: Manifest, belongs: Mapping[str, Place]) -> Iterator[str]:
+    """Yield a sentence for the damage of a file, or of each array in it."""
+    try:
+        pieces = _pieces_in(file_path, manifest, belongs)
+    except CheckpointError as error:
+        yield str(error)
+        return
     for piece in pieces:
         try:
             piece.read()
         except CheckpointError as error:
-            problems.append(str(error))
-    return problems
+            yield str(error)
 
 
 @contextmanager

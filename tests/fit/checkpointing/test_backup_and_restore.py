@@ -278,7 +278,7 @@ def test_keys_of_random_numbers_in_a_loop_go_on(kind, tmp_path):
 def test_other_versions_go_on_with_a_line(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "lockstep")
     Run(tmp_path).fit(4)
-    assert CheckpointStore(tmp_path).newest().snapshot.metadata["versions"] == used_versions()
+    assert CheckpointStore(tmp_path).newest().metadata["versions"] == used_versions()
     monkeypatch.setattr(
         "lockstep.fit.checkpointing.fit_checkpoint.used_versions", lambda: used_versions() | {"jax": "99.1"}
     )

@@ -64,7 +64,7 @@ def end_after(steps, numbers):
 @pytest.mark.parametrize("version", [path.name for path in sorted(DATA.iterdir())])
 def test_what_an_earlier_version_has_kept_goes_on(version, tmp_path):
     shutil.copytree(DATA / version, tmp_path / "run")
-    kept = CheckpointStore(tmp_path / "run").newest().snapshot
+    kept = CheckpointStore(tmp_path / "run").newest()
     begun, heard, history = trained(tmp_path / "run")
     assert heard == [(1, 3), *((2, step) for step in range(4))]
     assert history.epoch == [0, 1, 2]

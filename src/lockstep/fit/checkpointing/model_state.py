@@ -86,7 +86,7 @@ class ModelVariables:
         return dict(zip(chosen, copies, strict=True))
 
     def set(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
-        """Set all variables. Args and errors are those of :meth:`check`; after an error of it no variable is changed."""
+        """Set all variables. Args and errors are those of :meth:`check`; after one of these no variable is changed."""
         self.check(arrays, paths, source)
         for name, variable in self.named().items():
             variable.assign(arrays[name])
