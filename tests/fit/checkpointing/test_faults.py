@@ -58,6 +58,18 @@ def test_a_pause_shorter_than_the_limit_changes_nothing(stopped, training, whole
     assert processes[0].told["digest"] == whole(workers=2)
 
 
+@pytest.mark.slow
+def test_a_worker_that_reads_slowly_finds_the_checkpoint_until_it_has_read_all_of_it(training, whole):
+    run = training(2)
+    expected = run.finished_as_a_whole()
+    processes = run.begin({"at": "an array is read", "nth": 2, "does": "stop"}, on=(1,))
+    until_stopped(processes[1])
+    time.sleep(PAUSE)  # Nothing is left to train, and the chief replaces the last checkpoint.
+    processes[1].send(signal.SIGCONT)
+    assert [process.end() for process in processes] == [0, 0], processes[1].said
+    assert processes[1].told["digest"] == expected == whole(workers=2)
+
+
 # Errors of the user's program.
 
 

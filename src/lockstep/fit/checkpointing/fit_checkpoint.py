@@ -359,13 +359,18 @@ class FitCheckpoint(StepHook):
         if self._writer:
             self._writer.close()
 
-    def newest(self) -> Found | None:
-        """The newest good checkpoint of the directory; all processes call this."""
+    def newest(self, names: Iterable[str]) -> tuple[int, dict[str, np.ndarray]] | None:
+        """Return the step and some arrays of the newest good checkpoint; all processes call this."""
         loaded = None
         if self._writer and self._store:
             self._writer.wait()
             loaded = self._store.newest(self._check, keep_stored=True)
-        return on_all_processes(loaded, self._backup.directory, self._process_group)
+        found = on_all_processes(loaded, self._backup.directory, self._process_group)
+        if found is None:
+            return None
+        arrays = {name: found[1][name] for name in names}
+        self._wait_until_all_have_read()
+        return found[0], arrays
 
     def _check(self, loaded: Loaded) -> None:
         """Raise CheckpointError for a checkpoint that was not written by this run."""
@@ -508,5 +513,10 @@ class FitCheckpoint(StepHook):
         self._model.stop_training = self.resumed.is_stopped or (
             metadata["stop_training"] and self.resumed.position.batch > 0
         )
+        self._wait_until_all_have_read()
         if self.resumed.iterator is None:  # Else the pass restores the random state.
             restore_random_state(metadata["random"])
+
+    def _wait_until_all_have_read(self) -> None:
+        """Wait for all processes, as the chief replaces a checkpoint when the training ends, and may remove it when it saves."""
+        self._process_group.all_gather("whether all have read the checkpoint", None)

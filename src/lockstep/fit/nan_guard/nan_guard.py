@@ -5,6 +5,7 @@ nothing either, and the state is still that before t. After the guard's action t
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -133,12 +134,13 @@ def _guarded(guard: NanGuard, context: FitContext) -> Iterator[None]:
 
 
 def _newest_checkpoint(context: FitContext) -> tuple[int, list[list[Any]]] | None:
-    found = context.checkpoint.newest() if context.checkpoint else None
-    if found is None:
+    """Return its step and the values of the variables by kind, all but those of the metrics."""
+    if context.checkpoint is None:
         return None
-    step, arrays, _ = found
-    kinds = zip(KINDS[:-1], variables_of(context.model)[:-1], strict=True)  # all but the metrics
-    return step, [[arrays[f"{kind}/{n}"] for n in range(len(variables))] for kind, variables in kinds]
+    kinds = zip(KINDS[:-1], variables_of(context.model)[:-1], strict=True)
+    names = [[f"{kind}/{n}" for n in range(len(variables))] for kind, variables in kinds]
+    found = context.checkpoint.newest(itertools.chain.from_iterable(names))
+    return found and (found[0], [[found[1][name] for name in of_kind] for of_kind in names])
 
 
 @dataclass(frozen=True)

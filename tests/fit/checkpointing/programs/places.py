@@ -35,8 +35,9 @@ class Fault:
             ACTS[self.does]()
 
     def install(self):
-        """Take the place of the functions that write, and of what hears that a step was started."""
+        """Take the place of the functions that read and write, and of what hears that a step was started."""
         write_arrays, rename, delete = format.write_arrays, os.rename, files._delete
+        read_array = format.read_array
         step_ended = FitCheckpoint.on_step_end
 
         def started(run, model, kind, state, logs):
@@ -62,7 +63,11 @@ class Fault:
             self.come_by("an old one is deleted")
             delete(path)
 
-        FitCheckpoint.on_step_end = started
+        def read(*given):
+            self.come_by("an array is read")
+            return read_array(*given)
+
+        FitCheckpoint.on_step_end, format.read_array = started, read
         format.write_arrays, files._delete, os.rename = written, deleted, renamed
 
 
