@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,10 +17,7 @@ from tests.support import compile_cache
 from tests.support.processes import FOR_TESTS
 
 # Most of a first run's time is XLA compiling.
-_COMPILED = tempfile.TemporaryDirectory(prefix="lockstep-compiled-")
-_SHARED = compile_cache.shared_folder("in-process")
-compile_cache.fill(Path(_COMPILED.name), _SHARED)
-compile_cache.use(Path(_COMPILED.name))
+_compiled = compile_cache.SharedPrograms("in-process")
 with pytest.MonkeyPatch.context() as environment:  # The processes of tests have flags of their own.
     if not os.environ.get("LOCKSTEP_TEST_OPTIMIZED"):
         environment.setenv("XLA_FLAGS", f"{FOR_TESTS['XLA_FLAGS']} {os.environ.get('XLA_FLAGS', '')}")
@@ -79,7 +74,7 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    compile_cache.publish(Path(_COMPILED.name), _SHARED)
+    _compiled.publish()
     if os.environ.get("CI") and _SKIPPED:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -126,12 +121,7 @@ def _nothing_is_left_behind():
 def _compiled_programs_are_shared():
     """The suite's other processes need many of them, too."""
     yield
-    if time.monotonic() > _exchange["next"]:
-        compile_cache.exchange(Path(_COMPILED.name), _SHARED)
-        _exchange["next"] = time.monotonic() + 20
-
-
-_exchange = {"next": time.monotonic() + 20}
+    _compiled.exchange()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 import lockstep
+from tests.support import compile_cache
 
 WAY = os.environ.get("LOCKSTEP_CONFORMITY", "plain")  # Some tests empty the environment.
 TWO = ["cpu:0", "cpu:1"]
@@ -18,11 +19,19 @@ STRATEGIES = {
 }
 LIMIT = 3 << 30  # bytes of a process from which on its compiled programs are let go
 
+_compiled = compile_cache.SharedPrograms("conformity")  # The ways have most of their programs in common.
+
 
 @pytest.fixture(autouse=True)
 def _scope():
     """Open a strategy's scope; none for the way "plain"."""
     with contextlib.nullcontext() if WAY == "plain" else STRATEGIES[WAY]().scope():
         yield
+    _compiled.exchange()
     if psutil.Process().memory_info().rss > LIMIT:
         jax.clear_caches()
+
+
+def pytest_sessionfinish():
+    """Keep the programs for the next way."""
+    _compiled.publish()

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -25,6 +26,7 @@ SETTINGS = {
     "jax_persistent_cache_enable_xla_caches": "none",  # They would put the folder into the key of an entry.
 }
 LIMIT = 1 << 30  # bytes of a shared folder; beyond it the oldest half goes
+EVERY = 20.0  # seconds between exchanges
 AT_REST = 2.0  # seconds since an entry was last changed, after which nobody is still writing it
 
 
@@ -46,6 +48,31 @@ def use(private: Path | None) -> None:
         jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", private and str(private))
     compilation_cache.reset_cache()
+
+
+class SharedPrograms:
+    """The programs of a process that compiles from now on with those of all processes of its kind.
+
+    Args:
+        kind: of the processes.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-compiled-")
+        self._private, self._shared = Path(self._folder.name), shared_folder(kind)
+        self._next = time.monotonic() + EVERY
+        fill(self._private, self._shared)
+        use(self._private)
+
+    def exchange(self) -> None:
+        """Exchange new programs with the other processes, if it is time to."""
+        if time.monotonic() > self._next:
+            exchange(self._private, self._shared)
+            self._next = time.monotonic() + EVERY
+
+    def publish(self) -> None:
+        """Give the others the last ones, as this process ends well."""
+        publish(self._private, self._shared)
 
 
 @contextlib.contextmanager
