@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import sys
 
 import jax
+import keras
 import psutil
 import pytest
 
@@ -20,6 +22,14 @@ STRATEGIES = {
 LIMIT = 3 << 30  # bytes of a process from which on its compiled programs are let go
 
 _compiled = compile_cache.SharedPrograms("conformity")  # The ways have most of their programs in common.
+
+
+def skip_if_backend(name, reason):
+    """Some tests import this from Keras's ``conftest``, which is not in the source distribution."""
+    return pytest.mark.skipif(keras.backend.backend() == name, reason=reason)
+
+
+sys.modules["conftest"] = sys.modules[__name__]
 
 
 @pytest.fixture(autouse=True)
