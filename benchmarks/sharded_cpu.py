@@ -25,12 +25,21 @@ from lockstep.tools.plan.hlo import collectives
 DEVICES, BLOCKS, WIDTH, HEADS, LENGTH, ROWS = 4, 2, 512, 8, 64, 4
 TURNS, STEPS = 5, 4
 ROOT = Path(__file__).parents[1]
-COLUMNS = ("plan", "weights, MiB", "optimizer, MiB", "all-gather", "reduce-scatter", "all-reduce", "step / replicated")
+COLUMNS = (
+    "plan",
+    "weights, MiB",
+    "optimizer, MiB",
+    "step, MiB",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "step / replicated",
+)
 TORCH_NAMES = {"all-gather": "_allgather_base_", "reduce-scatter": "_reduce_scatter_base_", "all-reduce": "allreduce_"}
 NOTE = (
-    "MiB on one device between two steps. Collectives: their number in a step, and of Lockstep the MiB of their results on a device. FSDP2 "
-    "gathers the weights of a block together. Four devices share two cores, and XLA for CPUs removes the second computation, so the times "
-    "show only what the collectives cost; those of processes and of one process cannot be compared."
+    "MiB on one device between two steps, and what a step needs besides. Collectives: their number in a step, and of Lockstep the MiB of their results on a device. FSDP2 "
+    "gathers the weights of a block together. Four devices share two cores, so the times show only what collectives and second "
+    "computations cost; those of processes and of one process cannot be compared."
 )
 
 
@@ -49,7 +58,7 @@ def torch_row():
     found = [process.communicate(timeout=300)[0] for process in processes]
     told = json.loads(found[0].splitlines()[-1])
     counts = [told["collectives"].get(f"c10d.{name}", 0) or "none" for name in TORCH_NAMES.values()]
-    return ("PyTorch FSDP2", *(round(size / sharded.MIB, 2) for size in told["bytes"]), *counts, "-")
+    return ("PyTorch FSDP2", *(round(size / sharded.MIB, 2) for size in told["bytes"]), "-", *counts, "-")
 
 
 class Plan:
@@ -67,6 +76,7 @@ class Plan:
         batch = (np.repeat(row, DEVICES * ROWS, 0),) * 2
         state = sharded.trainer.training_state(self.model, batch)
         program = step.compile_for(state, strategy._placement.abstract_batch(batch))
+        self.temporaries = round(program.memory_analysis().temp_size_in_bytes / sharded.MIB, 2)
         self.collectives = list(map(sharded.listed(collectives(program.as_text())), sharded.NAMES))
 
     def seconds(self):
@@ -93,7 +103,10 @@ def main():
         name: statistics.median(a / b for a, b in zip(own, times["replicated"], strict=True))
         for name, own in times.items()
     }
-    rows = [(name, *plan.bytes(), *plan.collectives, round(ratios[name], 2)) for name, plan in plans.items()]
+    rows = [
+        (name, *plan.bytes(), plan.temporaries, *plan.collectives, round(ratios[name], 2))
+        for name, plan in plans.items()
+    ]
     write("sharded_cpu", "Sharded variables on four CPU devices", COLUMNS, [*rows, row], NOTE, arguments=())
 
 

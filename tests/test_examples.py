@@ -1,8 +1,10 @@
 """The examples run as a user runs them, and each pair differs by the few lines that are the lesson."""
 
 import difflib
+import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -140,3 +145,41 @@ def test_cats_and_dogs_on_two_workers_print_the_digits_of_one_process():
         chief, other = pool.map(lambda index: script("--index", index, "--port", str(port)), "01")
     assert "loss" not in other  # The chief prints.
     assert logs(chief) == logs(script("cpu:0", "cpu:1"))
+
+
+@pytest.mark.data
+@pytest.mark.nightly
+@pytest.mark.usefixtures("data_folder")
+@pytest.mark.timeout(3000)
+def test_a_model_larger_than_the_memory_of_a_process_trains_on_four_and_resumes_on_three(tmp_path):
+    ours = ("XLA_FLAGS", "PJRT_NPROC", "JAX_NUM_CPU_DEVICES")  # of a test process, which has eight devices
+    environ = {name: value for name, value in os.environ.items() if name not in ours} | {"LOCKSTEP_KEEP_MEMORY": "0"}
+    lockstep = [sys.executable, "-m", "lockstep.cli"]
+
+    def start(workers, folder):
+        command = [*lockstep, "run", "-n", str(workers), str(EXAMPLES / "larger_than_memory.py")]
+        command += ["--directory", str(tmp_path / folder)]
+        return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def finish(process):
+        printed = process.communicate(timeout=900)[0]
+        return process.returncode, printed, [float(loss) for loss in re.findall(r"- loss: (\S+)", printed)]
+
+    code, printed, _ = finish(start(1, "one"))
+    assert code != 0
+    assert "RESOURCE_EXHAUSTED" in printed
+    code, printed, expected = finish(start(4, "undisturbed"))
+    assert code == 0, printed
+    killed, checkpoints = start(4, "run"), tmp_path / "run"
+    wait_until(lambda: list(checkpoints.glob("step-*")), "the checkpoint of the first epoch", 900)
+    os.kill(json.loads((checkpoints / ".lock").read_text())["pid"], signal.SIGKILL)
+    assert finish(killed)[0] != 0
+    code, printed, losses = finish(start(3, "run"))
+    assert code == 0, printed
+    assert "resumes from" in printed
+    assert losses == pytest.approx(expected[-1:], rel=1e-3)
+    weights = tmp_path / "weights.npz"
+    export = [*lockstep, "checkpoint", "export", str(checkpoints), str(weights), "--only", "model/*"]
+    assert subprocess.run(export, capture_output=True, timeout=300, check=True).returncode == 0
+    with np.load(weights) as arrays:
+        assert sum(arrays[name].size for name in arrays.files) > 160e6

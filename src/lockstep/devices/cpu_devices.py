@@ -307,19 +307,31 @@ def usable_cores() -> int:
 # docs/decisions/0028. Products of matrices stay with the latter.
 _CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "-individual_convolution"}
 
+# XLA for CPUs would drop the barriers of recomputed layers and join what is computed twice, or compute it early: see docs/decisions/0058.
+_CPU_RECOMPUTE_OPTIONS = {
+    "xla_disable_hlo_passes": "cse_barrier_expander",
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+}
 
-@functools.cache
-def compiler_options(platform: str) -> dict[str, str]:
-    """Return the compiler options of steps for ``jax.jit``; none if this version of XLA does not know them.
+
+def compiler_options(platform: str, *, recomputes: bool = False) -> dict[str, str]:
+    """Return the compiler options of steps for ``jax.jit``; without those that this version of XLA does not know.
 
     Args:
         platform: platform of the devices, for example "cpu".
+        recomputes: whether layers are recomputed in the backward pass.
     """
     if platform != "cpu":
         return {}
+    options = _CPU_OPTIONS | (_CPU_RECOMPUTE_OPTIONS if recomputes else {})
+    return {name: value for name, value in options.items() if _is_known(name, value)}
+
+
+@functools.cache
+def _is_known(name: str, value: str) -> bool:
     number = jax.device_put(1.0, jax.local_devices(backend="cpu")[0])
     try:
-        jax.jit(lambda x: x, compiler_options=_CPU_OPTIONS).lower(number).compile()
+        jax.jit(lambda x: x, compiler_options={name: value}).lower(number).compile()
     except (jax.errors.JaxRuntimeError, TypeError):
-        return {}
-    return _CPU_OPTIONS
+        return False
+    return True

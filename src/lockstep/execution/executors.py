@@ -131,7 +131,7 @@ class SpmdExecutor:
 
     def train_step(self, step: Step, gate: NonFiniteGate | None = None) -> CompiledTrainStep:
         """Return a training step on placed arrays."""
-        options = compiler_options(self.placement.platform)
+        options = compiler_options(self.placement.platform, recomputes=self.recompute is not None)
         if self.shard == "variables":
             options = options | SEPARATE_COLLECTIVES.get(self.placement.platform, {})
         return CompiledTrainStep(step, self.state_shardings, options, donated=gate is None)
