@@ -2,7 +2,7 @@
 
     lockstep run -n 1 examples/larger_than_memory.py --directory run                     # ends for want of memory
     lockstep run -n 4 examples/larger_than_memory.py --directory run                     # trains
-    lockstep run -n 3 examples/larger_than_memory.py --directory run --epochs 4          # resumes with fewer
+    lockstep run -n 3 examples/larger_than_memory.py --directory run                     # resumes with fewer
     lockstep checkpoint export run weights.npz --only 'model/*'
 
 On CPUs a limit of the operating system stands for the memory of a device (Linux).
@@ -21,11 +21,11 @@ from keras import layers
 import lockstep
 
 WORDS, LENGTH, WIDTH, BLOCKS = 8192, 32, 2304, 4
-ROWS = 4  # of a batch, one for each replica
+ROWS = 12  # of a batch, one for each replica: as many for each of 2, 3, 4 or 6 processes
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--directory", required=True, help="for checkpoints; all processes must see it")
-parser.add_argument("--memory", type=int, default=4400, help="limit of each process in MiB (4400)")
+parser.add_argument("--memory", type=int, default=4600, help="limit of each process in MiB (4600)")
 parser.add_argument("--steps", type=int, default=3, help="of an epoch (3)")
 parser.add_argument("--epochs", type=int, default=2)
 chosen = parser.parse_args()

@@ -369,7 +369,8 @@ def check_data(argument: str, data: Any, *, is_arrays: bool = False, may_be_empt
     check_depth(argument, data)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     if not leaves:
-        raise InputError(f"{argument}: expected arrays, or an object that yields batches, got {shown(data)}.")
+        missing = "" if data is None else " An input that is not optional needs an array."
+        raise InputError(f"{argument}: expected arrays, or an object that yields batches, got {shown(data)}.{missing}")
     for leaf in leaves:
         is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
         if isinstance(leaf, (bool, int, float, complex, str, bytes)):
