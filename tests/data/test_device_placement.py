@@ -7,7 +7,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.data.device_placement import PlacedRows
+from lockstep.data.device_placement import PlacedRows, Placement, placement_on
 
 DEVICES, ROWS, BATCH = ("cpu:1", "cpu:2"), 22, 8  # Neither is JAX's default device.
 
@@ -73,3 +73,14 @@ def test_rows_go_from_the_host_to_their_devices_in_one_transfer_ahead_of_the_ste
     after_first = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: refused_copies())
     model.fit(*INPUTS[kind](), steps_per_epoch=steps, callbacks=[after_first], verbose=0, **batch_size)
     assert placed == [{np.ndarray}] * steps
+
+
+def test_a_shard_of_a_job_with_several_processes_is_not_a_view_of_the_whole_value(monkeypatch):
+    monkeypatch.setattr(Placement, "is_local", False)
+    placement = placement_on(jax.devices("cpu")[:4], 4)
+    whole = jax.numpy.ones((4096, 8)) + 1
+    sharded = placement.put(whole, placement.row_sharding)
+    begin = whole.unsafe_buffer_pointer()
+    addresses = [shard.data.unsafe_buffer_pointer() for shard in sharded.addressable_shards]
+    assert len(addresses) == 4
+    assert not any(begin <= address < begin + whole.nbytes for address in addresses)

@@ -302,7 +302,8 @@ def _put_local_part(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return leaf if leaf.sharding == sharding else _laid_out(sharding)(leaf)
     host = np.asarray(leaf, dtype=jax.typeof(leaf).dtype)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    # JAX takes an aligned array as it is: a view would keep the whole value in memory, and a step could not reuse that of the shard.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
 
 
 @cache
