@@ -3,7 +3,7 @@
     lockstep run -n 1 examples/larger_than_memory.py --directory run                     # ends for want of memory
     lockstep run -n 4 examples/larger_than_memory.py --directory run                     # trains
     lockstep run -n 3 examples/larger_than_memory.py --directory run                     # resumes with fewer
-    lockstep checkpoint export run weights.npz --only 'model/*'
+    lockstep checkpoint export run weights.npz --only '*trainable/*'
 
 On CPUs a limit of the operating system stands for the memory of a device (Linux).
 """

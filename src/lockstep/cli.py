@@ -200,7 +200,7 @@ def _add_export(action: argparse.ArgumentParser) -> None:
     text = "of the output (default: by its ending, else npz); safetensors and orbax need packages"
     action.add_argument("--format", choices=("npz", "safetensors", "orbax"), help=text)
     action.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
-    text = "names of arrays, for example 'model/*'; such an export cannot be imported"
+    text = "names of arrays, for example '*trainable/*' for weights; such an export cannot be imported"
     action.add_argument("--only", default="*", metavar="PATTERN", help=text)
     action.add_argument("--overwrite", action="store_true", help="replace an existing file")
 

@@ -98,7 +98,7 @@ def export(
     path = Path(output).absolute()
     arrays = {name: array for name, array in loaded.arrays.items() if fnmatch.fnmatchcase(name, only)}
     if not arrays:
-        raise CheckpointError(f"{loaded.path}: no array name matches {only!r}.")
+        raise CheckpointError(f"{loaded.path}: no array name matches {only!r}. Fix: see 'lockstep checkpoint show -v'.")
     if os.path.lexists(path) and (path.is_dir() or not overwrite):
         fix = "remove it, or choose another path" if path.is_dir() else "give --overwrite, or choose another path"
         raise CheckpointError(f"{output}: exists already, and nothing was written. Fix: {fix}.")
