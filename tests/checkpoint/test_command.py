@@ -96,7 +96,10 @@ def test_export_takes_the_newest_good_one(tmp_path, capsys, caplog):
             ["export", "runs/step-000000007", "out", "--step", "9"],
             "no checkpoint of step 9. Fix: choose one that 'lockstep checkpoint show' lists.",
         ),
-        (["export", "runs", "out", "--only", "x*"], "no array name matches 'x*'. Fix: see 'lockstep checkpoint show -v'."),
+        (
+            ["export", "runs", "out", "--only", "x*"],
+            "no array name matches 'x*'. Fix: see 'lockstep checkpoint show -v'.",
+        ),
         (["export", "runs", "missing/out"], "missing/out: cannot be written as npz: No such file or directory."),
         (["import", "missing", "new"], "missing: cannot be read: No such file or directory."),
     ],
