@@ -37,9 +37,9 @@ COLUMNS = (
 )
 TORCH_NAMES = {"all-gather": "_allgather_base_", "reduce-scatter": "_reduce_scatter_base_", "all-reduce": "allreduce_"}
 NOTE = (
-    "MiB on one device between two steps, and what a step needs besides. Collectives: their number in a step, and of Lockstep the MiB of their results on a device. FSDP2 "
-    "gathers the weights of a block together. Four devices share two cores, so the times show only what collectives and second "
-    "computations cost; those of processes and of one process cannot be compared."
+    "MiB on one device between two steps, and what a step needs besides. Collectives: their number in a step, and of Lockstep the MiB of "
+    "their results on a device. FSDP2 gathers the weights of a block together. Four devices share two cores, so the times show only what "
+    "collectives and second computations cost; those of processes and of one process cannot be compared."
 )
 
 

@@ -1,5 +1,6 @@
 """Train a language model that does not fit into the memory of one process, in several that each have a part of its variables.
 
+    export LOCKSTEP_KEEP_MEMORY=0                                                        # freed memory goes back
     lockstep run -n 1 examples/larger_than_memory.py --directory run                     # ends for want of memory
     lockstep run -n 4 examples/larger_than_memory.py --directory run                     # trains
     lockstep run -n 3 examples/larger_than_memory.py --directory run                     # resumes with fewer
@@ -49,7 +50,7 @@ def block(x, number):
 
 
 def build():
-    """A language model of 293 million numbers, of which Adam needs two more of each."""
+    """A language model of 293 million numbers; Adam keeps two more for each."""
     words = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(WORDS, WIDTH)(words)
     for number in range(BLOCKS):
