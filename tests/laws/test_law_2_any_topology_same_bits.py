@@ -109,6 +109,11 @@ def on_one_device(name, optimizer, epochs):
     return outcome(name, optimizer, Topology(REPLICAS, 1), epochs)
 
 
+# A device more is one more compilation of each program, and nets and numbers of devices meet nowhere: each net runs on one, the smallest on most.
+ON_DEVICES = {("mlp", "adam"): (3, 8), ("mlp", "sgd"): (2,), ("cnn", "adam"): (2,), ("lstm", "sgd"): (3,)}
+ON_DEVICES |= {("lstm", "adam"): (8,), ("transformer", "adam"): (2,)}
+
+
 def runs():
     """Yield ten steps on some numbers of devices, and in the nightly set a hundred steps on all.
 
@@ -117,11 +122,10 @@ def runs():
     for name in MODELS:
         for optimizer in OPTIMIZERS:
             group = pytest.mark.xdist_group(f"{name}-{optimizer}")
-            # Adam has more state, and keeps the gradients' too.
-            for devices in (3, 8) if optimizer == "adam" else (2,):
+            for devices in ON_DEVICES.get((name, optimizer), ()):
                 quick = (name, optimizer, devices) == ("mlp", "adam", 3)
                 yield pytest.param(name, optimizer, devices, 2, marks=[group] if quick else [group, pytest.mark.slow])
-            for devices in DEVICES[1:] if optimizer == "adam" else (3, 8):
+            for devices in DEVICES[1:] if optimizer == "adam" else (2, 3, 8):
                 yield pytest.param(name, optimizer, devices, 20, marks=[group, pytest.mark.nightly])
 
 

@@ -22,8 +22,7 @@ def small_xception(noise):
         noise.normalization()(layers.Conv2D(6, 3, strides=2, padding="same")(inputs))
     )
     for size in (6, 8):
-        for _ in range(2):
-            x = noise.normalization()(layers.SeparableConv2D(size, 3, padding="same")(layers.Activation("relu")(x)))
+        x = noise.normalization()(layers.SeparableConv2D(size, 3, padding="same")(layers.Activation("relu")(x)))
         x = layers.MaxPooling2D(3, strides=2, padding="same")(x)
         x = previous = layers.add([x, layers.Conv2D(size, 1, strides=2, padding="same")(previous)])
     x = noise.dropout()(layers.GlobalAveragePooling2D()(x))

@@ -116,7 +116,7 @@ def assert_equal_bits(found, expected):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_recomputing_changes_no_number(devices):
     (_, model, history), (_, plain, expected) = (
         train(devices, optimizer="sgd", **RECOMPUTED),
@@ -133,8 +133,8 @@ def test_recomputing_changes_no_number(devices):
     ("devices", "shard"),
     [
         (2, "variables"),
-        *(pytest.param(devices, "variables", marks=pytest.mark.slow) for devices in (1, 4, 8)),
-        *(pytest.param(devices, "variables", marks=pytest.mark.nightly) for devices in (3, 5)),
+        *(pytest.param(devices, "variables", marks=pytest.mark.slow) for devices in (1, 8)),
+        *(pytest.param(devices, "variables", marks=pytest.mark.nightly) for devices in (3, 4, 5)),
         pytest.param(2, "optimizer", marks=pytest.mark.slow),
     ],
 )
