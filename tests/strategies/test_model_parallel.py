@@ -11,6 +11,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep._keras.sharded_variable import set_from_host
 from lockstep.execution.model_parallel import model_shardings
 from lockstep.strategies.setup import override_devices
 from lockstep.tools.plan.hlo import collectives
@@ -163,6 +164,40 @@ def test_variables_are_sharded_when_they_are_made_and_when_they_are_loaded(tmp_p
     model.load_weights(tmp_path / "some.weights.h5")
     assert len({str(shard.index) for shard in kernel.value.addressable_shards}) == 2
     np.testing.assert_array_equal(np.asarray(kernel), before)
+
+
+@pytest.mark.slow
+def test_no_device_has_the_whole_of_a_large_variable_while_it_is_made():
+    compiled = []
+
+    class Recording(keras.initializers.RandomUniform):
+        def __call__(self, shape, dtype=None):
+            value = super().__call__(shape, dtype)
+            compiled.append(isinstance(value, jax.core.Tracer))
+            return value
+
+    def table():
+        layer = layers.Embedding(8192, 4096, embeddings_initializer=Recording(seed=1), name="table")
+        layer.build()
+        return layer.embeddings
+
+    expected = np.asarray(table())
+    with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2]).scope():
+        found = table()
+    assert compiled == [False, True]
+    assert [shard.data.nbytes for shard in found.value.addressable_shards] == [expected.nbytes // 2] * 2
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+def test_a_resumed_run_puts_a_shard_on_each_device_and_the_whole_on_none(monkeypatch):
+    with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, MEGATRON, devices=CPUS[:2]).scope():
+        kernel = network().get_layer("up").kernel
+    value = np.random.default_rng(0).normal(size=kernel.shape)
+    with monkeypatch.context() as without:
+        without.setattr(type(kernel), "_convert_to_tensor", lambda *_, **__: pytest.fail("on one device"))
+        set_from_host(kernel, value)
+    np.testing.assert_array_equal(np.asarray(kernel), value.astype("float32"))
+    assert len({str(shard.index) for shard in kernel.value.addressable_shards}) == 2
 
 
 def test_a_layout_can_be_edited_and_given_back():

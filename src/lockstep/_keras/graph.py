@@ -2,10 +2,9 @@
 
 Undocumented parts, as of Keras 3.15: ``_flatten_layers``; that ``__call__`` of a layer or an operation looks ``call`` up on the
 instance, and that ``train_step`` so looks up ``stateless_call`` and ``compute_loss``; the masks that Keras attaches to tensors;
-the names of seed generators' variables; the texts of Keras's exceptions; ``_loss_ids``; ``_operations`` and ``_non_trainable_variables``.
-
-Undocumented parts, as of Keras 3.15: ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of
-a node, ``_functional``, and the structure of a functional model's outputs.
+the names of seed generators' variables; the texts of Keras's exceptions; ``_loss_ids``; ``_operations`` and
+``_non_trainable_variables``; ``_keras_history`` of symbolic tensors, ``_inbound_nodes`` of operations and the input tensors of a node,
+``_functional``, and the structure of a functional model's outputs.
 """
 
 import contextlib

@@ -60,7 +60,7 @@ CLAIM_MODELS = Patch(
 )
 SHARD_VARIABLES = Patch(
     target="class Variable",
-    attributes=("_initialize",),
+    attributes=("_initialize", "_initialize_with_initializer"),
     lifetime="while a strategy's scope is open in any thread",
     reason="a variable is laid over the devices when it gets its first value, before the next variable is made",
     public_api="a layout for each new variable, as a keras.distribution gives it",

@@ -17,7 +17,15 @@ import numpy as np
 from jax.sharding import Sharding
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-__all__ = ["ShardedVariable", "VariableLayouts", "has_layout", "lay_out", "whole_values"]
+__all__ = [
+    "ShardedVariable",
+    "VariableLayouts",
+    "has_layout",
+    "lay_out",
+    "lay_out_before",
+    "set_from_host",
+    "whole_values",
+]
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,14 @@ class VariableLayouts:
         put: lays a value, which all processes have, over the devices.
         gather: returns the whole value of an array on the host, or None if this process does not want it; all processes call it.
         agree: checks that all processes call it now, with this topic and an equal value, and raises an error otherwise.
+        makes_slices: whether each device makes its shard of a large value by itself, so that none ever has all of it.
     """
 
     sharding_of: Callable[[keras.Variable, tuple[int, ...]], Sharding | None]
     put: Callable[[Any, Sharding], jax.Array]
     gather: Callable[[jax.Array, bool], Any]
     agree: Callable[[str, Any], None]
+    makes_slices: bool = False
 
 
 class ShardedVariable(keras.Variable):
@@ -63,10 +73,11 @@ class ShardedVariable(keras.Variable):
         if isinstance(value, jax.core.Tracer):
             super()._direct_assign(value)
             return
-        if value.is_fully_addressable and not self._layout.is_fully_replicated:
+        is_whole = isinstance(value, np.ndarray) or value.is_fully_addressable
+        if is_whole and not self._layout.is_fully_replicated:
             value = np.ascontiguousarray(value)
             what = f"the new value of variable {self.path!r}, which all workers set together"
-            self._layouts.agree(what, zlib.crc32(value.tobytes()))
+            self._layouts.agree(what, zlib.crc32(value.reshape(-1).view(np.uint8)))
         self._value = self._layouts.put(value, self._layout)
 
 
@@ -86,6 +97,31 @@ def lay_out(variable: keras.Variable, sharding: Sharding | None, layouts: Variab
         variable._layouts = layouts
     if vars(variable).get("_value") is not None:
         variable._direct_assign(variable._value)
+
+
+def lay_out_before(variable: keras.Variable, initializer: Any, layouts: VariableLayouts) -> None:
+    """Give a variable its layout before it gets its first value, if each device can make its shard by itself: Keras then does so.
+
+    A value that depends on state that changes with each call, or of a function that may not be compiled, is made as a whole.
+    """
+    seed = getattr(initializer, "seed", None)
+    if not isinstance(initializer, keras.initializers.Initializer) or isinstance(seed, keras.random.SeedGenerator):
+        return
+    sharding = layouts.sharding_of(variable, tuple(variable.shape))
+    if sharding is not None and not sharding.is_fully_addressable:
+        what = f"the initializer of variable {variable.path!r}, of which each worker makes its shards"
+        layouts.agree(what, [type(initializer).__name__, str(seed)])
+    lay_out(variable, sharding, layouts)
+
+
+def set_from_host(variable: keras.Variable, value: np.ndarray) -> None:
+    """Set a variable to a value of its shape; no device gets more of it than its shard, as ``variable.assign`` would give the first one."""
+    if variable._layout is None:
+        variable.assign(value)
+        return
+    value = np.asarray(value, jnp.dtype(variable.dtype))
+    is_spread = isinstance(variable, ShardedVariable)
+    variable._direct_assign(value if is_spread else jax.device_put(value, variable._layout))
 
 
 @contextlib.contextmanager

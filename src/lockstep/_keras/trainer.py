@@ -3,12 +3,9 @@
 Undocumented parts, as of Keras 3.15: ``make_*_function`` and the attributes ``train_function``, ``test_function`` and
 ``predict_function``; ``_symbolic_build``; ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and
 ``_jax_state_synced``, which says whether that is done; ``stateless_call``, looked up on the instance; the count of an optimizer,
-``_iterations``; the seed of all. :func:`check_keras` refuses a Keras without these methods.
-
-Undocumented parts, as of Keras 3.15: the attributes in which callbacks keep what training has changed.
-
-Undocumented parts, as of Keras 3.15: the adapters and their functions, the form that ``PyDatasetAdapter`` gives to a batch, and the
-generator that puts batches on the default device.
+``_iterations``; the seed of all; the attributes in which callbacks keep what training has changed; the adapters and their functions, the
+form that ``PyDatasetAdapter`` gives to a batch, and the generator that puts batches on the default device. :func:`check_keras` refuses a
+Keras without these methods.
 """
 
 import contextlib
@@ -43,7 +40,7 @@ from lockstep._keras.patches import (
     install,
     patched,
 )
-from lockstep._keras.sharded_variable import VariableLayouts, lay_out
+from lockstep._keras.sharded_variable import VariableLayouts, lay_out, lay_out_before
 
 __all__ = [
     "CALLBACK_STATE",
@@ -193,7 +190,9 @@ def _patch_classes(
     patches.enter_context(patched(CLAIM_MODELS, claiming))
     owner = next(cls for cls in keras.Variable.__mro__ if "_initialize" in vars(cls))
     initialize = _laying_out(vars(owner)["_initialize"], current_layouts)
-    patches.enter_context(patched(SHARD_VARIABLES, [(owner, "_initialize", initialize)]))
+    call = _laying_out_before(vars(owner)["_initialize_with_initializer"], current_layouts)
+    laying_out = [(owner, "_initialize", initialize), (owner, "_initialize_with_initializer", call)]
+    patches.enter_context(patched(SHARD_VARIABLES, laying_out))
     normalization = keras.layers.BatchNormalization
     construct = _accept_synchronized(vars(normalization)["__init__"], current)
     patches.enter_context(patched(SYNCHRONIZED_ARGUMENT, [(normalization, "__init__", construct)]))
@@ -227,6 +226,21 @@ def _laying_out(original: Callable[..., None], current: Callable[[], VariableLay
         if layouts is not None:
             lay_out(self, layouts.sharding_of(self, tuple(value.shape)), layouts)
         original(self, value)
+
+    return initialize
+
+
+def _laying_out_before(
+    original: Callable[..., None], current: Callable[[], VariableLayouts | None]
+) -> Callable[..., None]:
+    """Return a variable's ``_initialize_with_initializer`` which gives it its layout first, where layouts say that slices are made."""
+
+    @functools.wraps(original)
+    def initialize(self: Any, initializer: Any) -> None:
+        layouts = current()
+        if layouts is not None and layouts.makes_slices:
+            lay_out_before(self, initializer, layouts)
+        original(self, initializer)
 
     return initialize
 

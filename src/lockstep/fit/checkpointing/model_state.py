@@ -25,6 +25,7 @@ import numpy as np
 from lockstep._arrays import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
+from lockstep._keras.sharded_variable import set_from_host
 from lockstep.checkpoint.format import Loaded, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.device_placement import gather_on_host, is_spread
@@ -89,7 +90,7 @@ class ModelVariables:
         """Set all variables. Args and errors are those of :meth:`check`; after one of these no variable is changed."""
         self.check(arrays, paths, source)
         for name, variable in self.named().items():
-            variable.assign(arrays[name])
+            set_from_host(variable, arrays[name])
 
     def check(self, arrays: Mapping[str, np.ndarray], paths: Mapping[str, str], source: str) -> None:
         """Check that values are those of this model.
