@@ -37,7 +37,15 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import BatchCheck, BatchGather
 from lockstep.data.sources import AdapterSource, InputSource, Pending, check_data, make_source
 
-__all__ = ["FitObserver", "InputFactory", "InputOptions", "ProcessGroup", "check_call", "check_input_options"]
+__all__ = [
+    "FitObserver",
+    "InputFactory",
+    "InputOptions",
+    "ProcessGroup",
+    "callbacks_in",
+    "check_call",
+    "check_input_options",
+]
 
 Report = Callable[[str], None]
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
@@ -380,10 +388,19 @@ def check_call(name: str, given: dict[str, Any]) -> None:
 
 def check_callbacks(name: str, callbacks: Any) -> None:
     if truth(name, callbacks):
-        given = list(callbacks.values()) if isinstance(callbacks, dict) else callbacks
-        for callback in given if isinstance(given, (list, tuple)) else [given]:
+        for callback in _as_list(callbacks):
             if not callable(getattr(callback, "set_model", None)):
                 raise OptionError(f"{name}: expected keras.callbacks.Callback objects, got {shown(callback)}.")
+
+
+def callbacks_in(arguments: dict[str, Any]) -> list[Any]:
+    """Return the callbacks among the arguments of a call of ``fit``, which takes one, a list, a tuple, a dict or None."""
+    return _as_list(arguments.get("callbacks"))
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    given = list(callbacks.values()) if isinstance(callbacks, dict) else callbacks
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
 
 
 def _check_validation(name: str, given: dict[str, Any]) -> None:

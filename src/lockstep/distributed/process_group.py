@@ -216,9 +216,10 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 def _disable_output(arguments: dict[str, Any]) -> None:
     """Have a call of ``fit``, ``evaluate`` or ``predict`` print nothing, and drop Keras's callbacks that only write."""
     arguments["verbose"] = 0
-    callbacks = arguments.get("callbacks")
-    if isinstance(callbacks, (list, tuple)):
-        arguments["callbacks"] = [callback for callback in callbacks if not isinstance(callback, _WRITING)]
+    if not isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):  # It is used as it is.
+        arguments["callbacks"] = [
+            callback for callback in fit_entry.callbacks_in(arguments) if not isinstance(callback, _WRITING)
+        ]
 
 
 def _refuse_backup(arguments: dict[str, Any]) -> None:
@@ -227,8 +228,7 @@ def _refuse_backup(arguments: dict[str, Any]) -> None:
     Raises:
         ModelError: it is among the callbacks.
     """
-    callbacks = arguments.get("callbacks")
-    if isinstance(callbacks, (list, tuple)) and any(isinstance(x, keras.callbacks.BackupAndRestore) for x in callbacks):
+    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in fit_entry.callbacks_in(arguments)):
         raise ModelError(
             "keras.callbacks.BackupAndRestore writes and deletes its files on every worker at once, and restores the beginning of an "
             "epoch only. Take lockstep.callbacks.BackupAndRestore."

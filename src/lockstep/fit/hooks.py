@@ -13,12 +13,12 @@ import keras
 
 from lockstep._errors import OptionError
 from lockstep.data.device_placement import Placement
-from lockstep.data.fit_entry import ProcessGroup
+from lockstep.data.fit_entry import ProcessGroup, callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.execution.train_functions import StepFunctions, StepHook
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
 
-__all__ = ["CallbackHooks", "FitContext", "FitHook", "StepHook", "callbacks_in", "entered", "single_callback"]
+__all__ = ["CallbackHooks", "FitContext", "FitHook", "StepHook", "entered", "single_callback"]
 
 Kind = TypeVar("Kind")
 
@@ -69,12 +69,6 @@ class FitHook(Protocol):
 
         It is called for all hooks before the first context is entered, so a hook that refuses an argument raises here.
         """
-
-
-def callbacks_in(arguments: dict[str, Any]) -> list[Any]:
-    """The callbacks among the arguments of a call of ``fit``, which takes one, several or None."""
-    given = arguments.get("callbacks")
-    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
 
 
 def single_callback(callbacks: Iterable[Any], kind: type[Kind]) -> Kind | None:

@@ -21,7 +21,7 @@ from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.fit.checkpointing.preemption import Preemption
-from lockstep.fit.hooks import callbacks_in, single_callback
+from lockstep.fit.hooks import single_callback
 from lockstep.parameter_server import scheduler_base
 from lockstep.parameter_server.chief_fit import READY, ChiefFit
 from lockstep.parameter_server.chief_scheduler import ChiefScheduler
@@ -179,7 +179,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
 
     def _preemption(self, arguments: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return the handler of preemption if there is a backup: the chief then needs this process for its last checkpoint."""
-        backup = single_callback(callbacks_in(arguments), BackupAndRestore)
+        backup = single_callback(fit_entry.callbacks_in(arguments), BackupAndRestore)
         return Preemption(self) if backup else nullcontext()
 
     def _run(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallResult:
@@ -261,7 +261,7 @@ def _insert_callback(arguments: dict[str, Any], callback: keras.callbacks.Callba
     if isinstance(given, keras.callbacks.CallbackList):
         given.callbacks.insert(0, callback)
     else:
-        arguments["callbacks"] = [callback, *(given if isinstance(given, (list, tuple)) else [given] if given else [])]
+        arguments["callbacks"] = [callback, *fit_entry.callbacks_in(arguments)]
 
 
 def _exit_code_of(error: BaseException) -> int:

@@ -55,6 +55,13 @@ def test_it_stops_before_the_bad_step_and_says_why(cause, deterministic, devices
     assert left_by(model) == left_before_the_bad_step(deterministic, devices, steps_at_once)
 
 
+@pytest.mark.parametrize("given", [NanGuard(), {"guard": NanGuard()}, (NanGuard(),)], ids=["one", "dict", "tuple"])
+def test_guard_is_found_in_each_form_of_callbacks(given):
+    model = Run().build()
+    with pytest.raises(lockstep.NonFiniteError):
+        model.fit(*data("input"), batch_size=BATCH, shuffle=False, verbose=0, callbacks=given)
+
+
 def test_the_last_step_of_an_epoch_is_answered_before_the_validation():
     seen = []
 

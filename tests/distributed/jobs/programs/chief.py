@@ -53,7 +53,12 @@ plain = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 plain.compile("sgd", "mse")
 plain.fit(x * (1 + config["index"]), y, batch_size=3 + config["index"], verbose=0)  # This is nobody else's business.
 plain.save(folder / f"own-{config['index']}.keras")
-try:
-    model.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore(folder / "backup")])
-except lockstep.ModelError as error:
-    tell(backup=str(error))
+model.fit(x, y, callbacks=keras.callbacks.CSVLogger(folder / f"one-{config['index']}.csv"), verbose=0)
+backup = keras.callbacks.BackupAndRestore(folder / "backup")
+refused = []
+for callbacks in ([backup], backup, {"backup": backup}):
+    try:
+        model.fit(x, y, callbacks=callbacks)
+    except lockstep.ModelError as error:
+        refused.append(str(error))
+tell(backup=refused)
