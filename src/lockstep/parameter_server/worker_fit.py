@@ -108,7 +108,8 @@ class _Evaluator:
         for variable, value in [*zip(kinds[0], trainable, strict=True), *zip(kinds[1], non_trainable, strict=True)]:
             variable.assign(value)
         logs = self._model.evaluate(self._data, verbose=0, return_dict=True)
-        shown = " - ".join(f"val_{name}: {value:.4g}" for name, value in logs.items())
+        texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in logs.items()}
+        shown = " - ".join(f"val_{name}: {text}" for name, text in texts.items())
         self._log(f"evaluator, after epoch {epoch}{suffix}: {shown}")
         self.epoch = epoch
 
