@@ -281,7 +281,7 @@ def test_only_what_goes_on_from_pass_to_pass_is_skipped():
         assert int(batches.batch(following, following)[0]) == following
 
 
-@pytest.mark.parametrize("kind", ["function", "arrays", "generator"])
+@pytest.mark.parametrize("kind", ["function", "arrays", "generator", "PyDataset", "PyDataset, shuffled"])
 def test_less_data_than_the_chief_has_is_refused(kind):
     given = (KINDS | {"generator": lambda: {"x": iter_once()}})[kind]()
     batches = input_of(given).indexed_batches()

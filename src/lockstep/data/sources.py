@@ -241,7 +241,13 @@ class DatasetSource(_UserCodeSource):
     def batch_reader(self) -> Callable[[int], Any]:
         """See :class:`InputSource`."""
         order = None if self.num_batches is None else list(self._order())
-        return self._picking(lambda number: self._standard(self._dataset[order[number] if order else number]))
+
+        def batch(number: int) -> Any:
+            if order is not None and number >= len(order):
+                raise StopIteration  # As a source that finds its end by reading.
+            return self._standard(self._dataset[number if order is None else order[number]])
+
+        return self._picking(batch)
 
     def _standard(self, batch: Any) -> Any:
         return batch if self._adapter is None else trainer.standardize_batch(self._adapter, batch)
