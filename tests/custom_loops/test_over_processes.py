@@ -18,6 +18,7 @@ def test_methods_give_the_results_of_one_process_on_each_worker(job, tmp_path, d
         np.testing.assert_array_equal(workers[0][name], workers[1][name], err_msg=name)
         assert_close(workers[0][name], value, 1e-5, name)
     assert [each["own"] for each in told] == [[0, 1], [2, 3]]
+    assert [each["uneven"] for each in told] == [[[0, 1], [2, 3]], [[4], []]]
     both_have = [[0, 0, 1, 1, 10, 10, 11, 11], [2, 2, 3, 3, 12, 12, 13, 13]]
     only_the_second_has = [14, 14, 15, 15]
     assert [each["drawn"] for each in told] == 2 * [[*both_have, only_the_second_has]]

@@ -36,7 +36,7 @@ from lockstep.custom_loops.per_replica import (
 )
 from lockstep.custom_loops.replica_context import ReplicaContext, as_floating, check_not_in_replica, in_context
 from lockstep.custom_loops.replica_runner import run_on_replicas
-from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.device_placement import DEVICE_AXIS, Placement, is_spread, local_values
 from lockstep.data.fit_entry import InputOptions, ProcessGroup, check_input_options
 from lockstep.data.sources import make_tree_source
 from lockstep.distributed.resolvers import ClusterResolver
@@ -240,7 +240,8 @@ class StrategyApi:
             value: tree of :class:`PerReplica` or of arrays.
 
         Returns:
-            One tree for each of these replicas; a single one if all replicas share the value.
+            One tree for each of these replicas; a single one if all replicas share the value. If replicas have unequal numbers of rows,
+            all processes make this call.
 
         Example:
             >>> import lockstep
@@ -418,6 +419,12 @@ class _AssignedVariables(keras.StatelessScope):
 
 
 def _local_values(value: PerReplica) -> dict[int, jax.Array]:
-    """Return the values on this process's devices, by replica; all values while a function is traced."""
-    is_traced = any(isinstance(array, jax.core.Tracer) for array in value.groups)
-    return dict(enumerate(value.values)) if is_traced else value.held
+    """Return the values of this process's replicas by replica, maybe with others; all values while a function is traced.
+
+    Values of several shapes may be on other devices than those of their replicas. Then all processes call this.
+    """
+    if any(isinstance(array, jax.core.Tracer) for array in value.groups):
+        return dict(enumerate(value.values))
+    if len(value.groups) > 1 and any(is_spread(array) for array in value.groups):
+        return dict(enumerate(local_values(value).values))
+    return value.held

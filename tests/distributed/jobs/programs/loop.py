@@ -13,4 +13,6 @@ np.savez(os.path.join(config["folder"], f"{config['name']}.npz"), **found)
 local = strategy.experimental_local_results(
     strategy.experimental_distribute_values_from_function(lambda own: own.replica_id_in_sync_group)
 )
-tell(own=[int(value) for value in local], drawn=drawn(strategy))
+(uneven,) = strategy.experimental_distribute_dataset([np.arange(5)])
+rows = [np.asarray(value).tolist() for value in strategy.experimental_local_results(uneven)]
+tell(own=[int(value) for value in local], uneven=rows, drawn=drawn(strategy))
