@@ -6,9 +6,10 @@ import socket
 import pytest
 
 from lockstep._errors import ClusterError, OptionError
+from lockstep.distributed.cluster.env_reader import visible_gpus
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
-from lockstep.launch.worker_environment import gpu_share, visible_gpus
+from lockstep.launch.worker_environment import gpu_share
 from tests.launch.launching import program, started
 
 

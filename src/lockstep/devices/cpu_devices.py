@@ -22,10 +22,9 @@ from pathlib import Path
 import jax
 
 from lockstep._errors import DeviceError, whole_number
-from lockstep.distributed.cluster.env_reader import KEEP_MEMORY
+from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, visible_gpus
 
 __all__ = [
-    "NVIDIA_GPUS",
     "HostMemory",
     "check_shared_thread_pool",
     "check_thread_pool",
@@ -105,7 +104,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # A machine with GPUs trains on them.
 _ARENAS, _MAPPINGS, _TRIM_ABOVE, _GROW_BY = (
     -8,
     -4,
@@ -116,7 +114,7 @@ _SETTINGS = {_ARENAS: 1, _MAPPINGS: 0, _TRIM_ABOVE: 2**31 - 1, _GROW_BY: 2**26}
 
 
 def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Make glibc keep freed memory, unless the user has chosen another allocator or configured this one.
+    """Make glibc keep freed memory, unless there are GPUs, or the user has chosen another allocator or configured this one.
 
     Args:
         environ: the user's settings: ``LOCKSTEP_KEEP_MEMORY=0``, ``LD_PRELOAD``, ``MALLOC_…`` or ``GLIBC_TUNABLES``.
@@ -124,7 +122,7 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
     Returns:
         Whether glibc keeps freed memory now.
     """
-    if platform.libc_ver()[0] != "glibc" or NVIDIA_GPUS.exists() or _is_configured(environ):
+    if platform.libc_ver()[0] != "glibc" or visible_gpus(environ) or _is_configured(environ):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(parameter, value) for parameter, value in _SETTINGS.items()])

@@ -18,9 +18,9 @@ import jax
 
 from lockstep._errors import ClusterError
 from lockstep._logging import listed
-from lockstep.devices.cpu_devices import NVIDIA_GPUS, has_started, reserve_threads
+from lockstep.devices.cpu_devices import has_started, reserve_threads
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
-from lockstep.distributed.cluster.env_reader import EnvReader, NetworkOptions, restarts_of
+from lockstep.distributed.cluster.env_reader import EnvReader, NetworkOptions, restarts_of, visible_gpus
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.control_client import ControlClient
@@ -49,7 +49,6 @@ __all__ = [
 
 
 JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CONNECT_SECONDS = 10.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
@@ -76,7 +75,7 @@ def start_jax(
     """
     _check_not_started(client)
     group = client.group
-    visible = client.gather("the GPUs", [socket.gethostname(), _visible_gpus(environ)])
+    visible = client.gather("the GPUs", [socket.gethostname(), ",".join(visible_gpus(environ))])
     gpus = share_of_gpus(visible, group.index)
     if not any(seen for _, seen in visible):
         check_hostnames(client)
@@ -137,12 +136,6 @@ def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | Non
     share = count // len(here)
     first = here.index(index) * share
     return list(range(first, first + share))
-
-
-def _visible_gpus(environ: Mapping[str, str], gpus: Path = NVIDIA_GPUS) -> str:
-    if _VISIBLE in environ:
-        return environ[_VISIBLE]
-    return ",".join(str(number) for number, _ in enumerate(gpus.iterdir())) if gpus.is_dir() else ""
 
 
 # The address of JAX's coordination service.
@@ -312,7 +305,7 @@ def set_batch_scheduling() -> None:
 
 def prepare_threads(cpu_devices: int, environ: Mapping[str, str] = os.environ) -> None:
     """Prepare the threads of a JAX that was initialized over processes by the program and has not started its devices."""
-    if not _visible_gpus(environ):
+    if not visible_gpus(environ):
         set_batch_scheduling()
     reserve_threads(cpu_devices)
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from lockstep._errors import OptionError
 from lockstep._files import open_own
-from lockstep.distributed.cluster.env_reader import NetworkOptions
+from lockstep.distributed.cluster.env_reader import NetworkOptions, visible_gpus
 from lockstep.distributed.control.listener import check_closed
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import LocalWorkers, RemoteStop
@@ -27,7 +27,6 @@ from lockstep.launch.worker_environment import (
     gpu_variables,
     inherited_variables,
     library_folders,
-    visible_gpus,
 )
 from lockstep.launch.worker_process import FORWARDED, SignalPipe, WorkerProcess, adopt_orphans, child_pids
 

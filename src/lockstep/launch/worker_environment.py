@@ -6,7 +6,6 @@ every step pays for the page faults again; the settings here keep the memory, or
 
 import os
 import platform
-import re
 import secrets
 import sys
 from collections.abc import Iterable, Mapping
@@ -30,11 +29,7 @@ __all__ = [
     "gpu_variables",
     "inherited_variables",
     "library_folders",
-    "visible_gpus",
 ]
-
-_DEVICES = Path("/dev")
-_GPU_PLATFORMS = {"cuda", "gpu"}  # names of JAX
 
 ALLOCATORS = ("auto", "system", "jemalloc", "tcmalloc")
 _LIBRARIES = {"tcmalloc": ("libtcmalloc_minimal.so*", "libtcmalloc.so*"), "jemalloc": ("libjemalloc.so*",)}
@@ -60,23 +55,6 @@ def inherited_variables(job: LaunchConfig, environment: Mapping[str, str]) -> di
     is_alone = job.nodes == 1 and not job.is_elastic and not environment.get(SECRET_FILE)
     secret = {SECRET: secrets.token_hex()} if is_alone else {}
     return {**secret, **{name: value for name, value in environment.items() if name not in replaced}}
-
-
-def visible_gpus(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[str]:
-    """Return the names of the GPUs that programs may use: those of CUDA_VISIBLE_DEVICES, or else all of this machine.
-
-    Args:
-        environment: JAX_PLATFORMS may exclude GPUs.
-        devices: the folder of device files.
-    """
-    platforms = environment.get("JAX_PLATFORMS")
-    if platforms and not _GPU_PLATFORMS & set(platforms.split(",")):
-        return []
-    names = [path.name for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not names:
-        return [str(number) for number in range(len(names))]
-    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
 
 
 def gpu_variables(gpus: list[str], task: ProcessName, tasks: ProcessNames) -> Mapping[str, str]:

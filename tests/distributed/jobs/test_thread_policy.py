@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lockstep.distributed import jax_init
 from lockstep.distributed.jax_init import set_batch_scheduling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has these policies.")
@@ -30,3 +31,12 @@ def test_it_holds_for_a_thread_and_for_those_that_it_starts():
 
 def test_another_policy_is_kept():
     assert policies_after(os.SCHED_IDLE) == (os.SCHED_IDLE, os.SCHED_IDLE)
+
+
+@pytest.mark.parametrize("environ", [{"CUDA_VISIBLE_DEVICES": "-1"}, {"JAX_PLATFORMS": "cpu"}], ids=str)
+def test_hidden_gpus_leave_the_threads_as_on_a_machine_without(environ, monkeypatch):
+    set_policies = []
+    monkeypatch.setattr(jax_init, "reserve_threads", lambda devices: None)
+    monkeypatch.setattr(jax_init, "set_batch_scheduling", lambda: set_policies.append(True))
+    jax_init.prepare_threads(1, environ)
+    assert set_policies == [True]

@@ -1,6 +1,7 @@
 """Environment variables of a job: a reader whose errors name the variable, its value and what was expected; network options."""
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ __all__ = [
     "EnvReader",
     "NetworkOptions",
     "restarts_of",
+    "visible_gpus",
 ]
 
 # Set by the launcher, or by the user for all processes of a job.
@@ -33,6 +35,8 @@ KEEP_MEMORY = "LOCKSTEP_KEEP_MEMORY"  # "0" leaves the allocator as it is.
 
 MIN_SECRET_BYTES = 32  # From one challenge, guesses can be tested without being seen: it must not be guessed.
 _MAX_SECRET_BYTES = 4096
+_DEVICES = Path("/dev")
+_GPU_PLATFORMS = {"cuda", "gpu"}  # names of JAX
 
 
 @dataclass(frozen=True)
@@ -173,3 +177,20 @@ def restarts_of(environ: Mapping[str, str]) -> int:
     """
     own = EnvReader("Lockstep", environ, "lockstep run sets it.")
     return own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[str]:
+    """Return the names of the GPUs that programs may use: those of CUDA_VISIBLE_DEVICES, or else all of this machine.
+
+    Args:
+        environment: JAX_PLATFORMS may exclude GPUs.
+        devices: the folder of device files.
+    """
+    platforms = environment.get("JAX_PLATFORMS")
+    if platforms and not _GPU_PLATFORMS & set(platforms.split(",")):
+        return []
+    names = [path.name for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not names:
+        return [str(number) for number in range(len(names))]
+    return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
