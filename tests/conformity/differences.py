@@ -12,7 +12,7 @@ DIFFERENCES = (
         "if these were a batch. A global batch has as many rows in each array.",
     ),
     (
-        r"test_jit_fit_with_out_shardings_logic_distributed",
+        r"test_jit_fit_with_out_shardings_logic_distributed|OrbaxCheckpointTest::test_distributed_checkpoint_(functionality|resharding)",
         "A `keras.distribution` that is set inside of a scope is refused: it would distribute the model a second time.",
     ),
     (
