@@ -11,7 +11,7 @@ import numpy as np
 from lockstep._errors import OptionError
 from lockstep._files import open_own, open_to_read
 from lockstep.data.device_placement import Placement
-from lockstep.data.sources import InputSource
+from lockstep.data.sources import InputSource, WrappedSource
 
 __all__ = ["BatchStore", "CachedSource", "DeviceSource", "FileBatchStore", "MemoryBatchStore"]
 
@@ -90,7 +90,7 @@ class FileBatchStore:
             self._path.unlink()
 
 
-class CachedSource(InputSource):
+class CachedSource(WrappedSource):
     """A source whose first whole pass reads ``source``; later passes read the kept batches.
 
     Args:
@@ -102,19 +102,20 @@ class CachedSource(InputSource):
     def __init__(
         self, source: InputSource, store: BatchStore, change: Callable[[Any], Any] = lambda batch: batch
     ) -> None:
-        self.source, self._store, self._change = source, store, change
+        super().__init__(source)
+        self.has_hooks = False  # What is kept is the first pass.
+        self._store, self._change = store, change
         self._kept: int | None = None
-        super().__init__(source.name)
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]  # It restarts once all batches are kept.
         """See :class:`InputSource`."""
-        return self._kept is not None or self.source.restarts
+        return self._kept is not None or self._source.restarts
 
     @property
     def num_batches(self) -> int | None:
         """See :class:`InputSource`."""
-        return self.source.num_batches if self._kept is None else self._kept
+        return self._source.num_batches if self._kept is None else self._kept
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
@@ -123,7 +124,7 @@ class CachedSource(InputSource):
             return
         self._store.clear()  # An earlier pass may have been interrupted.
         number = 0
-        for batch in self.source.batches():
+        for batch in self._source.batches():
             changed = self._change(batch)
             self._store.append(changed)
             number += 1
@@ -133,15 +134,7 @@ class CachedSource(InputSource):
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""
         if self._kept is None:
-            self.source.give_back(batches)
-
-    def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self.source.begin_epoch()
-
-    def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self.source.end_epoch()
+            self._source.give_back(batches)
 
     def close(self) -> None:
         """See :class:`InputSource`."""
