@@ -13,39 +13,19 @@ from lockstep._files import open_own, open_to_read
 from lockstep.data.device_placement import Placement
 from lockstep.data.sources import InputSource, WrappedSource
 
-__all__ = ["BatchStore", "CachedSource", "DeviceSource", "FileBatchStore", "MemoryBatchStore"]
+__all__ = ["BatchStore", "CachedSource", "DeviceSource", "FileBatchStore"]
 
 
 class BatchStore(Protocol):
-    """Keeps batches in order."""
+    """Keeps batches in order; a list does, and arrays on devices stay there."""
 
-    def append(self, batch: Any) -> None:
+    def append(self, batch: Any, /) -> None:
         """Keep one more batch."""
 
-    def read(self) -> Iterator[Any]:
-        """Iterate over all batches."""
+    def __iter__(self) -> Iterator[Any]: ...
 
     def clear(self) -> None:
         """Drop all batches."""
-
-
-class MemoryBatchStore:
-    """Batches in a list; arrays on devices stay there."""
-
-    def __init__(self) -> None:
-        self._batches: list[Any] = []
-
-    def append(self, batch: Any) -> None:
-        """See :class:`BatchStore`."""
-        self._batches.append(batch)
-
-    def read(self) -> Iterator[Any]:
-        """See :class:`BatchStore`."""
-        yield from self._batches
-
-    def clear(self) -> None:
-        """See :class:`BatchStore`."""
-        self._batches.clear()
 
 
 class FileBatchStore:
@@ -67,7 +47,7 @@ class FileBatchStore:
                 "run was killed and left it, remove it."
             )
 
-    def append(self, batch: Any) -> None:
+    def append(self, batch: Any, /) -> None:
         """See :class:`BatchStore`."""
         leaves, tree = jax.tree.flatten(batch)
         flags = os.O_WRONLY | (os.O_APPEND if self._trees else os.O_EXCL)
@@ -76,8 +56,7 @@ class FileBatchStore:
                 np.lib.format.write_array(file, np.asarray(leaf), allow_pickle=False)
         self._trees.append(tree)
 
-    def read(self) -> Iterator[Any]:
-        """See :class:`BatchStore`."""
+    def __iter__(self) -> Iterator[Any]:
         with open_to_read(self._path) as file:
             for tree in self._trees:
                 leaves = [np.lib.format.read_array(file, allow_pickle=False) for _ in range(tree.num_leaves)]
@@ -120,7 +99,7 @@ class CachedSource(WrappedSource):
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
         if self._kept is not None:
-            yield from self._store.read()
+            yield from self._store
             return
         self._store.clear()  # An earlier pass may have been interrupted.
         number = 0

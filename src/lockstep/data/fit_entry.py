@@ -31,7 +31,7 @@ from lockstep._errors import (
 from lockstep._keras import trainer
 from lockstep._keras.patches import FIT_INPUT, install
 from lockstep._keras.trainer import interceptable
-from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore, MemoryBatchStore
+from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore
 from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import BatchCheck, BatchGather
@@ -318,10 +318,9 @@ class InputFactory:
                 f"end before the {source.name} does. Leave out the steps (validation_steps for validation data), or the cache."
             )
         if on_devices:
-            return CachedSource(source, MemoryBatchStore(), self._placement.place)
-        return CachedSource(
-            source, MemoryBatchStore() if cache in ("memory", "device") else FileBatchStore(f"{cache}{path_suffix}")
-        )
+            return CachedSource(source, [], self._placement.place)
+        in_memory = cache in ("memory", "device")
+        return CachedSource(source, [] if in_memory else FileBatchStore(f"{cache}{path_suffix}"))
 
     def _device_source(self, data: tuple[Any, ...], given: dict[str, Any]) -> InputSource:
         """Return a source of arrays on the devices; the order of their rows is that of a source on the host."""
