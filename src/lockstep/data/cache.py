@@ -40,7 +40,7 @@ class FileBatchStore:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._trees: list[Any] = []
+        self._dtypes: list[Any] = []  # of each batch the tree of its dtypes, which NumPy's files do not all know
         if self._path.exists():
             raise OptionError(
                 f"InputOptions: cache: {self._path} exists, and the cache would overwrite it. Give another path; if an earlier "
@@ -49,23 +49,23 @@ class FileBatchStore:
 
     def append(self, batch: Any, /) -> None:
         """See :class:`BatchStore`."""
-        leaves, tree = jax.tree.flatten(batch)
-        flags = os.O_WRONLY | (os.O_APPEND if self._trees else os.O_EXCL)
+        arrays = jax.tree.map(np.asarray, batch)
+        flags = os.O_WRONLY | (os.O_APPEND if self._dtypes else os.O_EXCL)
         with open(open_own(self._path, flags), "ab") as file:
-            for leaf in leaves:
-                np.lib.format.write_array(file, np.asarray(leaf), allow_pickle=False)
-        self._trees.append(tree)
+            # Before the arrays: from here on there is a file to remove.
+            self._dtypes.append(jax.tree.map(lambda array: array.dtype, arrays))
+            for array in jax.tree.leaves(arrays):
+                np.lib.format.write_array(file, array, allow_pickle=False)
 
     def __iter__(self) -> Iterator[Any]:
         with open_to_read(self._path) as file:
-            for tree in self._trees:
-                leaves = [np.lib.format.read_array(file, allow_pickle=False) for _ in range(tree.num_leaves)]
-                yield jax.tree.unflatten(tree, leaves)
+            for dtypes in self._dtypes:
+                yield jax.tree.map(lambda dtype: np.lib.format.read_array(file, allow_pickle=False).view(dtype), dtypes)
 
     def clear(self) -> None:
         """See :class:`BatchStore`."""
-        if self._trees:
-            self._trees.clear()
+        if self._dtypes:
+            self._dtypes.clear()
             self._path.unlink()
 
 

@@ -53,8 +53,8 @@ class InputOptions:
             them, except arrays on CPU devices, which need neither. 0: each batch is read when its step is due.
         cache: where the batches of the first epoch of ``fit`` are kept for later epochs. None: they are read again.
             ``"memory"``: on the host. ``"device"``: on the devices; arrays are copied whole to each device and shuffled
-            there, in the order that they would have on the host. A path: in that file. The cache lasts as long as the
-            call of ``fit``.
+            there, in the order that they would have on the host. A path: in that file, or, of several workers, each in a file
+            of its own, with its number at the end. The cache lasts as long as the call of ``fit``.
 
     Raises:
         OptionError: one of them is out of its range.
@@ -319,8 +319,11 @@ class InputFactory:
             )
         if on_devices:
             return CachedSource(source, [], self._placement.place)
-        in_memory = cache in ("memory", "device")
-        return CachedSource(source, [] if in_memory else FileBatchStore(f"{cache}{path_suffix}"))
+        if cache in ("memory", "device"):
+            return CachedSource(source, [])
+        group = self._process_group
+        own = f".{group.process}" if group.processes > 1 else ""  # Workers may share a folder.
+        return CachedSource(source, FileBatchStore(f"{cache}{path_suffix}{own}"))
 
     def _device_source(self, data: tuple[Any, ...], given: dict[str, Any]) -> InputSource:
         """Return a source of arrays on the devices; the order of their rows is that of a source on the host."""
