@@ -672,13 +672,6 @@ FAULTS = [
         "Rows beyond a multiple of the servers are on none.",
     ),
     Mutant(
-        "repeated-rows-lost",
-        "parameter_server/variables/sparse_rows.py",
-        "np.add.at(total, positions.reshape(-1), values)",
-        "total[positions.reshape(-1)] = values",
-        "Of a row that is looked up twice only one gradient counts.",
-    ),
-    Mutant(
         "gradients-not-accumulated",
         "parameter_server/variables/sparse_rows.py",
         "total = total + gradient * weight.astype(value.dtype)",
