@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lockstep._errors import ModelError
 from lockstep._keras.graph import cause_of, layers_of
 from lockstep._keras.sharded_variable import has_layout
-from lockstep.data.device_placement import MeshPlacement, PlacedRows, is_large
+from lockstep.data.device_placement import MeshPlacement, PlacedRows, is_large, is_rows
 from lockstep.execution.gathered_variables import ModelLayout, Shard, VariableLayout, mebibytes
 from lockstep.execution.model_parallel.auto_layout import AxisChoice, choose_axes
 from lockstep.execution.model_parallel.layout_rules import OUTPUT, Axes, LayoutRules, MeshAxes
@@ -249,7 +249,7 @@ class ModelShardings:
         def forward(values: list[Any], inputs: Any) -> Any:
             return model.stateless_call(values[:count], values[count:], inputs, training=True)[0]
 
-        inputs = jax.tree.map(_described, x, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+        inputs = jax.tree.map(_described, x, is_leaf=is_rows)
         try:
             program = _traced(forward, shapes, inputs)
         except Exception as error:  # of the model, of any type
