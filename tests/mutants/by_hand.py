@@ -617,7 +617,7 @@ FAULTS = [
     Mutant(
         "digests-not-compared",
         "distributed/control/control_client.py",
-        "found = find_disagreement(self.gather(topic, digest(own), channel=channel, timeout_seconds=timeout_seconds))",
+        "found = find_disagreement(self.gather(topic, digest(own), channel=channel))",
         "found = find_disagreement([digest(own)])",
         "Workers that are about to do different things are not held back.",
     ),

@@ -272,7 +272,6 @@ class VariableService:
         store: the variables.
         max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
-        clock: gives seconds, and is not set back.
 
     Attributes:
         staleness: by number of updates between a worker's pull and its push, the number of gradients that were applied.
@@ -283,9 +282,8 @@ class VariableService:
         store: VariableStore,
         max_staleness: int | None = None,
         refuse_nonfinite: bool = True,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._refuse_nonfinite, self._clock = store, refuse_nonfinite, clock
+        self._store, self._refuse_nonfinite = store, refuse_nonfinite
         self._staleness_bound = StalenessBound(max_staleness)
         self._aggregator, self._completed = SyncAggregator(), CompletedIds()
         self._previous: VariableSnapshot | None = None  # Before the last synchronous update, until the next one begins.
@@ -366,11 +364,11 @@ class VariableService:
         requested = decode_row_request(arrays, self._store.specs)
         at_least = read_whole_number(message, "at_least")
         number = read_whole_number(message, "round") if "round" in message else None
-        deadline = self._clock() + seconds_of(message)
+        deadline = time.monotonic() + seconds_of(message)
         worker = None if message.get("will_push") is False else session
         with self._changed:
             while waits_for := self._waits_for(worker, at_least):
-                left = deadline - self._clock()
+                left = deadline - time.monotonic()
                 if left <= 0 or session.is_gone():
                     return {"kind": "late", "waits_for": waits_for}, {}
                 self._changed.wait(min(left, _POLL_SECONDS))
