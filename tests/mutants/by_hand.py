@@ -744,8 +744,8 @@ FAULTS = [
     Mutant(
         "servers-not-compared",
         "parameter_server/variables/variable_server.py",
-        "name = _first_difference(peer.identity, self._me.identity)",
-        "name = None",
+        "found = first_difference(peer.identity, self._me.identity)",
+        "found = None",
         "A worker with another model is let in.",
     ),
     # Files that others may have planted.

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import keras
@@ -19,6 +19,7 @@ import numpy as np
 from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._logging import log_info
+from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, RejectionLog, refusal
 from lockstep.distributed.control.transport import FramedSocket, encode
@@ -146,12 +147,12 @@ class ArrayServer:
 
     def _on_peer(self, connection: FramedSocket, peer: Peer) -> None:
         """Give an authenticated connection to a thread of its own; called in the thread of the handshakes."""
-        name = _first_difference(peer.identity, self._me.identity)
-        if name is not None:
-            theirs, ours = peer.identity.get(name), self._me.identity.get(name)
-            self._note_rejection(connection.address, f"{peer}: its {name} is {theirs!r}, that of the server {ours!r}")
+        found = first_difference(peer.identity, self._me.identity)
+        if found is not None:
+            name, theirs, ours = found
+            self._note_rejection(connection.address, f"{peer}: its {name} is {theirs}, that of the server {ours}")
             sentence = (
-                f"its {name} is {theirs!r}"[:_MAX_SENTENCE] + ", that of the server is another one, which its log has"
+                f"its {name} is {theirs}"[:_MAX_SENTENCE] + ", that of the server is another one, which its log has"
             )
             connection.send(encode(refusal(sentence)))
             self._loop.remove(connection)
@@ -199,11 +200,6 @@ class ArrayServer:
     def _note_rejection(self, address: str, reason: str) -> None:
         if not self._stopped.is_set():
             self.rejections.add(address, reason)
-
-
-def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """Return the first entry in which two identities differ."""
-    return next((name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)), None)
 
 
 def _shut_down(connected: socket.socket) -> None:
