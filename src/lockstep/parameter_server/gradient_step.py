@@ -190,6 +190,5 @@ def specs_of(model: keras.Model) -> list[ArraySpec]:
 
 
 def _on_host(logs: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: np.asarray(value).tolist() for name, value in keras.tree.map_structure(np.asarray, dict(logs)).items()
-    }
+    """Return logs, which may hold dicts, as JSON values."""
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), dict(logs))
