@@ -224,10 +224,10 @@ class InputFactory:
                 make = functools.partial(self._input, model, report, name == "fit")
                 if name == "fit":
                     _split_validation(given)
-                if name == "fit" and not trainer.has_own(
-                    model, "evaluate"
-                ):  # A user's evaluate gets the data as given.
-                    _wrap_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
+                    if not trainer.has_own(model, "evaluate"):  # A user's evaluate gets the data as given.
+                        _wrap_validation(
+                            given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest)))
+                        )
                 data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
                 options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
                 options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False

@@ -8,9 +8,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 
 __all__ = ["equations_of", "evaluate", "inline_calls", "is_literal", "subprogram"]
 
-EquationHandler = Callable[
-    [JaxprEqn, list[Any]], Sequence[Any] | None
-]  # outputs of an equation, or None to evaluate it
+# Returns the outputs of an equation, or None to evaluate it.
+EquationHandler = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], handler: EquationHandler) -> list[Any]:
