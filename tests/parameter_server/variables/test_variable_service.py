@@ -423,7 +423,7 @@ def test_half_a_gradient_is_none():
         described = [
             [f"gradient/{spec.name}", spec.dtype, list(spec.shape), 4 * int(np.prod(spec.shape))] for spec in SPECS
         ]
-        dying._rpc_clients[0]._link.send_frame(framed({"kind": "push", "arrays": described}) + b"\1" * 20)
+        dying._rpc_clients[0]._link._socket.sendall(framed({"kind": "push", "arrays": described}) + b"\1" * 20)
         dying._rpc_clients[0]._link.close()
         client.pull()
         client.push(values_of(seed=1)).wait()
