@@ -9,11 +9,13 @@ import traceback
 
 import jax
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
 import lockstep
 from lockstep.data import prefetch
+from lockstep.data.cache import FileBatchStore
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
 from lockstep.data.prefetch import WaitMeter
 from tests.laws.compare import Topology
@@ -114,6 +116,21 @@ def test_a_file_is_gone_after_an_error(tmp_path):
     model, _ = counting(strategy=cached(tmp_path / "cache"))
     with pytest.raises(ZeroDivisionError):
         model.fit(broken(), shuffle=False, verbose=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_keeps_bfloat16(tmp_path):
+    x, y = data()
+    model, order = counting(strategy=cached(tmp_path / "cache"))
+    model.fit(once(x.astype(ml_dtypes.bfloat16), y, []), epochs=2, shuffle=False, verbose=0, callbacks=[order])
+    assert [list(epoch) for epoch in order.epochs] == [list(range(ROWS))] * 2
+
+
+def test_a_file_is_gone_after_an_error_in_its_first_batch(tmp_path):
+    store = FileBatchStore(tmp_path / "cache")
+    with pytest.raises(ValueError, match="allow_pickle"):
+        store.append(np.array([None]))
+    store.clear()
     assert not list(tmp_path.iterdir())
 
 

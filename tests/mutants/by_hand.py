@@ -617,7 +617,7 @@ FAULTS = [
     Mutant(
         "digests-not-compared",
         "distributed/control/control_client.py",
-        "found = find_disagreement(self.gather(topic, digest(own), channel=channel, timeout_seconds=timeout_seconds))",
+        "found = find_disagreement(self.gather(topic, digest(own), channel=channel))",
         "found = find_disagreement([digest(own)])",
         "Workers that are about to do different things are not held back.",
     ),
@@ -670,13 +670,6 @@ FAULTS = [
         "return [number * base + min(number, extra) for number in range(count + 1)]",
         "return [number * base for number in range(count + 1)]",
         "Rows beyond a multiple of the servers are on none.",
-    ),
-    Mutant(
-        "repeated-rows-lost",
-        "parameter_server/variables/sparse_rows.py",
-        "np.add.at(total, positions.reshape(-1), values)",
-        "total[positions.reshape(-1)] = values",
-        "Of a row that is looked up twice only one gradient counts.",
     ),
     Mutant(
         "gradients-not-accumulated",
@@ -751,8 +744,8 @@ FAULTS = [
     Mutant(
         "servers-not-compared",
         "parameter_server/variables/variable_server.py",
-        "name = _first_difference(peer.identity, self._me.identity)",
-        "name = None",
+        "found = first_difference(peer.identity, self._me.identity)",
+        "found = None",
         "A worker with another model is let in.",
     ),
     # Files that others may have planted.

@@ -1,5 +1,7 @@
 """A worker's step gives the gradients that plain Keras would apply, and with servers ``fit`` is that of one device."""
 
+import json
+
 import jax
 import keras
 import numpy as np
@@ -34,6 +36,12 @@ class OwnStep(keras.Sequential):
         done = optimizer[0]
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
         return {"own": loss, "done": done}, (trainable, other, optimizer, metrics)
+
+
+class NestedLogs(OwnStep):
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {"nested": logs}, state
 
 
 class NoStep(keras.Sequential):
@@ -122,6 +130,12 @@ def test_logs_that_no_metric_gives_differ_from_what_is_measured():
         found = step(values_of(model), *state_of(model)[1::2], BATCHES[0], 0)
         assert {name for name, value in found.logs.items() if found.metric_logs.get(name) != value} == own
         assert all(isinstance(value, (int, float)) for value in found.logs.values())
+
+
+def test_a_gradient_step_gives_nested_logs_as_json():
+    model, step = step_of(NestedLogs)
+    found = step(values_of(model), *state_of(model)[1::2], BATCHES[0], 7)
+    assert json.loads(json.dumps(found.logs))["nested"]["done"] == 7
 
 
 def test_a_step_sees_how_many_updates_were_made():

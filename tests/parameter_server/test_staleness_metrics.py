@@ -25,14 +25,6 @@ def test_staleness_is_that_of_the_first_server_and_takes_the_place_of_what_was_k
     assert count.staleness == {0: 4, 2: 1}
 
 
-def test_a_copy_does_not_grow():
-    count = counted(1, 10, {0: 1})
-    copy = count.copy()
-    count.add([{"bytes": 5}])
-    count.staleness[0] += 1
-    assert (copy.batches, copy.traffic, copy.staleness) == (1, 10, {0: 1})
-
-
 def epochs(*moments):
     """The logs of epochs, and what was said; each moment is what a callback hears, when, and what is counted until then."""
     now, counts, said, found = 0.0, UpdateCounters(), [], []

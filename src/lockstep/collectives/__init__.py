@@ -81,14 +81,12 @@ def resolve_cross_device_ops(ops: Ops | None) -> CrossDeviceOps:
     )
 
 
-def choose_cross_device_ops(ops: Ops | None, options: CommunicationOptions | None) -> CrossDeviceOps:
+def choose_cross_device_ops(ops: Ops | None, options: CommunicationOptions) -> CrossDeviceOps:
     """Return the operation of a strategy in one process, from ``cross_device_ops`` or from the options.
 
     Raises:
         OptionError: both are given, or the options are of another type or have a ``timeout_seconds``.
     """
-    if options is None:
-        return resolve_cross_device_ops(ops)
     instance_of(CommunicationOptions, "communication_options", options, "lockstep.CommunicationOptions(…)")
     if ops is not None:
         raise OptionError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import AbstractMesh, PartitionSpec
 from scipy.optimize import nnls
 
@@ -27,7 +27,6 @@ __all__ = [
     "NetworkLink",
     "Stage",
     "fit",
-    "message_seconds",
     "nonnegative_least_squares",
     "predict",
     "trace_messages",
@@ -118,7 +117,7 @@ def _rounds(program: Jaxpr, count: int) -> Iterator[MessageRound]:
         name = equation.primitive.name
         if _AXIS in _axes(equation) and name != "axis_index":
             yield from _rounds_of_collective(equation, count)
-        inner = [each for part in _programs(equation) for each in _rounds(part, count)]
+        inner = [each for part in jaxprs_in_params(equation.params) for each in _rounds(part, count)]
         if inner and name in ("while", "cond"):
             raise OptionError(
                 f"traffic: the operation communicates inside {name!r}, so its rounds are not known beforehand. Use a "
@@ -155,15 +154,6 @@ def _shifted_pairs(step: int, count: int) -> Pairs:
 def _axes(equation: JaxprEqn) -> tuple[object, ...]:
     named = equation.params.get("axis_name", equation.params.get("axes", ()))
     return tuple(named) if isinstance(named, (tuple, list)) else (named,)
-
-
-def _programs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    for value in equation.params.values():
-        for part in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(part, ClosedJaxpr):
-                yield part.jaxpr
-            elif isinstance(part, Jaxpr):
-                yield part
 
 
 def crossing(pairs: np.ndarray, devices_per_machine: int) -> int:
@@ -272,11 +262,6 @@ def predict(algorithm: str, nbytes: float, devices: int, network: Network) -> fl
         * (network.seconds(stage.pairs, stage.sent * nbytes) + stage.added * nbytes * network.seconds_per_added_byte)
         for stage in _stages(algorithm, devices)
     )
-
-
-def message_seconds(traffic: MessageTrace, network: Network) -> float:
-    """Return the seconds that the messages of a counted program take, without the additions."""
-    return sum(network.seconds(np.asarray(each.pairs), each.nbytes) for each in traffic.rounds)
 
 
 def fit(measurements: Sequence[AllReduceMeasurement]) -> tuple[Network, float]:

@@ -86,17 +86,13 @@ def tree_sum(values: Sequence[jax.Array], branch_slots: Sequence[PartialSum], ax
         small = [i for i, value in enumerate(values) if value.dtype == dtype and value[0].size < SMALL]
         if small:
             flat = [values[i].reshape(len(values[i]), -1) for i in small]
-            total = _sum_whole(jnp.concatenate(flat, axis=1), branch_slots, axis)
+            total = _sum(lax.all_gather(jnp.concatenate(flat, axis=1), axis), branch_slots)
             ends = [sum(part.shape[1] for part in flat[: n + 1]) for n in range(len(flat) - 1)]
             sums |= zip(small, jnp.split(total, ends), strict=True)
     for i, value in enumerate(values):
         if i not in sums:
             sums[i] = _sum_slices(value.reshape(len(value), -1), branch_slots, axis)
     return [sums[i].reshape(value.shape[1:]) for i, value in enumerate(values)]
-
-
-def _sum_whole(slots: jax.Array, branch_slots: Sequence[PartialSum], axis: str) -> jax.Array:
-    return _sum(lax.all_gather(slots, axis), branch_slots)
 
 
 def _sum_slices(slots: jax.Array, branch_slots: Sequence[PartialSum], axis: str) -> jax.Array:

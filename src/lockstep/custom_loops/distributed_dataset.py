@@ -40,7 +40,7 @@ from lockstep.custom_loops.replica_context import current_replica
 from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.pass_iterator import BatchCheck, BatchGather, PassIterator
 from lockstep.data.prefetch import WaitMeter
-from lockstep.data.sources import InputSource
+from lockstep.data.sources import InputSource, WrappedSource
 
 __all__ = [
     "DistributedDataset",
@@ -128,7 +128,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-class DistributedDataset(InputSource):
+class DistributedDataset(WrappedSource):
     """Batches of :class:`PerReplica`, one pass for each ``iter``: ``tf.distribute.DistributedDataset``.
 
     ``fit``, ``evaluate`` and ``predict`` take it, too.
@@ -143,9 +143,8 @@ class DistributedDataset(InputSource):
     def __init__(
         self, source: InputSource, placement: Placement, depth: int, new_check: Callable[[], BatchCheck] | None = None
     ) -> None:
-        super().__init__(source.name)
-        self._source, self._placement, self._depth, self._new_check = source, placement, depth, new_check
-        self.restarts = source.restarts
+        super().__init__(source)
+        self._placement, self._depth, self._new_check = placement, depth, new_check
 
     def __iter__(self) -> "DistributedIterator":
         check = self._new_check() if self._new_check else None
@@ -162,27 +161,6 @@ class DistributedDataset(InputSource):
     def _values_of(self, batch: Any) -> Any:
         """Return a batch, split into replicas."""
         return split_batch(batch, count_rows(jax.tree.map(np.asarray, batch)), self._placement)
-
-    @property
-    def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
-        return self._source.num_batches
-
-    def batches(self) -> Iterator[Any]:
-        """See :class:`InputSource`."""
-        return self._source.batches()
-
-    def give_back(self, batches: list[Any]) -> None:
-        """See :class:`InputSource`."""
-        self._source.give_back(batches)
-
-    def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self._source.begin_epoch()
-
-    def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self._source.end_epoch()
 
 
 class DistributedIterator(Iterator[Any]):
@@ -317,13 +295,12 @@ class PerReplicaDataset(DistributedDataset):
         self._source.give_back([drawn for known, drawn in self._recent if any(known is batch for batch in batches)])
 
 
-class _PerReplicaIterator(InputSource):
+class _PerReplicaIterator(WrappedSource):
     """Reads one batch for each replica at a time; at the end of the input, replicas without a batch get 0 rows."""
 
     def __init__(self, source: InputSource, replicas: int) -> None:
-        super().__init__(source.name)
-        self._source, self._replicas = source, replicas
-        self.restarts = source.restarts
+        super().__init__(source)
+        self._replicas = replicas
 
     @property
     def num_batches(self) -> int | None:
@@ -341,14 +318,6 @@ class _PerReplicaIterator(InputSource):
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""
         self._source.give_back([batch for drawn in batches for batch in drawn if _rows(batch)])
-
-    def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self._source.begin_epoch()
-
-    def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self._source.end_epoch()
 
 
 class _ProcessGroupIterator(_PerReplicaIterator):

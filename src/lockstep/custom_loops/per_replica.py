@@ -287,10 +287,8 @@ def check_replicas(what: str, value: PerReplica, replicas: int) -> None:
 
 def check_shapes(what: str, shapes: Sequence[Sequence[int]], axis: int) -> None:
     """Refuse to join arrays that differ along another axis."""
-    if (
-        len({(len(shape), *(size for i, size in enumerate(shape) if i != axis % len(shapes[0]))) for shape in shapes})
-        > 1
-    ):
+    kinds = {(len(shape), *(size for i, size in enumerate(shape) if i != axis % len(shapes[0]))) for shape in shapes}
+    if len(kinds) > 1:
         raise InputError(
             f"{what}: replicas' values may differ along axis {axis} only, and have the shapes {', '.join(map(str, map(list, shapes)))}. "
             "Fix: give them one shape, or gather along the axis in which they differ."

@@ -11,41 +11,21 @@ import numpy as np
 from lockstep._errors import OptionError
 from lockstep._files import open_own, open_to_read
 from lockstep.data.device_placement import Placement
-from lockstep.data.sources import InputSource
+from lockstep.data.sources import InputSource, WrappedSource
 
-__all__ = ["BatchStore", "CachedSource", "DeviceSource", "FileBatchStore", "MemoryBatchStore"]
+__all__ = ["BatchStore", "CachedSource", "DeviceSource", "FileBatchStore"]
 
 
 class BatchStore(Protocol):
-    """Keeps batches in order."""
+    """Keeps batches in order; a list does, and arrays on devices stay there."""
 
-    def append(self, batch: Any) -> None:
+    def append(self, batch: Any, /) -> None:
         """Keep one more batch."""
 
-    def read(self) -> Iterator[Any]:
-        """Iterate over all batches."""
+    def __iter__(self) -> Iterator[Any]: ...
 
     def clear(self) -> None:
         """Drop all batches."""
-
-
-class MemoryBatchStore:
-    """Batches in a list; arrays on devices stay there."""
-
-    def __init__(self) -> None:
-        self._batches: list[Any] = []
-
-    def append(self, batch: Any) -> None:
-        """See :class:`BatchStore`."""
-        self._batches.append(batch)
-
-    def read(self) -> Iterator[Any]:
-        """See :class:`BatchStore`."""
-        yield from self._batches
-
-    def clear(self) -> None:
-        """See :class:`BatchStore`."""
-        self._batches.clear()
 
 
 class FileBatchStore:
@@ -60,37 +40,36 @@ class FileBatchStore:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._trees: list[Any] = []
+        self._dtypes: list[Any] = []  # of each batch the tree of its dtypes, which NumPy's files do not all know
         if self._path.exists():
             raise OptionError(
                 f"InputOptions: cache: {self._path} exists, and the cache would overwrite it. Give another path; if an earlier "
                 "run was killed and left it, remove it."
             )
 
-    def append(self, batch: Any) -> None:
+    def append(self, batch: Any, /) -> None:
         """See :class:`BatchStore`."""
-        leaves, tree = jax.tree.flatten(batch)
-        flags = os.O_WRONLY | (os.O_APPEND if self._trees else os.O_EXCL)
+        arrays = jax.tree.map(np.asarray, batch)
+        flags = os.O_WRONLY | (os.O_APPEND if self._dtypes else os.O_EXCL)
         with open(open_own(self._path, flags), "ab") as file:
-            for leaf in leaves:
-                np.lib.format.write_array(file, np.asarray(leaf), allow_pickle=False)
-        self._trees.append(tree)
+            # Before the arrays: from here on there is a file to remove.
+            self._dtypes.append(jax.tree.map(lambda array: array.dtype, arrays))
+            for array in jax.tree.leaves(arrays):
+                np.lib.format.write_array(file, array, allow_pickle=False)
 
-    def read(self) -> Iterator[Any]:
-        """See :class:`BatchStore`."""
+    def __iter__(self) -> Iterator[Any]:
         with open_to_read(self._path) as file:
-            for tree in self._trees:
-                leaves = [np.lib.format.read_array(file, allow_pickle=False) for _ in range(tree.num_leaves)]
-                yield jax.tree.unflatten(tree, leaves)
+            for dtypes in self._dtypes:
+                yield jax.tree.map(lambda dtype: np.lib.format.read_array(file, allow_pickle=False).view(dtype), dtypes)
 
     def clear(self) -> None:
         """See :class:`BatchStore`."""
-        if self._trees:
-            self._trees.clear()
+        if self._dtypes:
+            self._dtypes.clear()
             self._path.unlink()
 
 
-class CachedSource(InputSource):
+class CachedSource(WrappedSource):
     """A source whose first whole pass reads ``source``; later passes read the kept batches.
 
     Args:
@@ -102,28 +81,29 @@ class CachedSource(InputSource):
     def __init__(
         self, source: InputSource, store: BatchStore, change: Callable[[Any], Any] = lambda batch: batch
     ) -> None:
-        self.source, self._store, self._change = source, store, change
+        super().__init__(source)
+        self.has_hooks = False  # What is kept is the first pass.
+        self._store, self._change = store, change
         self._kept: int | None = None
-        super().__init__(source.name)
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]  # It restarts once all batches are kept.
         """See :class:`InputSource`."""
-        return self._kept is not None or self.source.restarts
+        return self._kept is not None or self._source.restarts
 
     @property
     def num_batches(self) -> int | None:
         """See :class:`InputSource`."""
-        return self.source.num_batches if self._kept is None else self._kept
+        return self._source.num_batches if self._kept is None else self._kept
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
         if self._kept is not None:
-            yield from self._store.read()
+            yield from self._store
             return
         self._store.clear()  # An earlier pass may have been interrupted.
         number = 0
-        for batch in self.source.batches():
+        for batch in self._source.batches():
             changed = self._change(batch)
             self._store.append(changed)
             number += 1
@@ -133,15 +113,7 @@ class CachedSource(InputSource):
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""
         if self._kept is None:
-            self.source.give_back(batches)
-
-    def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self.source.begin_epoch()
-
-    def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self.source.end_epoch()
+            self._source.give_back(batches)
 
     def close(self) -> None:
         """See :class:`InputSource`."""

@@ -31,6 +31,7 @@ __all__ = [
     "drop_padding",
     "gather_on_host",
     "is_large",
+    "is_rows",
     "is_spread",
     "join_rows",
     "local_values",
@@ -222,7 +223,7 @@ class Placement:
 
     def _shardings(self, ordered: Any) -> Any:
         return jax.tree.map(
-            lambda leaf: self.row_sharding if _is_rows(leaf) else self.replicated, ordered, is_leaf=_is_rows
+            lambda leaf: self.row_sharding if is_rows(leaf) else self.replicated, ordered, is_leaf=is_rows
         )
 
     def place_for_step(self, batch: Any) -> Any:
@@ -360,12 +361,13 @@ def count_rows(batch: Any) -> int:
     return int(lengths.pop())  # type: ignore[arg-type]  # None was refused above
 
 
-def _is_rows(leaf: Any) -> bool:
+def is_rows(leaf: Any) -> bool:
+    """Return whether a leaf is rows on the devices; for ``is_leaf`` of JAX's tree functions."""
     return isinstance(leaf, PlacedRows)
 
 
 def _is_placed(batch: Any) -> bool:
-    return any(map(_is_rows, jax.tree.leaves(batch, is_leaf=_is_rows)))
+    return any(map(is_rows, jax.tree.leaves(batch, is_leaf=is_rows)))
 
 
 def _host(leaf: Any) -> np.ndarray | jax.Array:

@@ -31,7 +31,7 @@ from lockstep._errors import (
 from lockstep._keras import trainer
 from lockstep._keras.patches import FIT_INPUT, install
 from lockstep._keras.trainer import interceptable
-from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore, MemoryBatchStore
+from lockstep.data.cache import CachedSource, DeviceSource, FileBatchStore
 from lockstep.data.device_placement import Placement, count_rows
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import BatchCheck, BatchGather
@@ -61,8 +61,8 @@ class InputOptions:
             them, except arrays on CPU devices, which need neither. 0: each batch is read when its step is due.
         cache: where the batches of the first epoch of ``fit`` are kept for later epochs. None: they are read again.
             ``"memory"``: on the host. ``"device"``: on the devices; arrays are copied whole to each device and shuffled
-            there, in the order that they would have on the host. A path: in that file. The cache lasts as long as the
-            call of ``fit``.
+            there, in the order that they would have on the host. A path: in that file, or, of several workers, each in a file
+            of its own, with its number at the end. The cache lasts as long as the call of ``fit``.
 
     Raises:
         OptionError: one of them is out of its range.
@@ -232,10 +232,10 @@ class InputFactory:
                 make = functools.partial(self._input, model, report, name == "fit")
                 if name == "fit":
                     _split_validation(given)
-                if name == "fit" and not trainer.has_own(
-                    model, "evaluate"
-                ):  # A user's evaluate gets the data as given.
-                    _wrap_validation(given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest))))
+                    if not trainer.has_own(model, "evaluate"):  # A user's evaluate gets the data as given.
+                        _wrap_validation(
+                            given, lambda *data, **rest: stack.enter_context(_closing(make(*data, **rest)))
+                        )
                 data = [given.pop(argument, None) for argument in ("x", "y", "sample_weight")]
                 options = {argument: given.pop(argument, None) for argument in ("class_weight", "batch_size")}
                 options["shuffle"] = given.pop("shuffle", True) if name == "fit" else False
@@ -326,10 +326,12 @@ class InputFactory:
                 f"end before the {source.name} does. Leave out the steps (validation_steps for validation data), or the cache."
             )
         if on_devices:
-            return CachedSource(source, MemoryBatchStore(), self._placement.place)
-        return CachedSource(
-            source, MemoryBatchStore() if cache in ("memory", "device") else FileBatchStore(f"{cache}{path_suffix}")
-        )
+            return CachedSource(source, [], self._placement.place)
+        if cache in ("memory", "device"):
+            return CachedSource(source, [])
+        group = self._process_group
+        own = f".{group.process}" if group.processes > 1 else ""  # Workers may share a folder.
+        return CachedSource(source, FileBatchStore(f"{cache}{path_suffix}{own}"))
 
     def _device_source(self, data: tuple[Any, ...], given: dict[str, Any]) -> InputSource:
         """Return a source of arrays on the devices; the order of their rows is that of a source on the host."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep._errors import InputError
 from lockstep.data.pass_iterator import EpochHook, restore_random_state
-from lockstep.data.sources import InputSource
+from lockstep.data.sources import InputSource, WrappedSource
 
 __all__ = ["IndexedBatches", "UnreadBatchCounter", "run_epoch_hook"]
 
@@ -18,7 +18,7 @@ def run_epoch_hook(source: InputSource, hook: EpochHook) -> None:
     (source.begin_epoch if kind == "begin" else source.end_epoch)()
 
 
-class UnreadBatchCounter(InputSource):
+class UnreadBatchCounter(WrappedSource):
     """An input whose batches this process only counts, while other processes read them: each is the first one.
 
     Args:
@@ -28,14 +28,8 @@ class UnreadBatchCounter(InputSource):
     can_seek = True
 
     def __init__(self, source: InputSource) -> None:
-        super().__init__(source.name)
-        self._source, self.has_hooks = source, source.has_hooks
+        super().__init__(source)
         self._first: Any = None
-
-    @property
-    def num_batches(self) -> int | None:
-        """See :class:`InputSource`."""
-        return self._source.num_batches
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
@@ -43,18 +37,6 @@ class UnreadBatchCounter(InputSource):
         if self._first is None and read is not None:
             self._first = read(0)
         return itertools.repeat(self._first, self.num_batches or 0)
-
-    def begin_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self._source.begin_epoch()
-
-    def end_epoch(self) -> None:
-        """See :class:`InputSource`."""
-        self._source.end_epoch()
-
-    def close(self) -> None:
-        """See :class:`InputSource`."""
-        self._source.close()
 
 
 class IndexedBatches:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from lockstep._keras import trainer
-from lockstep.data.device_placement import PlacedRows
+from lockstep.data.device_placement import is_rows
 from lockstep.data.indexed_batches import IndexedBatches, UnreadBatchCounter, run_epoch_hook
 from lockstep.data.pass_iterator import (
     BatchCheck,
@@ -352,6 +352,5 @@ def next_batch(iterator: Any, after: Any) -> Any:
 
 
 def _count_rows(batch: Any) -> int | None:
-    leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
-    shapes = [leaf.shape if isinstance(leaf, PlacedRows) else np.shape(leaf) for leaf in leaves]
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_rows)]
     return int(shapes[0][0]) if shapes and shapes[0] else None

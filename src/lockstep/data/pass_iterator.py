@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -54,10 +54,6 @@ class IteratorState:
     at_begin: dict[str, Any]
     after: dict[str, Any]
     digest: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the state as values of JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ __all__ = [
     "InputSource",
     "IterableSource",
     "Pending",
+    "WrappedSource",
     "check_data",
     "make_source",
     "make_tree_source",
@@ -86,6 +87,48 @@ class InputSource:
 
     def close(self) -> None:
         """End the call of ``fit``, ``evaluate`` or ``predict`` that reads this input."""
+
+
+class WrappedSource(InputSource):
+    """Base class of the sources that read another one, which cannot seek; the rest that a subclass does not override is that source's.
+
+    Args:
+        source: the other source.
+    """
+
+    def __init__(self, source: InputSource) -> None:
+        super().__init__(source.name)
+        self._source, self.has_hooks = source, source.has_hooks
+
+    @property
+    def restarts(self) -> bool:  # type: ignore[override]
+        """See :class:`InputSource`."""
+        return self._source.restarts
+
+    @property
+    def num_batches(self) -> int | None:
+        """See :class:`InputSource`."""
+        return self._source.num_batches
+
+    def batches(self) -> Iterator[Any]:
+        """See :class:`InputSource`."""
+        return self._source.batches()
+
+    def give_back(self, batches: list[Any]) -> None:
+        """See :class:`InputSource`."""
+        self._source.give_back(batches)
+
+    def begin_epoch(self) -> None:
+        """See :class:`InputSource`."""
+        self._source.begin_epoch()
+
+    def end_epoch(self) -> None:
+        """See :class:`InputSource`."""
+        self._source.end_epoch()
+
+    def close(self) -> None:
+        """See :class:`InputSource`."""
+        self._source.close()
 
 
 class AdapterSource(InputSource):

@@ -17,7 +17,7 @@ from jax import lax
 
 from lockstep._keras import trainer
 from lockstep._version import used_versions
-from lockstep.data.device_placement import PlacedRows, Placement, is_spread
+from lockstep.data.device_placement import Placement, is_rows, is_spread
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.execution.spmd import PerDeviceProgram, to_per_device
 from lockstep.execution.train_functions import STATE, StepHook
@@ -111,7 +111,7 @@ class ProgressReporter(StepHook):
     def on_step_start(self, model: keras.Model, kind: str, batch: Any) -> None:
         """See :class:`StepHook`."""
         self._steps += 1
-        shape = (id(model), kind, *(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_rows)))
+        shape = (id(model), kind, *(_kind(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_rows)))
         self._client.report(self._steps, "step" if shape in self._seen else "compiling")
         self._seen.add(shape)
 
@@ -137,12 +137,8 @@ def _variables(model: keras.Model, name: str) -> list[keras.Variable]:
     return list(model.optimizer.variables) if name == "optimizer_variables" else list(getattr(model, name))
 
 
-def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, PlacedRows)
-
-
 def _kind(leaf: Any) -> Any:
-    return jax.typeof(leaf.array) if _is_rows(leaf) else jax.typeof(leaf)
+    return jax.typeof(leaf.array) if is_rows(leaf) else jax.typeof(leaf)
 
 
 class _DriftCheck:

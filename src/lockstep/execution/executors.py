@@ -273,19 +273,14 @@ class EagerExecutor:
     supports_second_derivatives = True
 
     def __init__(self, device: jax.Device) -> None:
-        self.device = device
-
-    @property
-    def eager_device(self) -> jax.Device:
-        """See :class:`Executor`."""
-        return self.device
+        self.eager_device = device
 
     def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
         """See :class:`Executor`."""
 
         def run(state: Any, batch: Any) -> tuple[Any, Any]:
-            with jax.default_device(self.device):
-                own = jax.device_put(without_aliases(local_values(tuple(state))), self.device)
+            with jax.default_device(self.eager_device):
+                own = jax.device_put(without_aliases(local_values(tuple(state))), self.eager_device)
                 result, new = step(own, batch)
                 return result, gate(own, new, result) if gate else new
 

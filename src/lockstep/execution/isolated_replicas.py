@@ -33,6 +33,7 @@ from lockstep._errors import ModelError
 from lockstep.collectives.tree import PartialSum, branches, tree_sum
 from lockstep.data.device_placement import DEVICE_AXIS, PlacedRows, Placement
 from lockstep.devices.batch_split import Layout
+from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.program_partition import bind_isolated
 from lockstep.execution.replica import ReplicaResult, run_replicas
 from lockstep.execution.spmd import (
@@ -221,7 +222,7 @@ def forward_isolated(forward: SpmdForward, inputs: list[Any], placement: Placeme
 
     def run_with_residuals(*primals: Any) -> tuple[list[Any], Any]:
         values = [primal.value for primal in primals]
-        call = make(tuple(i for i, primal in enumerate(primals) if primal.perturbed and _is_inexact(primal.value)))
+        call = make(tuple(i for i, primal in enumerate(primals) if primal.perturbed and is_inexact(primal.value)))
         outputs = bind_isolated(call, values)
         count = call.results.num_leaves
         return outputs[:count], jax.tree_util.Partial(call.backward, outputs[count:], values)
@@ -519,7 +520,3 @@ def _shape(value: Any) -> Shape:
 
 def _with_rows(leaf: Shape, rows: int) -> Shape:
     return Shape((rows, *leaf.shape[1:]), leaf.dtype)
-
-
-def _is_inexact(value: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(value), jnp.inexact)

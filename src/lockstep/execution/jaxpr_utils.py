@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
 
-__all__ = ["equations_of", "evaluate", "inline_calls", "is_literal", "subprogram"]
+__all__ = ["equations_of", "evaluate", "inline_calls", "is_inexact", "is_literal", "subprogram"]
 
-EquationHandler = Callable[
-    [JaxprEqn, list[Any]], Sequence[Any] | None
-]  # outputs of an equation, or None to evaluate it
+# Returns the outputs of an equation, or None to evaluate it.
+EquationHandler = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
 
 def evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], handler: EquationHandler) -> list[Any]:
@@ -47,6 +47,11 @@ def subprogram(
 def is_literal(atom: Any) -> bool:
     """Return whether an input of an equation is a literal of the jaxpr."""
     return isinstance(atom, Literal)
+
+
+def is_inexact(value: Any) -> bool:
+    """Return whether a value has floating-point or complex numbers."""
+    return jnp.issubdtype(jnp.result_type(value), jnp.inexact)
 
 
 def inline_calls(closed: ClosedJaxpr, primitive: Primitive, refuse: Callable[[str], Any]) -> ClosedJaxpr:

@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from lockstep.execution.jaxpr_utils import is_inexact
+
 __all__ = ["GatedStep", "NonFiniteGate", "loss_logs"]
 
 _CHECKED_PARTS = 3  # parts of the state: trainable, non-trainable and the optimizer's; metrics may be non-finite
@@ -85,7 +87,7 @@ class _SelectionProgram:
     def __init__(
         self, changed: Sequence[Place], values: list[jax.Array], losses: Sequence[str], *, donated: bool
     ) -> None:
-        checked = [i for i, (p, _) in enumerate(changed) if p < _CHECKED_PARTS and _is_inexact(values[i])]
+        checked = [i for i, (p, _) in enumerate(changed) if p < _CHECKED_PARTS and is_inexact(values[i])]
         self.names: list[Place | str] = [*(changed[i] for i in checked), *losses]
         shardings = [value.sharding for value in values]
         replicated = _replicated(shardings[0])
@@ -131,7 +133,7 @@ def loss_logs(logs: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in named
-        if (name == "loss" or str(name).endswith("_loss")) and isinstance(value, jax.Array) and _is_inexact(value)
+        if (name == "loss" or str(name).endswith("_loss")) and isinstance(value, jax.Array) and is_inexact(value)
     }
 
 
@@ -144,10 +146,6 @@ def _max_magnitude(value: jax.Array) -> jax.Array:
 def _became_nonfinite(old: jax.Array, new: jax.Array) -> jax.Array:
     """Return whether a number became NaN, or a finite number infinite."""
     return ((jnp.isnan(new) & ~jnp.isnan(old)) | (jnp.isinf(new) & jnp.isfinite(old))).any()
-
-
-def _is_inexact(value: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(value), jnp.inexact)
 
 
 def _replicated(place: Sharding) -> Sharding:

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import ad, batching
 
 from lockstep._errors import ModelError
-from lockstep.data.device_placement import PlacedRows, Placement, join_rows
+from lockstep.data.device_placement import PlacedRows, Placement, is_rows, join_rows
 from lockstep.execution.jaxpr_utils import inline_calls, is_literal, subprogram
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, replicated_array, to_per_device
 
@@ -83,7 +83,7 @@ class ProgramPartition:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Return the step's results."""
-        leaves, structure = jax.tree.flatten((state, batch), is_leaf=_is_rows)
+        leaves, structure = jax.tree.flatten((state, batch), is_leaf=is_rows)
         key = structure, *(_leaf_type(leaf) for leaf in leaves)
         if key not in self._partitioned:
             count = len(jax.tree.leaves(state)) if self._donated else 0
@@ -98,7 +98,7 @@ class _PartitionedStep:
         self, step: Callable[..., Any], leaves: list[Any], structure: Any, donated: int, placement: Placement
     ) -> None:
         def flat(*values: Any) -> Any:
-            own = [PlacedRows(v, leaf.layout) if _is_rows(leaf) else v for v, leaf in zip(values, leaves, strict=True)]
+            own = [PlacedRows(v, leaf.layout) if is_rows(leaf) else v for v, leaf in zip(values, leaves, strict=True)]
             return step(*jax.tree.unflatten(structure, own))
 
         closed, results = jax.make_jaxpr(flat, return_shape=True)(*map(_global_shape, leaves))
@@ -124,7 +124,7 @@ class _PartitionedStep:
 
     def _read(self, values: dict[Var, Any], atom: Var, part: "ProgramPart") -> Any:
         """Return a value; rows are joined first, except for isolated calls."""
-        if _is_rows(values[atom]) and not part.is_isolated:
+        if is_rows(values[atom]) and not part.is_isolated:
             values[atom] = self._join(values[atom])
         return values[atom]
 
@@ -136,7 +136,7 @@ class _PartitionedStep:
             if isinstance(atom, Literal):
                 found.append(self._placement.put(atom.val))
                 continue
-            value = self._join(values[atom]) if _is_rows(values[atom]) else values[atom]
+            value = self._join(values[atom]) if is_rows(values[atom]) else values[atom]
             array = replicated_array(value, self._placement.replicated) if isinstance(value, PerDevice) else value
             found.append(jax.numpy.copy(array) if atom in returned else array)
             returned.add(atom)
@@ -200,16 +200,12 @@ def _partition(jaxpr: Jaxpr, donated: set[Var], placement: Placement) -> list[Pr
     return parts[::-1]
 
 
-def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, PlacedRows)
-
-
 def _leaf_type(leaf: Any) -> Any:
-    return (jax.typeof(leaf.array), leaf.layout) if _is_rows(leaf) else jax.typeof(leaf)
+    return (jax.typeof(leaf.array), leaf.layout) if is_rows(leaf) else jax.typeof(leaf)
 
 
 def _global_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    if _is_rows(leaf):
+    if is_rows(leaf):
         return jax.ShapeDtypeStruct((leaf.layout.rows, *leaf.array.shape[1:]), leaf.array.dtype)
     of_type = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(of_type.shape, of_type.dtype, weak_type=of_type.weak_type)

@@ -27,6 +27,7 @@ from lockstep.data.device_placement import DEVICE_AXIS, REPLICATE_BELOW, Placeme
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.cpu_devices import compiler_options
 from lockstep.execution.gathered_variables import Axes, gathered, shard_spec
+from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
 
 __all__ = [
@@ -362,7 +363,7 @@ def switch_with_common_residuals(
         operands: trees of arrays.
     """
     leaves, form = jax.tree.flatten(operands)
-    is_real = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    is_real = [is_inexact(leaf) for leaf in leaves]
     real, other = _divided(leaves, is_real)
     calls = [partial(_differentiable, branch, form, is_real) for branch in branches]
     pullbacks = [_trace_pullback(call, real, other) for call in calls]

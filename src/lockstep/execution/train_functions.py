@@ -25,7 +25,7 @@ from lockstep._keras.graph import (
 )
 from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._keras.trainer import patched_stateless_call
-from lockstep.data.device_placement import PlacedRows, Placement
+from lockstep.data.device_placement import PlacedRows, Placement, is_rows
 from lockstep.data.keras_adapter import next_batch
 from lockstep.devices.names import device_name
 from lockstep.execution.call_splitter import (
@@ -242,7 +242,7 @@ class StepFunctions:
 
         def step(state: Any, batch: Any) -> tuple[Any, Any]:
             interceptor = _ForwardInterceptor(self.model, self.placement, executor, self.log)
-            data = jax.tree.map(interceptor.join_rows, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+            data = jax.tree.map(interceptor.join_rows, batch, is_leaf=is_rows)
             with self._intercepted(interceptor):
                 return keras_step(state, data)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep._arrays import ArraySpec
 from lockstep._errors import ModelError
-from lockstep.data.device_placement import PlacedRows, Placement
+from lockstep.data.device_placement import Placement, is_rows
 from lockstep.devices.batch_split import rows_of_replicas
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
@@ -34,7 +34,7 @@ _TOLERANCE = 1e-4  # Of a loss in float32, added up in another order.
 
 def count_batch_rows(batch: Any) -> int:
     """Return the number of rows of a batch, on the host or on devices."""
-    first = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))[0]
+    first = jax.tree.leaves(batch, is_leaf=is_rows)[0]
     return int(first.shape[0])
 
 
@@ -190,6 +190,5 @@ def specs_of(model: keras.Model) -> list[ArraySpec]:
 
 
 def _on_host(logs: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: np.asarray(value).tolist() for name, value in keras.tree.map_structure(np.asarray, dict(logs)).items()
-    }
+    """Return logs, which may hold dicts, as JSON values."""
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), dict(logs))

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import keras
@@ -36,12 +37,6 @@ class UpdateCounters:
         """Take over what the servers have counted."""
         self.staleness = Counter(dict(statistics[0]["staleness"]))
 
-    def copy(self) -> "UpdateCounters":
-        """Return a snapshot of the counters."""
-        other = UpdateCounters()
-        other.batches, other.traffic, other.staleness = self.batches, self.traffic, self.staleness.copy()
-        return other
-
 
 class StalenessMetrics(keras.callbacks.Callback):
     """Adds ``updates_per_sec``, ``bytes_per_sec`` and ``staleness`` (its mean) to the logs of each epoch, and logs its distribution.
@@ -65,15 +60,15 @@ class StalenessMetrics(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""
-        self._before, self._begun, self._ended = self._count().copy(), self._clock(), None
+        self._before, self._begun, self._ended = deepcopy(self._count()), self._clock(), None
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Take the counters when validation begins: the training of this epoch has ended."""
-        self._ended = self._count().copy(), self._clock()
+        self._ended = deepcopy(self._count()), self._clock()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""
-        now, end = self._ended or (self._count().copy(), self._clock())
+        now, end = self._ended or (deepcopy(self._count()), self._clock())
         batches, seconds = now.batches - self._before.batches, end - self._begun
         distribution = now.staleness - self._before.staleness
         if logs is None or not batches:

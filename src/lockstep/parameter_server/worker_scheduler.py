@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 import keras
@@ -260,8 +259,7 @@ class FunctionRunner:
     def close(self) -> None:
         """Close the connections."""
         if self._client is not None:
-            with closing(self._client):
-                self._client = None
+            self._client.close()
 
     def _check_model(self, method: str, model: keras.Model) -> None:
         if self._task is None:

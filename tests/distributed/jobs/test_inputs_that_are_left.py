@@ -1,4 +1,4 @@
-"""Inputs that are left in the middle: nobody waits for a batch that nobody takes, and nothing of what was read is lost."""
+"""Inputs that are left in the middle or read again: nobody waits for a batch that nobody takes, and nothing of what was read is lost."""
 
 import pytest
 
@@ -11,3 +11,11 @@ def test_an_input_that_is_left_in_the_middle_continues_where_it_was(job):
             assert told[kind] == [0, 1, 2, 3]
             assert told[f"{kind} goes on"] == [4, 5, 6]
         assert told["seconds"] < 20
+
+
+def test_a_file_cache_is_one_file_for_each_worker(job, tmp_path):
+    folder = tmp_path / "cached"
+    folder.mkdir()
+    for told in job(2).run("cached", cache=str(folder / "cache")):
+        assert told == {"files": ["cache.0", "cache.1"], "asked": 4, "steps": 8}
+    assert not list(folder.iterdir())

@@ -16,7 +16,7 @@ from lockstep.callbacks import BackupAndRestore
 from lockstep.checkpoint.format import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
 
-from .runs import BreakOff, BrokenOffError, Run, data, whole
+from .runs import BreakOff, BrokenOffError, Run, Shuffled, data, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
@@ -124,6 +124,21 @@ def test_another_number_of_replicas_goes_on_if_asked(tmp_path):
     other = Run(tmp_path, replicas=3, options={"save_freq": 2, "allow_changes": True})
     assert other.fit() is not None
     assert other.heard[0] == (0, 2)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_fit_with_a_distributed_data_set_repeats_its_hooks_when_it_resumes(own, tmp_path):
+    def run(folder):
+        strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=2)
+        if own:
+            dataset = strategy.distribute_datasets_from_function(lambda context: Shuffled())
+        else:
+            dataset = strategy.experimental_distribute_dataset(Shuffled())
+        return Run(folder, given={"x": dataset}, epochs=2)
+
+    expected = run(None).fit(backup=False)
+    run(tmp_path).fit(5 if own else 8)
+    assert run(tmp_path).fit() == expected
 
 
 def test_other_data_are_refused(tmp_path):

@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.distributed.control.handshake import make_session
-from lockstep.parameter_server.variables.array_transport import ArrayConnection, ConnectionLostError, ProtocolError
+from lockstep.parameter_server.variables.array_transport import (
+    MAX_HEAD_BYTES,
+    ArrayConnection,
+    ConnectionLostError,
+    ProtocolError,
+)
 from tests.parameter_server.variables.threaded_servers import DEADLINE
 
 
@@ -159,7 +164,7 @@ def test_what_is_not_contiguous_is_sent_in_the_order_of_its_rows():
 )
 def test_what_describes_no_arrays_is_refused(arrays):
     here, there = pair()
-    here.send_frame(framed({"kind": "push", "arrays": arrays}))
+    here._socket.sendall(framed({"kind": "push", "arrays": arrays}))
     with pytest.raises(ProtocolError):
         there.receive(anything)
     here.close()
@@ -171,7 +176,7 @@ def test_what_describes_no_arrays_is_refused(arrays):
 )
 def test_what_is_no_message_is_refused(sent):
     here, there = pair()
-    here.send_frame(sent)
+    here._socket.sendall(sent)
     with pytest.raises(ProtocolError):
         there.receive(anything)
     here.close()
@@ -181,7 +186,7 @@ def test_what_is_no_message_is_refused(sent):
 def test_a_refused_message_takes_no_memory_for_its_arrays():
     here, there = pair()
     size = 2**60
-    here.send_frame(framed({"kind": "push", "arrays": [["kernel", "float32", [size], 4 * size]]}))
+    here._socket.sendall(framed({"kind": "push", "arrays": [["kernel", "float32", [size], 4 * size]]}))
 
     def refuse(message, specs):
         raise ProtocolError(f"{specs[0].shape} is not wanted")
@@ -194,16 +199,16 @@ def test_a_refused_message_takes_no_memory_for_its_arrays():
 
 def test_a_head_that_is_too_long_is_refused_at_its_first_bytes():
     here, there = pair()
-    here.send_frame(struct.pack(">I", 101))
-    with pytest.raises(ProtocolError, match="at most 100 bytes"):
-        there.receive(anything, head_bytes=100)
+    here._socket.sendall(struct.pack(">I", MAX_HEAD_BYTES + 1))
+    with pytest.raises(ProtocolError, match=f"at most {MAX_HEAD_BYTES:,} bytes"):
+        there.receive(anything)
     here.close()
     there.close()
 
 
 def test_half_a_message_and_then_the_end_is_a_loss():
     here, there = pair()
-    here.send_frame(framed({"kind": "push", "arrays": [["kernel", "float32", [8], 32]]}) + b"1234")
+    here._socket.sendall(framed({"kind": "push", "arrays": [["kernel", "float32", [8], 32]]}) + b"1234")
     here.close()
     with pytest.raises(ConnectionLostError, match="its connection closed"):
         there.receive(anything)
@@ -223,7 +228,7 @@ def test_single_bytes_do_not_extend_a_deadline():
     times = iter([0.0, 1.0, 4.99])
     here, there = pair(clock=lambda: next(times))
     here.set_deadline(5.0)
-    there.send_frame(b"\0\0")
+    there._socket.sendall(b"\0\0")
     with pytest.raises(ConnectionLostError, match="said nothing in time"):
         here.receive(anything)
     here.close()

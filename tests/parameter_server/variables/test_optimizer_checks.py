@@ -21,7 +21,6 @@ ONE = {"servers": 1}
         (lambda: keras.optimizers.Muon(), CUT, "cuts 'dense/kernel' into 2 shards"),
         (lambda: keras.optimizers.SGD(clipnorm=1.0), CUT, "clipnorm needs the norm of each variable"),
         (lambda: keras.optimizers.SGD(global_clipnorm=1.0), TWO, "they are on 2 servers"),
-        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), TWO, "2 servers would not agree"),
         (
             lambda: keras.optimizers.MultiOptimizer(lambda variable: None),
             CUT,

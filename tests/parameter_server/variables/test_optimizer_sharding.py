@@ -42,7 +42,6 @@ OPTIMIZERS = {
     "Adafactor": lambda: O.Adafactor(0.01, use_ema=True),
     "Muon": lambda: O.Muon(0.01, exclude_layers=["^net/a/", "kernel_1$"], gradient_accumulation_steps=2),
     "ScheduleFreeAdamW": lambda: O.ScheduleFreeAdamW(0.01, warmup_steps=2, gradient_accumulation_steps=2),
-    "LossScaleOptimizer": lambda: O.LossScaleOptimizer(O.Adam(0.01, use_ema=True), initial_scale=4.0),
     "MultiOptimizer": lambda: O.MultiOptimizer(O.OptimizerMap(O.SGD(0.1, momentum=0.9), {"net/b/.*": O.Nadam(0.01)})),
 }
 NEED_WHOLE_VARIABLES = ("Lamb", "Adafactor", "Muon")
@@ -58,8 +57,6 @@ NEXT = {"one": "two, cut", "two": "one, cut", "one, cut": "two", "two, cut": "on
 def is_refused(name, place):
     if name == "MultiOptimizer":
         return place != "one"
-    if name == "LossScaleOptimizer":
-        return PLACES[place][0] > 1
     return name in NEED_WHOLE_VARIABLES and PLACES[place][1] is not None
 
 

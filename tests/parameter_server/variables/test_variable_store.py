@@ -7,7 +7,7 @@ import pytest
 from lockstep import OptionError
 from lockstep._arrays import ArraySpec
 from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
-from lockstep.parameter_server.variables.sparse_rows import SparseGradient, gradient_of_shard, sum_rows
+from lockstep.parameter_server.variables.sparse_rows import SparseGradient, gradient_of_shard
 from lockstep.parameter_server.variables.variable_store import Push, VariableStore
 from tests.parameter_server.variables.threaded_servers import SPECS, values_of
 from tests.support.marks import quick_first
@@ -131,10 +131,8 @@ def test_an_optimizer_of_other_variables_is_refused():
         VariableStore(SPECS, optimizer)
 
 
-def test_rows_that_are_named_twice_are_added_up_and_fall_to_their_shards():
-    rows = sum_rows(np.array([[6, 2], [6, 0]]), np.float32([[[1, 1], [2, 2]], [[3, 3], [4, 4]]]))
-    assert rows.indices.tolist() == [0, 2, 6]
-    assert rows.values.tolist() == [[4, 4], [2, 2], [4, 4]]
+def test_rows_fall_to_their_shards():
+    rows = SparseGradient(np.int32([0, 2, 6]), np.float32([[4, 4], [2, 2], [4, 4]]))
     shards = plan_shards(SPECS, 2, FixedShardsPartitioner(2)).shards["table"]
     parts = [gradient_of_shard(rows, shard) for shard in shards]
     assert [part.indices.tolist() for part in parts] == [[0, 2], [2]]

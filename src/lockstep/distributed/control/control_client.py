@@ -150,31 +150,27 @@ class ControlClient:
         """
         return self._collective(GATHER, topic, value, channel, timeout_seconds)
 
-    def agree(
-        self, topic: str, value: Any, *, cure: str = "", channel: str = MAIN, timeout_seconds: float | None = None
-    ) -> None:
+    def agree(self, topic: str, value: Any, *, cure: str = "", channel: str = MAIN) -> None:
         """Check that all workers have an equal value; else the same ClusterError on all names who differs and in what.
 
         Arguments and errors are those of :meth:`gather`; ``cure`` is a sentence that follows.
         """
         own = as_json(value)
-        found = find_disagreement(self.gather(topic, digest(own), channel=channel, timeout_seconds=timeout_seconds))
+        found = find_disagreement(self.gather(topic, digest(own), channel=channel))
         if found is not None:  # Values can be long: only two of them are sent, and only now.
             shown = own if self.group.index in found.pair else None
-            values = self.gather(topic, shown, channel=channel, timeout_seconds=timeout_seconds)
+            values = self.gather(topic, shown, channel=channel)
             sentence = found.sentence(topic, values, [str(peer) for peer in self.peers])
             raise ClusterError(f"{sentence} {cure}".strip())
 
-    def broadcast(
-        self, topic: str, value: Any = None, *, channel: str = MAIN, timeout_seconds: float | None = None
-    ) -> Any:
+    def broadcast(self, topic: str, value: Any = None) -> Any:
         """Return the chief's value; those of the other workers are ignored. Arguments and errors are those of :meth:`gather`."""
         given = value if self.group.is_chief else None
-        return self._collective(BROADCAST, topic, given, channel, timeout_seconds)[0]
+        return self._collective(BROADCAST, topic, given, MAIN, None)[0]
 
-    def barrier(self, topic: str, *, channel: str = MAIN, timeout_seconds: float | None = None) -> None:
+    def barrier(self, topic: str) -> None:
         """Wait until all workers have called this. Arguments and errors are those of :meth:`gather`."""
-        self._collective(BARRIER, topic, None, channel, timeout_seconds)
+        self._collective(BARRIER, topic, None, MAIN, None)
 
     def forget(self, channel: str) -> None:
         """Make no more calls on a channel."""

@@ -163,9 +163,8 @@ def make_session(
 
 
 def _mac(secret: bytes, *texts: str) -> bytes:
-    text = json.dumps(
-        [f"lockstep {PROTOCOL}", *texts]
-    )  # Unauthenticated peers can send any text, also half characters.
+    # Unauthenticated peers can send any text, also half characters.
+    text = json.dumps([f"lockstep {PROTOCOL}", *texts])
     return hmac.digest(secret, text.encode(), hashlib.sha256)
 
 

@@ -72,10 +72,8 @@ class SlurmClusterResolver(EnvironmentResolver):
 
     def _read(self, variables: EnvReader) -> Membership:
         step = variables.environ.get("SLURM_STEP_ID", "0")
-        is_numbered = variables.environ.get("SLURM_PROCID", "0").strip() not in (
-            "",
-            "0",
-        )  # Then the step has other tasks.
+        # If it is numbered, the step has other tasks.
+        is_numbered = variables.environ.get("SLURM_PROCID", "0").strip() not in ("", "0")
         is_special = step.isdecimal() and int(step) >= _SPECIAL_STEPS
         is_task = (_TASKS in variables.environ or is_numbered) and not is_special
         return membership_of_group(_task_of_step(variables) if is_task else _single_process(variables))

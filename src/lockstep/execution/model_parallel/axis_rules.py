@@ -146,7 +146,6 @@ def _dot_general(own: EquationLinks) -> None:
         own.axes.link_operands(left, one, right, other)
         own.reduce(left, one)
         own.reduce(right, other)
-    its = 0
     for its, (one, other) in enumerate(zip(left_batch, right_batch, strict=True)):
         own.link(left, one, its)
         own.link(right, other, its)

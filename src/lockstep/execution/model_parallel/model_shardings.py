@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lockstep._errors import ModelError
 from lockstep._keras.graph import cause_of, layers_of
 from lockstep._keras.sharded_variable import has_layout
-from lockstep.data.device_placement import MeshPlacement, PlacedRows, is_large
+from lockstep.data.device_placement import MeshPlacement, PlacedRows, is_large, is_rows
 from lockstep.execution.gathered_variables import ModelLayout, Shard, VariableLayout, mebibytes
 from lockstep.execution.model_parallel.auto_layout import AxisChoice, choose_axes
 from lockstep.execution.model_parallel.layout_rules import OUTPUT, Axes, LayoutRules, MeshAxes
@@ -241,7 +241,7 @@ class ModelShardings:
     def _choose(self, x: Any) -> dict[int, AxisChoice]:
         """Trace the forward pass and return how each variable is sharded along the second axis of the mesh."""
         model = self._model
-        ways = [*self._options.axes.sizes.values()][1:]
+        _, ways = self._options.axes.sizes.values()
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in variables]
         count = len(model.trainable_variables)
@@ -249,7 +249,7 @@ class ModelShardings:
         def forward(values: list[Any], inputs: Any) -> Any:
             return model.stateless_call(values[:count], values[count:], inputs, training=True)[0]
 
-        inputs = jax.tree.map(_described, x, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+        inputs = jax.tree.map(_described, x, is_leaf=is_rows)
         try:
             program = _traced(forward, shapes, inputs)
         except Exception as error:  # of the model, of any type
@@ -260,7 +260,7 @@ class ModelShardings:
             return {}
         row_axes = [0 if leaf.ndim else None for leaf in jax.tree.leaves(inputs)]
         named = [(one.path, shape) for one, shape in zip(variables, shapes, strict=True)]
-        choices = choose_axes(program, named, row_axes, ways[0])
+        choices = choose_axes(program, named, row_axes, ways)
         return {id(variable): choice for variable, choice in zip(variables, choices, strict=True)}
 
     def _axes_of_slot(self, slot: keras.Variable, own: dict[str, keras.Variable]) -> Axes:

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from lockstep.execution.jaxpr_utils import equations_of
 from lockstep.execution.rowwise.row_axes import (
     EquationPair,
     Mixed,
@@ -59,7 +60,7 @@ class Trace:
     @functools.cached_property
     def operations(self) -> Counter[str]:
         """Number of occurrences of each operation, at any depth."""
-        return _operations(self.closed.jaxpr)
+        return Counter(equation.primitive.name for equation in equations_of(self.closed.jaxpr))
 
 
 def trace_for_rows(function: Callable[..., Any], fixed: Sequence[Any], batch: Sequence[Any], rows: int) -> Trace:
@@ -103,13 +104,11 @@ def draws_for_each_row(one: Trace, other: Trace) -> bool:
 
 def _draws(jaxpr: Jaxpr) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield the name, the shape and the kind of key of each operation that draws random numbers, at any depth."""
-    for equation in jaxpr.eqns:
+    for equation in equations_of(jaxpr):
         name = equation.primitive.name
         if name.startswith(("random_", "rng_", "threefry")) and name not in _KEY_OPERATIONS:
             key: Any = equation.invars[0].aval
             yield name, tuple(equation.params.get("shape", ())), str(key.dtype)
-        for body in jaxprs_in_params(equation.params):
-            yield from _draws(body)
 
 
 class _JaxprReader:
@@ -290,14 +289,6 @@ class _JaxprReader:
         if self.closed(*pair.params("cond_jaxpr"), [*inputs[:of_condition], *carry]) != [None]:
             raise MixedRowsError("while has a condition that depends on several rows")
         return carry
-
-
-def _operations(jaxpr: Jaxpr) -> Counter[str]:
-    found = Counter(equation.primitive.name for equation in jaxpr.eqns)
-    for equation in jaxpr.eqns:
-        for body in jaxprs_in_params(equation.params):
-            found += _operations(body)
-    return found
 
 
 def _fixed_point(

@@ -318,10 +318,6 @@ def _random_values(pair: EquationPair, inputs: RowDependences) -> RowDependences
     return [uniform_dependence(pair)]
 
 
-def _random_key(pair: EquationPair, inputs: RowDependences) -> RowDependences:
-    return [common_dependence(inputs, pair.name)]
-
-
 def _dot_general(pair: EquationPair, inputs: RowDependences) -> RowDependences:
     (left_axes, right_axes), (left_batch, right_batch) = pair.param("dimension_numbers")
     left, right = inputs
@@ -420,7 +416,7 @@ ROW_DEPENDENT_PARAMS = {
 
 RULES: dict[str, Callable[[EquationPair, RowDependences], RowDependences]] = {
     **dict.fromkeys(ENTRYWISE, _entrywise),
-    **dict.fromkeys(("device_put", "layout_constraint", "optimization_barrier", "reshard"), _identity),
+    **dict.fromkeys(("device_put", "optimization_barrier", "reshard"), _identity),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduction
     ),
@@ -437,7 +433,7 @@ RULES: dict[str, Callable[[EquationPair, RowDependences], RowDependences]] = {
         ),
         _axis_operation,
     ),
-    **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone"), _random_key),
+    **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone"), _entrywise),
     **dict.fromkeys(("random_bits", "random_split"), _random_values),
     **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _reduce_window),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), scatter),

@@ -6,7 +6,7 @@ the metrics there.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -417,7 +417,7 @@ class FitCheckpoint(StepHook):
             "is_finished": is_finished,
             "stop_training": bool(self._model.stop_training),
             "rows": self._data.rows,
-            "position": point.data.iterator.to_json() if point.data.iterator else None,
+            "position": asdict(point.data.iterator) if point.data.iterator else None,
             "hooks": list(point.data.hooks),
             "random": point.random,
             "callbacks": attributes,

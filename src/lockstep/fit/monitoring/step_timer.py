@@ -20,7 +20,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import ScopeError, real_number, whole_number
-from lockstep.data.device_placement import PlacedRows, placement_on
+from lockstep.data.device_placement import is_rows, placement_on
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.train_functions import StepFunctions, StepHook
 
@@ -125,7 +125,7 @@ class FlopCounter(StepHook):
 
 
 def _shapes(batch: Any) -> Any:
-    return jax.tree.map(_shape, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+    return jax.tree.map(_shape, batch, is_leaf=is_rows)
 
 
 def _shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -203,7 +203,7 @@ class StepTimer(StepHook):
             self.pause()
             self.enter(_OTHERS[kind])
             return
-        shapes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_rows))
+        shapes = tuple(np.shape(leaf) for leaf in jax.tree.leaves(batch, is_leaf=is_rows))
         count = self._counts.get(shapes, 0)
         self._rows, self._is_compiling = shapes[0][0] if shapes and shapes[0] else 0, count < _COMPILED
         if self._is_compiling:
@@ -281,10 +281,6 @@ class StepTimer(StepHook):
         self._opened = (self._clock(), self._waited(), self._steps)
         if not self._recent:
             self._recent.append(self._done)
-
-
-def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, PlacedRows)
 
 
 @dataclass(frozen=True)

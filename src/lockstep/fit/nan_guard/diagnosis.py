@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from lockstep._keras.graph import copy_keras_mask, operations_of
 from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
-from lockstep.data.device_placement import PlacedRows, Placement, count_rows, join_rows
+from lockstep.data.device_placement import PlacedRows, Placement, count_rows, is_rows, join_rows
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.names import device_name
@@ -343,7 +343,7 @@ def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     names = "the input has", "the targets have", "the sample weights have"
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     for name, part in zip(names, parts, strict=False):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(part, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+        leaves, _ = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_rows)
         for path, leaf in leaves:
             key = f" at {jax.tree_util.keystr(path)}" if path else ""
             noun, verb = name.rsplit(" ", 1)
@@ -492,7 +492,7 @@ def whole_batch(batch: Any, placement: Placement) -> Any:
         array = jax.jit(join_rows, out_shardings=placement.replicated)(leaf)
         return PlacedRows(_on_one_device(array, placement), leaf.layout)
 
-    return jax.tree.map(whole, batch, is_leaf=lambda leaf: isinstance(leaf, PlacedRows))
+    return jax.tree.map(whole, batch, is_leaf=is_rows)
 
 
 def _on_one_device(tree: Any, placement: Placement) -> Any:
@@ -510,10 +510,7 @@ def _on_one_device(tree: Any, placement: Placement) -> Any:
 
 def count_of(batch: Any) -> int:
     """Return the number of rows of a batch."""
-    arrays = [
-        x.array if isinstance(x, PlacedRows) else x
-        for x in jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, PlacedRows))
-    ]
+    arrays = [x.array if isinstance(x, PlacedRows) else x for x in jax.tree.leaves(batch, is_leaf=is_rows)]
     return count_rows(arrays)
 
 

@@ -113,22 +113,17 @@ class ArrayConnection:
             self._send(buffers, mac)
             self._send([memoryview(mac.digest())])
 
-    def send_frame(self, frame: bytes) -> None:
-        """Send an encoded message without arrays, and without a MAC."""
-        self._send([memoryview(frame)])
-
-    def receive(self, check: CheckRequest, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, dict[str, np.ndarray]]:
+    def receive(self, check: CheckRequest) -> tuple[Message, dict[str, np.ndarray]]:
         """Return the next message and its arrays.
 
         Args:
             check: gets the message and the description of its arrays, and raises if they are not wanted; no memory is taken before.
-            head_bytes: limit of the message without arrays.
 
         Raises:
             ConnectionLostError: nothing more can come.
             ProtocolError: the received bytes are no message.
         """
-        message, specs = self.receive_head(head_bytes)
+        message, specs = self.receive_head()
         has_mac = message.pop(_HAS_MAC, False) is True
         check(message, specs)
         mac = self._session.received.begin() if self._session is not None and has_mac else None
@@ -136,10 +131,10 @@ class ArrayConnection:
         self._verify(mac)
         return message, arrays
 
-    def receive_head(self, head_bytes: int = MAX_HEAD_BYTES) -> tuple[Message, tuple[ArraySpec, ...]]:
+    def receive_head(self) -> tuple[Message, tuple[ArraySpec, ...]]:
         """Return the next message and the description of its arrays, which must be received unless the connection is closed."""
         mac = None if self._session is None else self._session.received.begin()
-        body = self._bytes(body_length(self._bytes(HEADER_BYTES, mac), head_bytes), mac)
+        body = self._bytes(body_length(self._bytes(HEADER_BYTES, mac), MAX_HEAD_BYTES), mac)
         self._verify(mac)
         message = decode(body)
         try:

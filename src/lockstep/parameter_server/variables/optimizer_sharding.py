@@ -53,11 +53,6 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: ShardingPlan) -
             f"global_clipnorm needs the gradients of all variables at once, and they are on {plan.servers} servers. Use one server, "
             f"or clipnorm."
         )
-    if plan.servers > 1 and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise OptionError(
-            f"LossScaleOptimizer skips an update if one gradient is not finite, and {plan.servers} servers would not agree on that. "
-            f"Use one server, or bfloat16, which needs no loss scale."
-        )
     if (cut or plan.servers > 1) and isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise OptionError(
             "MultiOptimizer counts the steps of each of its optimizers, and a server may have no variable of one of them. Use one "
@@ -236,8 +231,6 @@ def _slots_of(optimizer: keras.optimizers.Optimizer, specs: Sequence[ArraySpec])
 
 def _nested_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """Return an optimizer and those inside it."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return [optimizer, *_nested_optimizers(optimizer.inner_optimizer)]
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return [optimizer, *optimizer.optimizers]
     return [optimizer]

@@ -315,8 +315,6 @@ def connect(
     secret: bytes | None,
     timeout_seconds: float,
     log: Callable[[str], Any],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> RpcClient:
     """Connect to a server, which may not have started yet.
 
@@ -327,13 +325,11 @@ def connect(
         secret: of the job.
         timeout_seconds: limit of this wait, and of each later one.
         log: takes a line while this waits.
-        clock: gives seconds, and is not set back.
-        sleep: waits.
 
     Raises:
         ClusterError: no server answers in time, or it is none of this job.
     """
-    wait, reason = WaitLogger(log, clock), "no process listens there"
+    wait, reason = WaitLogger(log), "no process listens there"
     while (left := timeout_seconds - wait.seconds) > 0:
         try:
             return RpcClient(f"{name} at {address}", _connect_once(name, address, me, secret, left), timeout_seconds)
@@ -342,7 +338,7 @@ def connect(
         except RetryableConnectError as error:
             reason = str(error)
         wait.log(f"{name} at {address}")
-        sleep(_RETRY_SECONDS)
+        time.sleep(_RETRY_SECONDS)
     raise ClusterError(
         f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}. Is it started, and can it be reached from here?",
         exit_codes.PEER_LOST,

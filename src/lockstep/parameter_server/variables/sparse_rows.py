@@ -31,7 +31,6 @@ __all__ = [
     "mean_gradient",
     "pad_rows",
     "sparsify",
-    "sum_rows",
     "tables_of",
 ]
 
@@ -49,24 +48,6 @@ class SparseGradient(NamedTuple):
 
 
 Gradient = np.ndarray | SparseGradient
-
-
-def sum_rows(indices: np.ndarray, values: np.ndarray) -> SparseGradient:
-    """Add up the gradients of equal rows: the result names each row once, in rising order.
-
-    Args:
-        indices: numbers of rows, in any shape, with repetitions.
-        values: the gradient of each, of shape ``indices.shape + (sizes of a row)``.
-
-    Example:
-        >>> sum_rows(np.array([[4, 1], [1, 1]]), np.array([[[1.0], [2.0]], [[4.0], [8.0]]])).values.tolist()
-        [[14.0], [1.0]]
-    """
-    unique, positions = np.unique(indices, return_inverse=True)
-    values = values.reshape(indices.size, *values.shape[indices.ndim :])
-    total = np.zeros((len(unique), *values.shape[1:]), values.dtype)
-    np.add.at(total, positions.reshape(-1), values)
-    return SparseGradient(unique.astype(np.int32), total)
 
 
 def gradient_of_shard(gradient: Gradient, shard: Shard) -> Gradient:

@@ -4,8 +4,6 @@ A worker's clock is the number of gradients that it has pushed. With a bound ``s
 most ``s`` behind. The slowest worker may always continue, so there is no deadlock. Workers that are lost or idle are not active.
 """
 
-from collections.abc import Callable
-
 from lockstep._errors import whole_number
 
 __all__ = ["CompletedIds", "StalenessBound"]
@@ -62,14 +60,14 @@ class StalenessBound:
         self._clocks[worker] += 1
         self._newest = max(self._newest, self._clocks[worker])
 
-    def blocking_workers(self, worker: object, name: Callable[[object], str] = str) -> list[str]:
+    def blocking_workers(self, worker: object) -> list[str]:
         """Return the names of the workers that a worker has to wait for; if there are none, it may continue."""
         if worker not in self._clocks:
             self.join(worker)
         if self.max_staleness is None:
             return []
         least = self._clocks[worker] - self.max_staleness
-        return [name(other) for other, clock in self._clocks.items() if clock < least]
+        return [str(other) for other, clock in self._clocks.items() if clock < least]
 
 
 class CompletedIds:

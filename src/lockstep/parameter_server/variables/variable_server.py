@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import keras
@@ -19,6 +19,7 @@ import numpy as np
 from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._logging import log_info
+from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, RejectionLog, refusal
 from lockstep.distributed.control.transport import FramedSocket, encode
@@ -146,12 +147,12 @@ class ArrayServer:
 
     def _on_peer(self, connection: FramedSocket, peer: Peer) -> None:
         """Give an authenticated connection to a thread of its own; called in the thread of the handshakes."""
-        name = _first_difference(peer.identity, self._me.identity)
-        if name is not None:
-            theirs, ours = peer.identity.get(name), self._me.identity.get(name)
-            self._note_rejection(connection.address, f"{peer}: its {name} is {theirs!r}, that of the server {ours!r}")
+        found = first_difference(peer.identity, self._me.identity)
+        if found is not None:
+            name, theirs, ours = found
+            self._note_rejection(connection.address, f"{peer}: its {name} is {theirs}, that of the server {ours}")
             sentence = (
-                f"its {name} is {theirs!r}"[:_MAX_SENTENCE] + ", that of the server is another one, which its log has"
+                f"its {name} is {theirs}"[:_MAX_SENTENCE] + ", that of the server is another one, which its log has"
             )
             connection.send(encode(refusal(sentence)))
             self._loop.remove(connection)
@@ -199,11 +200,6 @@ class ArrayServer:
     def _note_rejection(self, address: str, reason: str) -> None:
         if not self._stopped.is_set():
             self.rejections.add(address, reason)
-
-
-def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """Return the first entry in which two identities differ."""
-    return next((name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)), None)
 
 
 def _shut_down(connected: socket.socket) -> None:
@@ -272,7 +268,6 @@ class VariableService:
         store: the variables.
         max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
-        clock: gives seconds, and is not set back.
 
     Attributes:
         staleness: by number of updates between a worker's pull and its push, the number of gradients that were applied.
@@ -283,9 +278,8 @@ class VariableService:
         store: VariableStore,
         max_staleness: int | None = None,
         refuse_nonfinite: bool = True,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._refuse_nonfinite, self._clock = store, refuse_nonfinite, clock
+        self._store, self._refuse_nonfinite = store, refuse_nonfinite
         self._staleness_bound = StalenessBound(max_staleness)
         self._aggregator, self._completed = SyncAggregator(), CompletedIds()
         self._previous: VariableSnapshot | None = None  # Before the last synchronous update, until the next one begins.
@@ -366,11 +360,11 @@ class VariableService:
         requested = decode_row_request(arrays, self._store.specs)
         at_least = read_whole_number(message, "at_least")
         number = read_whole_number(message, "round") if "round" in message else None
-        deadline = self._clock() + seconds_of(message)
+        deadline = time.monotonic() + seconds_of(message)
         worker = None if message.get("will_push") is False else session
         with self._changed:
             while waits_for := self._waits_for(worker, at_least):
-                left = deadline - self._clock()
+                left = deadline - time.monotonic()
                 if left <= 0 or session.is_gone():
                     return {"kind": "late", "waits_for": waits_for}, {}
                 self._changed.wait(min(left, _POLL_SECONDS))

@@ -64,8 +64,7 @@ class VariableStore:
 
     Args:
         specs: the variables.
-        optimizer: not built yet; it is built for ``specs``, and runs on ``device``, compiled.
-        device: for the values; None: the first CPU device.
+        optimizer: not built yet; it is built for ``specs``, and runs on the first CPU device, compiled.
 
     Raises:
         OptionError: the optimizer is already built for other variables.
@@ -86,15 +85,13 @@ class VariableStore:
         [0.5, 2.0]
     """
 
-    def __init__(
-        self, specs: Sequence[ArraySpec], optimizer: keras.optimizers.Optimizer, device: jax.Device | None = None
-    ) -> None:
+    def __init__(self, specs: Sequence[ArraySpec], optimizer: keras.optimizers.Optimizer) -> None:
         if optimizer.built:
             raise OptionError(
                 f"optimizer: {optimizer.name} is already built for other variables. Fix: give each server an optimizer of its own."
             )
         self.specs = tuple(specs)
-        self._optimizer, self._device = optimizer, device or jax.devices("cpu")[0]
+        self._optimizer, self._device = optimizer, jax.devices("cpu")[0]
         self._names = [spec.name for spec in self.specs]
         self._update_lock = threading.Lock()
         with jax.default_device(self._device):
