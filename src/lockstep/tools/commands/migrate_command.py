@@ -92,7 +92,4 @@ def _environment_of(path: str) -> Iterator[None]:
         yield
     finally:
         sys.path.pop()
-        if before is None:
-            del os.environ["TF_CONFIG"]
-        else:
-            os.environ["TF_CONFIG"] = before
+        os.environ.pop("TF_CONFIG", None) if before is None else os.environ.update(TF_CONFIG=before)
