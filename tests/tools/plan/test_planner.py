@@ -185,6 +185,17 @@ def test_a_result_survives_its_way_as_json():
     assert result_from_json(json.loads(json.dumps(dataclasses.asdict(result)))) == result
 
 
+def test_plan_takes_a_function_of_data_and_refuses_no_batch():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.zeros((32, 8), "float32"), np.zeros((32, 1), "float32")
+    options = {"hardware": "cpu:1", "strategy": "replicated", "search": False}
+    (row,) = lockstep.plan(model, lambda: data, **options).rows
+    assert row.fits
+    with pytest.raises(OptionError, match=r"batch: expected rows of global batches .* got \(\)"):
+        lockstep.plan(model, data, batch=(), **options)
+
+
 def test_plan_of_a_model_is_text_json_and_a_page_and_changes_nothing(tmp_path):
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(1)])
     model.compile("adam", "mse")

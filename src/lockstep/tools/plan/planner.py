@@ -299,7 +299,8 @@ def plan(
 
     Args:
         model: a compiled model.
-        data: ``(x, y)`` or ``(x, y, sample_weight)``, arrays ``(rows, …)``; the number of rows decides on the last batch of an epoch.
+        data: ``(x, y)`` or ``(x, y, sample_weight)``, arrays ``(rows, …)``, or a function that returns them; the number of rows decides on the
+            last batch of an epoch.
         hardware: targets such as "h100:8" (a number of GPUs), "v5e:2x4" (the axes of a TPU slice) or "cpu:4".
         batch: rows of the global batches.
         strategy: some of "replicated", "optimizer" (``shard="optimizer"``), "variables" (``shard="variables"``) and "recompute" (the same
@@ -326,12 +327,15 @@ def plan(
     """
     if not isinstance(model, keras.Model) or not model.compiled:
         raise OptionError(f"model: expected a compiled model, got {shown(model)}.")
-    check_data("data", data)
+    arrays = data() if callable(data) else data
+    check_data("data", arrays)
     batches = batch if isinstance(batch, Sequence) else (batch,)
+    if not batches:
+        raise OptionError(f"batch: expected rows of global batches such as 64 or (64, 128), got {shown(batch)}.")
     options = PlanOptions.checked(
         hardware, strategy, batches, prices, bandwidth, hardware_file=hardware_file, is_search=flag("search", search)
     )
-    x, y, *weights = data
+    x, y, *weights = arrays
     call = TrainingCall.of_fit(
         model, (x, y), {"sample_weight": weights[0] if weights else None, "batch_size": options.batches[0]}
     )
