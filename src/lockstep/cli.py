@@ -153,7 +153,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 def _parse_price(text: str) -> tuple[str, float]:
     name, _, price = text.rpartition("=")
-    return name, float(price)
+    try:
+        return name, float(price)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected TARGET=PRICE such as h100:8=24, got {text!r}") from None
 
 
 def _parse_names(text: str) -> list[str]:
@@ -161,7 +164,10 @@ def _parse_names(text: str) -> list[str]:
 
 
 def _parse_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers such as 1,2, got {text!r}") from None
 
 
 def _parse_number_or_name(text: str) -> float | str:
