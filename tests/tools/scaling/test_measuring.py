@@ -237,6 +237,8 @@ def test_children_import_functions_of_modules_and_get_arrays_in_files(tmp_path):
     np.testing.assert_array_equal(calls[0], data()[0])
     with pytest.raises(OptionError, match="data: expected NumPy arrays"):
         workload_of(FunctionWorkload(build, "rows", None), tmp_path)
+    with pytest.raises(OptionError, match="validation: expected NumPy arrays"):
+        workload_of(FunctionWorkload(build, data(), "rows"), tmp_path)
 
 
 def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, monkeypatch):

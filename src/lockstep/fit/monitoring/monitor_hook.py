@@ -57,7 +57,7 @@ class StatusWriter:
         timer: of the call.
         meter: of its input.
         process_group: all processes.
-        devices: number of devices of all processes process_group.
+        devices: number of devices of all processes.
         log: takes a line for the user.
         now: gives the seconds since 1970.
     """

@@ -293,7 +293,7 @@ class Attachment:
 
     Args:
         timer: of the call.
-        devices: of all processes process_group.
+        devices: of all processes.
         flop_counter: counts the operations of a step.
         is_resumed: returns whether training resumes an earlier run, once the first epoch begins.
         is_chief: whether this process prints and writes.

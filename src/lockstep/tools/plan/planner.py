@@ -544,7 +544,7 @@ def _activations(step: CompiledStep | None, steps: Sequence[CompiledStep], devic
 def _too_large(found: Sequence[CompiledStep], usable: int | None) -> str:
     most = max((one.needed for one in found if one.needed), default=None)
     limit = "" if usable is None else f" of {usable / 2**30:.1f} GiB"
-    return f"needs {most / 2**30:.1f}{limit}" if most else f"more than the memory{limit}"
+    return f"needs {most / 2**30:.1f}{limit or ' GiB'}" if most else f"more than the memory{limit}"
 
 
 def _recommend(rows: Sequence[PlanRow]) -> list[str]:

@@ -92,11 +92,9 @@ def workload_of(given: FunctionWorkload, folder: Path) -> Workload | None:
     """
     functions = [one for one in (given.build, given.data, given.validation) if callable(one)]
     if all(_import_name(function) for function in functions):
-        parts = [
-            _import_name_or_file(one, folder / name) for one, name in ((given.data, "data"), (given.validation, "val"))
-        ]
-        build = _import_name(given.build) or ""
-        return Workload("names", build=build, data=parts[0] or "", validation=parts[1], folders=tuple(sys.path))
+        build, data = _import_name(given.build) or "", _import_name_or_file("data", given.data, folder) or ""
+        validation = _import_name_or_file("validation", given.validation, folder)
+        return Workload("names", build=build, data=data, validation=validation, folders=tuple(sys.path))
     main = sys.modules["__main__"]
     path = vars(main).get("__file__")
     if path and vars(main).get("__spec__") is None and Path(path).is_file():
@@ -172,14 +170,14 @@ def _import(name: str) -> Any:
     return vars(importlib.import_module(module))[function]
 
 
-def _import_name_or_file(one: Any, path: Path) -> str | None:
+def _import_name_or_file(name: str, one: Any, folder: Path) -> str | None:
     if one is None:
         return None
     if callable(one):
         return _import_name(one)
     if not isinstance(one, tuple | list) or not all(isinstance(part, np.ndarray) for part in one):
-        raise OptionError("data: expected NumPy arrays (x, y), or a function that returns them.")
-    kept = path.with_suffix(".npz")
+        raise OptionError(f"{name}: expected NumPy arrays (x, y), or a function that returns them.")
+    kept = folder / f"{name}.npz"
     np.savez(kept, *one)
     return str(kept)
 
