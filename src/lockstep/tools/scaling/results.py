@@ -6,9 +6,10 @@ from typing import Any
 
 from lockstep._errors import OptionError, sequence_of, shown, whole_number
 from lockstep._errors import seconds as seconds_of_wait
+from lockstep._logging import counted
+from lockstep.collectives.cost_model import AllReduceMeasurement
 
 __all__ = [
-    "AllReduceTiming",
     "Budget",
     "CurvePoint",
     "ScalingSetting",
@@ -84,16 +85,6 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class AllReduceTiming:
-    """Seconds of an all-reduce of one vector, less those of a program without it; see ``cost_model.AllReduceMeasurement``."""
-
-    algorithm: str
-    nbytes: int
-    devices: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class SettingResult:
     """The result of one setting.
 
@@ -107,7 +98,7 @@ class SettingResult:
         all_reduce: seconds of an all-reduce of arrays with the shapes of the gradients.
         gradient_bytes: size of those arrays.
         algorithm: name of the formula of :mod:`lockstep.collectives.cost_model` for the all-reduce.
-        links: all-reduces of vectors of several sizes on these devices.
+        links: all-reduces of vectors of several sizes on these devices; seconds less those of a program without them.
         memory: peak bytes of the process, or of a device if that is an accelerator.
         metric: name of the metric of ``curve``; None without validation data.
         is_higher_better: whether larger values of the metric are better.
@@ -125,7 +116,7 @@ class SettingResult:
     all_reduce: float
     gradient_bytes: int
     algorithm: str
-    links: tuple[AllReduceTiming, ...]
+    links: tuple[AllReduceMeasurement, ...]
     memory: int
     metric: str | None
     is_higher_better: bool
@@ -178,7 +169,7 @@ def from_json(values: Mapping[str, Any]) -> SettingResult | SettingFailure:
     converted = {
         "setting": setting,
         "curve": tuple(CurvePoint(**point) for point in values["curve"]),
-        "links": tuple(AllReduceTiming(**link) for link in values["links"]),
+        "links": tuple(AllReduceMeasurement(**link) for link in values["links"]),
         "blocks": tuple(values["blocks"]),
         "notes": tuple(values["notes"]),
     }
