@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep._errors import OptionError, file_path, shown
 from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.run_until_fit import check_exists
 from lockstep.tools.scaling.html_report import page_of
 from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, settings_of
 from lockstep.tools.scaling.subprocess_runner import measure_all
@@ -111,8 +112,7 @@ def scale_script(
         OptionError: the script does not exist, an argument is out of its range, or a file cannot be written.
     """
     settings_of(devices, batch)
-    if not os.path.isfile(path):
-        raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
+    check_exists(path)
     check_writable(outputs)
     workload = Workload("script", path=path, arguments=tuple(arguments))
     return _measure(workload, devices, batch, budget, question, Path(path).name, command)
