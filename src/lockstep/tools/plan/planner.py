@@ -1,7 +1,5 @@
 """Entry points of plans: ``lockstep plan`` for a script, ``lockstep.plan`` for a model."""
 
-import json
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -40,8 +38,9 @@ from lockstep.tools.plan.estimate import Estimate, estimate
 from lockstep.tools.plan.hardware import Target, known_accelerators, parse_target
 from lockstep.tools.plan.measured import Check, Ratio, keep_checks, ratios_of
 from lockstep.tools.plan.render import checks_text, page_of, text_of
-from lockstep.tools.plan.worker import TargetResult, compile_target, result_from_json, survey_from_json
-from lockstep.tools.scaling.api import write_text
+from lockstep.tools.plan.worker import TargetResult, compile_target, result_from_json
+from lockstep.tools.run_until_fit import check_exists
+from lockstep.tools.scaling.api import SavedReport
 from lockstep.tools.scaling.prediction import link_between
 from lockstep.tools.scaling.workload import Workload, check_data
 
@@ -210,7 +209,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(SavedReport):
     """The result of ``lockstep.plan`` and ``lockstep plan``; ``print`` shows it.
 
     Args:
@@ -257,27 +256,8 @@ class Plan:
                 }
         return values
 
-    def save_json(self, path: str | Path) -> None:
-        """Write the plan as JSON.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
-
-    def save_html(self, path: str | Path) -> None:
-        """Write the plan as one HTML page without external files.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        write_text(path, page_of(self))
+    def _page(self) -> str:
+        return page_of(self)
 
 
 def plan(
@@ -368,7 +348,7 @@ def plan_script(
     variables = {**_without_cluster(environment), "JAX_PLATFORMS": "cpu"}
     request = _request_of(path, arguments)
     content = _answer(path, run_child(_WORKER, {**request, "ask": "survey"}, options.limit, variables, options.memory))
-    surveyed, findings = survey_from_json(content["survey"]), content["findings"]
+    surveyed, findings = Survey(**content["survey"]), content["findings"]
     request |= {"ask": "compile", "batches": list(options.batches), "is_search": options.is_search}
     jobs = options.jobs or _most_jobs(surveyed.state_bytes)
     results = _compile_all(request, options, jobs, variables, report)
@@ -406,8 +386,7 @@ _WORKER = "lockstep.tools.plan.worker"
 
 
 def _request_of(path: str, arguments: Sequence[str]) -> dict[str, Any]:
-    if not os.path.isfile(path):
-        raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
+    check_exists(path)
     return {"workload": asdict(Workload("script", path=path, arguments=tuple(arguments)))}
 
 
