@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep._errors import ClusterError, LockstepError
@@ -255,7 +255,7 @@ class RendezvousClient:
         """Report to the server how a generation has ended here."""
         self._last_code = workers.code
         outcome = self._outcome(workers)
-        self.connection.send(encode({"kind": "ended", **outcome.as_message()}))
+        self.connection.send(encode({"kind": "ended", **asdict(outcome)}))
         if self._exit is None and (outcome.leaves or outcome.is_final):
             self._exit = NodeExit(workers.code, "")
 
@@ -316,7 +316,7 @@ class RendezvousClient:
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "start":
-            self._assignment = RankAssignment.from_message(message["place"])
+            self._assignment = RankAssignment(**message["place"])
         elif message["kind"] == "call off":
             self._stop_reason = message["sentence"]
         elif message["kind"] == "again":
