@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import flag
+from lockstep._logging import counted
 from lockstep.data.fit_entry import InputOptions
 from lockstep.execution.gathered_variables import ModelLayout
 
@@ -137,7 +138,7 @@ class Report:
 
     def __str__(self) -> str:
         count = len(self.findings)
-        head = "no findings" if not count else f"{count} finding{'s' * (count > 1)}"
+        head = "no findings" if not count else counted(count, "finding")
         blocks = [head, *(f"\n{finding}" for finding in self.findings)]
         blocks += [("\n" if count else "") + "looked at:", *(f"  {line}" for line in self.looked_at)]
         return "\n".join([*blocks, *_listed("left out:", self.left_out)])

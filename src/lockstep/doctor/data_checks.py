@@ -11,6 +11,8 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep._keras.graph import is_keras_class, layers_of, operations_of, outputs_of, unsynchronized_normalizations
+from lockstep._logging import counted
+from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.data.prefetch import BOUND, describe_waiting
@@ -90,7 +92,7 @@ def check_few_rows(call: FitCall) -> Iterator[Finding]:
     if rows is not None and rows < replicas:
         yield Finding(
             "fewer-rows-than-replicas",
-            f"a batch of {rows} row{'s' * (rows != 1)} leaves {replicas - rows} of {replicas} replicas idle",
+            f"a batch of {counted(rows, 'row')} leaves {replicas - rows} of {replicas} replicas idle",
             call.at_fit,
             "the batch size is that of the global batch, which the replicas share",
             f"Use a batch of {replicas} rows or more",

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import ClusterError, DeviceError, ModelError
+from lockstep._logging import counted
 from lockstep.data.device_placement import is_large
 from lockstep.devices.cpu_devices import (
     HostMemory,
@@ -135,7 +136,7 @@ def check_cores(call: FitCall, environ: Mapping[str, str], cores: int | None = N
     if len(own) > 1 and own[0].platform == "cpu" and cores <= len(own):
         yield Finding(
             "cpu-devices-without-cores",
-            f"{len(own)} CPU devices on {cores} core{'s' * (cores > 1)}",
+            f"{len(own)} CPU devices on {counted(cores, 'core')}",
             "devices",
             "the devices wait for each other in each step, and XLA uses all cores for one device: MNIST took 2.07 ms a step on two devices of two "
             "cores, and 0.93 ms on one",

@@ -190,7 +190,7 @@ class QuorumWait:
         more = (spec.min_nodes if len(nodes) < spec.min_nodes else spec.max_nodes) - len(nodes)
         names = _absent_hosts(spec, nodes)
         which = f" of {listed(names)}" if names and len(names) > more else f", {listed(names)}" if names else ""
-        number = f"{more} more node{'s' if more != 1 else ''}"
+        number = counted(more, "more node")
         return f"{number}{which} ({len(nodes)} of {spec.nnodes} here)"
 
     def describe_timeout(self, nodes: Collection[NodeInfo], lost: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from lockstep._errors import OptionError, seconds
 from lockstep._files import read_file
+from lockstep._logging import counted
 from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
 __all__ = ["picture", "slowest", "watch"]
@@ -120,7 +121,7 @@ def _progress(status: Mapping[str, Any]) -> str:
     text = f"epoch {status['epoch']} of {status['epochs']}, step {status['step']:,}{of_steps} ({status['steps_in_all']:,} in all)"
     if status["rows_per_second"] is not None:
         text += f"; {status['rows_per_second']:,.0f} rows/s, {status['seconds_per_step']:.3g} s a step"
-    return f"{text}; {len(status['workers'])} worker{'s' * (len(status['workers']) > 1)}, {status['devices']} device{'s' * (status['devices'] > 1)}"
+    return f"{text}; {counted(len(status['workers']), 'worker')}, {counted(status['devices'], 'device')}"
 
 
 def _checkpoint(directory: Path, now: float) -> list[str]:

@@ -44,7 +44,7 @@ class ScalingSetting:
     @property
     def name(self) -> str:
         """Text for people: ``2 devices, batch 64``."""
-        what = "plain Keras" if not self.devices else f"{self.devices} device{'s' * (self.devices > 1)}"
+        what = "plain Keras" if not self.devices else counted(self.devices, "device")
         return f"{what}, batch {self.batch}"
 
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from lockstep._errors import whole_number
+from lockstep._logging import counted
 from lockstep.collectives.cost_model import Network
 from lockstep.tools.scaling.prediction import (
     Predicted,
@@ -151,7 +152,7 @@ def outlook_of(table: ScalingTable, question: Question) -> Outlook | None:
     batch, share = chosen.setting.batch, -(-chosen.setting.batch // chosen.setting.devices)
     link = "the link measured here" if model.link else "the same"
     described = (
-        f"{network.devices_per_machine} device{'s' * (network.devices_per_machine > 1)} a machine; between machines "
+        f"{counted(network.devices_per_machine, 'device')} a machine; between machines "
         f"{1e-9 / between.seconds_per_byte:g} GB/s and {1e6 * between.latency:g} µs, within one {link}; "
         f"{model.gradient_bytes:,} bytes of gradients by {model.algorithm}; strong: {batch:,} rows in all, weak: {share:,} on each device"
     )
