@@ -18,7 +18,6 @@ from lockstep.execution.gathered_variables import ModelLayout
 
 __all__ = [
     "ROWS",
-    "VARIABLE",
     "Finding",
     "FitCall",
     "Report",
@@ -63,9 +62,9 @@ def set_doctor(enabled: bool = True) -> None:
     _setting.enabled = flag("enabled", enabled)
 
 
-def doctor_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+def doctor_enabled() -> bool:
     """Whether calls of ``fit`` are checked."""
-    return _setting.enabled and environ.get(VARIABLE) != "0"
+    return _setting.enabled and os.environ.get(VARIABLE) != "0"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Checks of the data: values and shapes, the order of ``shuffle``, ``cache`` and ``prefetch``, and waits for batches."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
@@ -189,7 +189,6 @@ def _is_known(kind: type) -> bool:
 
 BATCHES = 6  # to read and train on; the first step compiles and is not counted
 _LEAST = 0.002  # seconds that a step waits; less is not reported
-Clock = Callable[[], float]
 
 
 def check_cached_order(call: FitCall) -> Iterator[Finding]:
@@ -265,22 +264,21 @@ class StepTimings:
     bytes: int | None
 
 
-def read_batches(made: KerasInput, clock: Clock = time.perf_counter) -> ProbedBatches:
+def read_batches(made: KerasInput) -> ProbedBatches:
     """Read the first batches of an input and give them back.
 
     The global random state is restored afterwards, except for a generator: it has used the numbers for rows that it will yield.
 
     Args:
         made: the input; it is closed.
-        clock: returns seconds.
     """
-    before, begun = capture_random_state(), clock()
+    before, begun = capture_random_state(), time.perf_counter()
     batches, seconds = [], []
     try:
         for batch in islice(made.get_jax_iterator(), BATCHES):
             batches.append(batch)
-            seconds.append(clock() - begun)
-            begun = clock()
+            seconds.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
     finally:
         made.close()
         if made.restarts:

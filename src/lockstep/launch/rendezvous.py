@@ -64,7 +64,6 @@ class RendezvousServer:
         listener: socket that the other nodes connect to.
         secret: that they must know; None: no secret is needed.
         log: prints a line about a rejected connection.
-        clock: returns seconds and never goes back.
 
     Attributes:
         connection: the end for this node's own client.
@@ -77,10 +76,9 @@ class RendezvousServer:
         listener: socket.socket,
         secret: bytes | None,
         log: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._loop = EventLoop("lockstep-rendezvous", clock)
-        self._state = RendezvousState(spec, clock)
+        self._loop = EventLoop("lockstep-rendezvous")
+        self._state = RendezvousState(spec, time.monotonic)
         self._connections: dict[int, FramedSocket] = {}
         self._next_key, self._ticks = _LOCAL_KEY, 0
         self._end_delivered = threading.Event()

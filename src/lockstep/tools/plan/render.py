@@ -41,16 +41,15 @@ _METHOD = (
 )
 
 
-def text_of(plan: "Plan", width: int | None = None, *, is_terminal: bool = False) -> str:
-    """Render a plan as text.
+def text_of(plan: "Plan", *, is_terminal: bool = False) -> str:
+    """Render a plan as text, as wide as the terminal or of 140 columns.
 
     Args:
         plan: to render.
-        width: columns; None: those of the terminal, or 140.
         is_terminal: whether to use colours.
     """
     file = io.StringIO()
-    columns = width or max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)  # Narrower tables are cut.
+    columns = max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)  # Narrower tables are cut.
     show = Console(file=file, width=columns, force_terminal=is_terminal, highlight=False).print
     show(f"[bold]Plan of {escape(plan.title)}[/]")
     show(_described(plan), style="dim")

@@ -1,7 +1,7 @@
 """Results of a scaling run, and their numbers as text."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep._errors import OptionError, sequence_of, shown, whole_number
@@ -22,7 +22,6 @@ __all__ = [
     "seconds",
     "settings_of",
     "share",
-    "to_json",
 ]
 
 
@@ -140,7 +139,7 @@ class SettingFailure:
     ends_all: bool = False
 
 
-def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: bool = True) -> list[ScalingSetting]:
+def settings_of(devices: Sequence[int], batch: Sequence[int]) -> list[ScalingSetting]:
     """Return all settings in the order of measurement: those of one batch size, which are compared, run one after the other.
 
     Raises:
@@ -152,17 +151,11 @@ def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: boo
         for number in numbers:
             whole_number(name, number, most=MOST_DEVICES if name == "devices" else None)
     counts = sorted({1, *devices})
-    plain = [0] if with_plain else []
-    return [ScalingSetting(count, rows) for rows in sorted(set(batch)) for count in (*plain, *counts)]
-
-
-def to_json(result: SettingResult | SettingFailure) -> dict[str, Any]:
-    """Convert a result to values of JSON."""
-    return asdict(result)
+    return [ScalingSetting(count, rows) for rows in sorted(set(batch)) for count in (0, *counts)]
 
 
 def from_json(values: Mapping[str, Any]) -> SettingResult | SettingFailure:
-    """Convert values of JSON to a result; the inverse of :func:`to_json`."""
+    """Convert values of JSON to a result; the inverse of ``asdict``."""
     setting = ScalingSetting(**values["setting"])
     if "reason" in values:
         return SettingFailure(setting, values["reason"], values["ends_all"])

@@ -11,7 +11,7 @@ from lockstep.strategies.setup import override_devices
 from lockstep.tools.child_process import read_request, run_child
 from lockstep.tools.run_until_fit import NoFitError
 from lockstep.tools.scaling.benchmark import measure
-from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json, to_json
+from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json
 from lockstep.tools.scaling.workload import Workload, run_workload
 
 __all__ = ["main", "measure_all", "measure_in_child", "measure_workload"]
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     content, write = read_request(arguments)
     setting = ScalingSetting(**content["setting"])
     reserve_devices(max(1, setting.devices))
-    write(to_json(measure_workload(Workload(**content["workload"]), setting, Budget(**content["budget"]))))
+    write(asdict(measure_workload(Workload(**content["workload"]), setting, Budget(**content["budget"]))))
 
 
 def measure_workload(workload: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
