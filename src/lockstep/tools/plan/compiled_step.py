@@ -113,7 +113,7 @@ class TrainingCall:
         given = inspect.signature(keras.Model.fit).bind(model, *args, **kwargs).arguments
         data = (given.get("x"), given.get("y"), given.get("sample_weight"))
         size, steps, weights = (given.get(name) for name in ("batch_size", "steps_per_epoch", "class_weight"))
-        source = make_source(*data, batch_size=size, steps_per_epoch=steps, class_weight=weights, pending=_no_leftovers)
+        source = make_source(*data, batch_size=size, steps_per_epoch=steps, class_weight=weights)
         first = next(source.batches())
         own = not (isinstance(source, AdapterSource) and source.is_arrays)
         rows = None
@@ -127,10 +127,6 @@ class TrainingCall:
     def row(self) -> Any:
         """The first row, arrays ``(1, …)``."""
         return jax.tree.map(lambda leaf: np.asarray(leaf)[:1], self.first)
-
-
-def _no_leftovers(generator: Any) -> Any:
-    return []
 
 
 @dataclass(frozen=True)

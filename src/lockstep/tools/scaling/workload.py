@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -265,9 +264,7 @@ def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
 
 def _source(data: Any, given: Any, batch: int | None) -> InputSource:
     steps, weights = given.get("steps_per_epoch"), given.get("class_weight")
-    return make_source(
-        *data, batch_size=batch, steps_per_epoch=steps, class_weight=weights, pending=lambda generator: deque()
-    )
+    return make_source(*data, batch_size=batch, steps_per_epoch=steps, class_weight=weights)
 
 
 def _task_of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, notes: list[str]) -> TrainingTask:
