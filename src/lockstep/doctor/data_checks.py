@@ -142,9 +142,9 @@ def fit_record(call: FitCall, rate: float | None) -> FitRecord | None:
 def learning_rate_of(call: FitCall) -> float | None:
     """Return the learning rate; None if it may change during training. Call it before steps run: then variables have no values."""
     optimizer = call.model.optimizer
-    if optimizer is None or _may_change(call.arguments.get("callbacks")):
+    if optimizer is None or _may_change(callbacks_in(call.arguments)):
         return None
-    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    inner = trainer.inner_optimizer(optimizer)
     if isinstance(inner, keras.optimizers.MultiOptimizer) or not isinstance(inner.learning_rate, keras.Variable):
         return None  # Several rates, or a schedule.
     return float(np.asarray(inner.learning_rate))
@@ -176,10 +176,9 @@ def check_changed_batch(
         )
 
 
-def _may_change(callbacks: Any) -> bool:
+def _may_change(callbacks: Sequence[Any]) -> bool:
     """Whether a callback may set the learning rate: one of Keras that does so, or a user-defined one."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
-    return any(isinstance(one, _CHANGING) or not _is_known(type(one)) for one in given)
+    return any(isinstance(one, _CHANGING) or not _is_known(type(one)) for one in callbacks)
 
 
 def _is_known(kind: type) -> bool:

@@ -17,6 +17,7 @@ from lockstep._errors import OptionError, shown
 from lockstep._keras import trainer
 from lockstep._keras.trainer import intercept_fit
 from lockstep.data import sources
+from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.sources import AdapterSource, InputSource, make_source
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 from lockstep.tools.scaling.results import Budget
@@ -254,8 +255,7 @@ def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
     options = {
         name: value for name, value in given.items() if name not in (*_HANDLED_ARGUMENTS, *_VALIDATION_ARGUMENTS)
     }
-    callbacks, notes = _select_callbacks(given.get("callbacks"))
-    options["callbacks"] = callbacks
+    options["callbacks"], notes = _select_callbacks(callbacks_in(given))
     source = _source(data, given, batch)
     if not (isinstance(source, AdapterSource) and source.is_arrays):
         return _task_of_batches(source, data, given, options, budget, notes)
@@ -345,9 +345,8 @@ def _count(data: Any) -> int:
     return len(jax.tree.leaves(data)[0])
 
 
-def _select_callbacks(callbacks: Any) -> tuple[list[Any], list[str]]:
+def _select_callbacks(given: list[Any]) -> tuple[list[Any], list[str]]:
     """Return the callbacks that set the learning rate, and a note about the others."""
-    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
     kept = [one for one in given if isinstance(one, keras.callbacks.LearningRateScheduler)]
     left_out = sorted({type(one).__name__ for one in given if one not in kept})
     return kept, [f"callbacks left out while measuring: {', '.join(left_out)}"] if left_out else []
