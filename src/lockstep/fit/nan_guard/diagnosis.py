@@ -7,7 +7,9 @@ The step is run again, from the same state and batch, one replica after the othe
 Every process runs all replicas, so all find the same, and wait for each other only to gather the rows of the batch.
 """
 
+import bisect
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -334,8 +336,8 @@ def _diagnose_batch(batch: Any, layout: Any, names: _Names) -> Diagnosis | None:
             found.append(f"{name} {kind} in {_listed('row', own)}" if own else f"{name} {kind}")
     if not found:
         return None
-    ends = [sum(layout.busy_replicas[: n + 1]) for n in range(len(layout.busy_replicas))]
-    replicas = names.replicas([next(n for n, end in enumerate(ends) if row < end) for row in rows])
+    ends = list(itertools.accumulate(layout.busy_replicas))
+    replicas = names.replicas([bisect.bisect_right(ends, row) for row in rows])
     text = f"{names.on(replicas)}{' and '.join(found)} of the batch, counted from 0."
     return Diagnosis(capitalized(text), replicas, rows=tuple(sorted(rows)))
 

@@ -5,6 +5,7 @@ scheduler. The chief prints the report.
 """
 
 import os
+import statistics
 import sys
 import threading
 import time
@@ -91,7 +92,7 @@ def measure(
                 return ClusterMeasurement(
                     workers, error=f"{wrong.size} of {found.size} sums are wrong: expected {expected}, got {wrong[0]}"
                 )
-        medians.append(sorted(times)[_ROUNDS // 2])
+        medians.append(statistics.median(times))
     return ClusterMeasurement(workers, tuple(medians))
 
 

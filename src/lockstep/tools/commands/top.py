@@ -145,9 +145,7 @@ def _table(rows: Sequence[Mapping[str, Any]], slow: int | None) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("host", "does") else "right", no_wrap=True)
     for row in rows:
-        silent = (
-            f"silent for {_format_duration(row['silent'])}" if row["silent"] > 3 and not row["left"] else row["phase"]
-        )
+        silent = f"silent for {_format_duration(row['silent'])}" if row["silent"] > 3 else row["phase"]
         does = "has left" if row["left"] else silent
         portions = (f"{row[name]:.0%}" if name in row else "-" for name in ("waited", "read"))
         cells = (

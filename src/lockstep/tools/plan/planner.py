@@ -182,6 +182,11 @@ class PlanRow:
     reason: str
 
     @property
+    def name(self) -> str:
+        """Text for people: ``h100:8, replicated, batch 64``."""
+        return f"{self.target}, {self.strategy}, batch {self.batch:,}"
+
+    @property
     def rows_per_second(self) -> float | None:
         """Estimated, over all devices; None if the time is unknown."""
         return self.batch / self.estimate.seconds if self.estimate else None
@@ -538,11 +543,11 @@ def _recommend(rows: Sequence[PlanRow]) -> list[str]:
     priced = [row for row in timed if row.price is not None]
     if priced:
         cheap = min(priced, key=lambda row: row.price or 0.0)
-        sentences.append(f"Cheapest that fits: {_named(cheap)}, {cheap.price:.4g} for a million rows.")
+        sentences.append(f"Cheapest that fits: {cheap.name}, {cheap.price:.4g} for a million rows.")
     fast = max(timed, key=lambda row: (row.rows_per_second or 0.0, -(row.needed or 0)))
     bound = fast.estimate.bound if fast.estimate else ""
     sentences.append(
-        f"Fastest that fits: {_named(fast)}, about {fast.rows_per_second:,.0f} rows/s, limited by {_LIMITED[bound]}."
+        f"Fastest that fits: {fast.name}, about {fast.rows_per_second:,.0f} rows/s, limited by {_LIMITED[bound]}."
     )
     for row in timed:
         others = [one for one in timed if (one.target, one.batch) == (row.target, row.batch)]
@@ -556,7 +561,3 @@ def _recommend(rows: Sequence[PlanRow]) -> list[str]:
                     f"On {row.target} with batch {row.batch:,} the model fits only sharded: take {row.strategy}."
                 )
     return sentences
-
-
-def _named(row: PlanRow) -> str:
-    return f"{row.target}, {row.strategy}, batch {row.batch:,}"

@@ -62,7 +62,7 @@ def text_of(plan: "Plan", *, is_terminal: bool = False) -> str:
         show(table)
     for row in plan.rows:
         if row.reason:
-            show(f"[red]{row.target}, {row.strategy}, batch {row.batch:,}:[/] {escape(row.reason)}")
+            show(f"[red]{row.name}:[/] {escape(row.reason)}")
     for sentence in plan.recommendation:
         show(f"• {escape(sentence)}")
     for note in plan.notes:
@@ -156,7 +156,7 @@ def _largest(row: "PlanRow") -> str:
 def page_of(plan: "Plan") -> str:
     """Render a plan as an HTML page without external files."""
     title = f"Plan of {plan.title}"
-    reasons = [f"{row.target}, {row.strategy}, batch {row.batch:,}: {row.reason}" for row in plan.rows if row.reason]
+    reasons = [f"{row.name}: {row.reason}" for row in plan.rows if row.reason]
     parts = [
         f'<header><h1>{escape_html(title)}</h1><p class="soft">{escape_html(_described(plan))}</p></header><main>',
         f'<section class="take" aria-label="Recommendation">{bulleted(plan.recommendation)}</section>',

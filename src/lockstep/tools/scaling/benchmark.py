@@ -215,8 +215,7 @@ def measure_links(ops: CrossDeviceOps, devices: Sequence[jax.Device]) -> tuple[A
 
 def formula_of(ops: CrossDeviceOps) -> str:
     """Return the name of the formula that predicts an operation; a user's operation counts as that of the platform."""
-    names = [name for name, kind in ALGORITHMS.items() if type(ops) is kind and name in FORMULAS]
-    return names[0] if names else "auto"
+    return next((name for name, kind in ALGORITHMS.items() if type(ops) is kind and name in FORMULAS), "auto")
 
 
 def peak_memory(devices: Sequence[jax.Device]) -> int:
