@@ -568,6 +568,7 @@ def check_option(command, name, text, capfd):
         code = ended.code
     said = capfd.readouterr()
     seconds = time.perf_counter() - began
+    assert not re.search(r"invalid _\w+ value", said.err)  # the name of a function
     words = re.sub("[-_]", "[-_ ]", name.lstrip("-"))
     is_clear = code == 2 and re.search(f"{words}|{STOPS_WITH}", said.out + said.err)
     assert code == 0 or is_clear or (code == 1 and not name.startswith("-")), f"{words}: {code}: {said.err[:300]}"

@@ -121,6 +121,14 @@ class ScopeError(LockstepError, RuntimeError):
     """Strategies are mixed, or a scope is used in a place that does not allow it."""
 
 
+def outside_of_strategy(callback: object) -> ScopeError:
+    """Return the error of a callback whose model belongs to no strategy."""
+    return ScopeError(
+        f"lockstep.callbacks.{type(callback).__name__} works for models of a strategy: build, load or compile the model in "
+        "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit."
+    )
+
+
 def _is_bool(value: object) -> bool:
     return type(value).__name__ == "bool"  # Also NumPy's, which is not imported here.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
-__all__ = ["CancelledError", "WaitLogger", "is_cancelled", "listed", "log_info"]
+__all__ = ["CancelledError", "WaitLogger", "capitalized", "counted", "is_cancelled", "listed", "log_info"]
 
 
 _logger = logging.getLogger("lockstep")
@@ -84,6 +84,21 @@ def listed(names: Iterable[str]) -> str:
     """
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun.
+
+    Example:
+        >>> counted(1, "worker"), counted(2, "worker")
+        ('1 worker', '2 workers')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def capitalized(text: str) -> str:
+    """Return a text with a capital first letter, as a sentence begins."""
+    return text[0].upper() + text[1:]
 
 
 # A thread that works ahead of another one sets it; waits for other processes ask it.

@@ -4,11 +4,12 @@ import argparse
 import io
 import json
 import os
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from lockstep._errors import LockstepError, OptionError
+from lockstep._errors import LockstepError, OptionError, whole_number
 from lockstep.launch.cli_args import add_arguments, config_from_options
 
 __all__ = ["main"]
@@ -41,7 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "run" not in options:
         parser.print_help()
         return 2
-    return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except LockstepError as error:
+        print(f"lockstep {words[0]}: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,7 +158,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 def _parse_price(text: str) -> tuple[str, float]:
     name, _, price = text.rpartition("=")
-    return name, float(price)
+    try:
+        return name, float(price)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected TARGET=PRICE such as h100:8=24, got {text!r}") from None
 
 
 def _parse_names(text: str) -> list[str]:
@@ -161,7 +169,10 @@ def _parse_names(text: str) -> list[str]:
 
 
 def _parse_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers such as 1,2, got {text!r}") from None
 
 
 def _parse_number_or_name(text: str) -> float | str:
@@ -182,7 +193,7 @@ def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     ):
         action = actions.add_parser(name, help=text)
         action.add_argument("directory", metavar="DIR", help="directory of all checkpoints, or of one")
-        action.set_defaults(run=_report_errors(run))
+        action.set_defaults(run=run)
         if name == "show":
             action.add_argument("-v", "--verbose", action="store_true", help="also list the arrays")
         if name == "export":
@@ -192,7 +203,7 @@ def _add_checkpoint(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     action.add_argument("export", metavar="EXPORT", help="file or directory that 'lockstep checkpoint export' wrote")
     action.add_argument("directory", metavar="DIR", help="directory of all checkpoints; it is made if it is not there")
     action.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same step")
-    action.set_defaults(run=_report_errors(_import))
+    action.set_defaults(run=_import)
 
 
 def _add_export(action: argparse.ArgumentParser) -> None:
@@ -213,7 +224,7 @@ def _demo(options: argparse.Namespace) -> int:
     epochs = default if options.epochs is None else options.epochs
     try:
         matches = run_demo(options.data, options.replicas, options.devices, epochs, options.output)
-    except (LockstepError, FileNotFoundError) as error:
+    except FileNotFoundError as error:
         print(f"lockstep demo: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -228,28 +239,20 @@ def _run(options: argparse.Namespace) -> int:
     from lockstep.launch.supervisor import supervise
     from lockstep.launch.templates import PRINTERS
 
-    try:
-        job = config_from_options(options)
-        if options.printer is not None:
-            print(PRINTERS[options.printer](job), end="")
-            return 0
-        output, messages = (io.FileIO(file.fileno(), "w", closefd=False) for file in (sys.stdout, sys.stderr))
-        return supervise(job, os.environ, output, messages)
-    except LockstepError as error:
-        print(f"lockstep run: {error}", file=sys.stderr)
-        return 2
+    job = config_from_options(options)
+    if options.printer is not None:
+        print(PRINTERS[options.printer](job), end="")
+        return 0
+    output, messages = (io.FileIO(file.fileno(), "w", closefd=False) for file in (sys.stdout, sys.stderr))
+    return supervise(job, os.environ, output, messages)
 
 
 def _test(options: argparse.Namespace) -> int:
     if options.n is not None:
-        return main(["run", "-n", str(options.n), "-m", "lockstep.tools.commands.cluster_test"])
+        return main(["run", "-n", str(whole_number("-n", options.n)), "-m", "lockstep.tools.commands.cluster_test"])
     from lockstep.tools.commands import cluster_test
 
-    try:
-        return cluster_test.main()
-    except LockstepError as error:
-        print(f"lockstep test: {error}", file=sys.stderr)
-        return 2
+    return cluster_test.main()
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -262,9 +265,8 @@ def _doctor(options: argparse.Namespace) -> int:
             for name in network.variables:  # The script runs in this process alone and must not wait for other workers.
                 os.environ.pop(name, None)
             report = examine_script(options.script, options.arguments, network)
-    except LockstepError as error:
-        print(f"lockstep doctor: {error}", file=sys.stderr)
-        return 2
+    except LockstepError:
+        raise
     except Exception:
         traceback.print_exc()
         print(f"lockstep doctor: {options.script} failed before or in its first fit.", file=sys.stderr)
@@ -279,19 +281,15 @@ def _scale(options: argparse.Namespace) -> int:
     from lockstep.tools.scaling.results import Budget
     from lockstep.tools.scaling.terminal import Question, render
 
-    command = " ".join(["lockstep", *sys.argv[1:]])
-    try:
-        budget = Budget(options.epochs, options.rows, options.limit)
-        question = Question(options.bandwidth, options.latency, options.devices_per_machine)
-        setting = options.script, options.script_arguments, options.devices, options.batch, budget, question
-        report = scale_script(*setting, command=command, outputs=(options.html, options.json))
-        print(render(report, is_terminal=sys.stdout.isatty()), end="")
-        report.save_html(options.html)
-        if options.json:
-            report.save_json(options.json)
-    except LockstepError as error:
-        print(f"lockstep scale: {error}", file=sys.stderr)
-        return 2
+    command = shlex.join(["lockstep", *sys.argv[1:]])
+    budget = Budget(options.epochs, options.rows, options.limit)
+    question = Question(options.bandwidth, options.latency, options.devices_per_machine)
+    setting = options.script, options.script_arguments, options.devices, options.batch, budget, question
+    report = scale_script(*setting, command=command, outputs=(options.html, options.json))
+    print(render(report, is_terminal=sys.stdout.isatty()), end="")
+    report.save_html(options.html)
+    if options.json:
+        report.save_json(options.json)
     print(f"HTML report: {options.html}")
     return 0 if report.table.rows else 1
 
@@ -302,33 +300,29 @@ def _plan(options: argparse.Namespace) -> int:
     from lockstep.tools.plan.render import report_progress, text_of
     from lockstep.tools.scaling.api import check_writable
 
-    try:
-        settings = PlanOptions.checked(
-            options.hardware,
-            options.strategy,
-            options.batch,
-            dict(options.price),
-            options.bandwidth,
-            hardware_file=options.hardware_file,
-            limit=options.limit,
-            memory=options.memory,
-            jobs=options.jobs,
-            is_search=options.search,
-            is_check=options.check,
-        )
-        check_writable((options.html, options.json))
-        if options.check:
-            print(check_script(options.script, options.script_arguments, settings, os.environ), end="")
-            return 0
-        plan = plan_script(options.script, options.script_arguments, settings, os.environ, report_progress)
-        print(text_of(plan, is_terminal=sys.stdout.isatty()), end="")
-        if options.html:
-            plan.save_html(options.html)
-        if options.json:
-            plan.save_json(options.json)
-    except LockstepError as error:
-        print(f"lockstep plan: {error}", file=sys.stderr)
-        return 2
+    settings = PlanOptions.checked(
+        options.hardware,
+        options.strategy,
+        options.batch,
+        dict(options.price),
+        options.bandwidth,
+        hardware_file=options.hardware_file,
+        limit=options.limit,
+        memory=options.memory,
+        jobs=options.jobs,
+        is_search=options.search,
+        is_check=options.check,
+    )
+    check_writable((options.html, options.json))
+    if options.check:
+        print(check_script(options.script, options.script_arguments, settings, os.environ), end="")
+        return 0
+    plan = plan_script(options.script, options.script_arguments, settings, os.environ, report_progress)
+    print(text_of(plan, is_terminal=sys.stdout.isatty()), end="")
+    if options.html:
+        plan.save_html(options.html)
+    if options.json:
+        plan.save_json(options.json)
     return 0 if any(row.fits for row in plan.rows) else 1
 
 
@@ -352,26 +346,11 @@ def _top(options: argparse.Namespace) -> int:
     from lockstep.tools.commands.top import picture, watch
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    try:
-        if options.once or not console.is_terminal:
-            console.print(picture(options.directory))
-        else:
-            watch(options.directory, options.interval, console)
-    except LockstepError as error:
-        print(f"lockstep top: {error}", file=sys.stderr)
-        return 2
+    if options.once or not console.is_terminal:
+        console.print(picture(options.directory))
+    else:
+        watch(options.directory, options.interval, console)
     return 0
-
-
-def _report_errors(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    def run(options: argparse.Namespace) -> int:
-        try:
-            return action(options)
-        except LockstepError as error:
-            print(f"lockstep checkpoint: {error}", file=sys.stderr)
-            return 2
-
-    return run
 
 
 def _show(options: argparse.Namespace) -> int:

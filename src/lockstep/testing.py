@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._arrays import DTYPES as KNOWN_DTYPES
 from lockstep._errors import ContractError, OptionError, instance_of, sequence_of, shown, whole_number
+from lockstep._logging import counted
 from lockstep.collectives import CrossDeviceOps, Ops, ReduceOp, all_reduce, resolve_cross_device_ops
 from lockstep.collectives.cost_model import MessageTrace, trace_messages
 from lockstep.devices.names import resolve_devices
@@ -225,4 +226,4 @@ def _first_index(wrong: np.ndarray) -> tuple[int, ...]:
 
 
 def _describe(dtype: np.dtype, shape: tuple[int, ...], count: int) -> str:
-    return f"{dtype} of shape {shape} on {count} device{'s' * (count > 1)}"
+    return f"{dtype} of shape {shape} on {counted(count, 'device')}"

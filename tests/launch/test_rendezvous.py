@@ -109,7 +109,7 @@ def test_workers_have_addresses_of_their_own_where_nodes_share_a_machine():
         rendezvous.join(key, workers=workers, host=host)
     place = rendezvous.sent[2]["place"]
     assert place["addresses"] == ("a:501", "a:502", "b:501", "a:503", "a:504")
-    assert (place["first"], place["workers"], place["all_workers"], place["meeting"]) == (3, 2, 5, "a:501")
+    assert (place["first"], place["workers"], place["all_workers"], place["coordinator"]) == (3, 2, 5, "a:501")
 
 
 def test_the_first_failure_counts_that_is_no_consequence():

@@ -54,6 +54,7 @@ __all__ = [
     "get_jax_iterator",
     "get_random_seed",
     "has_own",
+    "inner_optimizer",
     "intercept_fit",
     "interceptable",
     "is_array_adapter",
@@ -390,8 +391,12 @@ def steps_done(optimizer: Any) -> int:
 
     With gradient accumulation the public ``iterations`` leaves out the steps since the last update.
     """
-    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    return int(np.asarray(keras.ops.convert_to_numpy(inner._iterations)))
+    return int(np.asarray(keras.ops.convert_to_numpy(inner_optimizer(optimizer)._iterations)))
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that makes the updates: that inside a ``LossScaleOptimizer``."""
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
 Fit = Callable[..., Any]

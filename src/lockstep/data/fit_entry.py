@@ -395,7 +395,7 @@ def check_callbacks(name: str, callbacks: Any) -> None:
                 raise OptionError(f"{name}: expected keras.callbacks.Callback objects, got {shown(callback)}.")
 
 
-def callbacks_in(arguments: dict[str, Any]) -> list[Any]:
+def callbacks_in(arguments: Mapping[str, Any]) -> list[Any]:
     """Return the callbacks among the arguments of a call of ``fit``, which takes one, a list, a tuple, a dict or None."""
     return _as_list(arguments.get("callbacks"))
 

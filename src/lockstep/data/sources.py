@@ -440,7 +440,7 @@ def make_source(
     *,
     shuffle: bool | str = False,
     class_weight: Any = None,
-    pending: Callable[[Any], Pending],
+    pending: Callable[[Any], Pending] = lambda generator: Pending(),
     **options: Any,
 ) -> InputSource:
     """Return the source for the data arguments of ``fit``, ``evaluate`` or ``predict``.
@@ -451,7 +451,7 @@ def make_source(
         sample_weight: a weight for each row.
         shuffle: whether epochs read the rows in another order each time.
         class_weight: a weight for each class.
-        pending: returns the batches that earlier calls read from a generator and did not use.
+        pending: returns the batches that earlier calls read from a generator and did not use; by default none.
         **options: batch_size and steps_per_epoch.
 
     Raises:

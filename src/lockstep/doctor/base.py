@@ -12,12 +12,12 @@ import keras
 import numpy as np
 
 from lockstep._errors import flag
+from lockstep._logging import counted
 from lockstep.data.fit_entry import InputOptions
 from lockstep.execution.gathered_variables import ModelLayout
 
 __all__ = [
     "ROWS",
-    "VARIABLE",
     "Finding",
     "FitCall",
     "Report",
@@ -62,9 +62,9 @@ def set_doctor(enabled: bool = True) -> None:
     _setting.enabled = flag("enabled", enabled)
 
 
-def doctor_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+def doctor_enabled() -> bool:
     """Whether calls of ``fit`` are checked."""
-    return _setting.enabled and environ.get(VARIABLE) != "0"
+    return _setting.enabled and os.environ.get(VARIABLE) != "0"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Report:
 
     def __str__(self) -> str:
         count = len(self.findings)
-        head = "no findings" if not count else f"{count} finding{'s' * (count > 1)}"
+        head = "no findings" if not count else counted(count, "finding")
         blocks = [head, *(f"\n{finding}" for finding in self.findings)]
         blocks += [("\n" if count else "") + "looked at:", *(f"  {line}" for line in self.looked_at)]
         return "\n".join([*blocks, *_listed("left out:", self.left_out)])

@@ -47,7 +47,7 @@ from lockstep.doctor.loss_checks import (
 )
 from lockstep.execution.train_functions import StepFunctions
 
-__all__ = ["BATCH_CHECKS", "CALL_CHECKS", "FitChecks", "examine", "run_checks", "with_batch"]
+__all__ = ["BATCH_CHECKS", "CALL_CHECKS", "FitChecks", "examine"]
 
 
 Check = Callable[[FitCall], Iterable[Finding]]

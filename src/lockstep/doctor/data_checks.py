@@ -1,7 +1,7 @@
 """Checks of the data: values and shapes, the order of ``shuffle``, ``cache`` and ``prefetch``, and waits for batches."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
@@ -11,6 +11,8 @@ import numpy as np
 
 from lockstep._keras import trainer
 from lockstep._keras.graph import is_keras_class, layers_of, operations_of, outputs_of, unsynchronized_normalizations
+from lockstep._logging import counted
+from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.data.prefetch import BOUND, describe_waiting
@@ -90,7 +92,7 @@ def check_few_rows(call: FitCall) -> Iterator[Finding]:
     if rows is not None and rows < replicas:
         yield Finding(
             "fewer-rows-than-replicas",
-            f"a batch of {rows} row{'s' * (rows != 1)} leaves {replicas - rows} of {replicas} replicas idle",
+            f"a batch of {counted(rows, 'row')} leaves {replicas - rows} of {replicas} replicas idle",
             call.at_fit,
             "the batch size is that of the global batch, which the replicas share",
             f"Use a batch of {replicas} rows or more",
@@ -140,9 +142,9 @@ def fit_record(call: FitCall, rate: float | None) -> FitRecord | None:
 def learning_rate_of(call: FitCall) -> float | None:
     """Return the learning rate; None if it may change during training. Call it before steps run: then variables have no values."""
     optimizer = call.model.optimizer
-    if optimizer is None or _may_change(call.arguments.get("callbacks")):
+    if optimizer is None or _may_change(callbacks_in(call.arguments)):
         return None
-    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    inner = trainer.inner_optimizer(optimizer)
     if isinstance(inner, keras.optimizers.MultiOptimizer) or not isinstance(inner.learning_rate, keras.Variable):
         return None  # Several rates, or a schedule.
     return float(np.asarray(inner.learning_rate))
@@ -174,10 +176,9 @@ def check_changed_batch(
         )
 
 
-def _may_change(callbacks: Any) -> bool:
+def _may_change(callbacks: Sequence[Any]) -> bool:
     """Whether a callback may set the learning rate: one of Keras that does so, or a user-defined one."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
-    return any(isinstance(one, _CHANGING) or not _is_known(type(one)) for one in given)
+    return any(isinstance(one, _CHANGING) or not _is_known(type(one)) for one in callbacks)
 
 
 def _is_known(kind: type) -> bool:
@@ -187,7 +188,6 @@ def _is_known(kind: type) -> bool:
 
 BATCHES = 6  # to read and train on; the first step compiles and is not counted
 _LEAST = 0.002  # seconds that a step waits; less is not reported
-Clock = Callable[[], float]
 
 
 def check_cached_order(call: FitCall) -> Iterator[Finding]:
@@ -263,22 +263,21 @@ class StepTimings:
     bytes: int | None
 
 
-def read_batches(made: KerasInput, clock: Clock = time.perf_counter) -> ProbedBatches:
+def read_batches(made: KerasInput) -> ProbedBatches:
     """Read the first batches of an input and give them back.
 
     The global random state is restored afterwards, except for a generator: it has used the numbers for rows that it will yield.
 
     Args:
         made: the input; it is closed.
-        clock: returns seconds.
     """
-    before, begun = capture_random_state(), clock()
+    before, begun = capture_random_state(), time.perf_counter()
     batches, seconds = [], []
     try:
         for batch in islice(made.get_jax_iterator(), BATCHES):
             batches.append(batch)
-            seconds.append(clock() - begun)
-            begun = clock()
+            seconds.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
     finally:
         made.close()
         if made.restarts:

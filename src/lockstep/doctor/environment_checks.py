@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from lockstep._errors import ClusterError, DeviceError, ModelError
+from lockstep._logging import counted
 from lockstep.data.device_placement import is_large
 from lockstep.devices.cpu_devices import (
     HostMemory,
@@ -128,14 +129,18 @@ def check_allocator(call: FitCall, environ: Mapping[str, str]) -> Iterator[Findi
         )
 
 
+def _own_devices(call: FitCall) -> list[jax.Device]:
+    return [device for device in call.settings.devices if device.process_index == jax.process_index()]
+
+
 def check_cores(call: FitCall, environ: Mapping[str, str], cores: int | None = None) -> Iterator[Finding]:
     """Find CPU devices that are as many as the cores or more, though one device could use all cores."""
-    own = [device for device in call.settings.devices if device.process_index == jax.process_index()]
+    own = _own_devices(call)
     cores = cores or usable_cores()
     if len(own) > 1 and own[0].platform == "cpu" and cores <= len(own):
         yield Finding(
             "cpu-devices-without-cores",
-            f"{len(own)} CPU devices on {cores} core{'s' * (cores > 1)}",
+            f"{len(own)} CPU devices on {counted(cores, 'core')}",
             "devices",
             "the devices wait for each other in each step, and XLA uses all cores for one device: MNIST took 2.07 ms a step on two devices of two "
             "cores, and 0.93 ms on one",
@@ -160,7 +165,7 @@ def check_memory(
     step = of_a_step or minimum_bytes(call)
     subject = "a step needs" if of_a_step else "weights, gradients and optimizer need"
     cached = bytes_of_cache(call, batches)
-    own = [device for device in call.settings.devices if device.process_index == jax.process_index()]
+    own = _own_devices(call)
     on_devices = call.settings.input_options.cache == "device"
     on_host = 0 if on_devices else cached
     if own and own[0].platform == "cpu":

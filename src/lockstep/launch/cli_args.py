@@ -76,7 +76,10 @@ def _add_workers(group: Any) -> None:
 def _nodes(text: str) -> tuple[int | None, int]:
     """Parse ``MAX`` or ``MIN:MAX``; MIN is None if it is not given."""
     least, is_range, most = text.rpartition(":")
-    return int(least) if is_range else None, int(most)
+    try:
+        return int(least) if is_range else None, int(most)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number or MIN:MAX, got {text!r}") from None
 
 
 def config_from_options(options: argparse.Namespace) -> LaunchConfig:

@@ -6,8 +6,7 @@ import json
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from lockstep._errors import OptionError
 from lockstep._logging import listed
@@ -176,16 +175,6 @@ class RankAssignment:
             task = {"type": "worker", "index": rank}
             variables["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(self.addresses)}, "task": task})
         return {name: str(value) for name, value in variables.items()}
-
-    def as_message(self) -> dict[str, Any]:
-        """Return the fields as the rendezvous sends them; the key "meeting" is part of the protocol."""
-        fields = asdict(self)
-        return {"meeting": fields.pop("coordinator"), **fields}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "RankAssignment":
-        """Return the assignment for the result of :meth:`as_message`."""
-        return cls(coordinator=message["meeting"], **{name: message[name] for name in message if name != "meeting"})
 
 
 @dataclass(frozen=True)

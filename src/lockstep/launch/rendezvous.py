@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep._errors import ClusterError, LockstepError
@@ -64,7 +64,6 @@ class RendezvousServer:
         listener: socket that the other nodes connect to.
         secret: that they must know; None: no secret is needed.
         log: prints a line about a rejected connection.
-        clock: returns seconds and never goes back.
 
     Attributes:
         connection: the end for this node's own client.
@@ -77,10 +76,9 @@ class RendezvousServer:
         listener: socket.socket,
         secret: bytes | None,
         log: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._loop = EventLoop("lockstep-rendezvous", clock)
-        self._state = RendezvousState(spec, clock)
+        self._loop = EventLoop("lockstep-rendezvous")
+        self._state = RendezvousState(spec, time.monotonic)
         self._connections: dict[int, FramedSocket] = {}
         self._next_key, self._ticks = _LOCAL_KEY, 0
         self._end_delivered = threading.Event()
@@ -255,7 +253,7 @@ class RendezvousClient:
         """Report to the server how a generation has ended here."""
         self._last_code = workers.code
         outcome = self._outcome(workers)
-        self.connection.send(encode({"kind": "ended", **outcome.as_message()}))
+        self.connection.send(encode({"kind": "ended", **asdict(outcome)}))
         if self._exit is None and (outcome.leaves or outcome.is_final):
             self._exit = NodeExit(workers.code, "")
 
@@ -316,7 +314,7 @@ class RendezvousClient:
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "start":
-            self._assignment = RankAssignment.from_message(message["place"])
+            self._assignment = RankAssignment(**message["place"])
         elif message["kind"] == "call off":
             self._stop_reason = message["sentence"]
         elif message["kind"] == "again":

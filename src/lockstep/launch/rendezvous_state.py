@@ -5,15 +5,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep._errors import OptionError, whole_number
-from lockstep._logging import listed
+from lockstep._errors import whole_number
+from lockstep._logging import counted, listed
 from lockstep.distributed.cluster.addresses import join_address, split_address
 from lockstep.distributed.cluster.exit_codes import DONE, PEER_LOST
 from lockstep.distributed.control.admission import JoinRejection
 from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
-from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.launch_config import MOST_WORKERS, LaunchConfig
 from lockstep.launch.rank_assignment import RankAssignment
 from lockstep.launch.restart_policy import backoff_seconds
 
@@ -28,9 +28,6 @@ __all__ = [
     "RendezvousState",
     "order_by_rank",
 ]
-
-
-_MAX_WORKERS = 1024  # on one node
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,7 @@ class NodeInfo:
         """
         fields = peer.information
         rank = None if fields["rank"] is None else whole_number("rank", fields["rank"], 0)
-        workers = whole_number("workers", peer.workers)
-        if workers > _MAX_WORKERS:
-            raise OptionError(f"workers: expected at most {_MAX_WORKERS} on one node, got {workers}.")
+        workers = whole_number("workers", peer.workers, most=MOST_WORKERS)
         host, port = split_address(
             "address", join_address(str(fields["host"] or address), whole_number("port", fields["port"]))
         )
@@ -130,13 +125,9 @@ class GenerationOutcome:
     is_final: bool = False
     leaves: bool = False
 
-    def as_message(self) -> dict[str, Any]:
-        """Return the fields for a message."""
-        return asdict(self)
-
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "GenerationOutcome":
-        """Decode the result of :meth:`as_message`; raise KeyError or ValueError if it is not one."""
+        """Decode the result of ``asdict``; raise KeyError or ValueError if it is not one."""
         flags = (bool(message[name]) for name in ("is_consequence", "is_final", "leaves"))
         return cls(int(message["code"]), str(message["sentence"]), *flags)
 
@@ -199,7 +190,7 @@ class QuorumWait:
         more = (spec.min_nodes if len(nodes) < spec.min_nodes else spec.max_nodes) - len(nodes)
         names = _absent_hosts(spec, nodes)
         which = f" of {listed(names)}" if names and len(names) > more else f", {listed(names)}" if names else ""
-        number = f"{more} more node{'s' if more != 1 else ''}"
+        number = counted(more, "more node")
         return f"{number}{which} ({len(nodes)} of {spec.nnodes} here)"
 
     def describe_timeout(self, nodes: Collection[NodeInfo], lost: Mapping[str, str]) -> str:
@@ -413,7 +404,7 @@ class RendezvousState:
         for rank, (key, node) in enumerate(chosen):
             first = sum(map(len, addresses[:rank]))
             assignment = RankAssignment(self._number, rank, len(chosen), node.workers, first, len(flat), flat[0], flat)
-            yield Outbound(key, {"kind": "start", "place": assignment.as_message()})
+            yield Outbound(key, {"kind": "start", "place": asdict(assignment)})
 
     def _check_generation(self, generation: GenerationState) -> Iterator[Outbound]:
         now = self._clock()

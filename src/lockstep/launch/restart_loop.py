@@ -1,4 +1,4 @@
-"""Restart loop: yields the rank assignment of each generation of this node, decided here or by the rendezvous (``rendezvous/``)."""
+"""Restart loop: yields the rank assignment of each generation of this node, decided here or by the rendezvous (``rendezvous.py``)."""
 
 import contextlib
 import itertools

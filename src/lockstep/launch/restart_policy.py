@@ -82,7 +82,7 @@ class WorkerLossPolicy:
     def update(self, workers: Sequence[WorkerProcess]) -> None:
         """Register new losses, and restart workers whose backoff is over."""
         now = time.monotonic()
-        for worker in [*workers]:
+        for worker in workers:
             failure = worker.failure if worker not in self.tolerated else None
             if failure is not None and self._is_tolerable(failure) and failure.confirmed_at <= now:
                 self.tolerated.add(worker)

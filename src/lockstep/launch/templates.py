@@ -40,7 +40,7 @@ if [ -z "${{LOCKSTEP_SECRET:-}}${{LOCKSTEP_SECRET_FILE:-}}" ]; then
     export LOCKSTEP_SECRET_FILE=$HOME/.lockstep-secret-$SLURM_JOB_ID
     trap 'rm -f "$LOCKSTEP_SECRET_FILE"' EXIT
     rm -f "$LOCKSTEP_SECRET_FILE"
-    (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$LOCKSTEP_SECRET_FILE") || exit
+    (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > "$LOCKSTEP_SECRET_FILE") || exit
 fi
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -15,7 +15,7 @@ from lockstep._errors import ModelError, ScopeError, file_path
 from lockstep._keras import trainer
 from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizations
 from lockstep._keras.sharded_variable import VariableLayouts, lay_out
-from lockstep._logging import log_info
+from lockstep._logging import counted, log_info
 from lockstep.collectives import CrossDeviceOps
 from lockstep.custom_loops.replica_context import ReplicaContext, ReplicaModels, ReusableContext, open_scopes
 from lockstep.data.device_placement import MeshPlacement, Placement, gather_on_host
@@ -376,7 +376,7 @@ class Strategy(Diagnostics):
 
     def _summary(self) -> str:
         devices, replicas = self.devices, self.num_replicas_in_sync
-        text = f"{type(self).__name__}: {_counted(replicas, 'replica')} on {_counted(len(devices), 'device')} "
+        text = f"{type(self).__name__}: {counted(replicas, 'replica')} on {counted(len(devices), 'device')} "
         text += f"({', '.join(devices)})"
         if len(devices) > 1:
             text += f"; gradients: {self._ops.describe(self._placement.devices)}"
@@ -385,9 +385,5 @@ class Strategy(Diagnostics):
         if self._deterministic:
             text += f"; {describe_determinism(self._placement.devices[0])}"
         if len(devices) > replicas:
-            text += f"; {_counted(len(devices) - replicas, 'device')} without a replica will be idle"
+            text += f"; {counted(len(devices) - replicas, 'device')} without a replica will be idle"
         return text
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -11,6 +11,7 @@ import keras
 
 from lockstep._errors import ClusterError, ModelError, OptionError, flag, function, seconds, whole_number
 from lockstep._keras import trainer
+from lockstep._logging import counted
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
@@ -278,8 +279,8 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         )
         servers = len(self._role.servers)
         return (
-            f"{type(self).__name__}: {self._role.name} ({self._role.source}); {count} worker{'s' * (count > 1)}, {how}; variables on "
-            f"{servers} server{'s' * (servers > 1)}"
+            f"{type(self).__name__}: {self._role.name} ({self._role.source}); {counted(count, 'worker')}, {how}; variables on "
+            f"{counted(servers, 'server')}"
         )
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep._errors import LockstepError
 from lockstep.launch.worker_process import die_with_parent
 
-__all__ = ["ChildResult", "read_request", "reason_of", "run_child"]
+__all__ = ["ChildResult", "read_request", "run_child"]
 
 _KILL_SECONDS = 10.0
 _CHECK_SECONDS = 0.5  # between two looks at the memory of a child
@@ -134,15 +133,3 @@ def read_request(arguments: Sequence[str]) -> tuple[Any, Callable[[Any], None]]:
         new.replace(result)
 
     return content, write
-
-
-def reason_of(error: Exception) -> str:
-    """Describe an error in one line."""
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" in text or isinstance(error, MemoryError):
-        return f"out of memory: {_first_line(text) or 'allocation failed'}"
-    return text if isinstance(error, LockstepError) else f"{type(error).__name__}: {_first_line(text)}"
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:300]

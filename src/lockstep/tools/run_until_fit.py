@@ -45,6 +45,16 @@ class _FirstFitReached(BaseException):  # Not an Exception: the script may catch
     """Raised in the script at its first fit, to end the script."""
 
 
+def check_exists(path: str) -> None:
+    """Refuse the path of a script that is not there.
+
+    Raises:
+        OptionError: the file does not exist.
+    """
+    if not os.path.isfile(path):
+        raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
+
+
 def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFit], None]) -> None:
     """Run a script as ``python path arguments`` does, call ``on_fit`` with its first ``fit``, and end the script there.
 
@@ -57,9 +67,7 @@ def run_until_fit(path: str, arguments: Sequence[str], on_fit: Callable[[FirstFi
         OptionError: the file does not exist.
         NoFitError: the script ended without a call of ``fit``.
     """
-    if not os.path.isfile(path):
-        raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
-
+    check_exists(path)
     outcome: list[Exception | None] = []  # the exception of on_fit, or None
 
     def intercept(model: keras.Model, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

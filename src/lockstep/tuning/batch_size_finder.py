@@ -368,7 +368,7 @@ def _source(data: tuple[Any, ...], rows: int) -> AdapterSource:
     Raises:
         InputError: it is not arrays.
     """
-    source = make_source(*data, batch_size=rows, steps_per_epoch=None, pending=lambda generator: generator)
+    source = make_source(*data, batch_size=rows, steps_per_epoch=None)
     if not isinstance(source, AdapterSource) or not source.is_arrays:
         raise InputError(
             f"batch_size_finder: x must be a tree of arrays, of which it makes batches of any size; got {type(data[0]).__name__}."

@@ -240,5 +240,4 @@ class LearningRateScaling(keras.callbacks.Callback):
 
 def _accumulated(optimizer: Any) -> int:
     """Return the number of batches whose gradients make one update."""
-    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    return inner.gradient_accumulation_steps or 1
+    return trainer.inner_optimizer(optimizer).gradient_accumulation_steps or 1

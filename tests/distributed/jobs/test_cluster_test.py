@@ -14,12 +14,14 @@ from lockstep.tools.commands.cluster_test import SIZES, report, run_cluster_test
 
 @dataclass
 class Echo:
-    """A session in which all workers say what this one says."""
+    """A session in which all workers say what this one says, or the first one another error."""
 
     group: WorkerGroup
+    first_error: str | None = None
 
     def gather(self, topic, value, timeout_seconds=None):
-        return [value] * self.group.workers
+        others = [value] * (self.group.workers - 1)
+        return [[(), self.first_error] if self.first_error and topic != "the clocks" else value, *others]
 
     def barrier(self, topic):
         """Everybody is here."""
@@ -52,6 +54,14 @@ def test_where_all_is_right_every_size_has_its_time():
     is_right, text = written(measured, clocks)
     assert is_right
     assert "Every pair of workers computed correct sums." in text
+
+
+def test_run_cluster_test_ends_at_a_hanging_worker_whose_peer_raised():
+    never = threading.Event()
+    session = Echo(WorkerGroup(3, 1, "127.0.0.1:12421"), "ValueError: connection refused")
+    measured, _ = run_cluster_test(session, jax.devices()[:3], lambda placement, own: never.wait(60), 0.2)
+    never.set()
+    assert [one.workers for one in measured] == [(0, 1)]
 
 
 @pytest.mark.parametrize("kind", ["wrong", "raises", "hangs"])

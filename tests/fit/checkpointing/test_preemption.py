@@ -4,10 +4,12 @@ import os
 import signal
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import keras
 import pytest
 
+import lockstep
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
@@ -144,6 +146,15 @@ def test_a_signal_that_is_repeated_at_once_or_at_the_end_is_the_same_request(tim
     done = python(code=REPEATS.format(times=times))
     assert done.returncode == code, done.stderr
     assert ("stops True" in done.stdout) == (code == ENDS_WITH)
+
+
+def test_checkpoint_restores_the_handlers_if_closing_fails(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    checkpoint = lockstep.MirroredStrategy(["cpu:0"]).checkpoint(tmp_path)
+    monkeypatch.setattr(checkpoint, "close", Mock(side_effect=OSError("disk")))
+    with pytest.raises(OSError, match="disk"), checkpoint:
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 AGAIN = """

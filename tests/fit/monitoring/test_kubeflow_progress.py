@@ -11,6 +11,7 @@ import threading
 from collections import namedtuple
 
 import keras
+import numpy as np
 import pytest
 
 from lockstep.callbacks import BackupAndRestore, KubeflowProgress
@@ -232,7 +233,13 @@ def test_estimates(progress, recent, expected):
 
 
 def test_metrics_stay_within_the_limits_of_the_schema():
-    logs = {"": 1.0, "x" * 100: math.nan, **{f"m{number}": number for number in range(300)}}
+    logs = {
+        "": 1.0,
+        "x" * 100: math.nan,
+        "of each class": np.ones(3),
+        "text": "best",
+        **{f"m{number}": number for number in range(300)},
+    }
     found = metrics_of(logs)
     assert len(found) == 256
     assert found[0] == {"name": "x" * 64, "value": "nan"}

@@ -89,7 +89,7 @@ def test_what_is_not_known_is_not_shown():
     assert _line(course, TimerReading(), "ETA -", {}).plain == "epoch 1/3 · step 4/? · ETA -"
     assert _time_left(course, TimerReading(2, 8, 4.0, 0.0)) == "-"
     assert _time_left(course._replace(steps=10), TimerReading(2, 8, 4.0, 0.0)) == "0:00:12"
-    logs = {"loss": np.float32(0.123456), "nested": {"a": 1}, "of each class": np.ones(2)}
+    logs = {"loss": np.float32(0.123456), "nested": {"a": 1}, "of each class": np.ones(2), "text": "best", "none": None}
     assert _line(course, TimerReading(2, 800, 4.0, 1.0), "x", logs).plain == (
         "epoch 1/3 · step 4/? · 200 rows/s · waits 25% · x · loss 0.1235"
     )

@@ -693,6 +693,11 @@ print("not reached")
     ("change", "code", "says"),
     [
         (lambda code: code, 0, "main.py reaches its first fit"),
+        (
+            lambda code: code.replace('["TF_CONFIG"] = json.dumps(config)', ".pop('TF_CONFIG', None)"),
+            0,
+            "main.py reaches its first fit",
+        ),
         (lambda code: code.replace("COLUMNS)", "MISSING)"), 2, "main.py failed before its first fit"),
         (lambda code: code.partition("model.fit")[0], 2, "the script ended without a call of fit"),
     ],

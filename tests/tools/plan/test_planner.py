@@ -80,6 +80,7 @@ def test_a_setting_fits_only_if_the_last_batch_fits_too():
         (row,) = planned(["h100:1"], {("h100:1", "replicated"): {64: 30, 40: last}}).rows
         assert (row.fits, row.needed) == (fits, max(last, 30) * GIB)
         assert row.reason == ("" if fits else "needs 80.0 of 59.3 GiB")
+    assert planner._too_large([step(64, 30)], None) == "needs 30.0 GiB"
 
 
 def test_a_setting_is_unknown_if_its_last_batch_was_not_compiled():
@@ -183,6 +184,17 @@ def test_a_result_survives_its_way_as_json():
         "no",
     )
     assert result_from_json(json.loads(json.dumps(dataclasses.asdict(result)))) == result
+
+
+def test_plan_takes_a_function_of_data_and_refuses_no_batch():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = np.zeros((32, 8), "float32"), np.zeros((32, 1), "float32")
+    options = {"hardware": "cpu:1", "strategy": "replicated", "search": False}
+    (row,) = lockstep.plan(model, lambda: data, **options).rows
+    assert row.fits
+    with pytest.raises(OptionError, match=r"batch: expected rows of global batches .* got \(\)"):
+        lockstep.plan(model, data, batch=(), **options)
 
 
 def test_plan_of_a_model_is_text_json_and_a_page_and_changes_nothing(tmp_path):

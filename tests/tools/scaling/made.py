@@ -1,7 +1,7 @@
 """Measurements made by hand, and by the very formula that predicts."""
 
-from lockstep.collectives.cost_model import Network, NetworkLink, predict
-from lockstep.tools.scaling.results import AllReduceTiming, CurvePoint, ScalingSetting, SettingResult
+from lockstep.collectives.cost_model import AllReduceMeasurement, Network, NetworkLink, predict
+from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingResult
 
 BYTES = 4_000_000
 WITHIN = Network(NetworkLink(5e-5, 2e-10), NetworkLink(5e-5, 2e-10), 8)
@@ -46,5 +46,7 @@ def by_formula(devices, batch, compute, input_, host, network=WITHIN, algorithm=
         all_reduce=meeting,
         taking=seconds(input_),
         algorithm=algorithm,
-        links=tuple(AllReduceTiming(algorithm, n, devices, predict(algorithm, n, devices, network)) for n in sizes),
+        links=tuple(
+            AllReduceMeasurement(algorithm, n, devices, predict(algorithm, n, devices, network)) for n in sizes
+        ),
     )

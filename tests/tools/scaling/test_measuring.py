@@ -20,12 +20,11 @@ from lockstep.collectives import resolve_cross_device_ops
 from lockstep.data.prefetch import WaitMeter, collect_meters
 from lockstep.strategies import setup
 from lockstep.strategies.setup import override_devices
-from lockstep.tools.child_process import reason_of
 from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling import api
 from lockstep.tools.scaling.benchmark import formula_of, is_higher_better, measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
-from lockstep.tools.scaling.subprocess_runner import measure_all, measure_in_child, measure_workload
+from lockstep.tools.scaling.subprocess_runner import _reason_of, measure_all, measure_in_child, measure_workload
 from lockstep.tools.scaling.terminal import line_of, progress_reporter
 from lockstep.tools.scaling.workload import FunctionWorkload, Workload, run_workload, workload_of
 
@@ -195,10 +194,12 @@ def test_a_batch_without_rows_is_a_row_that_says_so():
 
 
 def test_reasons_are_one_line():
-    assert reason_of(RuntimeError("RESOURCE_EXHAUSTED: no room\nmore")) == "out of memory: RESOURCE_EXHAUSTED: no room"
-    assert reason_of(MemoryError()) == "out of memory: allocation failed"
-    assert reason_of(KeyError("x")) == "KeyError: 'x'"
-    assert reason_of(OptionError("all of it")) == "all of it"
+    in_layer = ValueError("Exception encountered when calling Dense.call().\n\n\x1b[1mno such axis\x1b[0m\nArguments")
+    assert _reason_of(in_layer) == "ValueError: no such axis"
+    assert _reason_of(RuntimeError("RESOURCE_EXHAUSTED: no room\nmore")) == "out of memory: RESOURCE_EXHAUSTED: no room"
+    assert _reason_of(MemoryError()) == "out of memory: MemoryError"
+    assert _reason_of(KeyError("x")) == "KeyError: 'x'"
+    assert _reason_of(OptionError("all of it")) == "all of it"
 
 
 def test_which_way_is_better_is_told_from_the_name():
@@ -236,6 +237,8 @@ def test_children_import_functions_of_modules_and_get_arrays_in_files(tmp_path):
     np.testing.assert_array_equal(calls[0], data()[0])
     with pytest.raises(OptionError, match="data: expected NumPy arrays"):
         workload_of(FunctionWorkload(build, "rows", None), tmp_path)
+    with pytest.raises(OptionError, match="validation: expected NumPy arrays"):
+        workload_of(FunctionWorkload(build, data(), "rows"), tmp_path)
 
 
 def test_what_is_in_the_main_script_is_reached_by_running_that_again(tmp_path, monkeypatch):

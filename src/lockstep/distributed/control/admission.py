@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lockstep._logging import counted
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.handshake import Peer
@@ -53,13 +54,13 @@ class Admission:
             return self._reject_generation(peer)
         if peer.workers != self._group.workers:
             return JoinRejection(
-                f"{peer} was started with {_workers(peer.workers)}, the chief ({self._chief.process}) with "
-                f"{_workers(self._group.workers)}: start all with the same number.",
+                f"{peer} was started with {counted(peer.workers, 'worker')}, the chief ({self._chief.process}) with "
+                f"{counted(self._group.workers, 'worker')}: start all with the same number.",
                 everyone=not self.is_complete,
             )
         if not 0 <= peer.index < self._group.workers:
             return JoinRejection(
-                f"{peer} has no place: the indices of {_workers(peer.workers)} are 0 to {peer.workers - 1}.",
+                f"{peer} has no place: the indices of {counted(peer.workers, 'worker')} are 0 to {peer.workers - 1}.",
                 everyone=not self.is_complete,
             )
         return self._check_duplicate(peer) or self._check_identity(peer)
@@ -101,7 +102,3 @@ class Admission:
             f"workers need the same.",
             everyone=True,
         )
-
-
-def _workers(number: int) -> str:
-    return f"{number} worker{'s' if number != 1 else ''}"

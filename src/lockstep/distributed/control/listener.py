@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep._errors import ClusterError
+from lockstep._logging import capitalized
 from lockstep.distributed.cluster.addresses import is_loopback, join_address, split_address
 from lockstep.distributed.cluster.env_reader import BIND, OPEN, SECRET, SECRET_FILE, NetworkOptions
 from lockstep.distributed.control.handshake import hello, new_nonce
@@ -52,7 +53,7 @@ def open_listener(
             return open_listener(coordinator, replace(network, bind_host=_ALL_ADDRESSES), log, who)
         place = f"port {port} of {host or 'this machine'}"
         variable = "" if network.bind_host is None else f" ({BIND})"
-        raise ClusterError(f"{_capitalize(who)} cannot listen on {place}{variable}: {error}.") from None
+        raise ClusterError(f"{capitalized(who)} cannot listen on {place}{variable}: {error}.") from None
     if network.secret is None and not is_loopback(host):
         log(
             f"{OPEN}=1: {who} listens on port {port} of {host or 'all addresses'} without a secret. Each process that reaches that port can read "
@@ -74,7 +75,7 @@ def check_closed(address: str, network: NetworkOptions, who: str) -> None:
     """
     if needs_secret(address, network):
         raise ClusterError(
-            f"{_capitalize(who)} uses {address}, which other machines may reach, and has no secret: anyone there could read and change "
+            f"{capitalized(who)} uses {address}, which other machines may reach, and has no secret: anyone there could read and change "
             f"this training. Fix: give all processes of the job one secret: {SECRET}=$(openssl rand -hex 32), or {SECRET_FILE}=PATH of "
             f"a file that only you can read; or, on a network that no one else can use, set {OPEN}=1 (docs/security.md)."
         )
@@ -107,13 +108,9 @@ def _listen(host: str, port: int) -> socket.socket:
 def _port_in_use(host: str, port: int, who: str) -> str:
     other = "another Lockstep job" if _is_lockstep(host, port) else "something that is no Lockstep job"
     return (
-        f"{_capitalize(who)} cannot listen on port {port} of {host}: {other} uses it. End that ('ss -ltnp' shows its process), or give "
+        f"{capitalized(who)} cannot listen on port {port} of {host}: {other} uses it. End that ('ss -ltnp' shows its process), or give "
         f"all workers of this job another port, where this one comes from: TF_CONFIG, --hosts, --coordinator or LOCKSTEP_PORT."
     )
-
-
-def _capitalize(who: str) -> str:
-    return who[0].upper() + who[1:]
 
 
 def _is_lockstep(host: str, port: int) -> bool:

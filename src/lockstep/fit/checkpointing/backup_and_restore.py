@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from lockstep._errors import OptionError, ScopeError, file_path, flag, seconds, shown, whole_number
+from lockstep._errors import OptionError, file_path, flag, outside_of_strategy, seconds, shown, whole_number
 
 __all__ = ["BackupAndRestore", "SaveFrequency"]
 
@@ -68,10 +68,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             ScopeError: the model does not belong to a strategy.
         """
         if not self.is_attached:
-            raise ScopeError(
-                "lockstep.callbacks.BackupAndRestore works for models of a strategy: build, load or compile the model in "
-                "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit."
-            )
+            raise outside_of_strategy(self)
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")

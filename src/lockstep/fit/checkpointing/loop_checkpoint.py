@@ -56,8 +56,10 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        self.close()
-        self._preemption.__exit__(kind, error, traceback)
+        try:
+            self.close()
+        finally:
+            self._preemption.__exit__(kind, error, traceback)
 
     def restore(self, state: Any) -> tuple[Any, int]:
         """Return the state to begin with, and the number of steps that are done.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPSConnection
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -182,13 +183,14 @@ class _Updates:
 
 
 def metrics_of(logs: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return logs as the metrics of a TrainJob, within the limits of its schema.
+    """Return the logs that are single numbers as the metrics of a TrainJob, within the limits of its schema.
 
     Example:
         >>> metrics_of({"loss": 0.25})
         [{'name': 'loss', 'value': '0.25'}]
     """
-    pairs = ((name[:_LONGEST_TEXT], f"{float(value):.6g}") for name, value in logs.items() if name)
+    numbers = ((name, float(value)) for name, value in logs.items() if name and isinstance(value, Real))
+    pairs = ((name[:_LONGEST_TEXT], f"{value:.6g}") for name, value in numbers)
     return [{"name": name, "value": value} for name, value in pairs][:_MOST_METRICS]
 
 

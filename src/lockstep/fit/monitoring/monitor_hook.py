@@ -57,9 +57,8 @@ class StatusWriter:
         timer: of the call.
         meter: of its input.
         process_group: all processes.
-        devices: number of devices of all processes process_group.
+        devices: number of devices of all processes.
         log: takes a line for the user.
-        now: gives the seconds since 1970.
     """
 
     def __init__(
@@ -70,11 +69,9 @@ class StatusWriter:
         process_group: ProcessGroup,
         devices: int,
         log: Callable[[str], None],
-        now: Callable[[], float] = time.time,
     ) -> None:
         self._folders, self._timer, self._meter, self._process_group = folders, timer, meter, process_group
-        self._devices, self._log, self._now = devices, log, now
-        self._begun = now()
+        self._devices, self._log, self._begun = devices, log, time.time()
         self._samples: deque[Sample] = deque(maxlen=_WINDOW)
         self._has_ended, self._has_failed = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -122,7 +119,7 @@ class StatusWriter:
             "version": 1,
             "state": state,
             "reason": reason,
-            "time": self._now(),
+            "time": time.time(),
             "begun": self._begun,
             "epoch": progress.epoch + 1,
             "epochs": progress.epochs,

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import jax
@@ -128,7 +129,9 @@ def _line(progress: FitProgress, reading: TimerReading, timing: str, logs: Mappi
     if reading.steps and reading.seconds > 0:
         parts += [f"{reading.rows / reading.seconds:,.0f} rows/s", f"waits {reading.waited / reading.seconds:.0%}"]
     values = ((name, value) for name, value in logs.items() if not isinstance(value, dict) and np.size(value) == 1)
-    return Text(" · ".join([*parts, timing, *(f"{name} {np.asarray(value).item():.4g}" for name, value in values)]))
+    items = ((name, np.asarray(value).item()) for name, value in values)
+    numbers = [f"{name} {item:.4g}" for name, item in items if isinstance(item, Real)]
+    return Text(" · ".join([*parts, timing, *numbers]))
 
 
 def _time_left(progress: FitProgress, reading: TimerReading) -> str:

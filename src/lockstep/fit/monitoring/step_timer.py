@@ -19,7 +19,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep._errors import ScopeError, real_number, whole_number
+from lockstep._errors import outside_of_strategy, real_number, whole_number
 from lockstep.data.device_placement import is_rows, placement_on
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.train_functions import StepFunctions, StepHook
@@ -289,7 +289,7 @@ class Attachment:
 
     Args:
         timer: of the call.
-        devices: of all processes process_group.
+        devices: of all processes.
         flop_counter: counts the operations of a step.
         is_resumed: returns whether training resumes an earlier run, once the first epoch begins.
         is_chief: whether this process prints and writes.
@@ -327,10 +327,7 @@ class MonitorCallback(keras.callbacks.Callback):
             ScopeError: the model does not belong to a strategy.
         """
         if self._attachment is None:
-            raise ScopeError(
-                f"lockstep.callbacks.{type(self).__name__} works for models of a strategy: build, load or compile the model in "
-                "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit."
-            )
+            raise outside_of_strategy(self)
         return self._attachment
 
     def attach(self, attachment: Attachment, arguments: dict[str, Any]) -> None:

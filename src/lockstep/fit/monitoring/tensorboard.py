@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from os import getpid
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from lockstep._errors import OptionError, file_path, flag, shown, whole_number
 from lockstep._files import open_own, open_to_read
+from lockstep._keras import trainer
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.execution.train_functions import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer, TimerReading, numbers_of
@@ -121,7 +121,7 @@ class EventFile:
     ) -> None:
         self._known, self._clock = known or {}, clock
         Path(folder).mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(clock())}.{socket.gethostname()}.{getpid()}.{next(_numbers):09}.v2"
+        name = f"events.out.tfevents.{int(clock())}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):09}.v2"
         self._file = io.FileIO(open_own(Path(folder) / name, os.O_WRONLY | os.O_APPEND), "a")
         self._write(_bytes(3, b"brain.Event:2"))
 
@@ -524,8 +524,7 @@ def _histograms(model: keras.Model) -> list[Value]:
 
 
 def _learning_rates(optimizer: Any) -> dict[str, float]:
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
+    optimizer = trainer.inner_optimizer(optimizer)
     several = optimizer.optimizers if isinstance(optimizer, keras.optimizers.MultiOptimizer) else []
     rates = {f"learning_rate_{one.name}": one.learning_rate for one in several} or {
         "learning_rate": optimizer.learning_rate

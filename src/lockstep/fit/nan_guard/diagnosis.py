@@ -7,7 +7,9 @@ The step is run again, from the same state and batch, one replica after the othe
 Every process runs all replicas, so all find the same, and wait for each other only to gather the rows of the batch.
 """
 
+import bisect
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from lockstep._keras.graph import copy_keras_mask, operations_of
 from lockstep._keras.patches import LAYER_CALL, LOSS, STATELESS_CALL, patched_method
+from lockstep._logging import capitalized, counted, listed
 from lockstep.data.device_placement import PlacedRows, Placement, count_rows, is_rows, join_rows
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.batch_split import Layout
@@ -256,7 +259,7 @@ def describe_nonfinite(model: keras.Model, bad: Sequence[tuple[int, int] | str])
     paths = [kinds[part][number].path for part, number in (name for name in bad if not isinstance(name, str))]
     parts = [f"the {name}" for name in losses]
     if paths:
-        others = f" and {_counted(len(paths) - 1, 'other variable')}" if len(paths) > 1 else ""
+        others = f" and {counted(len(paths) - 1, 'other variable')}" if len(paths) > 1 else ""
         parts.append(f"variable {paths[0]!r}{others}")
     return f"Not finite after it: {'; '.join(parts)}."
 
@@ -333,10 +336,10 @@ def _diagnose_batch(batch: Any, layout: Any, names: _Names) -> Diagnosis | None:
             found.append(f"{name} {kind} in {_listed('row', own)}" if own else f"{name} {kind}")
     if not found:
         return None
-    ends = [sum(layout.busy_replicas[: n + 1]) for n in range(len(layout.busy_replicas))]
-    replicas = names.replicas([next(n for n, end in enumerate(ends) if row < end) for row in rows])
+    ends = list(itertools.accumulate(layout.busy_replicas))
+    replicas = names.replicas([bisect.bisect_right(ends, row) for row in rows])
     text = f"{names.on(replicas)}{' and '.join(found)} of the batch, counted from 0."
-    return Diagnosis(_sentence(text), replicas, rows=tuple(sorted(rows)))
+    return Diagnosis(capitalized(text), replicas, rows=tuple(sorted(rows)))
 
 
 def _named_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
@@ -361,7 +364,7 @@ def _diagnose_forward(record: LayerTrace, names: _Names) -> Diagnosis | None:
     nan = next((x for x in record.forward if "NaN" in x.kind), None)
     if nan and "NaN" not in first.kind and nan.path != first.path:
         text += f" The first NaN comes from {names.layer(nan.path)}."
-    return Diagnosis(_sentence(text), replicas, first.path or None, rows=first.rows)
+    return Diagnosis(capitalized(text), replicas, first.path or None, rows=first.rows)
 
 
 def _diagnose_loss(record: LayerTrace, names: _Names) -> Diagnosis | None:
@@ -369,7 +372,7 @@ def _diagnose_loss(record: LayerTrace, names: _Names) -> Diagnosis | None:
         return None
     replicas = tuple(record.losses) or names.replicas([seen.replica for seen in record.backward])
     text = f"{names.on(replicas)}all outputs of the model are finite, and the loss is {record.loss}."
-    return Diagnosis(_sentence(text), replicas)
+    return Diagnosis(capitalized(text), replicas)
 
 
 def _diagnose_backward(record: LayerTrace, names: _Names) -> Diagnosis | None:
@@ -386,7 +389,7 @@ def _diagnose_backward(record: LayerTrace, names: _Names) -> Diagnosis | None:
         text += _describe_gradient(first, names)
     if variable:
         text += f"; the first variable whose gradient is bad is {variable!r}"
-    return Diagnosis(_sentence(text + "."), replicas, first.path or None if first else None, variable)
+    return Diagnosis(capitalized(text + "."), replicas, first.path or None if first else None, variable)
 
 
 def _describe_gradient(first: NonFiniteValue, names: _Names) -> str:
@@ -411,21 +414,12 @@ def _has(layer: keras.Layer, variable: keras.Variable) -> bool:
     return any(variable is own for own in layer.trainable_variables)
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 def _listed(noun: str, numbers: Iterable[int]) -> str:
     """Format numbers: "row 3", "rows 3 and 7", "rows 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"."""
     found = [str(number) for number in numbers]
     if len(found) > _LISTED + 1:
         found = [*found[:_LISTED], f"{len(found) - _LISTED} more"]
-    return f"{noun} {found[0]}" if len(found) == 1 else f"{noun}s {', '.join(found[:-1])} and {found[-1]}"
-
-
-def _counted(number: int, noun: str) -> str:
-    """Format a number with its noun: "1 time", "2 times"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    return f"{noun}{'s' * (len(found) > 1)} {listed(found)}"
 
 
 class _ReplayExecutor:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import NonFiniteError, OptionError, ScopeError, one_of, whole_number
+from lockstep._errors import NonFiniteError, OptionError, one_of, outside_of_strategy, whole_number
 from lockstep.execution.nonfinite_gate import GatedStep, NonFiniteGate
 from lockstep.execution.train_functions import StepFunctions, StepHook
 from lockstep.fit.checkpointing.model_state import KINDS, variables_of
@@ -82,10 +82,7 @@ class NanGuard(keras.callbacks.Callback):
             ScopeError: the model does not belong to a strategy.
         """
         if self.watch is None:
-            raise ScopeError(
-                "lockstep.callbacks.NanGuard works for models of a strategy: build, load or compile the model in "
-                "lockstep.MirroredStrategy().scope(); a fit of its own class must call super().fit."
-            )
+            raise outside_of_strategy(self)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See Keras."""

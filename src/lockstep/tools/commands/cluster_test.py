@@ -5,6 +5,7 @@ scheduler. The chief prints the report.
 """
 
 import os
+import statistics
 import sys
 import threading
 import time
@@ -91,7 +92,7 @@ def measure(
                 return ClusterMeasurement(
                     workers, error=f"{wrong.size} of {found.size} sums are wrong: expected {expected}, got {wrong[0]}"
                 )
-        medians.append(sorted(times)[_ROUNDS // 2])
+        medians.append(statistics.median(times))
     return ClusterMeasurement(workers, tuple(medians))
 
 
@@ -138,7 +139,7 @@ def run_cluster_test(
         every = session.gather(f"workers {workers}", [own.seconds, own.error], timeout_seconds=2 * seconds)
         errors = [f"worker {number}: {every[number][1]}" for number in workers if every[number][1]]
         found.append(ClusterMeasurement(workers, tuple(every[workers[0]][0]), "; ".join(errors) or None))
-        if errors and "no result" in errors[0]:
+        if any("no result" in error for error in errors):
             break  # The hanging collective would block the remaining ones.
     session.barrier("the clocks")
     clocks = session.gather("the clocks", time.time())

@@ -161,6 +161,5 @@ def _draw(ours: DemoRun, plain: DemoRun, strategy: MirroredStrategy, folder: Pat
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize="small")
     figure.suptitle(f"{strategy.num_replicas_in_sync} replicas on {', '.join(strategy.devices)}, and one device")
-    folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "curves.png", dpi=120)
     return folder / "curves.png"

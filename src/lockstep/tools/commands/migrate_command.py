@@ -28,13 +28,12 @@ def run_migrate(paths: Sequence[str], *, write: bool, check: bool) -> int:
         check: whether to run the new program up to its first ``fit`` and examine it with the doctor.
 
     Returns:
-        The exit code: 0; 1 if work remains or the doctor has findings; 2 if the program cannot be translated or fails before its first fit.
+        The exit code: 0; 1 if work remains or the doctor has findings; 2 if the program fails before its first fit.
+
+    Raises:
+        LockstepError: the program cannot be translated.
     """
-    try:
-        migrations = migrate(paths, write=write)
-    except LockstepError as error:
-        print(f"lockstep migrate: {error}", file=sys.stderr)
-        return 2
+    migrations = migrate(paths, write=write)
     for one in migrations:
         print(one.difference, end="", flush=True)
     for one in migrations:
@@ -92,7 +91,4 @@ def _environment_of(path: str) -> Iterator[None]:
         yield
     finally:
         sys.path.pop()
-        if before is None:
-            del os.environ["TF_CONFIG"]
-        else:
-            os.environ["TF_CONFIG"] = before
+        os.environ.pop("TF_CONFIG", None) if before is None else os.environ.update(TF_CONFIG=before)

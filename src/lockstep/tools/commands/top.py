@@ -13,6 +13,7 @@ from rich.text import Text
 
 from lockstep._errors import OptionError, seconds
 from lockstep._files import read_file
+from lockstep._logging import counted
 from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
 __all__ = ["picture", "slowest", "watch"]
@@ -120,7 +121,7 @@ def _progress(status: Mapping[str, Any]) -> str:
     text = f"epoch {status['epoch']} of {status['epochs']}, step {status['step']:,}{of_steps} ({status['steps_in_all']:,} in all)"
     if status["rows_per_second"] is not None:
         text += f"; {status['rows_per_second']:,.0f} rows/s, {status['seconds_per_step']:.3g} s a step"
-    return f"{text}; {len(status['workers'])} worker{'s' * (len(status['workers']) > 1)}, {status['devices']} device{'s' * (status['devices'] > 1)}"
+    return f"{text}; {counted(len(status['workers']), 'worker')}, {counted(status['devices'], 'device')}"
 
 
 def _checkpoint(directory: Path, now: float) -> list[str]:
@@ -144,9 +145,7 @@ def _table(rows: Sequence[Mapping[str, Any]], slow: int | None) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("host", "does") else "right", no_wrap=True)
     for row in rows:
-        silent = (
-            f"silent for {_format_duration(row['silent'])}" if row["silent"] > 3 and not row["left"] else row["phase"]
-        )
+        silent = f"silent for {_format_duration(row['silent'])}" if row["silent"] > 3 else row["phase"]
         does = "has left" if row["left"] else silent
         portions = (f"{row[name]:.0%}" if name in row else "-" for name in ("waited", "read"))
         cells = (

@@ -91,12 +91,13 @@ class SourceText:
         start, end = self.span(node)
         return self.text[start:end]
 
+    def first_line(self, node: ast.expr | ast.stmt) -> int:
+        """Return the number of the line of a node, or of its first decorator."""
+        return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+
     def line_start(self, node: ast.expr | ast.stmt) -> int:
         """Return the start of the line of a node, or of its first decorator."""
-        decorators = (
-            node.decorator_list if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else []
-        )
-        return self._starts[min([node.lineno, *(one.lineno for one in decorators)]) - 1]
+        return self._starts[self.first_line(node) - 1]
 
     def replaced(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         """Return the edit that replaces a node by ``text``, without a final comment if another statement follows on the line."""

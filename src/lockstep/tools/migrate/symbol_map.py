@@ -2,7 +2,7 @@
 
 import re
 
-__all__ = ["ABSENT", "RENAMED", "STRATEGY_METHODS", "TENSORFLOW_1", "translated", "why_absent"]
+__all__ = ["ABSENT", "RENAMED", "STRATEGY_METHODS", "translated", "why_absent"]
 
 _OPTIMIZERS = {
     "AdadeltaOptimizer": "Adadelta",

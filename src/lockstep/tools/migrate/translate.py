@@ -4,12 +4,13 @@ import ast
 import difflib
 import inspect
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 
 from lockstep._errors import OptionError
+from lockstep._files import replace_file
 from lockstep.tools.migrate import rewrite_rules, source
 from lockstep.tools.migrate.rewrite_rules import (
     calls,
@@ -58,8 +59,8 @@ class TodoComment:
 
 def find_todos(source: SourceText, bindings: ImportBindings) -> list[TodoComment]:
     """Find what needs manual work, by line; each sentence once per statement."""
-    first_lines = _FirstLines(source)
-    found = {TodoComment(first_lines(node), sentence) for node, sentence in _find_all(source, bindings)}
+    statements = [(source.first_line(one), one.end_lineno or one.lineno) for one in source.statements()]
+    found = {TodoComment(_first_line(statements, node), text) for node, text in _find_all(source, bindings)}
     return sorted(found, key=lambda mark: (mark.line, mark.sentence))
 
 
@@ -140,21 +141,10 @@ def _short(name: str) -> str:
     return name.replace("tensorflow", "tf", 1)
 
 
-class _FirstLines:
-    """Lookup of the first line of the innermost statement around a node, including its decorators."""
-
-    def __init__(self, source: SourceText) -> None:
-        self._statements = sorted(source.statements(), key=lambda node: (node.lineno, -(node.end_lineno or 0)))
-
-    def __call__(self, node: ast.AST) -> int:
-        line: int = node.lineno  # type: ignore[attr-defined]  # Expressions and keywords' values have one.
-        found = line
-        for statement in self._statements:
-            decorators = statement.decorator_list if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else []
-            first = min([statement.lineno, *(one.lineno for one in decorators)])
-            if first <= line <= (statement.end_lineno or first):
-                found = first
-        return found
+def _first_line(statements: Iterable[tuple[int, int]], node: ast.AST) -> int:
+    """Return the first line of the innermost statement around a node, of the first and last lines of all."""
+    line: int = node.lineno  # type: ignore[attr-defined]  # Expressions and keywords' values have one.
+    return max((first for first, last in statements if first <= line <= last), default=line)
 
 
 Left = Iterator[tuple[ast.AST, str]]
@@ -216,7 +206,7 @@ def _within_models(source: SourceText, bindings: ImportBindings) -> Left:
     for chain in bindings.chains:
         is_of_tensorflow = translated(chain.name).startswith("tensorflow.") and not why_absent(chain.name)
         if id(chain.node) in inside and is_of_tensorflow:
-            yield chain.node, f"{chain.name.replace('tensorflow', 'tf', 1)}: {_WITHIN}"
+            yield chain.node, f"{_short(chain.name)}: {_WITHIN}"
 
 
 def _models(source: SourceText, bindings: ImportBindings) -> Iterator[ast.AST]:
@@ -388,16 +378,12 @@ def _read(path: str) -> tuple[str, str | None]:
 
 
 def _replace(path: Path, text: str, newline: str | None) -> None:
+    def write(file: BufferedWriter) -> None:
+        file.write(text.replace("\n", newline or "\n").encode())
+        os.fchmod(file.fileno(), path.stat().st_mode)
+
     try:
-        number, beside = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}-")
-        try:
-            with open(number, "w", encoding="utf-8", newline=newline) as file:
-                file.write(text)
-            os.chmod(beside, path.stat().st_mode)
-            os.replace(beside, path.resolve())
-        except BaseException:
-            os.unlink(beside)
-            raise
+        replace_file(path.resolve(), write)
     except OSError as error:
         raise OptionError(
             f"{path}: cannot be written: {error}. The file is unchanged. Fix: give write permission, or migrate a copy."

@@ -82,8 +82,8 @@ MOST_COMPILED = 6  # steps in a search for the largest batch
 CLOSE_ENOUGH = 1.1  # ratio of the smallest batch that does not fit, or of all memory, to the largest batch that fits
 AIM = 0.96  # share of the memory that a try is to need
 MOST_ROWS = 1 << 16  # of a device
-# "… Used 17.2G of 15.75G hbm …", or "… total memory required for HLO temporaries (22.17G) exceeds available HBM (15.75G)"
 _NAME = re.compile(rf"{'|'.join(STRATEGIES)}|(model|model-recompute):[1-9]\d{{0,3}}")
+# "… Used 17.2G of 15.75G hbm …", or "… total memory required for HLO temporaries (22.17G) exceeds available HBM (15.75G)"
 _REFUSED = re.compile(r"(?:[Uu]sed |memory required for HLO temporaries \()([\d.]+)([KMGT]?)")
 _PRIMITIVE = re.compile(r"primitive '([\w\-]+)'")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -113,7 +113,7 @@ class TrainingCall:
         given = inspect.signature(keras.Model.fit).bind(model, *args, **kwargs).arguments
         data = (given.get("x"), given.get("y"), given.get("sample_weight"))
         size, steps, weights = (given.get(name) for name in ("batch_size", "steps_per_epoch", "class_weight"))
-        source = make_source(*data, batch_size=size, steps_per_epoch=steps, class_weight=weights, pending=_no_leftovers)
+        source = make_source(*data, batch_size=size, steps_per_epoch=steps, class_weight=weights)
         first = next(source.batches())
         own = not (isinstance(source, AdapterSource) and source.is_arrays)
         rows = None
@@ -127,10 +127,6 @@ class TrainingCall:
     def row(self) -> Any:
         """The first row, arrays ``(1, …)``."""
         return jax.tree.map(lambda leaf: np.asarray(leaf)[:1], self.first)
-
-
-def _no_leftovers(generator: Any) -> Any:
-    return []
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,10 @@ def checks_file(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(state) / "lockstep" / "plan_checks.json"
 
 
-def ratios_of(dtype: str, environ: Mapping[str, str] = os.environ) -> dict[str, Ratio]:
+def ratios_of(dtype: str) -> dict[str, Ratio]:
     """Return the ratios by accelerator, of checks with this dtype; an unreadable file has none."""
     found: dict[str, list[Check]] = {}
-    for check in _read(checks_file(environ)):
+    for check in _read(checks_file()):
         if check.dtype == dtype:
             found.setdefault(check.accelerator, []).append(check)
     return {key: _ratio(checks) for key, checks in found.items()}

@@ -1,7 +1,5 @@
 """Entry points of plans: ``lockstep plan`` for a script, ``lockstep.plan`` for a model."""
 
-import json
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -40,8 +38,9 @@ from lockstep.tools.plan.estimate import Estimate, estimate
 from lockstep.tools.plan.hardware import Target, known_accelerators, parse_target
 from lockstep.tools.plan.measured import Check, Ratio, keep_checks, ratios_of
 from lockstep.tools.plan.render import checks_text, page_of, text_of
-from lockstep.tools.plan.worker import TargetResult, compile_target, result_from_json, survey_from_json
-from lockstep.tools.scaling.api import write_text
+from lockstep.tools.plan.worker import TargetResult, compile_target, result_from_json
+from lockstep.tools.run_until_fit import check_exists
+from lockstep.tools.scaling.api import SavedReport
 from lockstep.tools.scaling.prediction import link_between
 from lockstep.tools.scaling.workload import Workload, check_data
 
@@ -183,6 +182,11 @@ class PlanRow:
     reason: str
 
     @property
+    def name(self) -> str:
+        """Text for people: ``h100:8, replicated, batch 64``."""
+        return f"{self.target}, {self.strategy}, batch {self.batch:,}"
+
+    @property
     def rows_per_second(self) -> float | None:
         """Estimated, over all devices; None if the time is unknown."""
         return self.batch / self.estimate.seconds if self.estimate else None
@@ -210,7 +214,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(SavedReport):
     """The result of ``lockstep.plan`` and ``lockstep plan``; ``print`` shows it.
 
     Args:
@@ -257,27 +261,8 @@ class Plan:
                 }
         return values
 
-    def save_json(self, path: str | Path) -> None:
-        """Write the plan as JSON.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
-
-    def save_html(self, path: str | Path) -> None:
-        """Write the plan as one HTML page without external files.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        write_text(path, page_of(self))
+    def _page(self) -> str:
+        return page_of(self)
 
 
 def plan(
@@ -299,7 +284,8 @@ def plan(
 
     Args:
         model: a compiled model.
-        data: ``(x, y)`` or ``(x, y, sample_weight)``, arrays ``(rows, …)``; the number of rows decides on the last batch of an epoch.
+        data: ``(x, y)`` or ``(x, y, sample_weight)``, arrays ``(rows, …)``, or a function that returns them; the number of rows decides on the
+            last batch of an epoch.
         hardware: targets such as "h100:8" (a number of GPUs), "v5e:2x4" (the axes of a TPU slice) or "cpu:4".
         batch: rows of the global batches.
         strategy: some of "replicated", "optimizer" (``shard="optimizer"``), "variables" (``shard="variables"``) and "recompute" (the same
@@ -326,12 +312,15 @@ def plan(
     """
     if not isinstance(model, keras.Model) or not model.compiled:
         raise OptionError(f"model: expected a compiled model, got {shown(model)}.")
-    check_data("data", data)
+    arrays = data() if callable(data) else data
+    check_data("data", arrays)
     batches = batch if isinstance(batch, Sequence) else (batch,)
+    if not batches:
+        raise OptionError(f"batch: expected rows of global batches such as 64 or (64, 128), got {shown(batch)}.")
     options = PlanOptions.checked(
         hardware, strategy, batches, prices, bandwidth, hardware_file=hardware_file, is_search=flag("search", search)
     )
-    x, y, *weights = data
+    x, y, *weights = arrays
     call = TrainingCall.of_fit(
         model, (x, y), {"sample_weight": weights[0] if weights else None, "batch_size": options.batches[0]}
     )
@@ -364,7 +353,7 @@ def plan_script(
     variables = {**_without_cluster(environment), "JAX_PLATFORMS": "cpu"}
     request = _request_of(path, arguments)
     content = _answer(path, run_child(_WORKER, {**request, "ask": "survey"}, options.limit, variables, options.memory))
-    surveyed, findings = survey_from_json(content["survey"]), content["findings"]
+    surveyed, findings = Survey(**content["survey"]), content["findings"]
     request |= {"ask": "compile", "batches": list(options.batches), "is_search": options.is_search}
     jobs = options.jobs or _most_jobs(surveyed.state_bytes)
     results = _compile_all(request, options, jobs, variables, report)
@@ -402,8 +391,7 @@ _WORKER = "lockstep.tools.plan.worker"
 
 
 def _request_of(path: str, arguments: Sequence[str]) -> dict[str, Any]:
-    if not os.path.isfile(path):
-        raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
+    check_exists(path)
     return {"workload": asdict(Workload("script", path=path, arguments=tuple(arguments)))}
 
 
@@ -540,7 +528,7 @@ def _activations(step: CompiledStep | None, steps: Sequence[CompiledStep], devic
 def _too_large(found: Sequence[CompiledStep], usable: int | None) -> str:
     most = max((one.needed for one in found if one.needed), default=None)
     limit = "" if usable is None else f" of {usable / 2**30:.1f} GiB"
-    return f"needs {most / 2**30:.1f}{limit}" if most else f"more than the memory{limit}"
+    return f"needs {most / 2**30:.1f}{limit or ' GiB'}" if most else f"more than the memory{limit}"
 
 
 def _recommend(rows: Sequence[PlanRow]) -> list[str]:
@@ -555,11 +543,11 @@ def _recommend(rows: Sequence[PlanRow]) -> list[str]:
     priced = [row for row in timed if row.price is not None]
     if priced:
         cheap = min(priced, key=lambda row: row.price or 0.0)
-        sentences.append(f"Cheapest that fits: {_named(cheap)}, {cheap.price:.4g} for a million rows.")
+        sentences.append(f"Cheapest that fits: {cheap.name}, {cheap.price:.4g} for a million rows.")
     fast = max(timed, key=lambda row: (row.rows_per_second or 0.0, -(row.needed or 0)))
     bound = fast.estimate.bound if fast.estimate else ""
     sentences.append(
-        f"Fastest that fits: {_named(fast)}, about {fast.rows_per_second:,.0f} rows/s, limited by {_LIMITED[bound]}."
+        f"Fastest that fits: {fast.name}, about {fast.rows_per_second:,.0f} rows/s, limited by {_LIMITED[bound]}."
     )
     for row in timed:
         others = [one for one in timed if (one.target, one.batch) == (row.target, row.batch)]
@@ -573,7 +561,3 @@ def _recommend(rows: Sequence[PlanRow]) -> list[str]:
                     f"On {row.target} with batch {row.batch:,} the model fits only sharded: take {row.strategy}."
                 )
     return sentences
-
-
-def _named(row: PlanRow) -> str:
-    return f"{row.target}, {row.strategy}, batch {row.batch:,}"

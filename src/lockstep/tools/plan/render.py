@@ -41,16 +41,15 @@ _METHOD = (
 )
 
 
-def text_of(plan: "Plan", width: int | None = None, *, is_terminal: bool = False) -> str:
-    """Render a plan as text.
+def text_of(plan: "Plan", *, is_terminal: bool = False) -> str:
+    """Render a plan as text, as wide as the terminal or of 140 columns.
 
     Args:
         plan: to render.
-        width: columns; None: those of the terminal, or 140.
         is_terminal: whether to use colours.
     """
     file = io.StringIO()
-    columns = width or max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)  # Narrower tables are cut.
+    columns = max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)  # Narrower tables are cut.
     show = Console(file=file, width=columns, force_terminal=is_terminal, highlight=False).print
     show(f"[bold]Plan of {escape(plan.title)}[/]")
     show(_described(plan), style="dim")
@@ -63,7 +62,7 @@ def text_of(plan: "Plan", width: int | None = None, *, is_terminal: bool = False
         show(table)
     for row in plan.rows:
         if row.reason:
-            show(f"[red]{row.target}, {row.strategy}, batch {row.batch:,}:[/] {escape(row.reason)}")
+            show(f"[red]{row.name}:[/] {escape(row.reason)}")
     for sentence in plan.recommendation:
         show(f"• {escape(sentence)}")
     for note in plan.notes:
@@ -157,7 +156,7 @@ def _largest(row: "PlanRow") -> str:
 def page_of(plan: "Plan") -> str:
     """Render a plan as an HTML page without external files."""
     title = f"Plan of {plan.title}"
-    reasons = [f"{row.target}, {row.strategy}, batch {row.batch:,}: {row.reason}" for row in plan.rows if row.reason]
+    reasons = [f"{row.name}: {row.reason}" for row in plan.rows if row.reason]
     parts = [
         f'<header><h1>{escape_html(title)}</h1><p class="soft">{escape_html(_described(plan))}</p></header><main>',
         f'<section class="take" aria-label="Recommendation">{bulleted(plan.recommendation)}</section>',

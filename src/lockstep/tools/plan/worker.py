@@ -17,7 +17,6 @@ from lockstep.tools.plan.compiled_step import (
     CompiledStep,
     Memory,
     StepCompiler,
-    Survey,
     TrainingCall,
     describe_failure,
     largest_batch,
@@ -29,7 +28,7 @@ from lockstep.tools.plan.measured import Check, check_steps
 from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling.workload import Workload, run_workload
 
-__all__ = ["TargetResult", "compile_target", "main", "result_from_json", "survey_from_json"]
+__all__ = ["TargetResult", "compile_target", "main", "result_from_json"]
 
 
 @dataclass(frozen=True)
@@ -157,11 +156,6 @@ def target_from_json(values: dict[str, Any]) -> Target:
     """Convert values of JSON to a target."""
     own = values["accelerator"]
     return Target(Accelerator(**{**own, "kinds": tuple(own["kinds"])}), tuple(values["axes"]))
-
-
-def survey_from_json(values: dict[str, Any]) -> Survey:
-    """Convert values of JSON to a survey."""
-    return Survey(**values)
 
 
 def result_from_json(values: dict[str, Any]) -> TargetResult:

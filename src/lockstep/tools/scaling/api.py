@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from lockstep._errors import OptionError, file_path, shown
 from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.run_until_fit import check_exists
 from lockstep.tools.scaling.html_report import page_of
 from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, settings_of
 from lockstep.tools.scaling.subprocess_runner import measure_all
@@ -29,11 +31,57 @@ from lockstep.tools.scaling.workload import (
     workload_of,
 )
 
-__all__ = ["ScalingReport", "check_writable", "report_of", "scale_script", "scaling_report", "write_text"]
+__all__ = [
+    "SavedReport",
+    "ScalingReport",
+    "check_writable",
+    "report_of",
+    "scale_script",
+    "scaling_report",
+    "write_text",
+]
+
+
+class SavedReport(ABC):
+    """A report that can be written to files."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as values of JSON.
+
+        Returns:
+            Dicts, lists, strings, numbers and None.
+        """
+
+    @abstractmethod
+    def _page(self) -> str:
+        """Return the report as one HTML page."""
+
+    def save_json(self, path: str | Path) -> None:
+        """Write the report as JSON.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OptionError: the file cannot be written.
+        """
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the report as one HTML page without external files.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OptionError: the file cannot be written.
+        """
+        write_text(path, self._page())
 
 
 @dataclass(frozen=True)
-class ScalingReport(ReportData):
+class ScalingReport(ReportData, SavedReport):
     """The result of ``lockstep.scaling_report`` and ``lockstep scale``; ``print`` shows it.
 
     Args:
@@ -61,27 +109,8 @@ class ScalingReport(ReportData):
     def __str__(self) -> str:
         return render(self)
 
-    def save_json(self, path: str | Path) -> None:
-        """Write the report as JSON.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
-
-    def save_html(self, path: str | Path) -> None:
-        """Write the report as one HTML page without external files.
-
-        Args:
-            path: of the file.
-
-        Raises:
-            OptionError: the file cannot be written.
-        """
-        write_text(path, page_of(self))
+    def _page(self) -> str:
+        return page_of(self)
 
 
 def scale_script(
@@ -111,8 +140,7 @@ def scale_script(
         OptionError: the script does not exist, an argument is out of its range, or a file cannot be written.
     """
     settings_of(devices, batch)
-    if not os.path.isfile(path):
-        raise OptionError(f"{path}: no such file. Fix: give the path of the script that trains the model.")
+    check_exists(path)
     check_writable(outputs)
     workload = Workload("script", path=path, arguments=tuple(arguments))
     return _measure(workload, devices, batch, budget, question, Path(path).name, command)

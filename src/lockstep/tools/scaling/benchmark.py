@@ -19,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep._keras import trainer
 from lockstep.collectives import ALGORITHMS, CrossDeviceOps
-from lockstep.collectives.cost_model import FORMULAS
+from lockstep.collectives.cost_model import FORMULAS, AllReduceMeasurement
 from lockstep.data.prefetch import WaitMeter, collect_meters
 from lockstep.execution.train_functions import STATE
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.tools.run_until_fit import FirstFit
-from lockstep.tools.scaling.results import AllReduceTiming, Budget, CurvePoint, ScalingSetting, SettingResult
+from lockstep.tools.scaling.results import Budget, CurvePoint, ScalingSetting, SettingResult
 from lockstep.tools.scaling.workload import TrainingTask, training_task
 
 __all__ = [
@@ -202,21 +202,20 @@ def _repeat(program: Callable[[Any], Any], held: Any, count: int) -> None:
         jax.block_until_ready(program(held))
 
 
-def measure_links(ops: CrossDeviceOps, devices: Sequence[jax.Device]) -> tuple[AllReduceTiming, ...]:
+def measure_links(ops: CrossDeviceOps, devices: Sequence[jax.Device]) -> tuple[AllReduceMeasurement, ...]:
     """Measure all-reduces of vectors of several sizes."""
     if len(devices) < 2:
         return ()
     found = []
     for size in SIZES:
         seconds = all_reduce_seconds(ops, devices, [jax.ShapeDtypeStruct((size // 4,), "float32")])
-        found.append(AllReduceTiming(formula_of(ops), size, len(devices), seconds))
+        found.append(AllReduceMeasurement(formula_of(ops), size, len(devices), seconds))
     return tuple(found)
 
 
 def formula_of(ops: CrossDeviceOps) -> str:
     """Return the name of the formula that predicts an operation; a user's operation counts as that of the platform."""
-    names = [name for name, kind in ALGORITHMS.items() if type(ops) is kind and name in FORMULAS]
-    return names[0] if names else "auto"
+    return next((name for name, kind in ALGORITHMS.items() if type(ops) is kind and name in FORMULAS), "auto")
 
 
 def peak_memory(devices: Sequence[jax.Device]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
+from lockstep._logging import counted
 from lockstep.tools.scaling.results import CurvePoint, memory, number, ratio, seconds, share
 from lockstep.tools.scaling.table import ScalingRow, ScalingTable
 from lockstep.tools.scaling.terminal import Outlook, ReportData
@@ -452,7 +453,7 @@ def _checked(outlook: Outlook) -> Figure:
     counts = sorted({row.setting.devices for row, _, _ in outlook.checks})
     series = [
         Series(
-            f"{count} device{'s' * (count > 1)}",
+            counted(count, "device"),
             [
                 ChartPoint(
                     1e3 * row.step,

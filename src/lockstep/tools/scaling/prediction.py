@@ -21,7 +21,6 @@ from lockstep.collectives.cost_model import (
     nonnegative_least_squares,
     predict,
 )
-from lockstep.tools.scaling.results import AllReduceTiming
 from lockstep.tools.scaling.table import ScalingRow, Shares
 
 __all__ = [
@@ -124,15 +123,13 @@ def _fitted(columns: Sequence[np.ndarray], values: Sequence[float], weights: np.
 def _link_of(rows: Sequence[ScalingRow]) -> Network | None:
     links = [link for row in rows for link in row.measured.links]
     links += [
-        AllReduceTiming(
+        AllReduceMeasurement(
             row.measured.algorithm, row.measured.gradient_bytes, row.setting.devices, row.measured.all_reduce
         )
         for row in rows
         if row.setting.devices > 1
     ]
-    found = [
-        AllReduceMeasurement(one.algorithm, one.nbytes, one.devices, one.seconds) for one in links if one.seconds > 0
-    ]
+    found = [one for one in links if one.seconds > 0]
     return fit(found)[0] if len(found) >= 3 else None
 
 

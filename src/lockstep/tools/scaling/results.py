@@ -1,14 +1,15 @@
 """Results of a scaling run, and their numbers as text."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep._errors import OptionError, sequence_of, shown, whole_number
 from lockstep._errors import seconds as seconds_of_wait
+from lockstep._logging import counted
+from lockstep.collectives.cost_model import AllReduceMeasurement
 
 __all__ = [
-    "AllReduceTiming",
     "Budget",
     "CurvePoint",
     "ScalingSetting",
@@ -21,7 +22,6 @@ __all__ = [
     "seconds",
     "settings_of",
     "share",
-    "to_json",
 ]
 
 
@@ -43,7 +43,7 @@ class ScalingSetting:
     @property
     def name(self) -> str:
         """Text for people: ``2 devices, batch 64``."""
-        what = "plain Keras" if not self.devices else f"{self.devices} device{'s' * (self.devices > 1)}"
+        what = "plain Keras" if not self.devices else counted(self.devices, "device")
         return f"{what}, batch {self.batch}"
 
 
@@ -84,16 +84,6 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class AllReduceTiming:
-    """Seconds of an all-reduce of one vector, less those of a program without it; see ``cost_model.AllReduceMeasurement``."""
-
-    algorithm: str
-    nbytes: int
-    devices: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class SettingResult:
     """The result of one setting.
 
@@ -107,7 +97,7 @@ class SettingResult:
         all_reduce: seconds of an all-reduce of arrays with the shapes of the gradients.
         gradient_bytes: size of those arrays.
         algorithm: name of the formula of :mod:`lockstep.collectives.cost_model` for the all-reduce.
-        links: all-reduces of vectors of several sizes on these devices.
+        links: all-reduces of vectors of several sizes on these devices; seconds less those of a program without them.
         memory: peak bytes of the process, or of a device if that is an accelerator.
         metric: name of the metric of ``curve``; None without validation data.
         is_higher_better: whether larger values of the metric are better.
@@ -125,7 +115,7 @@ class SettingResult:
     all_reduce: float
     gradient_bytes: int
     algorithm: str
-    links: tuple[AllReduceTiming, ...]
+    links: tuple[AllReduceMeasurement, ...]
     memory: int
     metric: str | None
     is_higher_better: bool
@@ -149,7 +139,7 @@ class SettingFailure:
     ends_all: bool = False
 
 
-def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: bool = True) -> list[ScalingSetting]:
+def settings_of(devices: Sequence[int], batch: Sequence[int]) -> list[ScalingSetting]:
     """Return all settings in the order of measurement: those of one batch size, which are compared, run one after the other.
 
     Raises:
@@ -161,24 +151,18 @@ def settings_of(devices: Sequence[int], batch: Sequence[int], *, with_plain: boo
         for number in numbers:
             whole_number(name, number, most=MOST_DEVICES if name == "devices" else None)
     counts = sorted({1, *devices})
-    plain = [0] if with_plain else []
-    return [ScalingSetting(count, rows) for rows in sorted(set(batch)) for count in (*plain, *counts)]
-
-
-def to_json(result: SettingResult | SettingFailure) -> dict[str, Any]:
-    """Convert a result to values of JSON."""
-    return asdict(result)
+    return [ScalingSetting(count, rows) for rows in sorted(set(batch)) for count in (0, *counts)]
 
 
 def from_json(values: Mapping[str, Any]) -> SettingResult | SettingFailure:
-    """Convert values of JSON to a result; the inverse of :func:`to_json`."""
+    """Convert values of JSON to a result; the inverse of ``asdict``."""
     setting = ScalingSetting(**values["setting"])
     if "reason" in values:
         return SettingFailure(setting, values["reason"], values["ends_all"])
     converted = {
         "setting": setting,
         "curve": tuple(CurvePoint(**point) for point in values["curve"]),
-        "links": tuple(AllReduceTiming(**link) for link in values["links"]),
+        "links": tuple(AllReduceMeasurement(**link) for link in values["links"]),
         "blocks": tuple(values["blocks"]),
         "notes": tuple(values["notes"]),
     }

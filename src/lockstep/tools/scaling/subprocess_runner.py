@@ -4,13 +4,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
-from lockstep._errors import OptionError
+from lockstep._errors import LockstepError, OptionError
+from lockstep._keras.graph import cause_of
 from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.strategies.setup import override_devices
-from lockstep.tools.child_process import read_request, reason_of, run_child
+from lockstep.tools.child_process import read_request, run_child
 from lockstep.tools.run_until_fit import NoFitError
 from lockstep.tools.scaling.benchmark import measure
-from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json, to_json
+from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json
 from lockstep.tools.scaling.workload import Workload, run_workload
 
 __all__ = ["main", "measure_all", "measure_in_child", "measure_workload"]
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     content, write = read_request(arguments)
     setting = ScalingSetting(**content["setting"])
     reserve_devices(max(1, setting.devices))
-    write(to_json(measure_workload(Workload(**content["workload"]), setting, Budget(**content["budget"]))))
+    write(asdict(measure_workload(Workload(**content["workload"]), setting, Budget(**content["budget"]))))
 
 
 def measure_workload(workload: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
@@ -90,8 +91,15 @@ def measure_workload(workload: Workload, setting: ScalingSetting, budget: Budget
         with override_devices(setting.devices):
             run_workload(workload, lambda first: results.append(measure(first, setting, budget)))
     except Exception as error:
-        return SettingFailure(setting, reason_of(error), ends_all=isinstance(error, NoFitError))
+        return SettingFailure(setting, _reason_of(error), ends_all=isinstance(error, NoFitError))
     return results[0]
+
+
+def _reason_of(error: Exception) -> str:
+    """Describe an error in one line."""
+    if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+        return f"out of memory: {cause_of(error)[:300]}"
+    return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {cause_of(error)[:300]}"
 
 
 if __name__ == "__main__":

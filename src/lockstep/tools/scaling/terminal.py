@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from lockstep._errors import whole_number
+from lockstep._logging import counted
 from lockstep.collectives.cost_model import Network
 from lockstep.tools.scaling.prediction import (
     Predicted,
@@ -151,7 +152,7 @@ def outlook_of(table: ScalingTable, question: Question) -> Outlook | None:
     batch, share = chosen.setting.batch, -(-chosen.setting.batch // chosen.setting.devices)
     link = "the link measured here" if model.link else "the same"
     described = (
-        f"{network.devices_per_machine} device{'s' * (network.devices_per_machine > 1)} a machine; between machines "
+        f"{counted(network.devices_per_machine, 'device')} a machine; between machines "
         f"{1e-9 / between.seconds_per_byte:g} GB/s and {1e6 * between.latency:g} µs, within one {link}; "
         f"{model.gradient_bytes:,} bytes of gradients by {model.algorithm}; strong: {batch:,} rows in all, weak: {share:,} on each device"
     )
@@ -177,16 +178,15 @@ def _plain(value: Any) -> Any:
 _MIN_WIDTH = 100  # of a line, if the output is no terminal
 
 
-def render(report: ReportData, width: int | None = None, *, is_terminal: bool = False) -> str:
-    """Render the report as text.
+def render(report: ReportData, *, is_terminal: bool = False) -> str:
+    """Render the report as text, as wide as the terminal or of 100 columns.
 
     Args:
         report: to render.
-        width: columns; None: those of the terminal, or 100.
         is_terminal: whether to use colours.
     """
     file = io.StringIO()
-    columns = width or max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)
+    columns = max(_MIN_WIDTH, shutil.get_terminal_size((_MIN_WIDTH, 24)).columns)
     show = Console(file=file, width=columns, force_terminal=is_terminal, highlight=False).print
     show(f"[bold]Scaling of {escape(report.title)}[/]")
     show(escape(report.machine), style="dim")
@@ -197,7 +197,7 @@ def render(report: ReportData, width: int | None = None, *, is_terminal: bool = 
     for sentence in report.recommendation:
         show(f"• {escape(sentence)}")
     if report.outlook:
-        show(_prediction_table(report))
+        show(_prediction_table(report.outlook))
     for note in report.notes:
         show(f"Note: {escape(note)}", style="dim")
     return file.getvalue()
@@ -245,13 +245,10 @@ def _shares_table(table: ScalingTable) -> RichTable:
     return shown
 
 
-def _prediction_table(report: ReportData) -> RichTable:
-    outlook = report.outlook
+def _prediction_table(outlook: Outlook) -> RichTable:
     shown = RichTable(box=SIMPLE_HEAD, title="Predicted, not measured")
     for name in ("devices", "strong: batch", "rows/s", "speed-up", "weak: batch", "rows/s", "speed-up"):
         shown.add_column(name, justify="right")
-    if outlook is None:
-        return shown
     strong = {one.devices: one for one in outlook.strong}
     for weak in outlook.weak:
         cells = []

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from lockstep._errors import OptionError, shown
 from lockstep._keras import trainer
 from lockstep._keras.trainer import intercept_fit
 from lockstep.data import sources
+from lockstep.data.fit_entry import callbacks_in
 from lockstep.data.sources import AdapterSource, InputSource, make_source
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 from lockstep.tools.scaling.results import Budget
@@ -92,11 +92,9 @@ def workload_of(given: FunctionWorkload, folder: Path) -> Workload | None:
     """
     functions = [one for one in (given.build, given.data, given.validation) if callable(one)]
     if all(_import_name(function) for function in functions):
-        parts = [
-            _import_name_or_file(one, folder / name) for one, name in ((given.data, "data"), (given.validation, "val"))
-        ]
-        build = _import_name(given.build) or ""
-        return Workload("names", build=build, data=parts[0] or "", validation=parts[1], folders=tuple(sys.path))
+        build, data = _import_name(given.build) or "", _import_name_or_file("data", given.data, folder) or ""
+        validation = _import_name_or_file("validation", given.validation, folder)
+        return Workload("names", build=build, data=data, validation=validation, folders=tuple(sys.path))
     main = sys.modules["__main__"]
     path = vars(main).get("__file__")
     if path and vars(main).get("__spec__") is None and Path(path).is_file():
@@ -172,14 +170,14 @@ def _import(name: str) -> Any:
     return vars(importlib.import_module(module))[function]
 
 
-def _import_name_or_file(one: Any, path: Path) -> str | None:
+def _import_name_or_file(name: str, one: Any, folder: Path) -> str | None:
     if one is None:
         return None
     if callable(one):
         return _import_name(one)
     if not isinstance(one, tuple | list) or not all(isinstance(part, np.ndarray) for part in one):
-        raise OptionError("data: expected NumPy arrays (x, y), or a function that returns them.")
-    kept = path.with_suffix(".npz")
+        raise OptionError(f"{name}: expected NumPy arrays (x, y), or a function that returns them.")
+    kept = folder / f"{name}.npz"
     np.savez(kept, *one)
     return str(kept)
 
@@ -257,8 +255,7 @@ def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
     options = {
         name: value for name, value in given.items() if name not in (*_HANDLED_ARGUMENTS, *_VALIDATION_ARGUMENTS)
     }
-    callbacks, notes = _select_callbacks(given.get("callbacks"))
-    options["callbacks"] = callbacks
+    options["callbacks"], notes = _select_callbacks(callbacks_in(given))
     source = _source(data, given, batch)
     if not (isinstance(source, AdapterSource) and source.is_arrays):
         return _task_of_batches(source, data, given, options, budget, notes)
@@ -267,9 +264,7 @@ def training_task(first: FirstFit, batch: int, budget: Budget) -> TrainingTask:
 
 def _source(data: Any, given: Any, batch: int | None) -> InputSource:
     steps, weights = given.get("steps_per_epoch"), given.get("class_weight")
-    return make_source(
-        *data, batch_size=batch, steps_per_epoch=steps, class_weight=weights, pending=lambda generator: deque()
-    )
+    return make_source(*data, batch_size=batch, steps_per_epoch=steps, class_weight=weights)
 
 
 def _task_of_arrays(data: Any, given: Any, options: Any, batch: int, budget: Budget, notes: list[str]) -> TrainingTask:
@@ -350,9 +345,8 @@ def _count(data: Any) -> int:
     return len(jax.tree.leaves(data)[0])
 
 
-def _select_callbacks(callbacks: Any) -> tuple[list[Any], list[str]]:
+def _select_callbacks(given: list[Any]) -> tuple[list[Any], list[str]]:
     """Return the callbacks that set the learning rate, and a note about the others."""
-    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []
     kept = [one for one in given if isinstance(one, keras.callbacks.LearningRateScheduler)]
     left_out = sorted({type(one).__name__ for one in given if one not in kept})
     return kept, [f"callbacks left out while measuring: {', '.join(left_out)}"] if left_out else []
