@@ -223,6 +223,15 @@ def test_the_layout_of_a_model_with_named_inputs_is_known_before_its_first_step(
     assert "cannot follow" not in caplog.text
 
 
+@pytest.mark.parametrize("x", [[1.5, None], [], "rows", {"x": 3}], ids=str)
+def test_layout_refuses_inputs_that_are_no_arrays(x):
+    with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=CPUS[:2]).scope() as strategy:
+        model = keras.Sequential([layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(lockstep.OptionError, match=r"layout: x: expected a tree of arrays \(rows, …\), got "):
+        strategy.layout(model, x)
+
+
 def test_a_layout_map_is_taken_as_it_is(caplog):
     mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), CPUS)
     layout = keras.distribution.LayoutMap(mesh)

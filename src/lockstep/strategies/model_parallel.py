@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax.sharding import NamedSharding
 
-from lockstep._errors import ModelError, OptionError
+from lockstep._errors import ModelError, OptionError, check_depth, shown
 from lockstep._keras.sharded_variable import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
 from lockstep.data.device_placement import MeshPlacement, Placement
@@ -127,6 +128,7 @@ class ModelParallelStrategy(WorkerStrategy):
         Raises:
             ModelError: the model belongs to another strategy or is not compiled; its inputs are unknown; or a rule fits no variable, or
                 two fit the same one.
+            OptionError: ``x`` is no tree of arrays.
 
         Example:
             >>> import keras, lockstep
@@ -138,6 +140,8 @@ class ModelParallelStrategy(WorkerStrategy):
             {'net/one/kernel': (None, 'model')}
         """
         self._check_owner(model, "layout")
+        if x is not None:
+            _check_arrays("layout: x", x)
         shardings = self._shardings_of(model)
         shardings.check_variables()
         if not shardings.is_settled:
@@ -190,6 +194,13 @@ class ModelParallelStrategy(WorkerStrategy):
     def _summary(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self._options.axes.sizes.items())
         return f"{type(self).__name__}: mesh {sizes} ({', '.join(self.devices)})"
+
+
+def _check_arrays(name: str, value: Any) -> None:
+    check_depth(name, value)
+    leaves = jax.tree.leaves(value)
+    if not leaves or not all(isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)) for leaf in leaves):
+        raise OptionError(f"{name}: expected a tree of arrays (rows, …), got {shown(value)}.")
 
 
 def _inputs_of(model: keras.Model) -> Any:
