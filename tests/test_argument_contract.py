@@ -177,7 +177,7 @@ MADE_BY_LOCKSTEP = "Lockstep makes such objects; a program only reads them"
 EXCLUDED = {
     r"\w+\.(all_reduce|all_reduce_vector|describe|error_bound)": CALLED_BY_LOCKSTEP,
     r"\w+\.(on_\w+|attach|around_fit|is_present|unused_variables|shards|noting)": CALLED_BY_LOCKSTEP,
-    r"(DistributedDataset|InputSource|ParameterServerStrategy|PerReplica)\.\w+": CALLED_BY_LOCKSTEP,
+    r"(DistributedDataset|InputSource|ParameterServerStrategy|PerReplica|WrappedSource)\.\w+": CALLED_BY_LOCKSTEP,
     r"lockstep\.(DistributedDataset|PerReplica|RemoteValue|ReplicaContext|ValueContext)": MADE_BY_LOCKSTEP,
     r"ReplicaContext\.\w+": "works only in a function that strategy.run traces",
     r"(SchedulingStrategy|ClusterCoordinator)\.\w+": "needs a job of several processes",

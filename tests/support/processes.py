@@ -25,7 +25,6 @@ NOT_INHERITED = ("PJRT_NPROC", "NPROC", "XLA_FLAGS")  # What the tests' own proc
 # on it; where the bits that users get are looked at, a test says AS_FOR_USERS.
 FOR_TESTS = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1"
 }
 AS_FOR_USERS = {"XLA_FLAGS": ""}
 STARTUP = str(Path(__file__).with_name("startup"))  # In PYTHONPATH it makes new interpreters start in half the time.
