@@ -109,7 +109,7 @@ def on_one_device(name, optimizer, epochs):
     return outcome(name, optimizer, Topology(REPLICAS, 1), epochs)
 
 
-# A device more is one more compilation of each program, and nets and numbers of devices meet nowhere: each net runs on one, the smallest on most.
+# Each device compiles each program once more, and no code depends on both the net and the number of devices.
 ON_DEVICES = {("mlp", "adam"): (3, 8), ("mlp", "sgd"): (2,), ("cnn", "adam"): (2,), ("lstm", "sgd"): (3,)}
 ON_DEVICES |= {("lstm", "adam"): (8,), ("transformer", "adam"): (2,)}
 

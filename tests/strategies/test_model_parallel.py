@@ -189,7 +189,7 @@ def test_no_device_has_the_whole_of_a_large_variable_while_it_is_made():
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
-def test_a_resumed_run_puts_a_shard_on_each_device_and_the_whole_on_none(monkeypatch):
+def test_set_from_host_puts_a_shard_on_each_device_and_the_whole_on_none(monkeypatch):
     with lockstep.ModelParallelStrategy({"data": 1, "model": 2}, MEGATRON, devices=CPUS[:2]).scope():
         kernel = network().get_layer("up").kernel
     value = np.random.default_rng(0).normal(size=kernel.shape)

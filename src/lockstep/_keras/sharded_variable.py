@@ -37,14 +37,14 @@ class VariableLayouts:
         put: lays a value, which all processes have, over the devices.
         gather: returns the whole value of an array on the host, or None if this process does not want it; all processes call it.
         agree: checks that all processes call it now, with this topic and an equal value, and raises an error otherwise.
-        makes_slices: whether each device makes its shard of a large value by itself, so that none ever has all of it.
+        makes_shards: whether each device makes its shard of a large value by itself, so that none ever has all of it.
     """
 
     sharding_of: Callable[[keras.Variable, tuple[int, ...]], Sharding | None]
     put: Callable[[Any, Sharding], jax.Array]
     gather: Callable[[jax.Array, bool], Any]
     agree: Callable[[str, Any], None]
-    makes_slices: bool = False
+    makes_shards: bool = False
 
 
 class ShardedVariable(keras.Variable):

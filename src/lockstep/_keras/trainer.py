@@ -234,12 +234,12 @@ def _laying_out(original: Callable[..., None], current: Callable[[], VariableLay
 def _laying_out_before(
     original: Callable[..., None], current: Callable[[], VariableLayouts | None]
 ) -> Callable[..., None]:
-    """Return a variable's ``_initialize_with_initializer`` which gives it its layout first, where layouts say that slices are made."""
+    """Return a variable's ``_initialize_with_initializer`` which gives it its layout first, if each device makes its shard."""
 
     @functools.wraps(original)
     def initialize(self: Any, initializer: Any) -> None:
         layouts = current()
-        if layouts is not None and layouts.makes_slices:
+        if layouts is not None and layouts.makes_shards:
             lay_out_before(self, initializer, layouts)
         original(self, initializer)
 

@@ -90,7 +90,7 @@ class InputSource:
 
 
 class WrappedSource(InputSource):
-    """Base class of the sources that read another one, which cannot seek; the rest that a subclass does not override is that source's.
+    """Base class of sources that read another source. It cannot seek; what a subclass does not override is forwarded to that source.
 
     Args:
         source: the other source.

@@ -312,9 +312,9 @@ class Strategy(Diagnostics):
         if not (self._shard or self._shards_variables) or is_described(placement.first_local_device):
             return None
         # Without a mesh, a step has the whole of each variable on a device, too.
-        slices = isinstance(placement, MeshPlacement)
+        makes_shards = isinstance(placement, MeshPlacement)
         agree = self._process_group.agree
-        return VariableLayouts(self._sharding_at_creation, placement.put, gather_on_host, agree, slices)
+        return VariableLayouts(self._sharding_at_creation, placement.put, gather_on_host, agree, makes_shards)
 
     def _sharding_at_creation(self, variable: keras.Variable, shape: tuple[int, ...]) -> NamedSharding | None:
         """Return where the first value of a variable is laid; None: where it is already."""

@@ -131,14 +131,14 @@ def assert_same_bits(found, expected):
         assert (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, np.asarray(other).tobytes())
 
 
-# From one server others continue on two, so both places of all optimizers are there without the runs that begin on two.
-BEGUN = [
+# A run that begins on one server continues on two (NEXT), so it tests both; runs that begin on two are nightly.
+STARTS = [
     case if case[0] == "Adam" or PLACES[case[1]][0] == 1 else pytest.param(*case, marks=pytest.mark.nightly)
     for case in CASES
 ]
 
 
-@pytest.mark.parametrize(("name", "place"), quick_first(BEGUN))
+@pytest.mark.parametrize(("name", "place"), quick_first(STARTS))
 def test_servers_have_the_optimizer_state_of_one_device_and_others_continue_from_it(name, place):
     made = OPTIMIZERS[name]
     one = OnOneDevice(made)

@@ -1,4 +1,4 @@
-"""Environment variables of a job: a reader whose errors name the variable, its value and what was expected; network options."""
+"""Environment variables of a job: a reader whose errors name the variable and its value; network options; the GPUs that may be used."""
 
 import os
 import re
