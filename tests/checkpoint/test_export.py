@@ -347,6 +347,7 @@ def train(folder, epochs):
     return [np.asarray(variable.value).tobytes() for variable in variables], history
 
 
+@pytest.mark.slow
 def test_import_resumes_to_the_same_bits(format_name, tmp_path, capsys):
     train(tmp_path / "runs", epochs=1)
     said(capsys, "export", tmp_path / "runs", tmp_path / "exported", "--format", format_name)

@@ -100,6 +100,7 @@ def test_step_on_cpus_gathers_small_outputs_and_has_one_all_reduce(net):
     assert sorted(names(DEVICES, net, 64)) == ["all-gather", "all-reduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "gathers"),
     [([], 3), ([layers.BatchNormalization, dropout, dropout], 4)],

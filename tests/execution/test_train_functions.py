@@ -97,6 +97,7 @@ def test_joined_steps_have_the_numbers_of_plain_keras(joining, devices):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"shard": "variables"}], ids=["replicated", "sharded"])
 def test_joined_steps_keep_noise_statistics_and_accumulation(joining, monkeypatch, options):
     monkeypatch.setattr("lockstep.data.device_placement.SHARD_FROM", 3)
@@ -107,6 +108,7 @@ def test_joined_steps_keep_noise_statistics_and_accumulation(joining, monkeypatc
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_steps_are_not_joined_if_a_hook_needs_each(joining):
     trained(compiled(3, mirrored()), lockstep.callbacks.NanGuard())
     trained(compiled(1, mirrored()))

@@ -35,8 +35,9 @@ def taken():
     return counts, int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     "given", [lambda folder: (), pytest.param(callbacks, marks=pytest.mark.nightly)], ids=["plain", "callbacks"]
 )

@@ -108,6 +108,7 @@ print("seen", len(seen))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(75 if rank else 0)", 75), ("sys.exit(1)", None)])
 def test_a_signal_to_the_supervisor_reaches_each_worker_once(tmp_path, number, end, code):
@@ -244,6 +245,7 @@ def test_a_reader_that_does_not_read_holds_nothing_up(tmp_path):
     os.close(reader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "signals", "code"),
     [

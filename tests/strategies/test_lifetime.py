@@ -88,14 +88,13 @@ def assert_nothing_stays(times, make, *callbacks, **options):
     assert not alive
 
 
-SLOW = {"deterministic on one device", "sharded optimizer", "one device"}
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_strategy_that_is_dropped_leaves_nothing(kind):
     assert_nothing_stays(2, KINDS[kind])
 
 
+@pytest.mark.slow
 def test_callbacks_keep_no_dropped_strategy(tmp_path):
     callbacks = [
         lambda: BackupAndRestore(tmp_path / "run", allow_changes=True, extend=True),

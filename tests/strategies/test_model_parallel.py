@@ -118,7 +118,8 @@ def test_law_m2_a_mesh_gives_the_same_bits_also_after_a_resume(tmp_path, options
     assert_equal_bits(resumed, expected)
 
 
-@pytest.mark.parametrize("after", ["mirrored", pytest.param("mesh", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["mirrored", "mesh"])
 def test_a_checkpoint_knows_no_mesh(tmp_path, after):
     with pytest.raises(KeyboardInterrupt):
         train(callbacks=[lockstep.callbacks.BackupAndRestore(tmp_path), StopAfter()])
@@ -130,6 +131,7 @@ def test_a_checkpoint_knows_no_mesh(tmp_path, after):
     assert resumed.optimizer.iterations == 4
 
 
+@pytest.mark.slow
 def test_a_data_parallel_checkpoint_resumes_on_a_mesh(tmp_path):
     strategy = lockstep.MirroredStrategy(CPUS[:2], replicas=1)
     with pytest.raises(KeyboardInterrupt):
@@ -296,6 +298,7 @@ def test_law_m4_an_odd_variable_stays_whole_and_is_named(caplog, layout):
     assert strategy.layout(model).device_bytes == strategy.layout(model).bytes
 
 
+@pytest.mark.slow
 def test_law_m5_self_check_compares_a_step_with_one_device(monkeypatch):
     strategy, model, _ = train(epochs=1, **SHARDED)
     x, y = batch(8)

@@ -116,6 +116,7 @@ def assert_equal_bits(found, expected):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_recomputing_changes_no_number(devices):
     (_, model, history), (_, plain, expected) = (
@@ -128,14 +129,14 @@ def test_recomputing_changes_no_number(devices):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("devices", "shard"),
     [
-        (2, "variables"),
-        *(pytest.param(devices, "variables", marks=pytest.mark.slow) for devices in (1, 8)),
+        *((devices, "variables") for devices in (2, 1, 8)),
         *(pytest.param(devices, "variables", marks=pytest.mark.nightly) for devices in (3, 4, 5)),
-        pytest.param(2, "optimizer", marks=pytest.mark.slow),
+        (2, "optimizer"),
     ],
 )
 @compared_with_one_device
@@ -160,6 +161,7 @@ def test_variables_of_an_optimizer_are_sharded_before_the_first_step(shard):
     assert found == [0.5, 0.5]
 
 
+@pytest.mark.slow
 def test_self_check_compares_gradients_with_those_of_whole_variables(monkeypatch):
     strategy, model, _ = train(2, epochs=1, **RECOMPUTED)
     x, y = np.random.default_rng(1).normal(size=(8, 64)).astype("float32"), np.arange(8) % 3
@@ -195,12 +197,13 @@ class StopAfter(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("variables", None),
-        pytest.param(None, "variables", marks=pytest.mark.slow),
-        pytest.param("optimizer", "variables", marks=pytest.mark.slow),
+        (None, "variables"),
+        ("optimizer", "variables"),
     ],
 )
 @compared_with_one_device
@@ -213,7 +216,8 @@ def test_law_3_holds_a_checkpoint_resumes_with_other_shards_on_other_devices(tmp
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_each_device_holds_what_the_layout_says(deterministic):
     strategy, model, _ = train(4, deterministic=deterministic, **SHARDED)
     layout = strategy.layout(model)
@@ -272,6 +276,7 @@ def test_a_step_gathers_each_sharded_variable_where_it_is_used_and_scatters_each
     assert scattered == sum(row.device_bytes for row in sharded)
 
 
+@pytest.mark.slow
 def test_recomputed_layers_keep_neither_gathered_variables_nor_inner_results_also_on_cpus():
     kept, recomputed = (
         compiled_step(*train(4, epochs=1, rows=9, blocks=6, **options)[:2]).memory_analysis().temp_size_in_bytes
@@ -280,6 +285,7 @@ def test_recomputed_layers_keep_neither_gathered_variables_nor_inner_results_als
     assert recomputed < kept / 3
 
 
+@pytest.mark.slow
 def test_recomputed_layers_are_those_that_were_named():
     counts = {}
     for name, recompute in {
@@ -305,6 +311,7 @@ def test_a_large_variable_that_stays_whole_is_named(caplog):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_an_optimizer_that_needs_whole_tensors_is_named(caplog, optimizer):
     with caplog.at_level("INFO", "lockstep"):

@@ -197,6 +197,7 @@ def test_plan_takes_a_function_of_data_and_refuses_no_batch():
         lockstep.plan(model, data, batch=(), **options)
 
 
+@pytest.mark.slow
 def test_plan_of_a_model_is_text_json_and_a_page_and_changes_nothing(tmp_path):
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(1)])
     model.compile("adam", "mse")

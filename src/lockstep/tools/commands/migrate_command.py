@@ -91,4 +91,7 @@ def _environment_of(path: str) -> Iterator[None]:
         yield
     finally:
         sys.path.pop()
-        os.environ.pop("TF_CONFIG", None) if before is None else os.environ.update(TF_CONFIG=before)
+        if before is None:
+            os.environ.pop("TF_CONFIG", None)  # The script may have removed it.
+        else:
+            os.environ["TF_CONFIG"] = before
