@@ -24,6 +24,7 @@ PARTS = (
     "nan_guard",
     "resume",
     "memory",
+    "memory_resnet50",
     "plan",
     "host",
     "steps",

@@ -26,6 +26,7 @@ from steps import Steps, scalars, state_of
 
 import lockstep
 from accelerator.nets import compiled
+from lockstep.devices.determinism import describe_determinism, prepare_determinism
 from lockstep.tools.plan.compiled_step import TrainingCall
 from lockstep.tools.plan.hardware import known_accelerators
 from lockstep.tools.plan.measured import check_steps, keep_checks
@@ -115,6 +116,7 @@ def bits(small):
             if count <= jax.local_device_count():
                 strategy = lockstep.MirroredStrategy(device_names(count), replicas=4, deterministic=True)
                 found.setdefault(count, []).append(digest(trained(net, small, strategy, epochs=1)))
+        yield Finding(f"{net}: what the strategy says of its bits", describe_determinism(jax.local_devices()[0]))
         distinct = len({one for runs in found.values() for one in runs})
         yield Finding(
             f"{net}: distinct results of {sum(map(len, found.values()))} runs on {list(found)} devices", distinct, 1
@@ -282,22 +284,30 @@ def host(small):
 
 
 def memory(small):
-    """Peak memory of a device beside what the compiler says of its program."""
-    device = jax.local_devices()[0]
-    for net, rows in (("LM", 16), ("ResNet50", 64)):
-        with replicas_on_one(1).scope():
-            model, batch = compiled(net, small)
-        x, y = batch(8 if small else rows)
-        model.fit(x, y, batch_size=len(x), epochs=2, verbose=0)
-        functions = vars(model)["_lockstep_functions"]
-        step = functions.executor.train_step(functions.build_step(functions.executor, "train"))
-        program = step.compile_for(state_of(model), functions.placement.abstract_batch((x, y)))
-        found = program.memory_analysis()
-        said = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
-        said -= found.alias_size_in_bytes
-        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-        yield Finding(f"{net}: MiB that the compiler says of the step", round(said / 2**20, 1))
-        yield Finding(f"{net}: MiB at the peak of the process", round(peak / 2**20, 1) if peak else "not measured here")
+    """Peak memory of a device beside what the compiler says of its program, for a language model."""
+    return memory_of("LM", 16, small)
+
+
+def memory_resnet50(small):
+    """The same for ResNet50, in a process of its own, as the peak is that of a process."""
+    return memory_of("ResNet50", 64, small)
+
+
+def memory_of(net, rows, small):
+    """Findings on the memory of one net."""
+    with replicas_on_one(1).scope():
+        model, batch = compiled(net, small)
+    x, y = batch(8 if small else rows)
+    model.fit(x, y, batch_size=len(x), epochs=2, verbose=0)
+    functions = vars(model)["_lockstep_functions"]
+    step = functions.executor.train_step(functions.build_step(functions.executor, "train"))
+    program = step.compile_for(state_of(model), functions.placement.abstract_batch((x, y)))
+    found = program.memory_analysis()
+    said = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
+    said -= found.alias_size_in_bytes
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    yield Finding(f"{net}: MiB that the compiler says of the step", round(said / 2**20, 1))
+    yield Finding(f"{net}: MiB at the peak of the process", round(peak / 2**20, 1) if peak else "not measured here")
 
 
 def plan(small):
@@ -406,6 +416,7 @@ PARTS = {
         steps,
         host,
         memory,
+        memory_resnet50,
         plan,
         devices,
         mesh,
@@ -421,6 +432,8 @@ def main():
     parser.add_argument("--resumed", metavar="FOLDER", help="the run that the part resume kills")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU trains in seconds")
     options = parser.parse_args()
+    if options.resumed or options.part in ("numbers", "bits", "mesh"):
+        prepare_determinism()  # before JAX starts, which it does as soon as a part names devices
     if options.resumed:
         resumed_run(options.resumed, options.small)
         return

@@ -6,7 +6,9 @@ import socket
 import pytest
 
 from lockstep._errors import ClusterError, OptionError
-from lockstep.distributed.cluster.env_reader import visible_gpus
+from lockstep.distributed.cluster import env_reader
+from lockstep.distributed.cluster.env_reader import gpu_files, has_accelerators, visible_gpus
+from lockstep.distributed.jax_init import share_of_gpus
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
 from lockstep.launch.worker_environment import gpu_share
@@ -111,6 +113,27 @@ def test_gpus_are_cut_into_shares(tmp_path):
     assert visible_gpus({"JAX_PLATFORMS": "cpu"}, tmp_path) == []
     assert visible_gpus({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == ["0", "1", "2"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == []
+    assert gpu_files(tmp_path) == ["nvidia0", "nvidia1", "nvidia2"]
+
+
+def test_workers_share_the_gpus_that_all_of_them_may_open():
+    alike, others = ("a nvidia0 nvidia1", "0,1"), ("a nvidia2 nvidia3", "0,1")
+    assert [share_of_gpus([alike, alike], index) for index in range(2)] == [[0], [1]]
+    assert [share_of_gpus([alike, others], index) for index in range(2)] == [None, None]
+    assert share_of_gpus([alike, alike, others, others], 3) == [1]
+
+
+@pytest.mark.parametrize("file", ["accel0", "vfio/0"])
+def test_tpus_are_accelerators_if_jax_may_use_them(file, tmp_path, monkeypatch):
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()
+    assert not has_accelerators({}, tmp_path)
+    (tmp_path / file).touch()
+    for is_installed in (False, True):
+        monkeypatch.setattr(env_reader, "find_spec", lambda name, found=is_installed: found or None)
+        assert has_accelerators({}, tmp_path) is is_installed
+        assert has_accelerators({"JAX_PLATFORMS": "tpu,cpu"}, tmp_path) is is_installed
+        assert not has_accelerators({"JAX_PLATFORMS": "cpu"}, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class DeviceSource(InputSource):
 
 
 def _refuse_too_large(size: int, placement: Placement) -> None:
-    for device in placement.devices:
+    for device in (placement.devices[index] for index in placement.local_indices):
         memory = device.memory_stats() or {}  # None on CPU devices.
         free = memory.get("bytes_limit", size) - memory.get("bytes_in_use", 0)
         if memory and size > free:

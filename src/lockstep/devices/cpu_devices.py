@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 
 from lockstep._errors import DeviceError, whole_number
-from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, visible_gpus
+from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, has_accelerators
 
 __all__ = [
     "HostMemory",
@@ -114,7 +114,7 @@ _SETTINGS = {_ARENAS: 1, _MAPPINGS: 0, _TRIM_ABOVE: 2**31 - 1, _GROW_BY: 2**26}
 
 
 def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Make glibc keep freed memory, unless there are GPUs, or the user has chosen another allocator or configured this one.
+    """Make glibc keep freed memory, unless there are accelerators, or the user has chosen another allocator or configured this one.
 
     Args:
         environ: the user's settings: ``LOCKSTEP_KEEP_MEMORY=0``, ``LD_PRELOAD``, ``MALLOC_…`` or ``GLIBC_TUNABLES``.
@@ -122,7 +122,7 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
     Returns:
         Whether glibc keeps freed memory now.
     """
-    if platform.libc_ver()[0] != "glibc" or visible_gpus(environ) or _is_configured(environ):
+    if platform.libc_ver()[0] != "glibc" or has_accelerators(environ) or _is_configured(environ):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(parameter, value) for parameter, value in _SETTINGS.items()])
@@ -206,8 +206,8 @@ def reserve_threads(devices: int) -> None:
     )
 
 
-def start_with_threads(threads: int, xla_flags: str) -> None:
-    """Configure a pool of ``threads`` threads and these flags, unless JAX has started."""
+def start_with_threads(threads: int | None, xla_flags: str) -> None:
+    """Configure a pool of ``threads`` threads (None: of the usual size) and these flags, unless JAX has started."""
     present = os.environ.get("XLA_FLAGS", "")
     if _configure(_configured_count(os.environ), os.environ, threads) and xla_flags not in present:
         os.environ["XLA_FLAGS"] = f"{present} {xla_flags}".strip()

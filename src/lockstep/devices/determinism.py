@@ -12,12 +12,14 @@ import jax
 from lockstep._errors import DeviceError, flag, whole_number
 from lockstep.devices.cpu_devices import MOST_CPU_DEVICES, pool_threads, start_with_threads
 from lockstep.devices.names import platform_of
+from lockstep.distributed.cluster.env_reader import visible_gpus
 
-__all__ = ["CPU_THREADS", "describe_determinism", "is_deterministic", "prepare_determinism", "set_deterministic"]
+__all__ = ["CPU_THREADS", "describe_determinism", "fix_order_on_gpus", "is_deterministic", "prepare_determinism", "set_deterministic"]
 
 CPU_THREADS = 16  # Enough for 4 logical CPU devices, independent of the number of cores.
 _MOST_THREADS = 4 * MOST_CPU_DEVICES
 GPU_FLAG = "--xla_gpu_deterministic_ops=true"
+_ORDER_FLAG = "--xla_gpu_exclude_nondeterministic_ops=true"  # XLA still chooses the fastest kernel of the others.
 
 
 @dataclass
@@ -72,6 +74,15 @@ def is_deterministic() -> bool:
 def prepare_determinism() -> None:
     """Make the settings that a deterministic strategy needs, unless JAX has started."""
     start_with_threads(_setting.cpu_threads, GPU_FLAG)
+
+
+def fix_order_on_gpus() -> None:
+    """Exclude kernels of GPUs that add in the order in which threads finish, unless JAX has started.
+
+    Devices that compute the same thing, such as the gradient of a variable that all of them have, would get different bits.
+    """
+    if visible_gpus(os.environ):
+        start_with_threads(None, _ORDER_FLAG)
 
 
 def describe_determinism(device: jax.Device) -> str:

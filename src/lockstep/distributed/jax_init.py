@@ -20,7 +20,14 @@ from lockstep._errors import ClusterError
 from lockstep._logging import listed
 from lockstep.devices.cpu_devices import has_started, reserve_threads
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, join_address, split_address
-from lockstep.distributed.cluster.env_reader import EnvReader, NetworkOptions, restarts_of, visible_gpus
+from lockstep.distributed.cluster.env_reader import (
+    EnvReader,
+    NetworkOptions,
+    gpu_files,
+    has_accelerators,
+    restarts_of,
+    visible_gpus,
+)
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.control_client import ControlClient
@@ -75,9 +82,10 @@ def start_jax(
     """
     _check_not_started(client)
     group = client.group
-    visible = client.gather("the GPUs", [socket.gethostname(), ",".join(visible_gpus(environ))])
+    machine = " ".join([machine_id(), *gpu_files()])
+    visible = client.gather("the GPUs", [machine, ",".join(visible_gpus(environ))])
     gpus = share_of_gpus(visible, group.index)
-    if not any(seen for _, seen in visible):
+    if not any(client.gather("whether there are accelerators", has_accelerators(environ))):
         check_hostnames(client)
         set_batch_scheduling()
     service = find_jax_address(client, environ, log)
@@ -118,7 +126,7 @@ def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | Non
     """Return which of the visible GPUs a worker uses: its share if the workers of a machine see the same ones.
 
     Args:
-        visible: for each worker its machine and its visible GPUs, as ``"0,1"``.
+        visible: for each worker its machine with the GPUs that it may open there, and the visible ones of them, as ``"0,1"``.
         index: of the worker.
 
     Returns:
@@ -305,7 +313,7 @@ def set_batch_scheduling() -> None:
 
 def prepare_threads(cpu_devices: int, environ: Mapping[str, str] = os.environ) -> None:
     """Prepare the threads of a JAX that was initialized over processes by the program and has not started its devices."""
-    if not visible_gpus(environ):
+    if not has_accelerators(environ):
         set_batch_scheduling()
     reserve_threads(cpu_devices)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from lockstep.devices.names import platform_of
 from lockstep.execution.jaxpr_utils import is_inexact
 
 __all__ = ["GatedStep", "NonFiniteGate", "loss_logs"]
@@ -91,6 +92,7 @@ class _SelectionProgram:
         self.names: list[Place | str] = [*(changed[i] for i in checked), *losses]
         shardings = [value.sharding for value in values]
         replicated = _replicated(shardings[0])
+        on_cpu = platform_of(next(iter(shardings[0].device_set))) == "cpu"
         self.open_flag = jax.make_array_from_callback((), replicated, lambda _: np.zeros((), bool))
 
         def choose(closed: Any, old: list[Any], new: list[Any], losses: list[Any]) -> Any:
@@ -101,7 +103,8 @@ class _SelectionProgram:
                 worse = [_became_nonfinite(old[i], new[i]) for i in checked]
                 return jnp.asarray([*worse, *suspects[len(checked) :]], bool)
 
-            bad = lax.cond(suspects.any(), exactly, lambda: jnp.zeros_like(suspects))
+            # A GPU that branches waits for the host, so the next step would not be queued until this one has ended.
+            bad = lax.cond(suspects.any(), exactly, lambda: jnp.zeros_like(suspects)) if on_cpu else exactly()
             closed = closed | bad.any()
             return bad, closed, [jnp.where(closed, a.astype(b.dtype), b) for a, b in zip(old, new, strict=True)]
 

@@ -255,7 +255,8 @@ def _compare(expected: Values, found: Values, devices: list[str]) -> None:
             raise DeterminismError(
                 f"self_check: a step repeated from the same state on {', '.join(devices)} gave a different {name}: "
                 f"{different.sum()} of {different.size} bytes differ. The compiled program depends on more than its inputs. Fix: try "
-                "another version of jaxlib or, on CPU, lockstep.config.set_deterministic(cpu_threads=1) on one device."
+                "another version of jaxlib; on GPUs, XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment, or deterministic=True in a "
+                "program that has not started JAX; on CPUs, lockstep.config.set_deterministic(cpu_threads=1) on one device."
             )
 
 

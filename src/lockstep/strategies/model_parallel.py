@@ -15,7 +15,7 @@ from lockstep._keras.sharded_variable import has_layout, lay_out
 from lockstep.collectives import CommunicationOptions, Ops
 from lockstep.data.device_placement import MeshPlacement, Placement
 from lockstep.data.fit_entry import InputOptions
-from lockstep.devices.determinism import is_deterministic
+from lockstep.devices.determinism import fix_order_on_gpus, is_deterministic
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.doctor.base import RuntimeSettings
 from lockstep.execution.executors import Executor, SpmdExecutor
@@ -35,7 +35,7 @@ class ModelParallelStrategy(WorkerStrategy):
     Counterpart of ``keras.distribution.ModelParallel``. Rows of a batch are sharded over the first axis of the mesh, and variables over
     the others, so that also the products of one layer are shared out (tensor parallelism). One replica computes the global batch: batch
     statistics are those of all rows, and noise is that of one device, whatever the mesh. Results equal those of one device up to
-    rounding; the same mesh gives the same bits. Source: Shoeybi et al., "Megatron-LM" (2019).
+    rounding; the same mesh gives the same bits (on GPUs: see ``docs/determinism.md``). Source: Shoeybi et al., "Megatron-LM" (2019).
 
     Args:
         mesh: number of devices along each axis, such as ``{"data": 2, "model": 4}``, or a ``keras.distribution.DeviceMesh``, of which
@@ -99,6 +99,7 @@ class ModelParallelStrategy(WorkerStrategy):
                     "only, and lockstep.config.set_deterministic() is not supported. Fix: leave the other options out."
                 )
             prepared = prepare_process(replicas=1, deterministic=False, input_options=input_options)
+            fix_order_on_gpus()
             return replace(prepared, shard=checked, recompute=recompute)
 
         def place(found: Sequence[jax.Device], _: StrategyOptions) -> Placement:

@@ -13,9 +13,9 @@ def test_an_input_that_is_left_in_the_middle_continues_where_it_was(job):
         assert told["seconds"] < 20
 
 
-def test_a_file_cache_is_one_file_for_each_worker(job, tmp_path):
+def test_caches_are_of_each_worker(job, tmp_path):
     folder = tmp_path / "cached"
     folder.mkdir()
     for told in job(2).run("cached", cache=str(folder / "cache")):
-        assert told == {"files": ["cache.0", "cache.1"], "asked": 4, "steps": 8}
+        assert told == {"on_devices": True, "files": ["cache.0", "cache.1"], "asked": 4, "steps": 8}
     assert not list(folder.iterdir())

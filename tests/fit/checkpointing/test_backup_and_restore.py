@@ -15,6 +15,7 @@ from lockstep._version import used_versions
 from lockstep.callbacks import BackupAndRestore
 from lockstep.checkpoint.format import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.fit.checkpointing import model_state
 
 from .runs import BreakOff, BrokenOffError, Run, Shuffled, data, whole
 
@@ -77,6 +78,15 @@ def test_more_epochs_go_on_where_fewer_have_ended(tmp_path):
     further = Run(tmp_path, epochs=3)
     assert further.fit() == whole()
     assert further.heard == [(2, step) for step in range(5)]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_state_is_copied_on_a_cpu_and_to_the_host_from_other_devices(platform, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_state, "platform_of", lambda device: platform)
+    (copy,) = model_state.copies_of([jax.numpy.ones(3)])
+    assert isinstance(copy, np.ndarray) == (platform == "gpu")
+    Run(tmp_path, options={"save_freq": 1}).fit(7)
+    assert Run(tmp_path).fit() == whole()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from types import SimpleNamespace
 
 import jax
 import keras
@@ -12,6 +13,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.callbacks import BackupAndRestore, NanGuard
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.execution import nonfinite_gate
 from tests.support.marks import quick_first
 
 from .runs import BAD_REPLICA, BAD_STEP, BATCH, CAUSES, SAID, STEPS, Run, data, left_by, without
@@ -53,6 +55,15 @@ def test_it_stops_before_the_bad_step_and_says_why(cause, deterministic, devices
     assert f"epoch 1, step {BAD_STEP + 1}: " in str(error)
     assert place in str(error)
     assert left_by(model) == left_before_the_bad_step(deterministic, devices, steps_at_once)
+
+
+def test_accelerators_compare_without_a_branch_for_which_they_would_wait(monkeypatch):
+    monkeypatch.setattr(nonfinite_gate, "platform_of", lambda device: "gpu")
+    without_branches = SimpleNamespace(optimization_barrier=jax.lax.optimization_barrier)
+    monkeypatch.setattr(nonfinite_gate, "lax", without_branches)
+    error, model = stopped(Run(), *data("layer"), NanGuard())
+    assert (error.epoch, error.batch) == (0, BAD_STEP)
+    assert left_by(model) == left_before_the_bad_step(False, 1, 1)
 
 
 @pytest.mark.parametrize("given", [NanGuard(), {"guard": NanGuard()}, (NanGuard(),)], ids=["one", "dict", "tuple"])

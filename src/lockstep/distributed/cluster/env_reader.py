@@ -1,10 +1,11 @@
-"""Environment variables of a job: a reader whose errors name the variable and its value; network options; the GPUs that may be used."""
+"""Environment variables of a job: a reader whose errors name the variable and its value; network options; the accelerators that may be used."""
 
 import os
 import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from lockstep._errors import ClusterError
@@ -21,6 +22,8 @@ __all__ = [
     "SECRET_FILE",
     "EnvReader",
     "NetworkOptions",
+    "gpu_files",
+    "has_accelerators",
     "restarts_of",
     "visible_gpus",
 ]
@@ -37,6 +40,7 @@ MIN_SECRET_BYTES = 32  # From one challenge, guesses can be tested without being
 _MAX_SECRET_BYTES = 4096
 _DEVICES = Path("/dev")
 _GPU_PLATFORMS = {"cuda", "gpu"}  # names of JAX
+_TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
 
 
 @dataclass(frozen=True)
@@ -189,8 +193,35 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = _DEVICES) -> li
     platforms = environment.get("JAX_PLATFORMS")
     if platforms and not _GPU_PLATFORMS & set(platforms.split(",")):
         return []
-    names = [path.name for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    files = gpu_files(devices)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not names:
-        return [str(number) for number in range(len(names))]
+    if visible is None or not files:
+        return [str(number) for number in range(len(files))]
     return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+
+
+def gpu_files(devices: Path = _DEVICES) -> list[str]:
+    """Return the names of the GPUs' device files that this process may open, which its container or control group decides.
+
+    CUDA numbers the GPUs that it may open from 0: two processes that name the same numbers may have different GPUs.
+
+    Args:
+        devices: the folder of device files.
+    """
+    found = [path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    return sorted(path.name for path in found if os.access(path, os.R_OK | os.W_OK))
+
+
+def has_accelerators(environment: Mapping[str, str], devices: Path = _DEVICES) -> bool:
+    """Return whether JAX computes on GPUs or TPUs in programs with this environment.
+
+    Args:
+        environment: JAX_PLATFORMS may exclude accelerators.
+        devices: the folder of device files.
+    """
+    if visible_gpus(environment, devices):
+        return True
+    platforms = environment.get("JAX_PLATFORMS")
+    if (platforms and "tpu" not in platforms.split(",")) or not find_spec("libtpu"):
+        return False
+    return any(True for pattern in _TPU_FILES for _ in devices.glob(pattern))

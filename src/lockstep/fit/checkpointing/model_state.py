@@ -30,6 +30,7 @@ from lockstep.checkpoint.format import Loaded, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.device_placement import gather_on_host, is_spread
 from lockstep.data.pass_iterator import check_random_state
+from lockstep.devices.names import platform_of
 
 __all__ = [
     "KINDS",
@@ -121,8 +122,21 @@ def variables_of(model: keras.Model) -> list[list[keras.Variable]]:
 
 
 @jax.jit
-def _copied(values: list[Any]) -> list[Any]:
+def _copied_on_devices(values: list[Any]) -> list[Any]:
     return [jnp.copy(value) for value in values]
+
+
+def _copied(values: list[Any]) -> list[Any]:
+    """Copy arrays asynchronously on CPUs; from accelerators, whose memory may have no room for a second state, to the host.
+
+    Args:
+        values: arrays that are on devices of this process.
+    """
+    if not values or platform_of(next(iter(values[0].devices()))) == "cpu":
+        return list(_copied_on_devices(values))
+    for value in values:
+        value.copy_to_host_async()
+    return [np.asarray(value) for value in values]
 
 
 def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False) -> list[Any]:
@@ -130,7 +144,7 @@ def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False
 
     Args:
         values: the arrays. Of one that every device has, the first device's is copied; one whose shards are on devices of several
-            processes is gathered in the memory of the host, and the others are copied on their devices, asynchronously.
+            processes is gathered in the memory of the host.
         wanted: whether this process needs the copies. All processes call this with the same arrays.
         in_shards: of arrays on several processes each gets its own shards, also if it does not want the others.
 
@@ -155,9 +169,9 @@ def copies_of(values: list[Any], *, wanted: bool = True, in_shards: bool = False
 
 
 def _own_shards(array: jax.Array) -> list[ArrayShard]:
-    """Copy the shards that no process before this one has, on their devices."""
+    """Copy the shards that no process before this one has."""
     return [
-        ArrayShard(array.shape, tuple(part.start or 0 for part in shard.index), jnp.copy(shard.data))
+        ArrayShard(array.shape, tuple(part.start or 0 for part in shard.index), _copied([shard.data])[0])
         for shard in array.addressable_shards
         if shard.replica_id == 0
     ]
