@@ -15,9 +15,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 SET_THE_ENVIRONMENT = ("cpu_devices.py", "cli.py", "cluster_test.py", "migrate_command.py", "hardware.py")
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes_of(path):
+    return list(ast.walk(tree_of(path)))
+
+
 def functions():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 first = body[0].lineno if body else node.lineno
@@ -54,7 +64,7 @@ def test_what_is_avoided(pattern, allowed):
 
 @functools.cache
 def code_without_comments() -> list[tuple[str, str]]:
-    return [(path.name, without_docstrings(ast.unparse(ast.parse(path.read_text())))) for path in FILES]
+    return [(path.name, without_docstrings(ast.unparse(tree_of(path)))) for path in FILES]
 
 
 def without_docstrings(text: str) -> str:
@@ -64,7 +74,7 @@ def without_docstrings(text: str) -> str:
 def test_no_two_classes_share_a_name():
     names = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 names[node.name.lstrip("_")].append(path.name)
     shared = {name: files for name, files in names.items() if len(files) > 1}
@@ -91,7 +101,7 @@ def test_files_do_not_import_each_other_in_a_circle():
 
 
 def imported_at_the_top(path, modules):
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "lockstep":
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"

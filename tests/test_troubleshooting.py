@@ -31,8 +31,10 @@ def quoted_messages():
 
 
 def is_in(message, text):
-    pattern = ".*".join(re.escape(part) for part in message.split("…"))
-    return re.search(pattern, text, flags=re.DOTALL) is not None
+    parts = message.split("…")
+    if not all(part in text for part in parts):  # This takes less time than the search for their order.
+        return False
+    return re.search(".*".join(re.escape(part) for part in parts), text, flags=re.DOTALL) is not None
 
 
 def test_each_error_class_has_an_entry():

@@ -45,7 +45,7 @@ def context_variables():
     """Names of ContextVars, whose ``get()`` is no wait."""
     found = set()
     for text in SOURCES.values():
-        for node in nodes_of(text):
+        for node in nodes_of(text) if "ContextVar" in text else ():
             value = getattr(node, "value", None)
             if isinstance(value, ast.Call) and ast.unparse(value.func) == "ContextVar":
                 found.add(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target))

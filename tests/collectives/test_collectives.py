@@ -25,6 +25,8 @@ OPTIONS = {  # Beside the defaults.
     "nccl in three packs": lockstep.NcclAllReduce(3),
     "ring in three packs": lockstep.RingAllReduce(3),
 }
+EVERY_DAY = ("auto", "half_precision")  # In every dtype.
+FIVE = [f"cpu:{number}" for number in range(5)]
 
 
 def reduced(ops, pieces, devices, reduce_op="SUM"):
@@ -48,19 +50,20 @@ def reduced(ops, pieces, devices, reduce_op="SUM"):
 )
 def test_equals_the_naive_sum_on_every_device(ops):
     # How arrays are packed does not depend on the number of devices: for options, five are enough.
-    devices = [f"cpu:{number}" for number in range(5)] if ops in OPTIONS else None
+    devices = FIVE if ops in OPTIONS else None
     check_cross_device_ops(OPTIONS.get(ops, ops), devices, dtypes=["float32", "bfloat16", "int32", "bool"])
 
 
 @pytest.mark.parametrize(
     "ops",
     [
-        pytest.param(ops, marks=pytest.mark.slow if ops in ("auto", "half_precision") else pytest.mark.nightly)
+        pytest.param(ops, marks=pytest.mark.slow if ops in EVERY_DAY else pytest.mark.nightly)
         for ops in (*ALGORITHMS, *OPTIONS)
     ],
 )
 def test_equals_the_naive_sum_in_every_dtype(ops):
-    check_cross_device_ops(OPTIONS.get(ops, ops))
+    # Every day five devices are enough, as the test above has all of them; so has the nightly set here, but for options.
+    check_cross_device_ops(OPTIONS.get(ops, ops), FIVE if ops in (*EVERY_DAY, *OPTIONS) else None)
 
 
 @pytest.mark.slow

@@ -57,7 +57,9 @@ def recurrent_with_dropout(**options):
 NETWORKS = [dense_with_batch_normalization, dense_with_dropout, convolution_with_all_of_it, recurrent_with_dropout]
 
 
-def rows(build, count=19):
+def rows(build, count=None):
+    """Two batches of 7, uneven for two and for three replicas; for the first network a batch of 5 follows."""
+    count = count or (19 if build is NETWORKS[0] else 14)
     rng = np.random.default_rng(0)
     shape = PICTURE if build is convolution_with_all_of_it else (6,)
     return rng.normal(size=(count, *shape)).astype("float32"), rng.integers(0, 3, count)
@@ -68,10 +70,10 @@ def seeded(build, **options):
     return build(**options)
 
 
-def trained(build, topology, count=19, **options):
+def trained(build, topology, count=None, epochs=2, **options):
     with topology.strategy().scope():
         model = seeded(build, **options)
-    model.fit(*rows(build, count), batch_size=7, epochs=2, shuffle=False, verbose=0)
+    model.fit(*rows(build, count), batch_size=7, epochs=epochs, shuffle=False, verbose=0)
     return model
 
 
@@ -90,10 +92,11 @@ def builds_and_replicas():
 def test_replicas_do_what_the_written_out_loop_does(build, replicas, caplog):
     caplog.set_level("INFO", logger="lockstep")
     expected = seeded(build)
-    naive_fit(expected, *rows(build), batch_size=7, replicas=replicas, epochs=2)
+    count = 19 if replicas == 7 else None  # In the batch of 5 two of seven replicas have no rows.
+    naive_fit(expected, *rows(build, count), batch_size=7, replicas=replicas, epochs=2)
     expected = state_of(expected)
     for devices in DEVICES if build in NETWORKS[:2] else (2,):
-        found = trained(build, Topology(replicas, devices))
+        found = trained(build, Topology(replicas, devices), count)
         messages = [record.getMessage() for record in caplog.records]
         assert not [line for line in messages if "global batch" in line]
         for (name, value), theirs in zip(state_of(found).items(), expected.values(), strict=False):
@@ -109,7 +112,7 @@ def test_replicas_do_what_the_written_out_loop_does(build, replicas, caplog):
     ],
 )
 def test_run_eagerly_gives_the_same_numbers(build):
-    compiled, eager = (trained(build, Topology(3, 2), run_eagerly=eager) for eager in (False, True))
+    compiled, eager = (trained(build, Topology(3, 2), epochs=1, run_eagerly=eager) for eager in (False, True))
     for (name, value), theirs in zip(state_of(eager).items(), state_of(compiled).values(), strict=True):
         assert_close(value, theirs, 1e-5, name)
 

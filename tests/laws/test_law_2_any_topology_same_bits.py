@@ -23,8 +23,9 @@ pytestmark = pytest.mark.optimized
 
 REPLICAS = 8
 DEVICES = (1, 2, 3, 4, 5, 8)
-# Five steps an epoch; the last has 13 rows, so that one replica has one row and one has none.
-ROWS, BATCH = 109, 24
+# Five steps an epoch, which are one program. Eight replicas share a batch as 3, 3, 3, 3, 3, 3, 1 and 0 rows;
+# 3, 5, 6 and 13 replicas have unequal shares, too.
+ROWS, BATCH = 95, 19
 
 
 def Topology(replicas, devices, **options):
@@ -155,7 +156,7 @@ def test_with_a_plain_sum_over_the_devices_the_bits_differ(name, monkeypatch):
         return [lax.psum(value.sum(axis=0), axis) for value in values]
 
     monkeypatch.setattr(isolated_replicas, "tree_sum", plain)
-    found = [outcome(name, "adam", Topology(REPLICAS, devices), epochs=2)["weights"] for devices in (1, 4, 8)]
+    found = [outcome(name, "adam", Topology(REPLICAS, devices), epochs=2)["weights"] for devices in (1, 8)]
     assert len(set(found)) > 1
 
 
@@ -191,14 +192,14 @@ def test_another_process_gives_the_same_bits(deterministic, python):
 
 
 @pytest.mark.parametrize(
-    "replicas",
+    ("replicas", "numbers_of_devices"),
     [
-        *(pytest.param(count, marks=pytest.mark.slow) for count in (13,)),
-        *(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 3, 5, 6)),
+        pytest.param(13, (1, 4), marks=pytest.mark.slow, id="13"),
+        *(pytest.param(count, (1, 2, 3, 4), marks=pytest.mark.nightly, id=str(count)) for count in (1, 3, 5, 6)),
     ],
 )
-def test_any_number_of_replicas(replicas):
-    found = [outcome("mlp", "adam", Topology(replicas, devices), epochs=1) for devices in (1, 2, 3, 4)]
+def test_any_number_of_replicas(replicas, numbers_of_devices):
+    found = [outcome("mlp", "adam", Topology(replicas, devices), epochs=1) for devices in numbers_of_devices]
     assert all(one == found[0] for one in found)
 
 

@@ -3,11 +3,11 @@
 With arrays a net of convolutions is trained, and the uninterrupted run compiles everything separately.
 """
 
-import contextlib
+import functools
 
 import pytest
 
-from tests.fit.checkpointing.runs import INPUTS, Run
+from tests.fit.checkpointing.runs import INPUTS, Run, whole_and_heard
 from tests.support import compile_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -37,24 +37,19 @@ def run_of(kind, folder=None, **options):
     return Run(folder, kind, **options)
 
 
-@pytest.fixture(scope="module")
-def whole():
+@functools.cache
+def whole(kind):
     """Return digest and steps of the uninterrupted run, computed once for each kind."""
-    known = {}
-
-    def of(kind):
-        if kind not in known:
-            run = run_of(kind)
-            with compile_cache.unused() if kind == RAGGED else contextlib.nullcontext():
-                known[kind] = run.fit(backup=False), run.heard
-        return known[kind]
-
-    return of
+    if kind != RAGGED:
+        return whole_and_heard(kind, 3)
+    run = run_of(kind)
+    with compile_cache.unused():
+        return run.fit(backup=False), run.heard
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stop"), list(cases()))
-def test_the_same_bits_and_no_step_twice(kind, stop, whole, tmp_path):
+def test_the_same_bits_and_no_step_twice(kind, stop, tmp_path):
     expected, steps = whole(kind)
     first = run_of(kind, tmp_path)
     assert first.fit(stop) is None
@@ -65,7 +60,8 @@ def test_the_same_bits_and_no_step_twice(kind, stop, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_broken_off_again_and_again(whole, tmp_path):
+@pytest.mark.xdist_group("resume PyDataset")
+def test_broken_off_again_and_again(tmp_path):
     for stop in (3, 2, 4, 1, 3):
         assert Run(tmp_path, "PyDataset").fit(stop) is None
     assert Run(tmp_path, "PyDataset").fit() == whole("PyDataset")[0]
@@ -80,7 +76,8 @@ def test_on_other_devices_with_deterministic(devices, tmp_path):
 
 
 @pytest.mark.slow
-def test_backing_up_changes_no_bit(whole, tmp_path):
+@pytest.mark.xdist_group(f"resume {RAGGED}")
+def test_backing_up_changes_no_bit(tmp_path):
     assert run_of(RAGGED, tmp_path, options={"save_freq": 1}).fit() == whole(RAGGED)[0]
 
 

@@ -10,6 +10,8 @@ from lockstep.callbacks import BackupAndRestore, NanGuard
 from tests.fit.nan_guard.runs import BAD_STEP, CAUSES, STEPS, Run, data, without
 from tests.support.marks import quick_first
 
+pytestmark = pytest.mark.xdist_group(__name__)  # One process traces the operations of the diagnosis once.
+
 EXECUTORS = {
     "default": {},
     "default, one device": {"devices": 1},
@@ -44,8 +46,11 @@ def test_with_finite_numbers_no_bit_changes(executor, kind):
         | {"compile": EXECUTORS[executor].get("compile", {}) | KINDS[kind].get("compile", {})}
     )
     (x, y), run = data(), Run(**options)
-    expected = run.fit(x[:-3], y[:-3], epochs=2, shuffle=True)[1:]  # The last batch has fewer rows.
-    assert run.fit(x[:-3], y[:-3], NanGuard(), epochs=2, shuffle=True)[1:] == expected
+    # Of 45 rows in batches of 8 the last batch has fewer; in batches of 9 all are alike, and uneven for the replicas.
+    has_two_shapes = kind == "plain" and executor in ("default", "deterministic")
+    given = {"epochs": 2, "shuffle": True, "batch_size": 8 if has_two_shapes else 9}
+    expected = run.fit(x[:-3], y[:-3], **given)[1:]
+    assert run.fit(x[:-3], y[:-3], NanGuard(), **given)[1:] == expected
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def model_of(program, noise, strategy=None):
 def results_of(model, program, folder):
     """What a training leaves: logs, variables, and unless the program makes no predictions its evaluation and predictions."""
     data = program.data(np.random.default_rng(8))
-    options = {"batch_size": 8, "verbose": 0}
+    options = {"batch_size": 7, "verbose": 0}
     found = {
         f"history {k}": np.asarray(v) for k, v in model.fit(**data, epochs=3, shuffle=False, **options).history.items()
     }
@@ -73,7 +73,7 @@ def assert_saved_as_a_whole(model, program, predictions, folder):
     ):
         np.testing.assert_array_equal(np.asarray(other.value), np.asarray(one.value), one.path)
     data = program.data(np.random.default_rng(8))
-    for number, found in enumerate(keras.tree.flatten(again.predict(data["x"], batch_size=8, verbose=0))):
+    for number, found in enumerate(keras.tree.flatten(again.predict(data["x"], batch_size=7, verbose=0))):
         assert_close(found, predictions[f"predictions {number}"], program.relative, f"predictions {number}")
 
 
@@ -133,9 +133,9 @@ def noisy():
 def test_with_dropout_and_batch_normalization_it_does_what_the_written_out_loop_does(program):
     noise, data = Noise(0.3, by_batch=True), program.data(np.random.default_rng(8))
     expected = model_of(program, noise)
-    naive_fit(expected, data["x"], data["y"], batch_size=8, replicas=3, epochs=2)
+    naive_fit(expected, data["x"], data["y"], batch_size=7, replicas=3, epochs=2)
     model = model_of(program, noise, lockstep.MirroredStrategy(["cpu:0", "cpu:1"], replicas=3))
-    model.fit(data["x"], data["y"], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    model.fit(data["x"], data["y"], batch_size=7, epochs=2, shuffle=False, verbose=0)
     for ours, theirs in zip(model.variables, expected.variables, strict=True):
         value = np.asarray(theirs.value)
         # A bias before a batch normalization has a gradient of nothing but rounding.

@@ -175,9 +175,15 @@ class Run:
 
 
 @functools.cache
+def whole_and_heard(kind, epochs):
+    """The digest of a run that is not broken off, and its steps."""
+    run = Run(None, kind, epochs=epochs)
+    return run.fit(backup=False), run.heard
+
+
 def whole(kind="arrays", epochs=3):
     """The digest of a run that is not broken off."""
-    return Run(None, kind, epochs=epochs).fit(backup=False)
+    return whole_and_heard(kind, epochs)[0]
 
 
 def digest_of(model, history):

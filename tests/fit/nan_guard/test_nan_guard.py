@@ -18,6 +18,8 @@ from tests.support.marks import quick_first
 
 from .runs import BAD_REPLICA, BAD_STEP, BATCH, CAUSES, SAID, STEPS, Run, data, left_by, without
 
+pytestmark = pytest.mark.xdist_group(__name__)  # One process traces the operations of the diagnosis once.
+
 
 def stopped(run, x, y, *callbacks, **options):
     """The error, and the model."""

@@ -57,7 +57,7 @@ def run_demo(data: str, replicas: int, devices: Sequence[str] | None, epochs: in
     whole_number("--replicas", replicas, most=MOST_REPLICAS)
     for name in devices or ():
         parse_device_name(name, "--devices")
-    folder = _made_folder(output)
+    folder, figure = _made_folder(output), _made_figure()
     train, test = _digits() if data == "digits" else _mnist()
     if devices is None:  # Without an accelerator: one logical CPU device per replica, at most one per core.
         set_logical_cpu_devices(max(1, min(replicas, os.cpu_count() or 1)))
@@ -69,7 +69,7 @@ def run_demo(data: str, replicas: int, devices: Sequence[str] | None, epochs: in
     plain = _train(train, test, epochs, None, verbose=0)
     difference = _largest_difference(ours.weights, plain.weights)
     bound = RELATIVE_PER_STEP * steps
-    picture = _draw(ours, plain, strategy, folder)
+    picture = _draw(figure, ours, plain, strategy, folder)
     agreed = difference <= bound
     _print_summary(ours, plain, difference, bound)
     print(f"{'The numbers agree.' if agreed else 'THE NUMBERS DO NOT AGREE.'} Curves: {picture}")
@@ -86,6 +86,13 @@ def _made_folder(output: str) -> Path:
             f"--output: {folder} cannot be made: {error.strerror}. Fix: give a writable folder."
         ) from None
     return folder
+
+
+def _made_figure() -> Any:
+    """Make the empty figure now, so that a missing Matplotlib is told before the training."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(9, 3.5), layout="constrained")
 
 
 def _train(train: Any, test: Any, epochs: int, strategy: MirroredStrategy | None, verbose: int) -> DemoRun:
@@ -145,10 +152,7 @@ def _print_summary(ours: DemoRun, plain: DemoRun, difference: float, bound: floa
     print(f"\nLargest difference of a weight: {difference:.1e} of its layer's largest (allowed: {bound:.1e}).")
 
 
-def _draw(ours: DemoRun, plain: DemoRun, strategy: MirroredStrategy, folder: Path) -> Path:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
+def _draw(figure: Any, ours: DemoRun, plain: DemoRun, strategy: MirroredStrategy, folder: Path) -> Path:
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
         epochs = range(1, len(plain.history[name]) + 1)
         for prefix, color in (("", "tab:blue"), ("val_", "tab:orange")):

@@ -12,10 +12,8 @@ from keras import layers
 
 from tests.distributed.jobs.program import config, make_strategy, tell
 
-ROWS, BATCH = (
-    23,
-    8,
-)  # The last batch has 7 rows, so that one of 8 replicas has none. Each size of batch is compiled anew.
+# Each batch has 7 rows, so that one of 8 replicas has none. Another size of batch would be compiled anew.
+ROWS, BATCH = 21, 7
 SHAPES = {"mlp": (5,), "cnn": (6, 6, 2), "cnn_normalized": (6, 6, 2)}
 
 
@@ -41,14 +39,14 @@ def trained(name, scope):
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(ROWS, *SHAPES[name])).astype("float32"), rng.integers(0, 3, ROWS)
-    history = model.fit(x, y, batch_size=BATCH, epochs=2, validation_data=(x[:8], y[:8]), verbose=0).history
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, validation_data=(x[:BATCH], y[:BATCH]), verbose=0).history
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     found = {f"{number} {variable.path}": np.asarray(variable) for number, variable in enumerate(variables)}
     found |= {f"history {key}": np.asarray(values) for key, values in history.items()}
-    x, y = x[:11], y[:11]
-    evaluation = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+    # The second batch has 3 rows, so that the second of two workers has none.
+    evaluation = model.evaluate(x[:10], y[:10], batch_size=BATCH, verbose=0, return_dict=True)
     found |= {f"evaluation {key}": value for key, value in evaluation.items()}
-    return found | {"predictions": model.predict(x, batch_size=BATCH, verbose=0)}
+    return found | {"predictions": model.predict(x[: 2 * BATCH], batch_size=BATCH, verbose=0)}
 
 
 def scope_of(deterministic):

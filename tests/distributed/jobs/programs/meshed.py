@@ -11,8 +11,10 @@ import lockstep
 from tests.distributed.jobs.program import config, make_mesh, tell
 
 folder = Path(config["folder"])
-x = np.random.default_rng(0).normal(size=(22, 12)).astype("float32")
-y = np.arange(22) % 4
+# Two batches of 9 rows, of which two parts of a mesh have 5 and 4: one program for both.
+ROWS, BATCH = 18, 9
+x = np.random.default_rng(0).normal(size=(ROWS, 12)).astype("float32")
+y = np.arange(ROWS) % 4
 OPTIONS = config.get("options", {})
 
 
@@ -28,7 +30,7 @@ def build(strategy):
 
 
 def fit(model, epochs, *callbacks):
-    options = {"batch_size": 8, "validation_data": (x[:7], y[:7]), "verbose": 0}
+    options = {"batch_size": BATCH, "validation_data": (x[:BATCH], y[:BATCH]), "verbose": 0}
     return model.fit(x, y, epochs=epochs, callbacks=list(callbacks), **options).history
 
 
@@ -40,13 +42,13 @@ def digest(model):
 
 def run_alone():
     model = build(lockstep.MirroredStrategy(["cpu:0"]))
-    tell(history=fit(model, 3), predicted=model.predict(x, batch_size=9, verbose=0).tolist())
+    tell(history=fit(model, 3), predicted=model.predict(x, batch_size=BATCH, verbose=0).tolist())
 
 
 def run_workers():
     strategy = make_mesh(**OPTIONS)
     model = build(strategy)
-    tell(history=fit(model, 3), predicted=model.predict(x, batch_size=9, verbose=0).tolist())
+    tell(history=fit(model, 3), predicted=model.predict(x, batch_size=BATCH, verbose=0).tolist())
     arrays = [variable.value for variable in (*model.weights, *model.optimizer.variables)]
     here = sum(array.addressable_shards[0].data.nbytes for array in arrays)
     tell(bytes=[here, strategy.layout(model).device_bytes, strategy.layout(model).bytes], bits=digest(model))

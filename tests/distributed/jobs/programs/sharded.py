@@ -16,6 +16,8 @@ from tests.distributed.jobs.program import config, make_strategy, tell
 folder = Path(config["folder"])
 x = np.random.default_rng(0).normal(size=(22, 12)).astype("float32")
 y = np.arange(22) % 4
+TWO_SHAPES = 22, 8  # rows and batch: of the last batch with 6 rows one of four replicas has none
+ONE_SHAPE = 18, 6  # Each batch is like that, and all are one program.
 REPLICAS = config.get("replicas", 4)
 SHARDED = {"shard": config.get("shard", "variables")}
 if SHARDED["shard"] == "variables":
@@ -40,10 +42,10 @@ def digest(model):
     return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 
 
-def fit(model, epochs, *callbacks):
-    return model.fit(
-        x, y, batch_size=8, epochs=epochs, validation_data=(x[:8], y[:8]), callbacks=list(callbacks), verbose=0
-    )
+def fit(model, epochs, *callbacks, sizes=TWO_SHAPES):
+    rows, batch = sizes
+    data = {"x": x[:rows], "y": y[:rows], "validation_data": (x[:batch], y[:batch])}
+    return model.fit(**data, batch_size=batch, epochs=epochs, callbacks=list(callbacks), verbose=0)
 
 
 def bytes_here(model):
@@ -65,7 +67,9 @@ def reads_and_sets(model):
         loaded = keras.models.load_model(folder / "model.keras")
     model.load_weights(folder / "model.weights.h5")
     same = [digest(each) == before for each in (model, loaded)]
-    losses = [each.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"] for each in (model, loaded)]
+    rows, batch = ONE_SHAPE
+    options = {"batch_size": batch, "shuffle": False, "verbose": 0}
+    losses = [each.fit(x[:rows], y[:rows], **options).history["loss"] for each in (model, loaded)]
     return {
         "zeros": zeros,
         "same again": same,
@@ -100,7 +104,7 @@ def run_alone():
     """One process without shards: the same numbers, uninterrupted and from the checkpoints of the workers."""
     tell_bits()
     tell(resumed=resumed(build(deterministic=True)[1], config["run"], 2))
-    tell(history=fit(build()[1], 3).history["loss"])
+    tell(history=fit(build()[1], 3, sizes=ONE_SHAPE).history["loss"])
 
 
 def run_workers():
@@ -111,11 +115,11 @@ def run_workers():
     tell(resumed=resumed(again, folder / "run", "0.001 s"))  # The chief finds when it is time.
     tell(parts=[parts(folder / "run"), parts(folder / "resumed 0")])
 
-    tell(history=fit(build(**SHARDED)[1], 3).history["loss"])
+    tell(history=fit(build(**SHARDED)[1], 3, sizes=ONE_SHAPE).history["loss"])
     strategy, model = build(use_ema=True, **SHARDED)
     best = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
     files = keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="loss", save_best_only=True)
-    fit(model, 3, best, files, keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
+    fit(model, 3, best, files, keras.callbacks.SwapEMAWeights(swap_on_epoch=True), sizes=ONE_SHAPE)
     tell(eager=run_eagerly(), **reads_and_sets(model), checked=len(strategy.self_check(model, x[:8], y[:8])))
 
 
@@ -124,7 +128,7 @@ def run_eagerly():
     options = SHARDED | ({"recompute": functools.partial(bool)} if "recompute" in SHARDED else {})
     model = build(**options)[1]
     model.run_eagerly = True
-    return fit(model, 1).history["loss"]
+    return fit(model, 1, sizes=ONE_SHAPE).history["loss"]
 
 
 def resume_whole():
