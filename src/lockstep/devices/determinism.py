@@ -14,7 +14,14 @@ from lockstep.devices.cpu_devices import MOST_CPU_DEVICES, pool_threads, start_w
 from lockstep.devices.names import platform_of
 from lockstep.distributed.cluster.env_reader import visible_gpus
 
-__all__ = ["CPU_THREADS", "describe_determinism", "fix_order_on_gpus", "is_deterministic", "prepare_determinism", "set_deterministic"]
+__all__ = [
+    "CPU_THREADS",
+    "describe_determinism",
+    "fix_order_on_gpus",
+    "is_deterministic",
+    "prepare_determinism",
+    "set_deterministic",
+]
 
 CPU_THREADS = 16  # Enough for 4 logical CPU devices, independent of the number of cores.
 _MOST_THREADS = 4 * MOST_CPU_DEVICES
