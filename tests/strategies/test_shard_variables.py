@@ -59,6 +59,22 @@ def test_law_1_holds_for_evaluate_predict_and_single_batches(shard_all, options)
     assert_same(run(case, Topology(3, 2, options)), reference(case), case.relative)
 
 
+@pytest.mark.parametrize("options", [SHARDED, RECOMPUTED], ids=["sharded", "recomputed"])
+def test_a_layer_that_is_called_twice_keeps_the_state_of_both_calls(shard_all, options):
+    def moving_mean(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            inputs, twice = keras.Input((4,)), layers.BatchNormalization(momentum=0.5)
+            model = keras.Model(inputs, layers.Dense(1)(twice(twice(inputs) * 2.0 + 3.0)))
+            model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(1, 1, (4, 4)).astype("float32")
+        model.train_on_batch(x, x[:, :1])
+        return twice.moving_mean.numpy()
+
+    found = moving_mean(lockstep.MirroredStrategy(["cpu:0", "cpu:1"], **options))
+    np.testing.assert_allclose(found, moving_mean(lockstep.MirroredStrategy(["cpu:0", "cpu:1"])), rtol=1e-5)
+
+
 class Block(layers.Layer):
     """A residual block with a state, a random draw, a mask, a loss and a stored array: all that a recomputed layer must keep."""
 

@@ -138,14 +138,17 @@ def is_seed(variable: keras.Variable) -> bool:
 def lacks_aggregation(model: keras.Model, variable: keras.Variable) -> bool:
     """Return whether a variable of a user's layer does not state how the values of replicas are aggregated.
 
-    Keras's own layers do not state it either; for those that change in a forward pass the mean by rows is right.
+    Keras's own layers do not state it either; for those that change in a forward pass the mean by rows is right, but for the wrappers
+    of functions and modules of JAX, whose state is the user's.
     """
     if variable.aggregation in ("mean", "sum", "only_first_replica") or is_seed(variable):
         return False
     owners = [
         layer for layer in model._flatten_layers() if any(variable is own for own in layer._non_trainable_variables)
     ]
-    return any(not type(owner).__module__.startswith("keras.") for owner in owners)
+    return any(
+        not type(one).__module__.startswith("keras.") or isinstance(one, keras.layers.JaxLayer) for one in owners
+    )
 
 
 def attribute_arrays(model: keras.Layer) -> dict[AttributeLeaf, jax.Array]:

@@ -20,6 +20,9 @@ from lockstep._keras.patches import LAYER_CALL, patched_method
 __all__ = ["blocks_of", "layers_where", "recompute_layers", "uncovered_variables"]
 
 Gather = Callable[[keras.Variable, jax.Array], jax.Array]
+Shards = Mapping[
+    int, tuple[jax.Array, jax.Array]
+]  # by the id of a variable its shard on this device, and its whole value
 
 
 def blocks_of(model: keras.Model, is_sharded: Callable[[keras.Variable], bool]) -> list[Any]:
@@ -72,9 +75,7 @@ def uncovered_variables(
     return [one.path for one in model.variables if is_sharded(one) and id(one) not in covered]
 
 
-def recompute_layers(
-    layers: Iterable[Any], shards: Mapping[int, jax.Array], gather: Gather
-) -> contextlib.AbstractContextManager[None]:
+def recompute_layers(layers: Iterable[Any], shards: Shards, gather: Gather) -> contextlib.AbstractContextManager[None]:
     """Make each of ``layers`` compute its results again in the backward pass, while this context is open.
 
     Only the shards of its variables and its arguments are kept for the backward pass. Outside of a ``StatelessScope`` a layer is
@@ -82,7 +83,7 @@ def recompute_layers(
 
     Args:
         layers: layers that do not contain each other.
-        shards: by the ``id`` of a variable its shard on this device.
+        shards: by the ``id`` of a variable its shard on this device, and the whole value with which the model is called.
         gather: returns the whole value of a variable, given its shard.
     """
 
@@ -103,7 +104,7 @@ def _recomputed_call(
     layer: Any,
     method: Callable[..., Any],
     scope: keras.StatelessScope,
-    shards: Mapping[int, jax.Array],
+    shards: Shards,
     gather: Gather,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -112,6 +113,16 @@ def _recomputed_call(
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
     known = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
+    values = [scope.get_current_value(variable) for variable in known]
+    # An earlier call of a shared layer may have changed a variable: its value is then whole, and not that of the shard.
+    is_shard = [
+        id(variable) in shards and shards[id(variable)][1] is value
+        for variable, value in zip(known, values, strict=True)
+    ]
+    values = [
+        shards[id(variable)][0] if shard else value
+        for variable, value, shard in zip(known, values, is_shard, strict=True)
+    ]
     learned: dict[str, Any] = {}  # what the trace finds besides arrays
 
     def run(values: list[Any], arrays: list[Any], masks: list[Any]) -> Any:
@@ -123,8 +134,8 @@ def _recomputed_call(
         own_args, own_kwargs = jax.tree.unflatten(structure, own_leaves)
         stored_before = attribute_arrays(layer)
         before = [
-            gather(variable, value) if id(variable) in shards else value
-            for variable, value in zip(known, values, strict=True)
+            gather(variable, value) if shard else value
+            for variable, value, shard in zip(known, values, is_shard, strict=True)
         ]
         with keras.StatelessScope(collect_losses=scope.collect_losses) as inner:
             for variable, value in zip(known, before, strict=True):
@@ -138,7 +149,6 @@ def _recomputed_call(
         learned["owners"] = [_take_loss(layer, loss) for loss in inner.losses]
         return outputs, [get_keras_mask(output) for output in outputs], changes, inner.losses, list(stored.values())
 
-    values = [shards.get(id(variable), scope.get_current_value(variable)) for variable in known]
     masks = [get_keras_mask(array) for array in arrays]
     outputs, masks, changes, losses, stored = jax.checkpoint(run)(values, arrays, masks)
     set_attribute_arrays(learned["stored"], stored)

@@ -2,7 +2,8 @@
 
 A call is split if ``rowwise/`` proves that each row of each result depends only on its own row of the batch, or that a result
 is a mean over the rows or independent of them. Otherwise, or if the model does not run on a part of its batch, the model runs
-on the global batch. The proof ignores BatchNormalization, which normalizes over the rows of a replica by design, and random draws.
+on the global batch. The proof ignores BatchNormalization, which normalizes over the rows of a replica by design, and draws from seed
+generators.
 
 In order of use: :func:`trace_call`, :func:`infer_output_spec`, :func:`split`, :func:`join`.
 """
@@ -36,6 +37,7 @@ from lockstep.execution.rowwise import (
     Trace,
     draws_for_each_row,
     infer_dependences,
+    is_fixed,
     move_rows_back,
     move_rows_first,
     trace_for_rows,
@@ -143,20 +145,35 @@ class _ResultForm:
 
 
 @dataclass(frozen=True)
+class _AveragedVariable:
+    """A non-trainable variable that a call changes, and whose value is the mean over the replicas.
+
+    Attributes:
+        position: among the non-trainable variables.
+        path: of the variable.
+        reason: why its new value must be proved to be a mean over the rows, or the same on each replica; "" if it need not be.
+    """
+
+    position: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class CallTrace:
     """A call traced on some number of rows, with BatchNormalization that uses its moving statistics.
 
     Attributes:
-        trace: its results are outputs, losses and stored attributes, masks, then the variables ``unaggregated``.
+        trace: its results are outputs, losses and stored attributes, masks, then the variables ``averaged``.
         form: structure of the results.
-        unaggregated: paths of the variables that change and state no aggregation over replicas.
+        averaged: variables that change.
         has_replica_state: whether each replica has statistics of its rows, or its part of a variable other than a seed.
         draws: whether random numbers are drawn.
     """
 
     trace: Trace
     form: _ResultForm
-    unaggregated: tuple[str, ...]
+    averaged: tuple[_AveragedVariable, ...]
     has_replica_state: bool
     draws: bool
 
@@ -185,12 +202,14 @@ class OutputSpec:
         row_axes: for outputs, then losses, then stored attributes, then masks: where the rows are, or None if the result has no
             rows and replicas average it.
         dtypes: of the same results.
+        equal_state: positions of the non-trainable variables whose new values are proved to be the same on each replica.
         allows_padding: whether rows after those of a replica change none of its results.
     """
 
     form: _ResultForm
     row_axes: tuple[RowAxis | None, ...]
     dtypes: tuple[Any, ...]
+    equal_state: frozenset[int]
     allows_padding: bool
 
 
@@ -223,12 +242,15 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
     for size in (*proved, *(sizes - {*proved})):
         with _explaining_size(call.rows, size):
             parts.append(_trace(call, size).trace)
-    shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.unaggregated)]
+    shapes = whole.trace.shapes[: len(whole.trace.shapes) - len(whole.averaged)]
     found, allows_padding = [], not whole.has_replica_state
+    equal_state = {variable.position for variable in whole.averaged}
     for part in parts[: len(proved)]:
         deps = _follow_rows(whole.trace, part)
-        for path, dep in zip(whole.unaggregated, deps[len(shapes) :], strict=True):
-            _check_variable(path, dep)
+        for variable, dep in zip(whole.averaged, deps[len(shapes) :], strict=True):
+            _check_variable(variable, dep)
+            if dep is not None:
+                equal_state.discard(variable.position)
         found.append(tuple(_row_axis(*one) for one in zip(shapes, deps, strict=False)))
         has_mean = any(isinstance(dep, RowMean) for dep in deps)
         allows_padding &= not has_mean and (not whole.draws or draws_for_each_row(whole.trace, part))
@@ -239,7 +261,7 @@ def infer_output_spec(call: ModelCall, whole: CallTrace, sizes: set[int]) -> Out
             raise CannotSplitError(
                 f"its results for {part.rows} of its rows have other axes of rows than those for all"
             )
-    return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes), allows_padding)
+    return OutputSpec(whole.form, found[0], tuple(one.dtype for one in shapes), frozenset(equal_state), allows_padding)
 
 
 def split(spec: OutputSpec, call: ModelCall) -> ReplicaCall:
@@ -278,14 +300,18 @@ def join(spec: OutputSpec, result: ReplicaResult) -> tuple[Any, list[Any]]:
 
 
 def state_merge(variable: keras.Variable) -> StateMerge:
-    """Return how the replicas' values of a non-trainable variable are merged."""
+    """Return how the replicas' values of a non-trainable variable are merged, if nothing is proved of it."""
     if is_seed(variable):
         return StateMerge.SEED
     if variable.aggregation == "sum":
         return StateMerge.SUM
-    if variable.aggregation == "only_first_replica" or "float" not in variable.dtype:
+    if variable.aggregation == "only_first_replica" or not _is_inexact(variable):
         return StateMerge.FIRST
     return StateMerge.MEAN
+
+
+def _is_inexact(variable: keras.Variable) -> bool:
+    return bool(jnp.issubdtype(variable.dtype, jnp.inexact))
 
 
 # --- tracing ----------------------------------------------------------------------------------------------------------
@@ -300,21 +326,36 @@ def _trace(call: ModelCall, rows: int) -> CallTrace:
         non_trainable = fixed[trainable:state_end]
         values, masks, state, form = _run(call, fixed[:trainable], non_trainable, inputs, fixed[state_end:])
         changed = [
-            (variable, new)
-            for variable, new, old in zip(variables, state, non_trainable, strict=True)
-            if new is not old
+            position for position, (new, old) in enumerate(zip(state, non_trainable, strict=True)) if new is not old
         ]
-        lacking = [lacks_aggregation(call.model, variable) for variable, _ in changed]
-        unaggregated = [one for one, lacks in zip(changed, lacking, strict=True) if lacks]
-        learned["form"], learned["paths"] = form, tuple(variable.path for variable, _ in unaggregated)
-        learned["state"] = any(not lacks and not is_seed(one[0]) for one, lacks in zip(changed, lacking, strict=True))
-        return [*values, *masks, *(jnp.asarray(new) for _, new in unaggregated)]
+        reasons = [_reason_for_proof(call.model, variables[position]) for position in changed]
+        averaged = [
+            _AveragedVariable(position, variables[position].path, reason)
+            for position, reason in zip(changed, reasons, strict=True)
+            if reason or state_merge(variables[position]) is StateMerge.MEAN
+        ]
+        learned["form"], learned["averaged"] = form, tuple(averaged)
+        learned["state"] = any(
+            not reason and not is_seed(variables[position]) for position, reason in zip(changed, reasons, strict=True)
+        )
+        return [*values, *masks, *(jnp.asarray(state[one.position]) for one in averaged)]
 
+    seeds = [trainable + position for position, variable in enumerate(variables) if is_seed(variable)]
     with disable_batch_statistics(call.model) as normalizations:
-        trace = trace_for_rows(function, [*call.trainable, *call.non_trainable, *call.shared], call.inputs, rows)
+        fixed = [*call.trainable, *call.non_trainable, *call.shared]
+        trace = trace_for_rows(function, fixed, call.inputs, rows, seeds)
     draws = not trace.operations.keys().isdisjoint(_RANDOM_OPERATIONS)
     has_state = bool(normalizations) or learned["state"]
-    return CallTrace(trace, learned["form"], learned["paths"], has_state, draws)
+    return CallTrace(trace, learned["form"], learned["averaged"], has_state, draws)
+
+
+def _reason_for_proof(model: keras.Model, variable: keras.Variable) -> str:
+    """Return why the mean over the replicas of a variable is right only if that is proved; "" if it is right by definition."""
+    if lacks_aggregation(model, variable):
+        return "has no aggregation"
+    if variable.aggregation == "mean" and not _is_inexact(variable):
+        return f"is {variable.dtype}, which has no mean over the replicas"
+    return ""
 
 
 def _run(
@@ -366,7 +407,7 @@ def _row_axis(whole: jax.ShapeDtypeStruct, dep: RowDependence) -> RowAxis | None
         return dep
     if isinstance(dep, Mixed):
         raise CannotSplitError(f"it mixes the rows of its batch: {dep}")
-    is_averaged = dep is None or isinstance(dep, RowMean)
+    is_averaged = is_fixed(dep) or isinstance(dep, RowMean)
     if not is_averaged or not jnp.issubdtype(whole.dtype, jnp.floating):
         raise CannotSplitError(
             f"it returns {whole.dtype}{list(whole.shape)}, which is neither one for each row nor an average over the rows"
@@ -374,11 +415,11 @@ def _row_axis(whole: jax.ShapeDtypeStruct, dep: RowDependence) -> RowAxis | None
     return None
 
 
-def _check_variable(path: str, dep: RowDependence) -> None:
-    """Check that replicas may be averaged in a variable whose layer states no aggregation."""
-    if not (dep is None or isinstance(dep, RowMean)):
+def _check_variable(variable: _AveragedVariable, dep: RowDependence) -> None:
+    """Check that the values of a variable on the replicas may be averaged, if that must be proved."""
+    if variable.reason and not (is_fixed(dep) or isinstance(dep, RowMean)):
         reason = dep if isinstance(dep, Mixed) else "its new value is no average over the rows"
-        raise CannotSplitError(f"variable {path!r} has no aggregation, and {reason}")
+        raise CannotSplitError(f"variable {variable.path!r} {variable.reason}, and {reason}")
 
 
 def _shape(whole: jax.ShapeDtypeStruct, axis: RowAxis | None, rows: int) -> tuple[int, ...]:

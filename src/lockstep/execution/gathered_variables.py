@@ -92,9 +92,13 @@ def gather_variables(call: ReplicaCall, model: keras.Model, placement: Placement
     def run(trainable: list[Any], non_trainable: list[Any], inputs: list[Any], shared: list[Any]) -> ReplicaResult:
         values = [*trainable, *non_trainable]
         pairs = list(zip(variables, values, strict=True))
-        shards = {id(variable): value for variable, value in pairs if value.shape != tuple(variable.shape)}
-        own = tuple(axis if id(variable) in shards else None for variable, axis in zip(variables, axes, strict=True))
-        whole = gathered(values, own)
+        is_shard = [value.shape != tuple(variable.shape) for variable, value in pairs]
+        whole = gathered(values, tuple(axis if shard else None for axis, shard in zip(axes, is_shard, strict=True)))
+        shards = {
+            id(variable): (value, gathered_value)
+            for (variable, value), gathered_value, shard in zip(pairs, whole, is_shard, strict=True)
+            if shard
+        }
         layers = layers_to_recompute(model, partial(_is_sharded, placement), recompute) if shards else []
         with recompute_layers(layers, shards, lambda variable, shard: gathered([shard], (axis_of[id(variable)],))[0]):
             return call(whole[: len(trainable)], whole[len(trainable) :], inputs, shared)

@@ -149,7 +149,11 @@ def _state_share(new: jax.Array, merge: StateMerge, old: jax.Array, replicas: ja
 def _weighted(leaf: jax.Array, weights: Any) -> jax.Array:
     """Return the sum over the replicas of value times share of the rows; half-precision values are added in float32."""
     wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    return (wide * jnp.asarray(weights, wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))).sum(axis=0)
+    shares = jnp.asarray(weights, wide.dtype).reshape(-1, *[1] * (wide.ndim - 1))
+    weighted = wide * shares
+    if not isinstance(weights, np.ndarray):  # A replica may have padding only, and 0 times infinity is NaN.
+        weighted = jnp.where(shares == 0, jnp.zeros_like(weighted), weighted)
+    return weighted.sum(axis=0)
 
 
 def _combine(shares: list[ReplicaResult]) -> ReplicaResult:

@@ -39,6 +39,7 @@ from lockstep.execution.call_splitter import (
 )
 from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep
+from lockstep.execution.replica import StateMerge
 from lockstep.execution.spmd import SpmdForward
 
 __all__ = ["STATE", "StepFunctions", "StepHook", "in_step", "is_in_step", "trace_context"]
@@ -370,7 +371,10 @@ class _ForwardInterceptor:
                 subject = "it" if model is self.model else f"model {model.name!r} within it"
                 self.log(f"{subject} runs on the global batch{normalized}, {self.executor.global_batch_note}: {reason}")
                 return call.make()
-            merges = tuple(state_merge(variable) for variable in model.non_trainable_variables)
+            merges = tuple(
+                StateMerge.FIRST if position in spec.equal_state else state_merge(variable)
+                for position, variable in enumerate(model.non_trainable_variables)
+            )
             forward = SpmdForward(
                 model,
                 split(spec, call),

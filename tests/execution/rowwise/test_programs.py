@@ -33,6 +33,17 @@ def gradient_normed(x, norm):
     return function(x)
 
 
+@jax.custom_jvp
+def doubled(x):
+    """Return the double, with a derivative that is divided by the norm of all rows."""
+    return 2 * x
+
+
+@doubled.defjvp
+def _(primals, tangents):
+    return 2 * primals[0], tangents[0] / jnp.linalg.norm(primals[0])
+
+
 def folded_otherwise(x):
     """Return the rows, flattened column by column, plus positions flattened row by row."""
     counted = jnp.broadcast_to(jnp.arange(4.0), x.shape)
@@ -92,6 +103,11 @@ MIXING = {
     "number of rows rounded": lambda x: x - ops.sum(x) / ops.cast(ops.cast(1.75 * len(x), "int32"), "float32"),
     "another function on the way back": lambda x: gradient_normed(x, lambda g: jnp.linalg.norm(g)),
     "the number of rows on the way back": lambda x: gradient_normed(x, lambda g: g.shape[0]),
+    "derivative over the rows": lambda x: doubled(x),
+    "noise of a key that all replicas share": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
+    "keys for the rows from one that all replicas share": lambda x: (
+        x + jax.vmap(jax.random.normal)(jax.random.split(jax.random.key(0), len(x)))[:, None]
+    ),
     "standardized": lambda x: (x - ops.mean(x)) / ops.std(x),
 }
 BY_ROWS = {
@@ -116,7 +132,6 @@ BY_ROWS = {
     "loop of three turns": lambda x: jax.lax.fori_loop(0, 3, lambda _, v: v * 1.5, x),
     "scanned columns": lambda x: jax.lax.scan(lambda c, column: (c + column, c), jnp.zeros(len(x)), x.T)[1].T,
     "linear systems": lambda x: jnp.linalg.solve(ops.eye(4) + ops.einsum("bi,bj->bij", x, x), x[..., None])[..., 0],
-    "noise": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
     "own derivative": lambda x: gradient_normed(x, lambda g: 2 + jnp.abs(g)),
     "derivative": lambda x: jax.vmap(jax.grad(lambda row: (row**3).sum()))(x),
 }

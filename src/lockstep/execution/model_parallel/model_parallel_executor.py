@@ -135,10 +135,11 @@ class ModelParallelExecutor(SpmdExecutor):
     ) -> Any:
         """Call a model's ``stateless_call`` with variables that are gathered where they are used."""
         variables = [*model.trainable_variables, *model.non_trainable_variables]
-        stored = dict(zip(map(id, variables), [*trainable, *non_trainable], strict=True))
-        values = [self.shardings.gather(variable, stored[id(variable)]) for variable in variables]
+        stored = [*trainable, *non_trainable]
+        values = [self.shardings.gather(*pair) for pair in zip(variables, stored, strict=True)]
+        shards = dict(zip(map(id, variables), zip(stored, values, strict=True), strict=True))
         layers = layers_to_recompute(model, lambda one: any(self.shardings.axes_of(one)), self.recompute)
-        with recompute_layers(layers, stored, self.shardings.gather), self._constrained_outputs():
+        with recompute_layers(layers, shards, self.shardings.gather), self._constrained_outputs():
             return function(values[: len(trainable)], values[len(trainable) :], *args, **kwargs)
 
     @contextlib.contextmanager

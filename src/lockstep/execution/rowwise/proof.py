@@ -2,13 +2,13 @@
 
 The function is traced with two numbers of rows, and both traces are read together, equation by equation. Numbers, shapes or operations
 that differ without being rows show a dependence on the number of rows. For each value the analysis follows the axis of the rows. An
-operation that combines rows, or that has no rule, is reported and never counts as row-wise. Random bits count as row-wise, because each
-replica draws from its own stream.
+operation that combines rows, or that has no rule, is reported and never counts as row-wise. Random bits count as row-wise if their key
+comes from a seed generator, because each replica then draws from its own stream.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +28,16 @@ from lockstep.execution.rowwise.row_axes import (
     RowDependences,
     RowMean,
     RowSum,
+    Seeded,
     backward_of,
     check_params,
     common_dependence,
+    has_known_derivative,
+    is_fixed,
     is_same,
     is_tracer,
 )
-from lockstep.execution.rowwise.rules import ROW_DEPENDENT_PARAMS, RULES, sum_rule
+from lockstep.execution.rowwise.rules import DRAWS, ROW_DEPENDENT_PARAMS, RULES, sum_rule
 
 __all__ = ["Trace", "draws_for_each_row", "infer_dependences", "trace_for_rows"]
 
@@ -50,12 +53,14 @@ class Trace:
         fixed: the number of arrays that do not depend on the batch.
         closed: the jaxpr.
         shapes: shapes of the results.
+        seeds: positions of the states of seed generators among the fixed arrays.
     """
 
     rows: int
     fixed: int
     closed: ClosedJaxpr
     shapes: list[jax.ShapeDtypeStruct]
+    seeds: frozenset[int]
 
     @functools.cached_property
     def operations(self) -> Counter[str]:
@@ -63,7 +68,13 @@ class Trace:
         return Counter(equation.primitive.name for equation in equations_of(self.closed.jaxpr))
 
 
-def trace_for_rows(function: Callable[..., Any], fixed: Sequence[Any], batch: Sequence[Any], rows: int) -> Trace:
+def trace_for_rows(
+    function: Callable[..., Any],
+    fixed: Sequence[Any],
+    batch: Sequence[Any],
+    rows: int,
+    seeds: Iterable[int] = (),
+) -> Trace:
     """Trace a function for the proof.
 
     Args:
@@ -71,16 +82,18 @@ def trace_for_rows(function: Callable[..., Any], fixed: Sequence[Any], batch: Se
         fixed: arrays that do not depend on the batch.
         batch: arrays or shapes ``(rows, …)``.
         rows: replaces the length of their first axis.
+        seeds: positions of the states of seed generators in ``fixed``.
     """
     own = [jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for leaf in batch]
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(fixed), own)
-    return Trace(rows, len(fixed), closed, shapes)
+    return Trace(rows, len(fixed), closed, shapes, frozenset(seeds))
 
 
 def infer_dependences(one: Trace, other: Trace) -> RowDependences:
     """Return the dependence of each result on the rows, from traces of a function with two numbers of rows, each at least 2."""
     batch = len(one.closed.jaxpr.invars) - one.fixed
-    deps: RowDependences = [*[None] * one.fixed, *[RowAxis(0)] * batch]
+    fixed = [Seeded() if number in one.seeds else None for number in range(one.fixed)]
+    deps: RowDependences = [*fixed, *[RowAxis(0)] * batch]
     return _JaxprReader((one.rows, other.rows)).closed(one.closed, other.closed, deps)
 
 
@@ -176,13 +189,14 @@ class _JaxprReader:
             if isinstance(one, Mixed):
                 located = one if one.layer or one.line else one.located_at(pair.equations[0])
                 return [located] * pair.num_results
+        given, inputs = inputs, [None if isinstance(one, Seeded) else one for one in inputs]
         summed = sum_rule(pair, inputs)
         if summed is not None:
             return [self._check_shapes(pair, 0, summed)]
         body = _BODIES.get(pair.name)
         rule = RULES.get(pair.name)
         if body is not None:
-            found = getattr(self, body)(pair, inputs)
+            found = getattr(self, body)(pair, given)
             # JAX may reuse the trace of another call of the same function: the location is that of this call.
             found = [one.located_at(pair.equations[0]) if isinstance(one, Mixed) else one for one in found]
         elif any(isinstance(one, (RowCount, NeverTrue)) for one in inputs):
@@ -195,8 +209,12 @@ class _JaxprReader:
         elif rule is not None:
             check_params(pair, ROW_DEPENDENT_PARAMS.get(pair.name, ()))
             found = rule(pair, inputs)
+            if pair.name in DRAWS and given[0] is None and any(isinstance(one, RowAxis) for one in found):
+                raise MixedRowsError(f"{pair.name} draws for the rows from a key that is the same on each replica")
         else:
             raise MixedRowsError(f"{pair.name} has no rule")
+        if body is None and inputs != given:
+            found = [Seeded() if one is None else one for one in found]
         return [self._check_shapes(pair, number, one) for number, one in enumerate(found)]
 
     def _check_shapes(self, pair: EquationPair, number: int, dep: RowDependence) -> RowDependence:
@@ -230,12 +248,15 @@ class _JaxprReader:
     def custom_gradient(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         """Check the custom derivative, too, which may combine rows that the function itself does not."""
         found = self.call(pair, inputs)
-        if self.checks_gradients and any(isinstance(one, RowAxis) for one in found):
+        is_known = pair.name == "custom_jvp_call" and all(map(has_known_derivative, pair.equations))
+        if self.checks_gradients and not is_known and not any(isinstance(one, Mixed) for one in found):
             one, other = (backward_of(equation) for equation in pair.equations)
             given = dict(zip(pair.equations[0].invars, inputs, strict=True))
             own = [dep for atom, dep in given.items() if not isinstance(atom, Literal)]
+            # The gradient of a value without rows, such as a weight, is a sum over the rows.
+            cotangents = [RowSum() if is_fixed(dep) else dep for dep in found]
             reader = _JaxprReader(self.rows, checks_gradients=False)
-            for before, after in zip(own, reader.closed(one, other, [*own, *found]), strict=True):
+            for before, after in zip(own, reader.closed(one, other, [*own, *cotangents]), strict=True):
                 if isinstance(after, Mixed):
                     raise MixedRowsError(f"{pair.name} has a custom derivative, in which {after}")
                 is_kept = after == before or (isinstance(before, RowAxis) and before.uniform)
@@ -245,7 +266,7 @@ class _JaxprReader:
 
     def cond(self, pair: EquationPair, inputs: RowDependences) -> RowDependences:
         check_params(pair, ("branches",))
-        if inputs[0] is not None:
+        if not is_fixed(inputs[0]):
             raise MixedRowsError("cond branches on a value that depends on the rows")
         if len({len(branches) for branches in pair.params("branches")}) > 1:
             raise MixedRowsError("cond has other branches for another number of rows")
@@ -286,7 +307,8 @@ class _JaxprReader:
             inputs[of_condition + of_body :],
             lambda carry: (self.closed(*pair.params("body_jaxpr"), [*fixed, *carry]), []),
         )
-        if self.closed(*pair.params("cond_jaxpr"), [*inputs[:of_condition], *carry]) != [None]:
+        (condition,) = self.closed(*pair.params("cond_jaxpr"), [*inputs[:of_condition], *carry])
+        if not is_fixed(condition):
             raise MixedRowsError("while has a condition that depends on several rows")
         return carry
 
@@ -314,10 +336,11 @@ def _merge_alternatives(deps: RowDependences, what: str) -> RowDependence:
 
 _CALLS = [
     *("jit", "pjit", "closed_call", "core_call", "remat"),
-    *("remat2", "checkpoint", "custom_jvp_call"),
+    *("remat2", "checkpoint"),
 ]
 _BODIES = {**dict.fromkeys(_CALLS, "call"), "cond": "cond", "scan": "scan", "while": "loop"}
-_BODIES |= {"custom_linear_solve": "linear_solve", "custom_vjp_call": "custom_gradient"}
+_BODIES |= {"custom_linear_solve": "linear_solve"}
+_BODIES |= dict.fromkeys(("custom_vjp_call", "custom_jvp_call"), "custom_gradient")
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

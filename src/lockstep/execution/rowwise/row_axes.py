@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -23,9 +24,12 @@ __all__ = [
     "RowDependences",
     "RowMean",
     "RowSum",
+    "Seeded",
     "backward_of",
     "check_params",
     "common_dependence",
+    "has_known_derivative",
+    "is_fixed",
     "is_same",
     "is_tracer",
     "move_rows_back",
@@ -73,6 +77,11 @@ class RowCount:
 
 
 @dataclass(frozen=True)
+class Seeded:
+    """Independent of the batch, but different on each replica: the state of a seed generator, and what is computed from it."""
+
+
+@dataclass(frozen=True)
 class NeverTrue:
     """A condition that is false for any number of rows, such as that there are none."""
 
@@ -101,8 +110,14 @@ class Mixed:
         return replace(self, layer=layer or self.layer, line=line or self.line)
 
 
-RowDependence = RowAxis | RowSum | RowMean | RowCount | NeverTrue | Mixed | None  # None: independent of the batch
+# None: independent of the batch, and equal on all replicas.
+RowDependence = RowAxis | RowSum | RowMean | RowCount | Seeded | NeverTrue | Mixed | None
 RowDependences = list[RowDependence]
+
+
+def is_fixed(dep: RowDependence) -> bool:
+    """Return whether a value is independent of the batch."""
+    return dep is None or isinstance(dep, Seeded)
 
 
 class MixedRowsError(Exception):
@@ -111,11 +126,13 @@ class MixedRowsError(Exception):
 
 def common_dependence(deps: RowDependences, what: str) -> RowDependence:
     """Return the dependence of a value whose entries are computed from the same entries of several others; None has no axis of rows."""
-    named = [dep for dep in deps if dep is not None]
+    named = [dep for dep in deps if not is_fixed(dep)]
+    if not named:
+        return next((dep for dep in deps if dep is not None), None)
     if len(named) < len(deps) and any(isinstance(dep, (RowSum, RowCount, NeverTrue)) for dep in named):
         raise MixedRowsError(f"{what} combines a sum over the rows with another value")
     exact = [dep for dep in named if not (isinstance(dep, RowAxis) and dep.uniform)]
-    found: RowDependence = exact[0] if exact else named[0] if named else None
+    found = exact[0] if exact else named[0]
     for dep in exact:
         if dep != found:
             raise MixedRowsError(f"{what} combines rows along different axes")
@@ -152,6 +169,7 @@ def move_rows_back(value: jax.Array, axis: RowAxis) -> jax.Array:
 
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
 _OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_LIBRARIES = tuple(os.path.join(module.__path__[0], "") for module in (jax, keras))
 
 
 def source_location(equation: JaxprEqn) -> tuple[str, str]:
@@ -250,6 +268,12 @@ def backward_of(equation: JaxprEqn) -> ClosedJaxpr:
         return jax.vjp(function, *primals)[1](cotangents)
 
     return jax.make_jaxpr(backward)([one.aval for one in inputs], [one.aval for one in results])
+
+
+def has_known_derivative(equation: JaxprEqn) -> bool:
+    """Return whether a function with a custom derivative is one of JAX's or Keras's, whose derivatives are those of their formulas."""
+    source = equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info
+    return str(source).partition(" at ")[2].startswith(_LIBRARIES)
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -23,6 +23,7 @@ from lockstep.execution.rowwise.row_axes import (
 )
 
 __all__ = [
+    "DRAWS",
     "ENTRYWISE",
     "ROW_DEPENDENT_PARAMS",
     "RULES",
@@ -404,6 +405,7 @@ ENTRYWISE = [
     *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient"),
     *("sub", "tan", "tanh", "xor", "zeta"),
 ]
+DRAWS = ("random_bits", "random_split")
 ROW_DEPENDENT_PARAMS = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "random_bits", "random_split"), ("shape",)),
     **dict.fromkeys(("dynamic_slice", "gather"), ("slice_sizes",)),
@@ -434,7 +436,7 @@ RULES: dict[str, Callable[[EquationPair, RowDependences], RowDependences]] = {
         _axis_operation,
     ),
     **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone"), _entrywise),
-    **dict.fromkeys(("random_bits", "random_split"), _random_values),
+    **dict.fromkeys(DRAWS, _random_values),
     **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _reduce_window),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), scatter),
     **dict.fromkeys(
