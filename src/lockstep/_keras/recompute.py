@@ -113,16 +113,7 @@ def _recomputed_call(
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
     known = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
-    values = [scope.get_current_value(variable) for variable in known]
-    # An earlier call of a shared layer may have changed a variable: its value is then whole, and not that of the shard.
-    is_shard = [
-        id(variable) in shards and shards[id(variable)][1] is value
-        for variable, value in zip(known, values, strict=True)
-    ]
-    values = [
-        shards[id(variable)][0] if shard else value
-        for variable, value, shard in zip(known, values, is_shard, strict=True)
-    ]
+    values, is_shard = _values_to_keep([(variable, scope.get_current_value(variable)) for variable in known], shards)
     learned: dict[str, Any] = {}  # what the trace finds besides arrays
 
     def run(values: list[Any], arrays: list[Any], masks: list[Any]) -> Any:
@@ -134,8 +125,8 @@ def _recomputed_call(
         own_args, own_kwargs = jax.tree.unflatten(structure, own_leaves)
         stored_before = attribute_arrays(layer)
         before = [
-            gather(variable, value) if shard else value
-            for variable, value, shard in zip(known, values, is_shard, strict=True)
+            gather(variable, value) if is_one else value
+            for variable, value, is_one in zip(known, values, is_shard, strict=True)
         ]
         with keras.StatelessScope(collect_losses=scope.collect_losses) as inner:
             for variable, value in zip(known, before, strict=True):
@@ -161,6 +152,16 @@ def _recomputed_call(
     for owner, loss in zip(learned["owners"], losses, strict=True):
         owner.add_loss(loss)
     return jax.tree.unflatten(learned["outputs"], outputs)
+
+
+def _values_to_keep(current: list[tuple[keras.Variable, Any]], shards: Shards) -> tuple[list[Any], list[bool]]:
+    """Return for each variable its shard or its whole value, and whether it is the shard.
+
+    An earlier call of a shared layer may have changed a variable: its value is then whole, and not that of the shard.
+    """
+    is_shard = [id(variable) in shards and shards[id(variable)][1] is value for variable, value in current]
+    pairs = zip(current, is_shard, strict=True)
+    return [shards[id(variable)][0] if is_one else value for (variable, value), is_one in pairs], is_shard
 
 
 def _take_loss(layer: Any, loss: Any) -> Any:

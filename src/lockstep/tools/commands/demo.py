@@ -90,9 +90,9 @@ def _made_folder(output: str) -> Path:
 
 def _made_figure() -> Any:
     """Make the empty figure now, so that a missing Matplotlib is told before the training."""
-    from matplotlib.figure import Figure
+    import matplotlib.figure
 
-    return Figure(figsize=(9, 3.5), layout="constrained")
+    return matplotlib.figure.Figure(figsize=(9, 3.5), layout="constrained")
 
 
 def _train(train: Any, test: Any, epochs: int, strategy: MirroredStrategy | None, verbose: int) -> DemoRun:
