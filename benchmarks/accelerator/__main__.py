@@ -1,5 +1,7 @@
 """Run the parts, each in a process of its own with a time limit, and add their findings to one file and one page.
 
+First those that compare, with ``--jobs N`` N of them at a time; then those that measure, one after the other.
+
 ``./scripts/accelerator`` runs all parts that have no result for the present commit on this kind of device, ``PART …`` runs these,
 ``--list`` shows what is recorded.
 """
@@ -11,27 +13,42 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PARTS = (
+CHECKS = (
     "numbers",
     "bits",
     "inputs",
     "uneven",
+    "strategies",
+    "loops",
+    "joined",
     "precision",
     "nan_guard",
+    "monitoring",
     "resume",
-    "memory",
-    "memory_resnet50",
-    "plan",
-    "host",
-    "steps",
+    "jobs",
+    "out_of_memory",
     "devices",
     "mesh",
-    "torch",
 )
+MEASUREMENTS = (
+    "host",
+    "memory",
+    "memory_resnet50",
+    "steps_mlp",
+    "steps_cnn",
+    "steps_lm",
+    "steps_resnet50",
+    "deterministic",
+    "torch",
+    "plan",
+)
+PARTS = CHECKS + MEASUREMENTS
 PACKAGES = ("jax", "jaxlib", "keras", "numpy", "torch")
 LIMIT = 9 * 60  # seconds of a part
 
@@ -42,6 +59,7 @@ def main():
     parser.add_argument("parts", nargs="*", metavar="PART", help="parts to run, even if they are recorded")
     parser.add_argument("--list", action="store_true", help="show what is recorded, and run nothing")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU trains in seconds")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parts that compare, at a time")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     options = parser.parse_args()
     if unknown := sorted(set(options.parts) - set(PARTS)):
@@ -51,17 +69,29 @@ def main():
     if options.list:
         print(page(records))
         return 0
-    device = device_kind()
-    own = records.setdefault(device, {})
+    own = records.setdefault(device_kind(), {})
+    wanted = options.parts or [part for part in PARTS if own.get(part, {}).get("commit") != commit()]
     failed = False
-    for part in options.parts or [part for part in PARTS if own.get(part, {}).get("commit") != commit()]:
-        own[part] = run(part, options.small)
+
+    def add(part, record):
+        nonlocal failed
+        own[part] = record
         options.results.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(records, indent=1) + "\n")
         file.with_suffix(".md").write_text(page(records))
-        wrong = [one["what"] for one in own[part]["findings"] if not one["right"]]
-        failed |= bool(wrong or own[part]["error"])
-        print(f"{part}: {own[part]['error'] or '; '.join(wrong) or 'right'}, {own[part]['seconds']} s", flush=True)
+        wrong = [one["what"] for one in record["findings"] if not one["right"]]
+        failed |= bool(wrong or record["error"])
+        print(f"{part}: {record['error'] or '; '.join(wrong) or 'right'}, {record['seconds']} s", flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        started = {
+            pool.submit(run, part, options.small, shared=options.jobs > 1): part for part in wanted if part in CHECKS
+        }
+        for done in as_completed(started):
+            add(started[done], done.result())
+    for part in wanted:
+        if part in MEASUREMENTS:
+            add(part, run(part, options.small))
     return int(failed)
 
 
@@ -73,19 +103,29 @@ def device_kind():
     ).stdout.splitlines()[-1]
 
 
-def run(part, small):
-    """Run one part, and return its record."""
+def run(part, small, *, shared=False):
+    """Run one part, and return its record, with what it had found by then if it fails or takes too long.
+
+    Args:
+        part: its name.
+        small: whether its sizes are small.
+        shared: whether other parts run at the same time, so that it must not take the memory of the device when it starts.
+    """
     command = [sys.executable, str(Path(__file__).parent / "parts.py"), part, *(["--small"] if small else [])]
+    environment = {**os.environ, **({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shared else {})}
     begun = datetime.datetime.now(datetime.UTC)
-    findings, error = [], ""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-        if done.returncode:
-            error = f"exit code {done.returncode}: {last_lines(done.stderr)}"
-        else:
-            findings = json.loads(done.stdout.splitlines()[-1])["findings"]
-    except subprocess.TimeoutExpired as late:
-        error = f"not done after {LIMIT} s: {last_lines((late.stderr or b'').decode(errors='replace'))}"
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        try:
+            code = subprocess.run(
+                command, stdout=output, stderr=errors, env=environment, timeout=LIMIT, check=False
+            ).returncode
+            error = f"exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            error = f"not done after {LIMIT} s"
+        output.seek(0)
+        findings = [json.loads(line) for line in output if line.startswith('{"what"')]
+        errors.seek(0)
+        error = error and f"{error}: {last_lines(errors.read())}"
     return {
         "commit": commit(),
         "date": begun.date().isoformat(),

@@ -77,14 +77,15 @@ def residual(small):
 NETS = {"MLP": dense, "CNN": convolutional, "LM": language, "ResNet50": residual}
 
 
-def compiled(net, small, optimizer="adam", **options):
+def compiled(net, small, optimizer="adam", steps_per_execution=1, **options):
     """Return a model of ``NETS`` with the same weights at each call, and a function from a number of rows to a batch."""
     keras.utils.set_random_seed(0)
     model, batch = NETS[net](small, **options)
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
     return model, batch
 
 
 def _classified(rows, shape, classes=10):
     rng = np.random.default_rng(0)
-    return rng.normal(size=(rows, *shape)).astype("float32"), rng.integers(0, classes, rows).astype("int32")
+    return rng.standard_normal((rows, *shape), "float32"), rng.integers(0, classes, rows).astype("int32")
