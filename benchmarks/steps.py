@@ -38,7 +38,7 @@ class Steps:
     """One compiled model in training on ``batches`` equal batches, under its strategy or, with None, in plain Keras."""
 
     def __init__(self, model, strategy, x, y, rows):
-        self.model, self.data, self.rows = model, (x, y), rows
+        self.model, self.strategy, self.data, self.rows = model, strategy, (x, y), rows
         self.batches = len(x) // rows
         batch = tuple(part[:rows] for part in self.data)
         model.fit(*batch, batch_size=rows, verbose=0)
