@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lockstep._errors import ClusterError
+from lockstep._version import __version__
 from lockstep.cluster_resolver import resolve
 from lockstep.devices.cpu_devices import first_line, host_memory, usable_cores
 from lockstep.distributed.cluster.env_reader import visible_gpus
@@ -27,9 +28,8 @@ def describe_machine() -> str:
     """Describe processor, cores, versions and date in one line, for example ``AMD EPYC, 2 cores; Python 3.11.7, jax 0.10.2, keras 3.15.1, keras-lockstep 0.1.0; …``."""
     names = re.findall(r"model name\s*: (.+)", _PROCESSORS.read_text()) if _PROCESSORS.exists() else []
     processor = names[0].strip() if names else platform.processor()
-    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "keras", "keras-lockstep"))
-    python = platform.python_version()
-    return f"{processor}, {os.cpu_count()} cores; Python {python}, {versions}; {time.strftime('%Y-%m-%d')}."
+    versions = f"Python {platform.python_version()}, jax {version('jax')}, keras {version('keras')}, keras-lockstep {__version__}"
+    return f"{processor}, {os.cpu_count()} cores; {versions}; {time.strftime('%Y-%m-%d')}."
 
 
 _PACKAGES = ("keras-lockstep", "keras", "jax", "jaxlib", "numpy", "tensorflow", "torch", "grain")
