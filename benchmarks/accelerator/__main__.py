@@ -1,6 +1,6 @@
 """Run the parts, each in a process of its own with a time limit, and add their findings to one file and one page.
 
-First those that compare, with ``--jobs N`` N of them at a time; then those that measure, one after the other.
+First those that compare, with ``--jobs N`` N of them at a time; then those that need a device for themselves.
 
 ``./scripts/accelerator`` runs all parts that have no result for the present commit on this kind of device, ``PART …`` runs these,
 ``--list`` shows what is recorded.
@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CHECKS = (
+TOGETHER = (
     "numbers",
     "bits",
     "inputs",
@@ -32,11 +32,11 @@ CHECKS = (
     "monitoring",
     "resume",
     "jobs",
-    "out_of_memory",
     "devices",
     "mesh",
 )
-MEASUREMENTS = (
+ALONE = (
+    "out_of_memory",
     "host",
     "memory",
     "memory_resnet50",
@@ -48,7 +48,7 @@ MEASUREMENTS = (
     "torch",
     "plan",
 )
-PARTS = CHECKS + MEASUREMENTS
+PARTS = TOGETHER + ALONE
 PACKAGES = ("jax", "jaxlib", "keras", "numpy", "torch")
 LIMIT = 9 * 60  # seconds of a part
 
@@ -85,12 +85,12 @@ def main():
 
     with ThreadPoolExecutor(options.jobs) as pool:
         started = {
-            pool.submit(run, part, options.small, shared=options.jobs > 1): part for part in wanted if part in CHECKS
+            pool.submit(run, part, options.small, shared=options.jobs > 1): part for part in wanted if part in TOGETHER
         }
         for done in as_completed(started):
             add(started[done], done.result())
     for part in wanted:
-        if part in MEASUREMENTS:
+        if part in ALONE:
             add(part, run(part, options.small))
     return int(failed)
 

@@ -1,4 +1,4 @@
-"""The parts that compare: each yields findings with a limit. They may run beside each other."""
+"""The parts that compare: each yields findings with a limit."""
 
 import os
 import signal

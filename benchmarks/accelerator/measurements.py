@@ -1,4 +1,4 @@
-"""The parts that measure time and memory: each needs the machine for itself."""
+"""The parts that measure time and memory."""
 
 import statistics
 import time
