@@ -13,6 +13,7 @@ import lockstep
 from accelerator.nets import compiled
 
 ROWS, UNEVEN = 64, 67  # of a batch; and of one that no number of replicas but one divides
+ROWS_LM, UNEVEN_LM = 8, 11  # of a language model, whose logits are large
 
 
 @dataclasses.dataclass
@@ -42,13 +43,14 @@ def device_names(count=1):
 
 
 def trained(net, small, strategy=None, epochs=2, **options):
-    """Weights after training with batches of ``ROWS``, and a last one that is uneven; plain Keras without a strategy."""
+    """Weights after training with even batches, and a last one that is uneven; plain Keras without a strategy."""
+    rows, uneven = (ROWS_LM, UNEVEN_LM) if net == "LM" else (ROWS, UNEVEN)
     if strategy is None:
         model, batch = compiled(net, small, **options)
     else:
         with strategy.scope():
             model, batch = compiled(net, small, **options)
-    model.fit(*batch(2 * ROWS + UNEVEN), batch_size=ROWS, epochs=epochs, verbose=0)
+    model.fit(*batch(2 * rows + uneven), batch_size=rows, epochs=epochs, verbose=0)
     return model.get_weights()
 
 

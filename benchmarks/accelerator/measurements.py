@@ -16,6 +16,7 @@ from lockstep.tools.plan.measured import check_steps, keep_checks
 from lockstep.tools.scaling.prediction import link_between
 
 # Rows of a batch, and batches of an epoch: enough that starting an epoch does not count.
+ROUNDS = 3
 SIZES = {"MLP": (64, 400), "CNN": (128, 100), "LM": (16, 20), "ResNet50": (64, 20)}
 
 
@@ -61,11 +62,9 @@ def steps_of(net, small, strategies, plain="plain Keras"):
         else:
             model, batch = compiled(net, small)
         data = data or batch(rows * batches)
-        begun = time.perf_counter()
         turns[who] = Steps(model, strategy, *data, rows)
-        yield Finding(f"{what}, {who}: s of the first step in fit", round(time.perf_counter() - begun, 2))
     times = {who: ([], []) for who in turns}
-    for _ in range(3):  # in turns
+    for _ in range(ROUNDS):  # in turns
         for who, one in turns.items():
             times[who][0].append(one.in_fit())
             if not (one.strategy and one.strategy.deterministic):  # Its step is several programs.

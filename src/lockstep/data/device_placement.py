@@ -4,6 +4,7 @@ Shards are padded to equal lengths. Model inputs are always sharded. Targets and
 computed on the whole batch; up to ``REPLICATE_BELOW`` bytes they are replicated, which saves a collective.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ __all__ = [
     "drop_padding",
     "gather_on_host",
     "is_large",
+    "is_on_cpu",
     "is_rows",
     "is_spread",
     "join_rows",
@@ -368,6 +370,12 @@ def is_rows(leaf: Any) -> bool:
 
 def _is_placed(batch: Any) -> bool:
     return any(map(is_rows, jax.tree.leaves(batch, is_leaf=is_rows)))
+
+
+def is_on_cpu(tree: Any) -> bool:
+    """Return whether the first array of a tree is on CPU devices."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    return any(platform_of(next(iter(array.devices()))) == "cpu" for array in itertools.islice(arrays, 1))
 
 
 def _host(leaf: Any) -> np.ndarray | jax.Array:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import jax
 import keras
 import numpy as np
 
@@ -49,6 +50,8 @@ __all__ = [
 
 Report = Callable[[str], None]
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_SMALL_BATCH = 1 << 20  # bytes
+_BATCH_SIZE = 32  # Keras's default
 _STEPS = {"fit": "steps_per_epoch", "evaluate": "steps", "predict": "steps"}
 
 
@@ -58,7 +61,7 @@ class InputOptions:
 
     Args:
         prefetch: number of batches that are placed on the devices ahead of the step. A separate thread reads and places
-            them, except arrays on CPU devices, which need neither. 0: each batch is read when its step is due.
+            them, except arrays on CPU devices and arrays of which a batch has at most 1 MiB, which need neither. 0: each batch is read when its step is due.
         cache: where the batches of the first epoch of ``fit`` are kept for later epochs. None: they are read again.
             ``"memory"``: on the host. ``"device"``: on the devices; arrays are copied whole to each device and shuffled
             there, in the order that they would have on the host. A path: in that file, or, of several workers, each in a file
@@ -290,7 +293,7 @@ class InputFactory:
         return KerasInput(
             source,
             self._placement.place_for_step if is_compiled else (lambda batch: batch),
-            self._depth(source, options["shuffle"]),
+            self._depth(source, data, options["shuffle"], options["batch_size"]),
             _batches_per_epoch(options["steps_per_epoch"], model.steps_per_execution),
             report,
             on_first_batch,
@@ -302,12 +305,17 @@ class InputFactory:
     def _pending_of(self, generator: Any) -> Pending:
         return self._pending.setdefault(generator, deque())
 
-    def _depth(self, source: InputSource, shuffle: bool | str) -> int:
-        """Return the number of batches to place ahead."""
+    def _depth(self, source: InputSource, data: Any, shuffle: bool | str, batch_size: int | None) -> int:
+        """Return the number of batches to place ahead; ``data``, ``shuffle`` and ``batch_size`` are arguments of ``fit``."""
         if isinstance(source, AdapterSource) and source.is_arrays:
-            # On a CPU the rows are in place already, and a thread only takes time from the step. Also, with shuffle="batch", Keras
-            # draws the order within a batch from NumPy's global generator, which no other thread may use at the same time.
-            is_inline = shuffle == "batch" or self._placement.platform == "cpu"
+            # On a CPU the rows are in place already, and a thread only takes time from the step; a small batch is read in less time than
+            # a thread needs to pass it on. Also, with shuffle="batch", Keras draws the order within a batch from NumPy's global
+            # generator, which no other thread may use at the same time.
+            is_inline = (
+                shuffle == "batch"
+                or self._placement.platform == "cpu"
+                or _bytes_of_row(data) * (batch_size or _BATCH_SIZE) <= _SMALL_BATCH
+            )
         else:
             is_inline = isinstance(source, DeviceSource)
         return 0 if is_inline else self._options.prefetch
@@ -420,6 +428,14 @@ def _check_validation(name: str, given: dict[str, Any]) -> None:
         raise OptionError(
             f"{name}: validation_freq: expected a number of epochs or a list of epochs, got {shown(frequency)}."
         )
+
+
+def _bytes_of_row(data: tuple[Any, ...]) -> float:
+    """Return the bytes of a row of arrays; infinity if they do not tell."""
+    arrays = jax.tree.leaves(data)
+    if not all(hasattr(array, "nbytes") and getattr(array, "shape", ()) for array in arrays):
+        return math.inf
+    return sum(array.nbytes / max(1, len(array)) for array in arrays)
 
 
 def _batches_per_epoch(steps: int | None, steps_per_execution: int) -> int | None:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from lockstep._errors import InputError
+from lockstep.data.device_placement import is_on_cpu
 from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher, WaitMeter
 from lockstep.data.sources import InputSource
 
@@ -267,8 +268,7 @@ class PassIterator:
         if len(self._running) > max(self._depth, 1):
             jax.block_until_ready(self._running.popleft())
         if self._reader.is_waiting():
-            jax.block_until_ready(after)  # Until here devices were at work, so this was no wait for data.
-            with self._meter.getting(), self._meter.waiting():
+            with self._meter.getting(), self._meter.waiting(after):
                 batch = self._reader.take()
         else:
             with self._meter.getting():
@@ -322,7 +322,9 @@ class PassIterator:
             self._check(self._number, host)
         self._number += 1
         placed = self._place(host)
-        if self._depth:
+        if self._depth and is_on_cpu(
+            placed
+        ):  # An accelerator copies between steps: a wait would last until those before it have ended.
             jax.block_until_ready(placed)
         is_ahead = self._tracks_state and self._depth > 0
         kept = host if self._tracks_state or not self._source.restarts else None

@@ -8,9 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
+
+import jax
 
 from lockstep._logging import is_cancelled, log_info
 
@@ -75,15 +77,33 @@ class WaitMeter:
             self.taking += self._clock() - begun
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Measure while no step runs and the next batch is waited for."""
-        begun = self._clock()
+    def waiting(self, after: Any = None) -> Iterator[None]:
+        """Measure while the next batch is waited for and no step runs.
+
+        Args:
+            after: result of the last step; until it is there the devices are at work.
+        """
+        begun, idle_from = self._clock(), self._time_of(after)
         try:
             yield
         finally:
-            seconds = self._clock() - begun
+            seconds = self._clock() - max(begun, idle_from[0]) if idle_from else 0.0
             self._waited += seconds
             self.waited += seconds
+
+    def _time_of(self, result: Any) -> list[float]:
+        """Return a list to which the time is added at which a result is there, by a thread: the caller goes on."""
+        if result is None:
+            return [self._clock()]
+        times: list[float] = []
+
+        def wait() -> None:
+            with suppress(RuntimeError):  # Whoever reads the result gets its error.
+                jax.block_until_ready(result)
+            times.append(self._clock())
+
+        threading.Thread(target=wait, name="lockstep-step-end", daemon=True).start()
+        return times
 
     def step(self) -> None:
         """Count a step, which begins now."""

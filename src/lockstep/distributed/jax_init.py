@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_
 __all__ = [
     "JAX_PORT",
     "ProcessJob",
+    "check_gpus_differ",
     "check_hostnames",
     "find_jax_address",
     "free_port",
@@ -144,6 +145,32 @@ def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | Non
     share = count // len(here)
     first = here.index(index) * share
     return list(range(first, first + share))
+
+
+def check_gpus_differ(client: ControlClient, devices: Sequence[jax.Device], environ: Mapping[str, str]) -> None:
+    """Check that no two workers compute on the same GPU, which NCCL refuses.
+
+    Args:
+        client: the control client; all workers call this.
+        devices: GPUs of this worker.
+        environ: names the GPUs that JAX sees.
+
+    Raises:
+        ClusterError: on all workers, if two of them have the same GPU.
+    """
+    visible, machine = visible_gpus(environ), " ".join([machine_id(), *gpu_files()])
+    numbers = [device.local_hardware_id for device in devices if device.local_hardware_id is not None]
+    own = [f"{visible[number]} {machine}" for number in numbers if number < len(visible)]
+    users: dict[str, list[str]] = {}
+    for peer, names in zip(client.peers, client.gather("the GPUs of the strategy", own), strict=True):
+        for name in names:
+            users.setdefault(name, []).append(str(peer))
+    for name, workers in users.items():
+        if len(workers) > 1:
+            raise ClusterError(
+                f"{listed(workers)} compute on the same GPU, number {name.split()[0]} of their machine, which NCCL refuses. Fix: start at most "
+                "one worker for each GPU, or one worker whose replicas share it: replicas=."
+            )
 
 
 # The address of JAX's coordination service.

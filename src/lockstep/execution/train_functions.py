@@ -202,7 +202,8 @@ class StepFunctions:
                     for hook in self.hooks:
                         hook.on_step_end(self.model, kind, state, last)
                     results.append(last)
-            except BaseException:
+            except BaseException as error:
+                _explain_memory(error)
                 trainer.write_back_values(self.model, STATE[kind], state)
                 raise
             return combine(results), state
@@ -443,6 +444,15 @@ def _first_result(calls: Iterable[Callable[[], Any]]) -> Any:
         if found is not None:
             return found
     return None
+
+
+def _explain_memory(error: BaseException) -> None:
+    """Add to an error what to do, if it says that a device has no memory."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        error.add_note(
+            "lockstep: a device has no memory for this step. Fix: a smaller batch_size, which lockstep.batch_size_finder finds; on several devices "
+            'also shard="variables", with recompute="blocks".'
+        )
 
 
 def _last(results: list[Any]) -> Any:

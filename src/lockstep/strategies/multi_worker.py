@@ -15,13 +15,13 @@ from lockstep.data import fit_entry
 from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.cpu_devices import check_shared_thread_pool
-from lockstep.devices.names import count_cpu_devices, resolve_devices
+from lockstep.devices.names import count_cpu_devices, platform_of, resolve_devices
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup, membership_of_group
 from lockstep.distributed.consistency_checks import ProgressReporter, agree_on_random_state
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.jax_adoption import adopt_job, check_source, is_to_adopt
-from lockstep.distributed.jax_init import ProcessJob, job_of_this_process, prepare_threads
+from lockstep.distributed.jax_init import ProcessJob, check_gpus_differ, job_of_this_process, prepare_threads
 from lockstep.distributed.process_group import WorkerProcessGroup, coordinate_saving
 from lockstep.distributed.resolvers import (
     ClusterResolver,
@@ -122,6 +122,8 @@ class WorkerStrategy(Strategy):
                 return own
             job = self._adopt_processes_of_jax(own)
         self._job = job
+        if platform_of(own[0]) == "gpu":
+            check_gpus_differ(job.client, own, os.environ)
         every = {device.id: device for device in jax.devices(own[0].platform)}
         chosen = job.client.gather("the devices", [device.id for device in own])
         return [every[number] for worker in chosen for number in worker]

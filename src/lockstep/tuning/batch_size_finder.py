@@ -335,7 +335,7 @@ def _reason(error: jax.errors.JaxRuntimeError) -> str:
     """Return why a size does not fit; errors other than a lack of memory are raised again."""
     if _NO_MEMORY not in str(error):
         raise error
-    return f"the device has no memory for it: {str(error).splitlines()[0]}"
+    return f"the device has no memory for it: {next(line for line in str(error).splitlines() if _NO_MEMORY in line)}"
 
 
 def _least(process_group: ProcessGroup, available: int | None) -> int | None:

@@ -88,14 +88,23 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
         state: of its training, or the shapes of one.
         batch: as placed on the devices, or its shapes.
     """
-    device = jax.local_devices()[0]
+    device = _counting_device()
     alone = placement_on([device], 1)
     executor = EagerExecutor(device)
     step = StepFunctions(model, alone, executor, lambda sentence: None).build_step(executor, "train")
     shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
-    found = jax.jit(step).lower(shapes, _shapes(batch)).cost_analysis()
+    with jax.default_device(device):
+        found = jax.jit(step).lower(shapes, _shapes(batch)).cost_analysis()
     flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
     return float(flops) if flops > 0 else None
+
+
+def _counting_device() -> jax.Device:
+    """Return a CPU, if JAX may use it: the plugins of accelerators do not analyze programs that are not compiled."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
 
 
 class FlopCounter(StepHook):
