@@ -172,11 +172,16 @@ def page(records):
             if record["findings"]:
                 lines += ["| | value | limit | right |", "| --- | --- | --- | --- |"]
                 lines += [
-                    f"| {one['what']} | {one['value']} | {'' if one['limit'] is None else one['limit']} | {'yes' if one['right'] else 'no'} |"
+                    f"| {one['what']} | {shown(one['value'])} | {'' if one['limit'] is None else one['limit']} | {'yes' if one['right'] else 'no'} |"
                     for one in record["findings"]
                 ]
                 lines.append("")
     return "\n".join(lines)
+
+
+def shown(value):
+    """Return a value for a cell of a table."""
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ PARTS = {
     )
 }
 PROGRAMS = {"resume": checks.resumed_run, "jobs": checks.job}  # that parts start
-DETERMINISTIC = ("numbers", "bits", "strategies", "mesh", "resume", "deterministic")
+DETERMINISTIC = ("numbers", "bits", "strategies", "mesh", "resume", "jobs", "deterministic")
 
 
 def main():

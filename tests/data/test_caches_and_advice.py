@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 
 import jax
 import keras
@@ -17,9 +18,11 @@ import lockstep
 from lockstep.data import prefetch
 from lockstep.data.cache import FileBatchStore
 from lockstep.data.device_placement import DEVICE_AXIS, Placement
+from lockstep.data.pass_iterator import PassIterator
 from lockstep.data.prefetch import WaitMeter
+from lockstep.data.sources import make_source
 from tests.laws.compare import Topology
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE, wait_until
 
 from .programs import BATCH, ROWS, counting, cut, data, weights
 
@@ -285,6 +288,52 @@ def test_a_slow_generator_is_named_at_the_end_of_fit(wait, told, caplog, monkeyp
     model, _ = counting(Topology(2, 1))
     model.fit(batches(), steps_per_epoch=40, shuffle=False, verbose=0)
     assert ("% of the time is spent waiting for data" in said(caplog)) is told
+
+
+class Unfinished:
+    """A result of a step that is computed until an event."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def block_until_ready(self):
+        assert self.ended.wait(DEADLINE)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_only_a_wait_in_which_no_step_runs_counts(ends):
+    now = [0.0]
+    meter, last = WaitMeter(lambda: now[0]), Unfinished()
+    with meter.waiting(last):
+        now[0] += 2
+        if ends:
+            last.ended.set()
+            wait_until(lambda: "lockstep-step-end" not in {thread.name for thread in threading.enumerate()}, "the end")
+        now[0] += 3
+    assert meter.waited == (3 if ends else 0)
+    last.ended.set()
+
+
+def test_a_batch_that_is_late_does_not_wait_for_the_last_step():
+    last = Unfinished()
+    source = make_source((batch for batch in cut(*data())), pending=lambda generator: deque())
+    feed = PassIterator(source, lambda batch: batch, 2, WaitMeter())
+    feed.set_limit(1)
+    assert feed.take(last)[0].shape == (BATCH, 2)  # The devices still work on that step.
+    last.ended.set()
+    feed.close()
+
+
+@pytest.mark.parametrize(("width", "threads"), [(2, 0), (1 << 15, 1)])
+def test_arrays_on_accelerators_are_read_ahead_if_their_batches_are_large(width, threads, monkeypatch):
+    started, start = [], prefetch.Prefetcher._start
+    monkeypatch.setattr(prefetch.Prefetcher, "_start", lambda self: started.append(self) or start(self))
+    monkeypatch.setattr(Placement, "platform", "gpu")
+    with lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((2 * BATCH + 1, width), "float32"), np.ones((2 * BATCH + 1, 1)), batch_size=BATCH, verbose=0)
+    assert len(started) == threads
 
 
 def test_short_waits_are_not_worth_a_sentence():

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -127,3 +128,19 @@ def test_an_error_in_the_input_comes_after_the_steps_before_it(joining):
         model.fit(broken(), epochs=1, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 4
     assert joining == [3, 1]
+
+
+@pytest.mark.parametrize("strategy", [{}, {"deterministic": True}])
+def test_an_error_for_lack_of_memory_says_what_to_do(strategy):
+    class Large(keras.Sequential):
+        def train_step(self, state, data):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6.13GiB.")
+
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2, **strategy).scope():
+        model = Large([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    before = model.get_weights()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="6\\.13GiB") as caught:
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert any("Fix: a smaller batch_size" in note for note in caught.value.__notes__)
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])

@@ -2,10 +2,13 @@
 
 import json
 import socket
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep._errors import ClusterError, OptionError
+from lockstep.distributed import jax_init
 from lockstep.distributed.cluster import env_reader
 from lockstep.distributed.cluster.env_reader import gpu_files, has_accelerators, visible_gpus
 from lockstep.distributed.jax_init import share_of_gpus
@@ -121,6 +124,20 @@ def test_workers_share_the_gpus_that_all_of_them_may_open():
     assert [share_of_gpus([alike, alike], index) for index in range(2)] == [[0], [1]]
     assert [share_of_gpus([alike, others], index) for index in range(2)] == [None, None]
     assert share_of_gpus([alike, alike, others, others], 3) == [1]
+
+
+@pytest.mark.parametrize(("others", "refused"), [([["0 here"], ["0 here"]], True), ([["0 here"], ["0 there"]], False)])
+def test_workers_that_would_share_a_gpu_are_refused(others, refused, monkeypatch):
+    asked = []
+    client = SimpleNamespace(
+        peers=("worker 0 of 2", "worker 1 of 2"), gather=lambda what, own: asked.append(own) or others
+    )
+    monkeypatch.setattr(jax_init, "visible_gpus", lambda environ: ["4", "5"])
+    gpus = [SimpleNamespace(local_hardware_id=1)]
+    error = pytest.raises(ClusterError, match=r"^worker 0 of 2 and worker 1 of 2 .* number 0 ")
+    with error if refused else nullcontext():
+        jax_init.check_gpus_differ(client, gpus, {})
+    assert asked[0][0].startswith("5 ")
 
 
 @pytest.mark.parametrize("file", ["accel0", "vfio/0"])

@@ -92,13 +92,13 @@ class WaitMeter:
             self.waited += seconds
 
     def _time_of(self, result: Any) -> list[float]:
-        """Return a list to which the time is added at which a result is there, by a thread: the caller goes on."""
+        """Return a list to which a thread adds the time at which a result is there."""
         if result is None:
             return [self._clock()]
         times: list[float] = []
 
         def wait() -> None:
-            with suppress(RuntimeError):  # Whoever reads the result gets its error.
+            with suppress(RuntimeError):  # The code that reads the result gets its error.
                 jax.block_until_ready(result)
             times.append(self._clock())
 

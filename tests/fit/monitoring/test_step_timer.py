@@ -144,13 +144,16 @@ def test_the_operations_of_a_step_are_those_of_its_matrices():
     assert logs["mfu"] == [seen.flop_counter.per_row * seen.rate / 1e9]
 
 
-def test_a_step_is_counted_as_plain_keras_has_it():
+def test_a_step_is_counted_as_plain_keras_has_it(monkeypatch):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
     model.compile("sgd", "mse")
     x, y = np.ones((8, 3), "float32"), np.ones((8, 4), "float32")
     state = [[v.value for v in part] for part in _parts(model)]
     plain = jax.jit(model.train_step).lower(tuple(state), (x, y)).cost_analysis()["flops"]
+    local, asked = jax.local_devices, []
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **options: asked.append(options) or local(**options))
     assert flops_of_step(model, state, (x, y)) == plain
+    assert asked == [{"backend": "cpu"}]  # The plugins of accelerators do not count.
 
 
 def _parts(model):
