@@ -86,6 +86,12 @@ def test_each_process_gets_the_batches_of_all():
     assert_same(batch[1], drawn[0][0][1])
 
 
+def test_a_batch_keeps_what_is_not_there_and_its_keys():
+    ((found,),) = gather_trees([{0: (np.ones(2), None)}], lambda value: [value])
+    assert list(found) == [0]
+    assert found[0][1] is None
+
+
 def test_batch_of_objects_is_refused():
     with pytest.raises(InputError, match="sent to other workers must hold numbers, got an array of object"):
         gather_trees([np.array([object()])], lambda value: [value])

@@ -605,6 +605,61 @@ def test_a_keras_variable_stands_for_its_value():
     assert not np.asarray(strategy.run(lambda own: own * 2, (variable,))).any()
 
 
+def test_a_variable_that_a_function_reads_has_its_newest_value(strategy):
+    first, second, traced = keras.Variable([1.0, 2.0]), keras.Variable(3.0), []
+
+    def step(rows):
+        traced.append(rows.shape)
+        return get_replica_context().all_reduce("SUM", rows.sum()) + first * second
+
+    batch = one_batch(strategy, np.ones(4 * strategy.num_replicas_in_sync, "float32"))
+    total = 4 * strategy.num_replicas_in_sync
+    assert np.asarray(strategy.run(step, (batch,))).tolist() == [total + 3, total + 6]
+    count = len(traced)
+    first.assign([0.0, 1.0])
+    second.assign(5.0)
+    assert np.asarray(strategy.run(step, (batch,))).tolist() == [total, total + 5]
+    assert len(traced) == count  # The values are arguments of the compiled program.
+
+
+def test_half_precision_is_for_gradients_and_not_for_statistics():
+    strategy = make(2, 2, cross_device_ops=lockstep.HalfPrecisionAllReduce("bfloat16"))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layers.BatchNormalization(momentum=0.99)])
+    weights, state = ([v.value for v in kind] for kind in (model.trainable_variables, model.non_trainable_variables))
+    batch = one_batch(strategy, np.full((602, 1), 1.001, "float32"))
+
+    @jax.jit
+    def step(state, batch):
+        return strategy.run(lambda state, x: model.stateless_call(weights, state, x, training=True)[1], (state, batch))
+
+    for _ in range(3):
+        state = step(state, batch)
+    np.testing.assert_allclose(np.asarray(state[0]), 1.001 * (1 - 0.99**3), rtol=1e-5)
+
+
+def test_what_all_replicas_share_can_be_printed(capfd):
+    def step(rows):
+        total = get_replica_context().all_reduce("SUM", rows.sum())
+        jax.debug.print("the sum is {total}", total=total)
+        return total
+
+    strategy = make(2)
+    assert float(strategy.run(step, (one_batch(strategy, np.arange(4.0)),))) == 6.0
+    jax.effects_barrier()
+    assert "the sum is 6.0" in capfd.readouterr().out
+
+
+def test_local_results_of_a_mesh_are_whole():
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, {}, devices=["cpu:0", "cpu:1"])
+    columns = jax.sharding.NamedSharding(strategy._placement.mesh, jax.sharding.PartitionSpec(None, "model"))
+    weights = jax.device_put(np.arange(8.0, dtype="float32").reshape(2, 4), columns)
+    (found,) = strategy.experimental_local_results(
+        strategy.run(lambda rows, w: rows @ w, (one_batch(strategy, np.eye(2, dtype="float32")), weights))
+    )
+    np.testing.assert_array_equal(found, weights)
+
+
 def test_texts_reach_a_function_that_merges():
     strategy = make(3)
 

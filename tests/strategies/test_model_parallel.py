@@ -1,6 +1,7 @@
 """``ModelParallelStrategy``: the numbers of one device on any mesh, the same bits on the same mesh, and no rule that fails in silence."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from keras import layers
 import lockstep
 from lockstep._keras.sharded_variable import set_from_host
 from lockstep.execution.model_parallel import model_shardings
+from lockstep.execution.model_parallel.layout_rules import MeshAxes
 from lockstep.strategies.setup import override_devices
 from lockstep.tools.plan.hlo import collectives
 from tests.laws.cases import CASES, case_named, logits_loss, with_topologies
@@ -46,6 +48,33 @@ def mesh_of(number):
     """One mesh for each case, and variables that are also sharded over the rows' axis for every second."""
     sizes = ((1, 2), (2, 2), (2, 1), (1, 3), (2, 2))[number % 5]
     return Mesh(1, sizes[0] * sizes[1], RECOMPUTED if number % 2 else {}, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU of some slice, as JAX describes it."""
+
+    id: int
+    slice_index: int
+    platform = "tpu"
+    device_kind = "TPU"
+    process_index = core_on_chip = 0
+
+    @property
+    def coords(self):
+        return self.id % 2, self.id % 4 // 2, 0
+
+
+def test_devices_of_several_machines_or_slices_are_laid_on_a_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "make_mesh", None)  # It refuses them.
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, {}, devices=["cpu:0", "cpu:1"])
+    assert [device.id for device in strategy._placement.devices] == [0, 1]
+    chips = [Chip(number, number // 4) for number in range(8)]
+    found = MeshAxes({"data": 4, "model": 2})._arranged(chips)
+    assert [{chip.slice_index for chip in row} for row in found] == [{0}, {0}, {1}, {1}]
+    assert MeshAxes({"data": 2, "model": 2})._arranged(chips[:4]).shape == (2, 2)
+    with pytest.raises(lockstep.DeviceError, match="2 slices of TPUs do not divide the axis 'data'"):
+        MeshAxes({"data": 1, "model": 8})._arranged(chips)
 
 
 def test_the_cases_in_the_suite_exist():

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -61,7 +61,9 @@ __all__ = [
     "is_nested_evaluation",
     "is_synced",
     "is_tf_dataset",
+    "learning_rate_on_host",
     "method_of_keras",
+    "names_without_decay",
     "observe_compile",
     "patched_stateless_call",
     "redirect_super",
@@ -384,6 +386,24 @@ def write_back_values(model: keras.Model, names: tuple[str, ...], state: Any) ->
     model._jax_state_synced = False
     model.jax_state_sync()
     model._jax_state = None
+
+
+def names_without_decay(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[tuple[str, keras.Variable]]
+) -> list[str]:
+    """Return the names of the variables that ``exclude_from_weight_decay`` was told; they are not in the optimizer's configuration."""
+    return [name for name, variable in variables if not optimizer._use_weight_decay(variable)]
+
+
+def learning_rate_on_host(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Return the learning rate; a schedule gets the count of steps from the host, as this process may be the only one that asks.
+
+    A program on arrays of several processes must be started by all of them.
+    """
+    schedule = optimizer._learning_rate
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return schedule(np.asarray(keras.ops.convert_to_numpy(optimizer._iterations)))
+    return optimizer.learning_rate
 
 
 def steps_done(optimizer: Any) -> int:

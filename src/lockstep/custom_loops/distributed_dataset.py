@@ -428,8 +428,10 @@ def _join(chunks: list[list[str]], worker: int) -> bytes:
 
 def _as_plain_containers(tree: Any) -> Any:
     """Return a tree of dicts, lists and tuples, also for subclasses of these such as named tuples, and of NumPy's arrays."""
+    if tree is None:
+        return None
     if isinstance(tree, dict):
-        return {str(name): _as_plain_containers(value) for name, value in tree.items()}
+        return {name: _as_plain_containers(value) for name, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return (tuple if isinstance(tree, tuple) else list)(_as_plain_containers(value) for value in tree)
     return np.asarray(tree)

@@ -75,12 +75,15 @@ class PerReplica:
     @property
     def held(self) -> dict[int, jax.Array]:
         """The values on this process's devices, by replica; without communication."""
-        return {
-            own[(shard.index[0].start or 0) + i]: value
-            for array, own in zip(self.groups, self.members, strict=True)
-            for shard in array.addressable_shards
-            for i, value in enumerate(shard.data)
-        }
+        found: dict[int, jax.Array] = {}
+        for array, own in zip(self.groups, self.members, strict=True):
+            if is_cut(array):  # A mesh may lay a replica's value over several devices.
+                found.update((replica, array[i]) for i, replica in enumerate(own))
+                continue
+            for shard in array.addressable_shards:
+                first = shard.index[0].start or 0
+                found.update((own[first + i], value) for i, value in enumerate(shard.data))
+        return found
 
     def of(self, replicas: Sequence[int]) -> jax.Array:
         """Return the values of some replicas, all of one shape, stacked.
@@ -105,6 +108,11 @@ class PerReplica:
         if any(isinstance(array, jax.core.Tracer) for array in self.groups):
             return f"PerReplica(groups={self.groups}, members={self.members})"
         return "PerReplica(" + ", ".join(f"{r}: {value}" for r, value in sorted(self.held.items())) + ")"
+
+
+def is_cut(array: jax.Array) -> bool:
+    """Return whether devices have parts of a stack that are cut along another axis than that of the replicas."""
+    return any(shard.data.shape[1:] != array.shape[1:] for shard in array.addressable_shards)
 
 
 def is_per_replica(leaf: Any) -> bool:

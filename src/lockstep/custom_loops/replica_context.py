@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -13,6 +14,7 @@ import keras
 from lockstep._errors import ScopeError, member_of
 from lockstep._keras.graph import copy_keras_mask
 from lockstep._keras.trainer import patched_stateless_call
+from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import (
     bools_as_integers,
@@ -108,9 +110,18 @@ class ReplicaContext:
         leaves = [as_floating(leaf) if op is ReduceOp.MEAN else bools_as_integers(leaf) for leaf in leaves]
         return jax.tree.unflatten(structure, self._reduced(op, leaves))
 
-    def _reduced(self, op: ReduceOp, leaves: list[Any], joined_along: int | None = None) -> list[Any]:
-        """Return sums or means over the replicas; to join arrays, each replica gives its part with zeros around it."""
-        count, add = self.num_replicas_in_sync, self.strategy._sum_stacks
+    def sum_of_state(self, leaves: list[Any]) -> list[Any]:
+        """Return sums over the replicas in the dtypes of the arrays, whichever operation adds gradients."""
+        return self._reduced(ReduceOp.SUM, leaves, ops=AutoAllReduce())
+
+    def _reduced(
+        self, op: ReduceOp, leaves: list[Any], joined_along: int | None = None, ops: CrossDeviceOps | None = None
+    ) -> list[Any]:
+        """Return sums or means over the replicas, by the strategy's operation or ``ops``.
+
+        To join arrays, each replica gives its part with zeros around it.
+        """
+        count, add = self.num_replicas_in_sync, partial(self.strategy._sum_stacks, ops=ops)
 
         def combine(values: list[Any]) -> list[Any]:
             if joined_along is not None:
@@ -329,8 +340,10 @@ def _call_on_replica(model: keras.Model, original: Callable[..., Any], context: 
             outputs = jax.tree.map(lambda leaf: copy_keras_mask(leaf, jax.lax.stop_gradient(leaf)), outputs)
             losses = [_zero_row_losses(model, own_losses) for own_losses in losses]
         changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
+        if not changed:
+            return outputs, list(non_trainable), *losses
         shares = [_share(jnp.asarray(state[i]), own[i], merges[i], replica, rows) for i in changed]
-        sums, total = context.all_reduce(ReduceOp.SUM, (shares, jnp.float32(rows)))
+        *sums, total = context.sum_of_state([*shares, jnp.float32(rows)])
         merged = list(non_trainable)
         for position, value in zip(changed, sums, strict=True):
             merged[position] = _merged(value, non_trainable[position], merges[position], total)

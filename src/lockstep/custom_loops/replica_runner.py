@@ -254,7 +254,8 @@ class _ReplicaBatch:
         def on_one_device(own_values: list[Any], shared_values: list[Any]) -> list[Any]:
             if own_values and own_values[0].shape[0] == 1:
                 return [value[None] for value in one([value[0] for value in own_values], shared_values)]
-            return jax.vmap(one, in_axes=(0, None))(own_values, shared_values)
+            count = None if own_values else len(self.places)  # A callback on what all share runs for each replica.
+            return jax.vmap(one, in_axes=(0, None), axis_size=count)(own_values, shared_values)
 
         values = [jnp.asarray(self.read(var)) for var in own]
         others = [jnp.asarray(self.read(var)) for var in shared]

@@ -28,6 +28,7 @@ from lockstep.custom_loops.per_replica import (
     check_shapes,
     check_structures,
     explain_tracer_errors,
+    is_cut,
     is_per_replica,
     is_value,
     per_replica_of,
@@ -42,6 +43,8 @@ from lockstep.data.sources import make_tree_source
 from lockstep.distributed.resolvers import ClusterResolver
 
 __all__ = ["StrategyApi"]
+
+_FUNCTIONS = 4096  # of run, of which it is remembered which variables they read: as many as jax.jit keeps
 
 
 class StrategyApi:
@@ -75,7 +78,7 @@ class StrategyApi:
             fn: function of ``args`` and ``kwargs``. In it, :func:`lockstep.get_replica_context` returns the replica's context.
             args: trees; each replica gets its value of a :class:`PerReplica`, and all replicas share other arguments. A Keras
                 variable is replaced by its value.
-            kwargs: keyword arguments, likewise.
+            kwargs: keyword arguments, likewise. Outside ``jax.jit`` a Keras variable that ``fn`` reads has its value at the time of the call.
 
         Returns:
             The result of ``fn``, with a :class:`PerReplica` for each array that depends on the replica.
@@ -122,26 +125,54 @@ class StrategyApi:
             return self._run_or_compile(fn, structure, are_values, fixed, values)
 
     def _run_or_compile(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
-        """Run as part of the step that is being traced; outside of one, compile the call first."""
+        """Run as part of the step that is being traced; outside of one, compile the call first, with the variables that it reads as arguments."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
-            return self._run(fn, structure, are_values, fixed, values)
+            return self._run(fn, structure, are_values, fixed, values, None)
         shared = self._placement.put([None if is_per_replica(x) else check_host_argument(x) for x in values])
         placed = [own if is_per_replica(own) else x for own, x in zip(values, shared, strict=True)]
-        return self._run_compiled(fn, structure, are_values, fixed, placed)
+        read = self._variables_read(fn, structure, are_values, fixed)
+        while True:
+            # With a dtype: Keras's first value of a number has a weak one, for which JAX would trace again.
+            newest = self._placement.put([jnp.asarray(one.value, one.value.dtype) for one in read])
+            try:
+                return self._run_compiled(fn, structure, are_values, fixed, placed, newest)
+            except _UnknownVariablesError as error:
+                read.extend(error.variables)
 
-    def _run(self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any]) -> Any:
+    @cached_property
+    def _variables_read(self) -> Callable[..., list[keras.Variable]]:
+        """The variables that a function of ``run`` reads without having them as arguments, in the order in which they were found."""
+        return functools.lru_cache(_FUNCTIONS)(lambda *call: [])
+
+    def _run(
+        self, fn: Any, structure: Any, are_values: Any, fixed: Any, values: list[Any], read: list[jax.Array] | None
+    ) -> Any:
+        """Trace the replicas.
+
+        Args:
+            fn: the function.
+            structure: of its arguments.
+            are_values: which of them are values.
+            fixed: the others.
+            values: arrays, of each replica or shared.
+            read: values of the first of ``_variables_read``; None: those of all variables are constants, as in any function that the user traces.
+        """
+        known = self._variables_read(fn, structure, are_values, fixed)[: len(read)] if read else []
+
         def on_replica(replica: jax.Array, own: list[Any], gathered_shapes: Callable[[Any], list[Any]]) -> Any:
-            arrays, others = iter(own), iter(fixed)
+            arrays, others = iter(own[: len(values)]), iter(fixed)
             args, kwargs = jax.tree.unflatten(
                 structure, [next(arrays) if value else next(others) for value in are_values]
             )
-            context = ReplicaContext(self, replica, gathered_shapes)
-            with in_context(self, context), self._models_in_replica(context), _AssignedVariables() as assigned:
+            context, access = ReplicaContext(self, replica, gathered_shapes), _VariableAccess(known, own[len(values) :])
+            with in_context(self, context), self._models_in_replica(context), access:
                 found = fn(*args, **kwargs)
-            assigned.refuse()
+            access.refuse_assignments()
+            if read is not None:
+                access.check_known()
             return jax.tree.map(check_result, found, is_leaf=is_per_replica)
 
-        return run_on_replicas(on_replica, values, self._placement)
+        return run_on_replicas(on_replica, [*values, *(read or [])], self._placement)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
         """Sum or mean over the replicas, and over an axis of their values if one is given.
@@ -359,9 +390,9 @@ class StrategyApi:
         """Return a context in which the strategy's models are called on a replica."""
         return nullcontext()
 
-    def _sum_stacks(self, values: list[list[jax.Array]]) -> list[jax.Array]:
+    def _sum_stacks(self, values: list[list[jax.Array]], ops: CrossDeviceOps | None = None) -> list[jax.Array]:
         """Sum for each value its stacks ``(replicas of a group, …)`` over axis 0 in its dtype; between devices by one cross-device operation."""
-        devices = self._placement.devices
+        devices, operation = self._placement.devices, ops or self._ops
 
         def local(stacks: list[jax.Array]) -> jax.Array:
             is_bool = stacks[0].dtype == bool
@@ -376,7 +407,7 @@ class StrategyApi:
             return jnp.pad(stack, [(0, -len(stack) % len(devices)), *[(0, 0)] * (stack.ndim - 1)])
 
         return jax.shard_map(
-            lambda values: self._ops.all_reduce([local(stacks) for stacks in values], DEVICE_AXIS, devices),
+            lambda values: operation.all_reduce([local(stacks) for stacks in values], DEVICE_AXIS, devices),
             mesh=self._placement.mesh,
             in_specs=PartitionSpec(DEVICE_AXIS),
             out_specs=PartitionSpec(),
@@ -397,18 +428,45 @@ class StrategyApi:
         return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
 
 
-class _AssignedVariables(keras.StatelessScope):
-    """Records assignments to Keras variables instead of making them."""
+class _UnknownVariablesError(Exception):
+    """Tells which variables a function has read of which the caller did not know."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: list[keras.Variable]) -> None:
         super().__init__()
+        self.variables = variables
+
+
+class _VariableAccess(keras.StatelessScope):
+    """Gives values to Keras variables, records which others are read, and records assignments instead of making them.
+
+    Args:
+        known: variables.
+        values: of them.
+    """
+
+    def __init__(self, known: list[keras.Variable], values: list[Any]) -> None:
+        super().__init__(state_mapping=list(zip(known, values, strict=True)))
+        self._known = {id(variable) for variable in known}
+        self._unknown: dict[int, keras.Variable] = {}
         self.paths: list[str] = []
 
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Return the value of a known variable; None: it is the one that the variable has."""
+        if id(variable) not in self._known:
+            self._unknown[id(variable)] = variable
+        return super().get_current_value(variable)
+
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Record an assignment."""
         self.paths.append(update[0].path)
         super().add_update(update)
 
-    def refuse(self) -> None:
+    def check_known(self) -> None:
+        """Raise an error if a variable was read that is not known."""
+        if self._unknown:
+            raise _UnknownVariablesError(list(self._unknown.values()))
+
+    def refuse_assignments(self) -> None:
         """Raise an error if a variable was assigned to."""
         if self.paths:
             raise ModelError(
@@ -425,6 +483,7 @@ def _local_values(value: PerReplica) -> dict[int, jax.Array]:
     """
     if any(isinstance(array, jax.core.Tracer) for array in value.groups):
         return dict(enumerate(value.values))
-    if len(value.groups) > 1 and any(is_spread(array) for array in value.groups):
+    is_partial = len(value.groups) > 1 or any(map(is_cut, value.groups))
+    if is_partial and any(is_spread(array) for array in value.groups):
         return dict(enumerate(local_values(value).values))
     return value.held

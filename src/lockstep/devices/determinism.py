@@ -63,8 +63,8 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
     cpu_threads = whole_number("cpu_threads", cpu_threads, most=_MOST_THREADS)
     if enabled:
         start_with_threads(cpu_threads, GPU_FLAG)
-        found = pool_threads(os.environ)
-        if found != cpu_threads and platform_of(jax.local_devices()[0]) == "cpu":
+        on_cpu = platform_of(jax.local_devices()[0]) == "cpu"
+        if on_cpu and (found := pool_threads(os.environ)) != cpu_threads:
             raise DeviceError(
                 f"set_deterministic: cpu_threads: JAX runs on a pool of {found} CPU threads, not {cpu_threads}. Call it before the first "
                 f"JAX operation, with PJRT_NPROC and NPROC not set in the environment, or accept the pool that is there: "

@@ -160,7 +160,7 @@ def check_gpus_differ(client: ControlClient, devices: Sequence[jax.Device], envi
     """
     visible, machine = visible_gpus(environ), " ".join([machine_id(), *gpu_files()])
     numbers = [device.local_hardware_id for device in devices if device.local_hardware_id is not None]
-    own = [f"{visible[number]} {machine}" for number in numbers if number < len(visible)]
+    own = [f"{visible[number] if number < len(visible) else number} {machine}" for number in numbers]
     users: dict[str, list[str]] = {}
     for peer, names in zip(client.peers, client.gather("the GPUs of the strategy", own), strict=True):
         for name in names:

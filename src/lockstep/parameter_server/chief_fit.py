@@ -173,6 +173,7 @@ class ChiefFit:
             "batch": batch,
             "lowest": min((update.batch for update in self._in_flight), default=batch),
             "state": self._state_sync.states,
+            "steps_before": self._state_sync.steps_before,
             "update": self._updates,
         }
         if self._parts is None:

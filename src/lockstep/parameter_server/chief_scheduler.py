@@ -80,7 +80,7 @@ class ChiefScheduler(SchedulerBase):
         self.begin()
         self._broadcast_changes()
         outcome: Outcome = Outcome()
-        task = {"state": self._state_sync.states}
+        task = {"state": self._state_sync.states, "steps_before": self._state_sync.steps_before}
         self._dispatcher.schedule(task, when_done=lambda result: self._add_result(result, outcome))
         self._scheduled += 1
         return outcome

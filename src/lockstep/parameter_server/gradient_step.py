@@ -9,22 +9,26 @@ import keras
 import numpy as np
 
 from lockstep._arrays import ArraySpec
-from lockstep._errors import ModelError
+from lockstep._errors import ModelError, OptionError
+from lockstep._keras import trainer
 from lockstep.data.device_placement import Placement, is_rows
 from lockstep.devices.batch_split import rows_of_replicas
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.execution.train_state import apply_changes
 from lockstep.fit.checkpointing.model_state import variables_of
+from lockstep.parameter_server.variables.variable_store import UpdateRules
 
 __all__ = [
     "GradientResult",
     "GradientStep",
     "check_mean_loss",
     "count_batch_rows",
+    "iterations_of",
     "names_of",
     "nonempty_parts",
     "part_of",
+    "rules_of",
     "specs_of",
 ]
 
@@ -134,13 +138,11 @@ class GradientStep:
         self._model, self._names, self._placement = model, names_of(model), placement
         self._keras_step = functions.build_step(functions.executor, "train")
         self._programs = GradientPrograms(self._step_with_metric_logs, model, placement, donated=False)
-        _, _, optimizer, _ = variables_of(model)
-        self._optimizer = [np.asarray(variable.value) for variable in optimizer]
-        counts = [number for number, one in enumerate(optimizer) if one is model.optimizer.iterations]
-        self._iterations = counts[0] if counts else None  # None if gradients are accumulated: Keras then computes it.
+        self._optimizer = [np.asarray(variable.value) for variable in variables_of(model)[2]]
+        self._iterations = iterations_of(model)
 
     def __call__(
-        self, values: Mapping[str, Any], non_trainable: Values, metrics: Values, batch: Any, version: int
+        self, values: Mapping[str, Any], non_trainable: Values, metrics: Values, batch: Any, steps: int
     ) -> GradientResult:
         """Compute the gradient; the model does not change.
 
@@ -149,11 +151,11 @@ class GradientStep:
             non_trainable: values of the non-trainable variables.
             metrics: values of the metrics' variables.
             batch: as Keras passes it to ``train_step``, on the host.
-            version: number of updates in the values.
+            steps: number of steps of the optimizer that made the values.
         """
         optimizer = list(self._optimizer)
         if self._iterations is not None:
-            optimizer[self._iterations] = np.asarray(version, optimizer[self._iterations].dtype)
+            optimizer[self._iterations] = np.asarray(steps, optimizer[self._iterations].dtype)
         state = [[values[name] for name in self._names], list(non_trainable), optimizer, list(metrics)]
         placed = self._placement.place(batch)
         program = self._programs.program_for(state, placed)
@@ -174,6 +176,12 @@ class GradientStep:
         return (logs, metric_logs), new
 
 
+def iterations_of(model: keras.Model) -> int | None:
+    """Return the number of ``optimizer.iterations`` among the optimizer's variables; None if gradients are accumulated: Keras then computes it."""
+    found = [number for number, one in enumerate(variables_of(model)[2]) if one is model.optimizer.iterations]
+    return found[0] if found else None
+
+
 def names_of(model: keras.Model) -> list[str]:
     """Return a unique name for each trainable variable: its path, with a number if another variable has the same path."""
     names: list[str] = []
@@ -187,6 +195,23 @@ def specs_of(model: keras.Model) -> list[ArraySpec]:
     """Return the specs of the trainable variables of a model, in their order."""
     pairs = zip(names_of(model), model.trainable_variables, strict=True)
     return [ArraySpec(name, tuple(variable.shape), str(variable.dtype)) for name, variable in pairs]
+
+
+def rules_of(model: keras.Model) -> UpdateRules:
+    """Return what the optimizer asks of the trainable variables of a model besides their values.
+
+    Raises:
+        OptionError: a variable gets its value in place of a gradient.
+    """
+    pairs = list(zip(names_of(model), model.trainable_variables, strict=True))
+    overwritten = [name for name, variable in pairs if getattr(variable, "overwrite_with_gradient", False)]
+    if overwritten:
+        raise OptionError(
+            f"Model {model.name!r}: {overwritten[0]!r} gets a new value in place of a gradient (float8), of which servers would take the mean. Fix: "
+            "train without float8, or under another strategy."
+        )
+    constraints = {name: variable.constraint for name, variable in pairs if variable.constraint is not None}
+    return UpdateRules(constraints, frozenset(trainer.names_without_decay(model.optimizer, pairs)))
 
 
 def _on_host(logs: Mapping[str, Any]) -> dict[str, Any]:

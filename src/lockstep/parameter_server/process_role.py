@@ -19,7 +19,7 @@ from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.listener import check_closed, open_listener
 from lockstep.distributed.resolvers.base import ClusterResolver
-from lockstep.parameter_server.gradient_step import specs_of
+from lockstep.parameter_server.gradient_step import rules_of, specs_of
 from lockstep.parameter_server.task_client import TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
@@ -206,7 +206,7 @@ class ProcessContext:
                 "not know. Use mixed_bfloat16, which needs no loss scale, in place of mixed_float16."
             )
         plan = plan_shards(specs_of(model), len(self.role.servers), self.partitioner)
-        check_optimizer(model.optimizer, plan)
+        check_optimizer(model.optimizer, plan, rules_of(model))
         return plan
 
     def connect_to_servers(self, plan: ShardingPlan, call: int) -> VariableClient:
@@ -233,6 +233,7 @@ class ProcessContext:
             self.plan_for(model),
             model.optimizer,
             listener,
+            rules=rules_of(model),
             max_staleness=self.max_staleness,
             refuse_nonfinite=self.refuse_nonfinite,
             identity={"call": call},

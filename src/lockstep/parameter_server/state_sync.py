@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.execution.call_splitter import state_merge
 from lockstep.execution.replica import StateMerge, replica_seed
-from lockstep.parameter_server.gradient_step import names_of
+from lockstep.parameter_server.gradient_step import iterations_of, names_of
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.optimizer_sharding import OptimizerState
 from lockstep.parameter_server.variables.sharding import ShardingPlan
@@ -215,6 +215,7 @@ class StateSync:
     Attributes:
         totals: values of non-trainable variables and metrics.
         states: how often the values of non-trainable variables were published; the last publication has this number.
+        steps_before: number of steps that the optimizer had made before the first update of this call.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class StateSync:
     ) -> None:
         self._model, self._dispatcher, self._plan, self._client = model, dispatcher, plan, client
         self._optimizer = OptimizerState(model.optimizer, plan)
-        self.totals, self.states = DeltaAccumulator(model), 0
+        self.totals, self.states, self.steps_before = DeltaAccumulator(model), 0, 0
 
     def broadcast(self, changed: Sequence[bool], state: Sequence[Sequence[Any]], update: int, task: int) -> None:
         """Send the state to servers and workers; no task may run meanwhile.
@@ -236,6 +237,8 @@ class StateSync:
         trainable, non_trainable, optimizer, metrics = [[np.asarray(value) for value in kind] for kind in state]
         self.totals.set(non_trainable, metrics)
         if changed[0] or changed[2]:
+            count = iterations_of(self._model)
+            self.steps_before = 0 if count is None else int(optimizer[count]) - update
             values = dict(zip(names_of(self._model), trainable, strict=True))
             self._client.fill(values, self._optimizer.split(optimizer), version=update, task=task)
         if changed[1]:

@@ -154,7 +154,7 @@ class WorkerFit:
         self._zero_metrics = [np.asarray(variable.value) for variable in variables_of(model)[3]]
         self._pass, self._state = "", -1
         self._non_trainable: Values = []
-        self._first_update = 0
+        self._first_update = self._steps_before = 0
         self._seed_offsets: SeedOffsets | None = None
         self._no_sums: frozenset[int] = frozenset()
         self._traffic = 0
@@ -204,7 +204,8 @@ class WorkerFit:
         return values
 
     def _compute(self, values: Mapping[str, Any], non_trainable: Values, metrics: Values, batch: Any) -> GradientResult:
-        return self._step(values, non_trainable, metrics, batch, max(self._client.versions, default=0))
+        steps = self._steps_before + max(self._client.versions, default=0)
+        return self._step(values, non_trainable, metrics, batch, steps)
 
     def _batch(self, what: Mapping[str, Any]) -> Any:
         if what["pass"] != self._pass:
@@ -213,7 +214,8 @@ class WorkerFit:
         return self._batches.batch(what["batch"], what["lowest"])
 
     def _update_state(self, what: Mapping[str, Any], newest: Mapping[str, np.ndarray]) -> None:
-        """Take over the chief's values of non-trainable variables."""
+        """Take over the chief's values of non-trainable variables, and its count of steps."""
+        self._steps_before = what["steps_before"]
         if what["state"] != self._state:
             message, arrays = self._task_client.wait_for(self._call, STATE)
             self._state, self._first_update = message["number"], message["update"]

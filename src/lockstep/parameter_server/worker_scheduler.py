@@ -287,14 +287,16 @@ class FunctionRunner:
             self._step = self._training.gradient_step(self._model)
         step, values = self._step, self._pull_values()
         metrics = [np.asarray(value) for value in state[3]]
-        version = max(self._client.versions, default=0) if self._client else 0
+        made = (self._task.what["steps_before"] if self._task else 0) + max(
+            self._client.versions if self._client else [], default=0
+        )
         if not self._steps:
             self._non_trainable = self._newest_non_trainable()
         if self._seed_offsets is None:
-            found = step(values, self._non_trainable, metrics, batch, version)
+            found = step(values, self._non_trainable, metrics, batch, made)
             self._seed_offsets = SeedOffsets(self._merge_rules, found.non_trainable, self._non_trainable)
         before = self._with_seeds()
-        found = step(values, before, metrics, batch, version)
+        found = step(values, before, metrics, batch, made)
         self._push_gradients([found.gradients[name] for name in self._names])
         self._record_step(found.non_trainable, before)
         return found.logs, state

@@ -278,6 +278,23 @@ def test_a_custom_loop_resumes(tmp_path):
         checkpoint.restore(other)
 
 
+def test_numbers_of_the_host_in_a_loop_are_not_narrowed(tmp_path):
+    strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])
+    begin = {"seen": np.array([3_000_000_000]), "sum": np.float64(1e-9), "rate": 0.1, "weights": np.zeros(2, "float16")}
+    with strategy.checkpoint(tmp_path) as checkpoint:
+        checkpoint.restore(begin)
+        checkpoint.save(1, begin | {"weights": jax.numpy.ones(2, "float16")})
+    with strategy.checkpoint(tmp_path) as checkpoint:
+        found, start = checkpoint.restore(begin)
+        with pytest.raises(lockstep.CheckpointError, match=r"\['weights'\] is absent, or of another shape or dtype"):
+            checkpoint.restore(begin | {"weights": np.zeros(2, "float32")})
+    assert start == 1
+    assert (found["seen"].dtype, found["seen"].tolist()) == ("int64", [3_000_000_000])
+    assert (type(found["sum"]), found["sum"]) == (np.float64, 1e-9)
+    assert (type(found["rate"]), found["rate"]) == (float, 0.1)
+    assert isinstance(found["weights"], jax.Array)
+
+
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
 def test_keys_of_random_numbers_in_a_loop_go_on(kind, tmp_path):
     strategy = lockstep.MirroredStrategy(["cpu:0", "cpu:1"])

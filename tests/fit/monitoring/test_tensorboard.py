@@ -17,7 +17,15 @@ from tensorboard.util.tensor_util import make_ndarray
 import lockstep
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
 from lockstep.fit.monitoring.step_timer import NAMES
-from lockstep.fit.monitoring.tensorboard import EventFile, StepProfiler, crc32c, histogram, newest_steps, scalar
+from lockstep.fit.monitoring.tensorboard import (
+    EventFile,
+    StepProfiler,
+    _learning_rates,
+    crc32c,
+    histogram,
+    newest_steps,
+    scalar,
+)
 from lockstep.tools.commands.top import picture
 
 from .runs import STEPS, built, data, fit
@@ -322,3 +330,18 @@ def test_files_that_begin_in_one_second_are_read_in_their_order(tmp_path):
         file.write(step, [scalar("loss", step)])
         file.close()
     assert [step for step, _ in curve(shown(tmp_path), "loss")] == list(range(25))
+
+
+def test_a_schedule_is_asked_with_a_count_on_the_host():
+    """The chief alone asks: a program on arrays of several processes would have to be started by all."""
+    asked = []
+
+    class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            asked.append(type(step))
+            return 0.5 / (1 + step)
+
+    optimizer = keras.optimizers.SGD(Schedule())
+    optimizer.build([keras.Variable(np.zeros(2))])
+    assert _learning_rates(optimizer) == {"learning_rate": 0.5}
+    assert asked == [np.ndarray]

@@ -6,6 +6,8 @@ import pytest
 
 from lockstep import OptionError
 from lockstep._arrays import ArraySpec
+from lockstep.parameter_server.gradient_step import rules_of, specs_of
+from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
 from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.variables.sparse_rows import SparseGradient, gradient_of_shard
 from lockstep.parameter_server.variables.variable_store import Push, VariableStore
@@ -120,6 +122,28 @@ def test_an_optimizer_sees_paths_and_names_of_the_model_also_of_shards():
     store.apply([Push({spec.name: np.zeros(spec.shape, spec.dtype) for spec in specs})])
     for spec, decay in zip(specs, (1, 0.95), strict=True):
         np.testing.assert_allclose(store.snapshot.values[spec.name], decay * values_of(specs)[spec.name], rtol=1e-6)
+
+
+def test_what_the_optimizer_asks_of_variables_is_that_of_the_model():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, kernel_constraint="max_norm", name="one")])
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_list=[model.layers[0].bias])
+    model.compile(optimizer)
+    rules, specs = rules_of(model), specs_of(model)
+    assert rules.without_decay == {specs[1].name}
+    store = VariableStore(specs, keras.optimizers.SGD(0.5, weight_decay=0.1), rules)
+    store.fill({spec.name: np.asarray(v.value) for spec, v in zip(specs, model.trainable_variables, strict=True)})
+    gradients = [np.full(spec.shape, -3, "float32") for spec in specs]
+    store.apply([Push({spec.name: each for spec, each in zip(specs, gradients, strict=True)})])
+    optimizer.apply(gradients, model.trainable_variables)
+    for spec, variable in zip(specs, model.trainable_variables, strict=True):
+        np.testing.assert_allclose(store.snapshot.values[spec.name], variable.numpy(), rtol=1e-6)
+    cut = plan_shards(specs, 2, FixedShardsPartitioner(2))
+    with pytest.raises(OptionError, match=r"MaxNorm needs each variable as a whole, and .* cuts '.*one/kernel' into 2"):
+        check_optimizer(optimizer, cut, rules)
+    model.layers[0].bias.overwrite_with_gradient = True
+    with pytest.raises(OptionError, match=r"one/bias' gets a new value in place of a gradient"):
+        rules_of(model)
 
 
 def test_an_optimizer_of_other_variables_is_refused():

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from lockstep._errors import DeviceError, ModelError, OptionError, named_arguments, shown, whole_number
 from lockstep.data.device_placement import DEVICE_AXIS, MeshPlacement
+from lockstep.devices.names import platform_of
 from lockstep.execution.gathered_variables import ModelLayout
 
 __all__ = [
@@ -58,10 +60,10 @@ class MeshAxes:
         return MeshAxes({name: count if name == self.data else 1 for name in self.sizes})
 
     def placement(self, devices: Sequence[jax.Device]) -> MeshPlacement:
-        """Return the placement on a mesh of ``devices``, in an order that suits their links.
+        """Return the placement on a mesh of ``devices``: TPUs in an order that suits their links, others in the order of the workers.
 
         Raises:
-            DeviceError: their number is another.
+            DeviceError: their number is another, or the slices of TPUs do not divide the first axis.
         """
         count = int(np.prod([*self.sizes.values()]))
         if count != len(devices):
@@ -70,7 +72,23 @@ class MeshAxes:
             )
         names = [self.name_in_mesh(name) for name in self.sizes]
         kinds = (AxisType.Auto,) * len(names)
-        return MeshPlacement(jax.make_mesh([*self.sizes.values()], names, devices=devices, axis_types=kinds))
+        return MeshPlacement(Mesh(self._arranged(devices), names, axis_types=kinds))
+
+    def _arranged(self, devices: Sequence[jax.Device]) -> np.ndarray:
+        """Return the devices in the shape of the mesh; ``jax.make_mesh`` refuses several machines of GPUs and several slices of TPUs."""
+        shape = [*self.sizes.values()]
+        if platform_of(devices[0]) != "tpu":
+            return np.asarray(devices).reshape(shape)
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+        if slices == 1:
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        if shape[0] % slices:
+            raise DeviceError(
+                f"mesh={dict(self.sizes)}: {slices} slices of TPUs do not divide the axis {self.data!r}, over which their network is used. Fix: "
+                f"make it a multiple of {slices}."
+            )
+        inner, outer = [shape[0] // slices, *shape[1:]], [slices, *[1] * (len(shape) - 1)]
+        return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
     def name_in_mesh(self, name: str) -> str:
         """Return the name of an axis in the JAX mesh, where the first has the name that it has under all strategies."""

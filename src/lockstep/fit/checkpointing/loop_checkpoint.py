@@ -70,10 +70,11 @@ class Checkpoint:
             state: a tree of arrays: the first state of the loop without a checkpoint.
 
         Returns:
-            The tree of the newest good checkpoint, on the strategy's devices; ``state`` and 0 if there is no checkpoint.
+            The tree of the newest good checkpoint, on the strategy's devices; ``state`` and 0 if there is no checkpoint. Numbers of Python and
+            arrays of NumPy with 64 bits, which JAX would narrow, stay on the host.
 
         Raises:
-            CheckpointError: no checkpoint is good, or it has another tree.
+            CheckpointError: no checkpoint is good, or it has another tree, shape or dtype.
         """
         loaded = self._store.newest(lambda found: check_fields(found, ["random"])) if self._writer else None
         found = self._process_group.broadcast_from_chief(
@@ -83,18 +84,17 @@ class Checkpoint:
             return state, 0
         step, arrays, metadata = found
         names, structure = _named(state)
-        differ = [name for name, leaf in names.items() if name not in arrays or arrays[name].shape != np.shape(leaf)]
+        differ = [name for name, leaf in names.items() if name not in arrays or _differs(arrays[name], leaf)]
         if differ or len(names) != len(arrays):
             raise CheckpointError(
                 f"{self._store.directory}: the checkpoint of step {step} is of another state: {differ[0] if differ else 'it has'} "
-                f"{'is absent or of another shape' if differ else f'{len(arrays)} arrays, and here are {len(names)}'}. Fix: make the state as "
+                f"{'is absent, or of another shape or dtype' if differ else f'{len(arrays)} arrays, and here are {len(names)}'}. Fix: make the state as "
                 "it was, or take another directory."
             )
         restore_random_state(metadata["random"])
         self._step = step
         self._log(f"resumes from {self._store.directory} at step {step}")
-        placed = self._placement.put([arrays[name] for name in names])
-        leaves = [_like(leaf, new) for leaf, new in zip(jax.tree.leaves(state), placed, strict=True)]
+        leaves = [self._like(leaf, arrays[name]) for leaf, name in zip(jax.tree.leaves(state), names, strict=True)]
         return jax.tree.unflatten(structure, leaves), step
 
     def save(self, step: int, state: Any) -> None:
@@ -120,7 +120,12 @@ class Checkpoint:
     def _write(self, step: int, state: Any) -> None:
         self._frequency.saved()
         names, _ = _named(state)
-        copies = copies_of(list(names.values()), wanted=self._writer is not None)
+        # Numbers of the host stay as they are: JAX would narrow those of 64 bits.
+        copies = [None if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in names.values()]
+        on_devices = iter(
+            copies_of([x for x in names.values() if isinstance(x, jax.Array)], wanted=self._writer is not None)
+        )
+        copies = [next(on_devices) if copy is None else copy for copy in copies]
         if self._writer is None:
             return
         metadata = {"random": capture_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
@@ -130,6 +135,15 @@ class Checkpoint:
             )
         except CheckpointError as error:
             self._log(f"no checkpoint at step {step}: {error}")
+
+    def _like(self, leaf: Any, new: np.ndarray) -> Any:
+        """Return a restored array on the devices; what was a number of Python or 64 bits wide on the host is so again."""
+        if not isinstance(leaf, jax.Array) and new.dtype == np.asarray(leaf).dtype != jax.dtypes.canonicalize_dtype(
+            new.dtype
+        ):
+            return new if isinstance(leaf, np.ndarray) else type(leaf)(new[()])
+        placed = self._placement.put(new)
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else placed
 
     def close(self) -> None:
         """Wait for checkpoints that are being written."""
@@ -149,5 +163,10 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _like(leaf: Any, new: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else new
+def _differs(array: np.ndarray, leaf: Any) -> bool:
+    """Return whether a stored array is not of the shape and dtype of a leaf, or of the dtype that JAX gives it."""
+    dtype = np.asarray(leaf).dtype if not isinstance(leaf, jax.Array) else leaf.dtype
+    is_number = isinstance(leaf, (bool, int, float, complex))
+    return array.shape != np.shape(leaf) or (
+        not is_number and array.dtype not in (dtype, jax.dtypes.canonicalize_dtype(dtype))
+    )

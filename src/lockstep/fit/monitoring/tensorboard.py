@@ -526,8 +526,8 @@ def _histograms(model: keras.Model) -> list[Value]:
 def _learning_rates(optimizer: Any) -> dict[str, float]:
     optimizer = trainer.inner_optimizer(optimizer)
     several = optimizer.optimizers if isinstance(optimizer, keras.optimizers.MultiOptimizer) else []
-    rates = {f"learning_rate_{one.name}": one.learning_rate for one in several} or {
-        "learning_rate": optimizer.learning_rate
+    rates = {f"learning_rate_{one.name}": trainer.learning_rate_on_host(one) for one in several} or {
+        "learning_rate": trainer.learning_rate_on_host(optimizer)
     }
     return {name: float(np.asarray(keras.ops.convert_to_numpy(rate))) for name, rate in rates.items()}
 

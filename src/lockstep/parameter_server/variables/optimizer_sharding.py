@@ -19,7 +19,7 @@ from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._keras.patches import OPTIMIZER_SLOTS, install
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
-from lockstep.parameter_server.variables.variable_store import OPTIMIZER, make_variable
+from lockstep.parameter_server.variables.variable_store import NO_RULES, OPTIMIZER, UpdateRules, make_variable
 
 __all__ = ["OptimizerState", "check_optimizer"]
 
@@ -27,17 +27,26 @@ _MARK = re.compile(r"<(\d+)>")  # In a name: number of the variable that it was 
 _NEED_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 
 
-def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: ShardingPlan) -> None:
+def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: ShardingPlan, rules: UpdateRules = NO_RULES) -> None:
     """Refuse an optimizer whose update of one element depends on elements that another server holds.
 
     Args:
         optimizer: of the model.
         plan: assignment of its variables to servers.
+        rules: of its variables.
 
     Raises:
         OptionError: the optimizer has such an update.
     """
     cut = [name for name, shards in plan.shards.items() if len(shards) > 1]
+    whole = [
+        name for name in cut if not isinstance(rules.constraints.get(name), (type(None), keras.constraints.NonNeg))
+    ]
+    if whole:
+        raise OptionError(
+            f"{type(rules.constraints[whole[0]]).__name__} needs each variable as a whole, and variable_partitioner cuts {whole[0]!r} into "
+            f"{len(plan.shards[whole[0]])} shards. Leave the partitioner out, or the constraint."
+        )
     if cut and isinstance(optimizer, _NEED_WHOLE_VARIABLES):
         raise OptionError(
             f"{type(optimizer).__name__} needs each variable as a whole, and variable_partitioner cuts {cut[0]!r} into "

@@ -40,7 +40,13 @@ from lockstep.parameter_server.variables.rpc_client import (
 )
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.staleness_bound import CompletedIds, StalenessBound
-from lockstep.parameter_server.variables.variable_store import Push, VariableSnapshot, VariableStore
+from lockstep.parameter_server.variables.variable_store import (
+    NO_RULES,
+    Push,
+    UpdateRules,
+    VariableSnapshot,
+    VariableStore,
+)
 
 __all__ = [
     "ArrayServer",
@@ -409,6 +415,7 @@ def serve(
     optimizer: keras.optimizers.Optimizer,
     listener: socket.socket,
     *,
+    rules: UpdateRules = NO_RULES,
     max_staleness: int | None = None,
     refuse_nonfinite: bool = True,
     identity: Mapping[str, object] | None = None,
@@ -422,6 +429,7 @@ def serve(
         plan: assignment of all variables to servers.
         optimizer: of the model; the server gets a copy of it.
         listener: a listening socket; the server closes it.
+        rules: of the model's variables.
         max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
         identity: what clients must have in common with the server besides the plan.
@@ -435,7 +443,7 @@ def serve(
     own = type(optimizer).from_config(optimizer.get_config())
     known = plan.identity_of(number) | dict(identity or {})
     me = Peer(number, plan.servers, socket.gethostname(), os.getpid(), identity=known, information={"job": "ps"})
-    service = VariableService(VariableStore(plan.specs_at(number), own), max_staleness, refuse_nonfinite)
+    service = VariableService(VariableStore(plan.specs_at(number), own, rules), max_staleness, refuse_nonfinite)
     server = ArrayServer(me, service, listener, secret=secret, log=log)
     server.start()
     return server

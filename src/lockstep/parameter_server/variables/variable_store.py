@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,7 +15,16 @@ from lockstep._errors import OptionError
 from lockstep.parameter_server.variables.sharding import variable_name
 from lockstep.parameter_server.variables.sparse_rows import Gradient, SparseGradient, mean_gradient, pad_rows
 
-__all__ = ["OPTIMIZER", "InitialState", "Push", "VariableSnapshot", "VariableStore", "make_variable"]
+__all__ = [
+    "NO_RULES",
+    "OPTIMIZER",
+    "InitialState",
+    "Push",
+    "UpdateRules",
+    "VariableSnapshot",
+    "VariableStore",
+    "make_variable",
+]
 
 OPTIMIZER = "optimizer/"  # Prefix of the optimizer's variables, which are numbered, among the names of variables.
 
@@ -59,12 +68,29 @@ class Push:
     weight: float = 1.0
 
 
+@dataclass(frozen=True)
+class UpdateRules:
+    """What Keras's optimizer asks of the variables of a model besides their values, by their names.
+
+    Args:
+        constraints: applied after each update.
+        without_decay: names of the variables that are excluded from weight decay.
+    """
+
+    constraints: Mapping[str, Any] = field(default_factory=dict)
+    without_decay: frozenset[str] = frozenset()
+
+
+NO_RULES = UpdateRules()
+
+
 class VariableStore:
     """Variables of a server. Updates run one after another; a reader gets the newest snapshot at once, even during an update.
 
     Args:
         specs: the variables.
         optimizer: not built yet; it is built for ``specs``, and runs on the first CPU device, compiled.
+        rules: of the variables.
 
     Raises:
         OptionError: the optimizer is already built for other variables.
@@ -85,7 +111,12 @@ class VariableStore:
         [0.5, 2.0]
     """
 
-    def __init__(self, specs: Sequence[ArraySpec], optimizer: keras.optimizers.Optimizer) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ArraySpec],
+        optimizer: keras.optimizers.Optimizer,
+        rules: UpdateRules = NO_RULES,
+    ) -> None:
         if optimizer.built:
             raise OptionError(
                 f"optimizer: {optimizer.name} is already built for other variables. Fix: give each server an optimizer of its own."
@@ -95,7 +126,7 @@ class VariableStore:
         self._names = [spec.name for spec in self.specs]
         self._update_lock = threading.Lock()
         with jax.default_device(self._device):
-            optimizer.build([make_variable(spec) for spec in self.specs])
+            _build(optimizer, [make_variable(spec) for spec in self.specs], list(map(variable_name, self.specs)), rules)
         self._optimizer_values: list[jax.Array] = []
         self._compiled_update = jax.jit(self._apply_optimizer, donate_argnums=1)
         self.snapshot, self.is_filled = VariableSnapshot(0, {}), False
@@ -173,6 +204,18 @@ class VariableStore:
 
     def _pad_gradient(self, spec: ArraySpec, gradient: Gradient) -> Gradient:
         return pad_rows(gradient, spec.shape[0]) if isinstance(gradient, SparseGradient) else gradient
+
+
+def _build(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], names: Sequence[str], rules: UpdateRules
+) -> None:
+    """Build an optimizer for variables that have the rules of those of the model with these names."""
+    pairs = list(zip(names, variables, strict=True))
+    for name, variable in pairs:
+        variable.constraint = rules.constraints.get(name)
+    if rules.without_decay:
+        optimizer.exclude_from_weight_decay(var_list=[one for name, one in pairs if name in rules.without_decay])
+    optimizer.build(variables)
 
 
 def make_variable(

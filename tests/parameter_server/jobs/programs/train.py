@@ -28,7 +28,7 @@ def tell(**values):
 
 
 class OwnStep(keras.Sequential):
-    """A train_step as users write it, whose log is no metric."""
+    """A train_step as users write it, whose logs are no metrics, and one is the optimizer's count of steps."""
 
     def train_step(self, state, data):
         trainable, other, optimizer, metrics = state
@@ -39,8 +39,9 @@ class OwnStep(keras.Sequential):
             return 3 * keras.ops.mean((predicted - y) ** 2), other
 
         (loss, other), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable, other)
+        before = optimizer[0]
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-        return {"loss": loss}, (trainable, other, optimizer, metrics)
+        return {"loss": loss, "step": before}, (trainable, other, optimizer, metrics)
 
 
 class Pictures(keras.utils.PyDataset):
@@ -87,8 +88,8 @@ def net(*layers, kind=keras.Sequential, shape=(WIDTH,), dtype="float32", optimiz
     return model
 
 
-def dense(activation="tanh"):
-    return keras.layers.Dense(8, activation=activation, name="first")
+def dense(activation="tanh", **options):
+    return keras.layers.Dense(8, activation=activation, name="first", **options)
 
 
 def mixed(**options):
@@ -106,6 +107,13 @@ def masked():
     return net(*layers, shape=(4,), dtype="int32", loss=keras.losses.MeanSquaredError(reduction="sum"))
 
 
+def constrained():
+    """What an optimizer does besides its update, some of which is not in its configuration."""
+    optimizer = keras.optimizers.SGD(0.05, 0.9, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return net(dense(kernel_constraint="non_neg", bias_initializer="ones"), optimizer=optimizer)
+
+
 def rates():
     return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.02 / (1 + epoch))]
 
@@ -118,7 +126,7 @@ CASES = {
     "shuffled": (lambda: net(dense()), lambda: {"x": Pictures(), "epochs": 3, "shuffle": True}),
     "function": (lambda: net(dense()), lambda: {"x": lambda n: (X[:BATCH], Y[:BATCH]) if n < 4 else None, "epochs": 2}),
     "embedded": (embedded, lambda: {"x": IDS, "y": Y, **FIT}),
-    "momentum": (lambda: net(dense(), optimizer=keras.optimizers.SGD(0.05, 0.9)), lambda: {"x": X, "y": Y, **FIT}),
+    "momentum": (constrained, lambda: {"x": X, "y": Y, **FIT}),
     "counted": (lambda: net(dense(), metrics=[RowSum()]), lambda: {"x": X, "y": Y, **FIT, "epochs": 3}),
     "long": (lambda: net(dense(), metrics=[RowSum()]), lambda: {"x": X, "y": Y, "batch_size": 5, "epochs": 3}),
     "sum": (masked, lambda: {"x": IDS, "y": Y, **FIT}),
@@ -207,6 +215,8 @@ def main(config):
         if config.get("backup"):
             given["callbacks"].append(lockstep.callbacks.BackupAndRestore(config["backup"], save_freq=2))
         history = model.fit(**given)
+        if case == "own step":  # Its count of steps continues in the next call.
+            history = model.fit(**given | {"x": batches()})
         own = left(model, history.history)
         if config.get("evaluates") and model.input_shape[1] == WIDTH:
             own["evaluated/loss"] = model.evaluate(X[:50], Y[:50], verbose=0)
