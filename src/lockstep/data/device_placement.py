@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep._errors import InputError
+from lockstep._errors import DeviceError, InputError
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.names import platform_of
 
@@ -147,7 +147,12 @@ class Placement:
         """Return a placement of the same replicas on a CPU device of this process."""
         if self.platform == "cpu":
             return self.on_first_device()
-        return placement_on(jax.local_devices(backend="cpu")[:1], self.replicas)
+        try:
+            return placement_on(jax.local_devices(backend="cpu")[:1], self.replicas)
+        except RuntimeError as error:
+            raise DeviceError(
+                "JAX_PLATFORMS leaves out the CPU, which is needed here. Fix: add it, as in JAX_PLATFORMS=cuda,cpu."
+            ) from error
 
     @property
     def along_devices(self) -> "Placement":
@@ -379,10 +384,18 @@ def is_on_cpu(tree: Any) -> bool:
 
 
 def _host(leaf: Any) -> np.ndarray | jax.Array:
-    """Return the array as a NumPy array, unless it is on an accelerator already."""
-    if isinstance(leaf, jax.Array) and next(iter(leaf.devices())).platform != "cpu":
-        return leaf
-    return np.asarray(leaf)
+    """Return the array as a NumPy array, unless it is on an accelerator already.
+
+    One that is on several comes from the host: a thread that reads ahead must not start programs on them, which could wait for each other.
+    """
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    if not leaf.is_fully_addressable:
+        raise InputError(
+            "A batch has an array on devices of several processes. Fix: give each process the rows on the host, as NumPy arrays."
+        )
+    devices = leaf.devices()
+    return leaf if len(devices) == 1 and next(iter(devices)).platform != "cpu" else np.asarray(leaf)
 
 
 def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
