@@ -322,9 +322,8 @@ class PassIterator:
             self._check(self._number, host)
         self._number += 1
         placed = self._place(host)
-        if self._depth and is_on_cpu(
-            placed
-        ):  # An accelerator copies between steps: a wait would last until those before it have ended.
+        # An accelerator copies between steps: a wait would last until those before it have ended.
+        if self._depth and is_on_cpu(placed):
             jax.block_until_ready(placed)
         is_ahead = self._tracks_state and self._depth > 0
         kept = host if self._tracks_state or not self._source.restarts else None
