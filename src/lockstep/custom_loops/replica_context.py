@@ -110,7 +110,7 @@ class ReplicaContext:
         leaves = [as_floating(leaf) if op is ReduceOp.MEAN else bools_as_integers(leaf) for leaf in leaves]
         return jax.tree.unflatten(structure, self._reduced(op, leaves))
 
-    def sum_of_state(self, leaves: list[Any]) -> list[Any]:
+    def _sum_of_state(self, leaves: list[Any]) -> list[Any]:
         """Return sums over the replicas in the dtypes of the arrays, whichever operation adds gradients."""
         return self._reduced(ReduceOp.SUM, leaves, ops=AutoAllReduce())
 
@@ -343,7 +343,7 @@ def _call_on_replica(model: keras.Model, original: Callable[..., Any], context: 
         if not changed:
             return outputs, list(non_trainable), *losses
         shares = [_share(jnp.asarray(state[i]), own[i], merges[i], replica, rows) for i in changed]
-        *sums, total = context.sum_of_state([*shares, jnp.float32(rows)])
+        *sums, total = context._sum_of_state([*shares, jnp.float32(rows)])
         merged = list(non_trainable)
         for position, value in zip(changed, sums, strict=True):
             merged[position] = _merged(value, non_trainable[position], merges[position], total)
