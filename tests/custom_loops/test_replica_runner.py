@@ -12,6 +12,7 @@ from keras import layers, losses, ops
 
 import lockstep
 from lockstep import PerReplica, get_replica_context
+from lockstep.custom_loops.per_replica import is_cut
 from tests.support.marks import every_pair, quick_first
 
 TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (3, 2), (4, 3), (2, 3)]  # replicas, devices
@@ -654,9 +655,10 @@ def test_local_results_of_a_mesh_are_whole():
     strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, {}, devices=["cpu:0", "cpu:1"])
     columns = jax.sharding.NamedSharding(strategy._placement.mesh, jax.sharding.PartitionSpec(None, "model"))
     weights = jax.device_put(np.arange(8.0, dtype="float32").reshape(2, 4), columns)
-    (found,) = strategy.experimental_local_results(
-        strategy.run(lambda rows, w: rows @ w, (one_batch(strategy, np.eye(2, dtype="float32")), weights))
-    )
+    step = jax.jit(lambda rows, weights: strategy.run(lambda rows, w: rows @ w, (rows, weights)))
+    result = step(one_batch(strategy, np.eye(2, dtype="float32")), weights)
+    assert is_cut(result.groups[0])
+    (found,) = strategy.experimental_local_results(result)
     np.testing.assert_array_equal(found, weights)
 
 

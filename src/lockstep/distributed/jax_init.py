@@ -83,8 +83,7 @@ def start_jax(
     """
     _check_not_started(client)
     group = client.group
-    machine = " ".join([machine_id(), *gpu_files()])
-    visible = client.gather("the GPUs", [machine, ",".join(visible_gpus(environ))])
+    visible = client.gather("the GPUs", [_gpus_here(), ",".join(visible_gpus(environ))])
     gpus = share_of_gpus(visible, group.index)
     if not any(client.gather("whether there are accelerators", has_accelerators(environ))):
         check_hostnames(client)
@@ -147,6 +146,11 @@ def share_of_gpus(visible: list[tuple[str, str]], index: int) -> list[int] | Non
     return list(range(first, first + share))
 
 
+def _gpus_here() -> str:
+    """Return what only processes share that may open the same GPUs of the same machine."""
+    return " ".join([machine_id(), *gpu_files()])
+
+
 def check_gpus_differ(client: ControlClient, devices: Sequence[jax.Device], environ: Mapping[str, str]) -> None:
     """Check that no two workers compute on the same GPU, which NCCL refuses.
 
@@ -158,7 +162,7 @@ def check_gpus_differ(client: ControlClient, devices: Sequence[jax.Device], envi
     Raises:
         ClusterError: on all workers, if two of them have the same GPU.
     """
-    visible, machine = visible_gpus(environ), " ".join([machine_id(), *gpu_files()])
+    visible, machine = visible_gpus(environ), _gpus_here()
     numbers = [device.local_hardware_id for device in devices if device.local_hardware_id is not None]
     own = [f"{visible[number] if number < len(visible) else number} {machine}" for number in numbers]
     users: dict[str, list[str]] = {}

@@ -120,14 +120,12 @@ class Checkpoint:
     def _write(self, step: int, state: Any) -> None:
         self._frequency.saved()
         names, _ = _named(state)
-        # Numbers of the host stay as they are: JAX would narrow those of 64 bits.
-        copies = [None if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in names.values()]
-        on_devices = iter(
-            copies_of([x for x in names.values() if isinstance(x, jax.Array)], wanted=self._writer is not None)
-        )
-        copies = [next(on_devices) if copy is None else copy for copy in copies]
+        placed = [leaf for leaf in names.values() if isinstance(leaf, jax.Array)]
+        found = iter(copies_of(placed, wanted=self._writer is not None))
         if self._writer is None:
             return
+        # Numbers of the host stay as they are: JAX would narrow those of 64 bits.
+        copies = [next(found) if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in names.values()]
         metadata = {"random": capture_random_state(), "replicas": self._placement.replicas, "versions": self._versions}
         try:
             self._writer.submit(
