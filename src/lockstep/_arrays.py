@@ -12,18 +12,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = [
-    "DTYPES",
-    "ML_DTYPES",
-    "ArraySpec",
-    "array_bytes",
-    "arrays_from_bytes",
-    "decode_tree",
-    "describe_arrays",
-    "encode_tree",
-    "parse_description",
-]
-
 _MAX_AXES = 32
 _NUMPY_DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -14,19 +14,6 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = [
-    "REMOVED",
-    "WRITTEN",
-    "make_directory",
-    "open_own",
-    "open_to_read",
-    "publish",
-    "read_file",
-    "remove",
-    "replace_file",
-    "sweep",
-]
-
 WRITTEN, REMOVED = ".writing-", ".removing-"
 
 

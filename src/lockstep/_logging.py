@@ -9,9 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
-__all__ = ["CancelledError", "WaitLogger", "capitalized", "counted", "is_cancelled", "listed", "log_info"]
-
-
 _logger = logging.getLogger("lockstep")
 
 

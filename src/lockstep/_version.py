@@ -2,8 +2,6 @@
 
 import platform
 
-__all__ = ["__version__", "used_versions"]
-
 __version__ = "0.1.0"
 
 _PACKAGES = ("keras", "jax", "jaxlib", "numpy")

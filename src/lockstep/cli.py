@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from lockstep._errors import LockstepError, OptionError, whole_number
 from lockstep.launch.cli_args import add_arguments, config_from_options
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.

@@ -7,7 +7,8 @@ import pytest
 
 import lockstep
 from lockstep.callbacks import BackupAndRestore, NanGuard, ThroughputMonitor
-from lockstep.fit.hooks import FitHook, StepHook, entered
+from lockstep.execution.train_functions import StepHook
+from lockstep.fit.hooks import FitHook, entered
 
 from .monitoring.runs import STEPS, built, fit
 

@@ -12,9 +12,9 @@ import pytest
 from lockstep import ClusterError
 from lockstep._arrays import ArraySpec
 from lockstep.distributed.cluster import exit_codes
+from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
-from lockstep.parameter_server.variables.array_transport import ProtocolError
 from lockstep.parameter_server.variables.rpc_client import connect
 from lockstep.parameter_server.variables.variable_server import ArrayServer, ClientSession
 from tests.parameter_server.variables.threaded_servers import DEADLINE, Servers, peer

@@ -6,8 +6,6 @@ the other packages call, by topic. All of it was written against Keras 3.15.
 
 from lockstep._errors import BackendError
 
-__all__: list[str] = []
-
 try:
     import keras as keras
 except ModuleNotFoundError as error:

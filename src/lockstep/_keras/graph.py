@@ -16,33 +16,10 @@ from typing import Any
 
 import jax
 import keras
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
+from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 
 from lockstep._keras.patches import LAYER_CALL, SYNCHRONIZED_FLAG, patched, patched_method
-
-__all__ = [
-    "Output",
-    "attribute_arrays",
-    "cause_of",
-    "clear_synchronized",
-    "copy_keras_mask",
-    "disable_batch_statistics",
-    "forget_losses",
-    "get_keras_mask",
-    "global_batch_reason",
-    "is_keras_class",
-    "is_seed",
-    "lacks_aggregation",
-    "layers_of",
-    "nested_models",
-    "operations_of",
-    "outputs_of",
-    "overrides_any",
-    "set_attribute_arrays",
-    "set_keras_mask",
-    "unsynchronized_normalizations",
-]
-
 
 AttributeLeaf = tuple[Any, str, int]  # a layer, the name of its attribute, and the number of the leaf in that tree
 

@@ -5,32 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "CHIEF_ONLY_FILES",
-    "CHIEF_ONLY_PRESETS",
-    "CLAIM_MODELS",
-    "FIT_INPUT",
-    "INTERCEPT_FIT",
-    "LAYER_CALL",
-    "LOSS",
-    "OBSERVE_COMPILE",
-    "OPTIMIZER_SLOTS",
-    "OPTIMIZER_UPDATE",
-    "OWN_FIT",
-    "PATCHES",
-    "SHARD_VARIABLES",
-    "STATELESS_CALL",
-    "STATE_SYNC",
-    "STEP_FUNCTIONS",
-    "SYNCHRONIZED_ARGUMENT",
-    "SYNCHRONIZED_FLAG",
-    "Patch",
-    "Replacement",
-    "install",
-    "patched",
-    "patched_method",
-]
-
 
 @dataclass(frozen=True)
 class Patch:

@@ -17,8 +17,6 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from lockstep._keras.graph import attribute_arrays, get_keras_mask, set_attribute_arrays, set_keras_mask
 from lockstep._keras.patches import LAYER_CALL, patched_method
 
-__all__ = ["blocks_of", "layers_where", "recompute_layers", "uncovered_variables"]
-
 Gather = Callable[[keras.Variable, jax.Array], jax.Array]
 Shards = Mapping[
     int, tuple[jax.Array, jax.Array]

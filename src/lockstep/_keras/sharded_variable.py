@@ -17,16 +17,6 @@ import numpy as np
 from jax.sharding import Sharding
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-__all__ = [
-    "ShardedVariable",
-    "VariableLayouts",
-    "has_layout",
-    "lay_out",
-    "lay_out_before",
-    "set_from_host",
-    "whole_values",
-]
-
 
 @dataclass(frozen=True)
 class VariableLayouts:

@@ -20,11 +20,12 @@ import jax
 import keras
 import numpy as np
 from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.data_adapter_utils import get_jax_iterator, unpack_x_y_sample_weight
-from keras.src.utils.rng_utils import get_random_seed
+from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays as can_convert_arrays
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split as train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import get_jax_iterator as get_jax_iterator
+from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight as unpack_x_y_sample_weight
+from keras.src.utils.rng_utils import get_random_seed as get_random_seed
 
 from lockstep._errors import BackendError, ModelError
 from lockstep._keras.patches import (
@@ -41,43 +42,6 @@ from lockstep._keras.patches import (
     patched,
 )
 from lockstep._keras.sharded_variable import VariableLayouts, lay_out, lay_out_before
-
-__all__ = [
-    "CALLBACK_STATE",
-    "DataAdapter",
-    "FitInterceptor",
-    "adapter_of",
-    "attach_strategy",
-    "can_convert_arrays",
-    "check_keras",
-    "claim_models",
-    "get_jax_iterator",
-    "get_random_seed",
-    "has_own",
-    "inner_optimizer",
-    "intercept_fit",
-    "interceptable",
-    "is_array_adapter",
-    "is_nested_evaluation",
-    "is_synced",
-    "is_tf_dataset",
-    "learning_rate_on_host",
-    "method_of_keras",
-    "names_without_decay",
-    "observe_compile",
-    "patched_stateless_call",
-    "redirect_super",
-    "refresh_before_sync",
-    "standardize_batch",
-    "steps_done",
-    "strategy_of",
-    "train_validation_split",
-    "training_state",
-    "unpack_x_y_sample_weight",
-    "unwrap_iterator",
-    "write_back_values",
-]
-
 
 _SAVING = {"_batches_seen_since_last_saving": "count", "_last_batch_seen": "count", "_current_epoch": "count"}
 _MONITORING = {"best": "number", "min_delta": "number", "monitor_op": "function"}

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from lockstep._errors import CheckpointError, LockstepError
 from lockstep._logging import WaitLogger, log_info
 
-__all__ = ["BackgroundWriter"]
-
 _POLL_SECONDS = 1.0  # between log lines of a wait; the event itself wakes the waiting thread at once
 
 Job = tuple[int, Callable[[], Any]]

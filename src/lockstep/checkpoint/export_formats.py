@@ -40,8 +40,6 @@ from lockstep.checkpoint.format import (
     write_arrays,
 )
 
-__all__ = ["FORMATS", "ExportFormat", "export", "format_of", "read_export"]
-
 RECORD = "lockstep.json"
 _KEY = "lockstep"  # of the manifest in the metadata of a safetensors file
 _RESERVED = "__metadata__"  # by safetensors, in place of the name of an array

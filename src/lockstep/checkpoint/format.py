@@ -43,44 +43,6 @@ from lockstep._errors import CheckpointError, OptionError, whole_number
 from lockstep._files import REMOVED, WRITTEN, open_to_read, read_file, replace_file
 from lockstep.checkpoint.shards import PART, Place, check_cover, places, put_shard
 
-__all__ = [
-    "ARRAYS",
-    "KEY_FILE",
-    "LARGEST_MANIFEST",
-    "MANIFEST",
-    "STATUS",
-    "VERSION",
-    "Entry",
-    "Loaded",
-    "Manifest",
-    "Snapshot",
-    "StoredArrays",
-    "array_digest",
-    "check_bounds",
-    "check_name",
-    "checkpoints_in",
-    "decode",
-    "describe",
-    "encode",
-    "free_name",
-    "in_file",
-    "is_leftover",
-    "is_part",
-    "open_stored",
-    "parts_of",
-    "read",
-    "read_array",
-    "shapes_of",
-    "sign",
-    "signing_key",
-    "step_of",
-    "verify",
-    "widened",
-    "write",
-    "write_arrays",
-]
-
-
 _LONGEST_NAME = 65_000  # bytes; a zip file stores the length in two bytes
 
 

@@ -15,8 +15,6 @@ from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.shards import PART, ArrayShard, pack
 from lockstep.checkpoint.store import CheckpointStore
 
-__all__ = ["ShardedSnapshot", "ShardedStore", "shared_token"]
-
 Gather = Callable[[str, Any], list[Any]]  # returns the values of all processes, which all call it with the same topic
 
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from lockstep._errors import whole_number
 
-__all__ = ["PART", "ArrayShard", "Place", "check_cover", "pack", "places", "put_shard"]
-
 PART = "part-"  # and the number of the process
 
 

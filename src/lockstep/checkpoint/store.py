@@ -23,8 +23,6 @@ from lockstep.checkpoint import format
 from lockstep.checkpoint.format import Loaded, Manifest, Snapshot, checkpoints_in, free_name, is_leftover, step_of
 from lockstep.checkpoint.shards import PART
 
-__all__ = ["CheckpointStore", "WriterLock"]
-
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _LONGEST_NOTE = 1000  # bytes
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

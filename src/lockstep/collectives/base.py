@@ -12,15 +12,6 @@ import numpy as np
 
 from lockstep._errors import OptionError, member_of, seconds, whole_number
 
-__all__ = [
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "CrossDeviceOps",
-    "FunctionAllReduce",
-    "ReduceOp",
-    "all_reduce",
-]
-
 
 class CommunicationImplementation(enum.Enum):
     """The implementation of a collective: ``tf.distribute.experimental.CommunicationImplementation``.

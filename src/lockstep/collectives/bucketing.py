@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from lockstep._errors import whole_number
 from lockstep.collectives.base import CrossDeviceOps
 
-__all__ = ["BucketSlice", "PackedAllReduce", "pack", "plan_packs", "unpack"]
-
 
 @dataclass(frozen=True)
 class BucketSlice:

@@ -18,21 +18,6 @@ from lockstep._errors import OptionError, whole_number
 from lockstep.collectives.base import CrossDeviceOps
 from lockstep.collectives.reduce_to_one import group_size
 
-__all__ = [
-    "FORMULAS",
-    "AllReduceMeasurement",
-    "MessageRound",
-    "MessageTrace",
-    "Network",
-    "NetworkLink",
-    "Stage",
-    "fit",
-    "nonnegative_least_squares",
-    "predict",
-    "trace_messages",
-]
-
-
 _AXIS = "device"
 _MOST_DEVICES = 65_536
 Pairs = tuple[tuple[int, int], ...]

@@ -8,8 +8,6 @@ from jax import lax
 
 from lockstep.collectives.bucketing import PackedAllReduce
 
-__all__ = ["HalvingDoublingAllReduce"]
-
 
 class HalvingDoublingAllReduce(PackedAllReduce):
     """Reduce-scatter by recursive halving, all-gather by recursive doubling.

@@ -11,9 +11,6 @@ from lockstep._errors import one_of
 from lockstep.collectives.bucketing import PackedAllReduce, pack, plan_packs, unpack
 from lockstep.devices.names import platform_of
 
-__all__ = ["AutoAllReduce", "HalfPrecisionAllReduce", "NcclAllReduce", "platform_sum", "platform_sum_bucketed"]
-
-
 _SMALL = 1 << 20  # bytes; larger arrays are not worth a copy
 
 

@@ -14,9 +14,6 @@ from lockstep.collectives.base import CrossDeviceOps
 from lockstep.collectives.bucketing import PackedAllReduce
 from lockstep.devices.names import device_name, parse_device_name
 
-__all__ = ["HierarchicalCopyAllReduce", "ReductionToOneDevice", "group_size"]
-
-
 Accumulate = Callable[[list[jax.Array]], jax.Array]
 
 

@@ -8,8 +8,6 @@ from jax import lax
 
 from lockstep.collectives.bucketing import PackedAllReduce
 
-__all__ = ["RingAllReduce"]
-
 
 class RingAllReduce(PackedAllReduce):
     """Reduce-scatter and all-gather round a ring: with n devices 2(n - 1) rounds, and no algorithm sends fewer bytes.

@@ -17,8 +17,6 @@ from jax import lax
 
 from lockstep.collectives.base import CrossDeviceOps
 
-__all__ = ["PartialSum", "TreeAllReduce", "branches", "tree_sum"]
-
 SMALL = 4096  # elements; smaller values are sent whole and together
 
 

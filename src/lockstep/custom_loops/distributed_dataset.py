@@ -42,15 +42,6 @@ from lockstep.data.pass_iterator import BatchCheck, BatchGather, PassIterator
 from lockstep.data.prefetch import WaitMeter
 from lockstep.data.sources import InputSource, WrappedSource
 
-__all__ = [
-    "DistributedDataset",
-    "DistributedIterator",
-    "InputContext",
-    "PerReplicaDataset",
-    "ValueContext",
-    "gather_trees",
-]
-
 
 @dataclass(frozen=True)
 class InputContext:

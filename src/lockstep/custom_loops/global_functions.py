@@ -26,15 +26,6 @@ from lockstep.data.fit_entry import InputOptions, ProcessGroup
 from lockstep.devices.names import device_name
 from lockstep.execution.train_functions import is_in_step
 
-__all__ = [
-    "compute_average_loss",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "scale_regularization_loss",
-]
-
 
 class _NoStrategy(StrategyApi):
     """The default strategy of :func:`get_strategy`: one replica, on JAX's default device."""

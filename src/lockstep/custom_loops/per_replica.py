@@ -16,31 +16,6 @@ from lockstep.data.device_placement import Placement
 from lockstep.data.sources import NON_NUMERIC_KINDS
 from lockstep.devices.batch_split import rows_of_replicas
 
-__all__ = [
-    "PerReplica",
-    "as_numeric_array",
-    "bools_as_integers",
-    "check_arrays",
-    "check_axis",
-    "check_hashable",
-    "check_host_argument",
-    "check_replicas",
-    "check_result",
-    "check_shapes",
-    "check_structures",
-    "explain_tracer_errors",
-    "fits_jax",
-    "is_array",
-    "is_per_replica",
-    "is_value",
-    "per_replica_of",
-    "per_replica_of_local",
-    "put_stack",
-    "split_batch",
-    "sum_over_replicas",
-    "value_of",
-]
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["members"])
 @dataclass(frozen=True)

@@ -31,19 +31,6 @@ from lockstep.execution.call_splitter import state_merge
 from lockstep.execution.replica import StateMerge, replica_seed
 from lockstep.execution.train_functions import is_in_step, trace_context
 
-__all__ = [
-    "ReplicaContext",
-    "ReplicaModels",
-    "ReusableContext",
-    "as_floating",
-    "check_not_in_replica",
-    "current_replica",
-    "current_strategy",
-    "in_context",
-    "open_scopes",
-]
-
-
 Value = TypeVar("Value")
 
 # Context variables: Keras's clear_session() does not touch them, and other threads do not see them.

@@ -24,8 +24,6 @@ from lockstep.custom_loops.per_replica import PerReplica, is_per_replica
 from lockstep.data.device_placement import DEVICE_AXIS, MeshPlacement, Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 
-__all__ = ["Shapes", "SyncPoint", "run_on_replicas", "sync"]
-
 Replicas = tuple[int, ...]
 Shapes = list[list[Any]]  # for each all_gather, in order: the shape that each replica gives to it
 Function = Callable[[jax.Array, list[Any], Callable[[Any], list[Any]]], Any]

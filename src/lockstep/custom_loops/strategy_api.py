@@ -42,8 +42,6 @@ from lockstep.data.fit_entry import InputOptions, ProcessGroup, check_input_opti
 from lockstep.data.sources import make_tree_source
 from lockstep.distributed.resolvers import ClusterResolver
 
-__all__ = ["StrategyApi"]
-
 _FUNCTIONS = 4096  # of run, of which it is remembered which variables they read: as many as jax.jit keeps
 
 

@@ -13,8 +13,6 @@ from lockstep._files import open_own, open_to_read
 from lockstep.data.device_placement import Placement
 from lockstep.data.sources import InputSource, WrappedSource
 
-__all__ = ["BatchStore", "CachedSource", "DeviceSource", "FileBatchStore"]
-
 
 class BatchStore(Protocol):
     """Keeps batches in order; a list does, and arrays on devices stay there."""

@@ -21,25 +21,6 @@ from lockstep._errors import DeviceError, InputError
 from lockstep.devices.batch_split import Layout
 from lockstep.devices.names import platform_of
 
-__all__ = [
-    "DEVICE_AXIS",
-    "REPLICATE_BELOW",
-    "SHARD_FROM",
-    "MeshPlacement",
-    "PlacedRows",
-    "Placement",
-    "count_rows",
-    "drop_padding",
-    "gather_on_host",
-    "is_large",
-    "is_on_cpu",
-    "is_rows",
-    "is_spread",
-    "join_rows",
-    "local_values",
-    "placement_on",
-]
-
 DEVICE_AXIS = "device"
 REPLICATE_BELOW = 1 << 20  # bytes; larger arrays are sharded
 TPU_TILE = (8, 128)  # elements of the last two axes that a TPU stores together

@@ -38,16 +38,6 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import BatchCheck, BatchGather
 from lockstep.data.sources import AdapterSource, InputSource, Pending, check_data, make_source
 
-__all__ = [
-    "FitObserver",
-    "InputFactory",
-    "InputOptions",
-    "ProcessGroup",
-    "callbacks_in",
-    "check_call",
-    "check_input_options",
-]
-
 Report = Callable[[str], None]
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _SMALL_BATCH = 1 << 20  # bytes
@@ -387,7 +377,7 @@ def check_call(name: str, given: dict[str, Any]) -> None:
         truth(f"{name}: {argument}", given.get(argument))
     if given.get("class_weight") is not None:
         instance_of(Mapping, f"{name}: class_weight", given["class_weight"], "a dict from classes to weights")
-    check_callbacks(f"{name}: callbacks", given.get("callbacks"))
+    _check_callbacks(f"{name}: callbacks", given.get("callbacks"))
     is_batch = name in _ON_BATCH
     check_data(f"{name}: x", given.get("x"), is_arrays=is_batch, may_be_empty=is_batch)
     for argument in ("y", "sample_weight"):
@@ -396,7 +386,7 @@ def check_call(name: str, given: dict[str, Any]) -> None:
     _check_validation(name, given)
 
 
-def check_callbacks(name: str, callbacks: Any) -> None:
+def _check_callbacks(name: str, callbacks: Any) -> None:
     if truth(name, callbacks):
         for callback in _as_list(callbacks):
             if not callable(getattr(callback, "set_model", None)):

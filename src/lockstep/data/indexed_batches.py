@@ -8,8 +8,6 @@ from lockstep._errors import InputError
 from lockstep.data.pass_iterator import EpochHook, restore_random_state
 from lockstep.data.sources import InputSource, WrappedSource
 
-__all__ = ["IndexedBatches", "UnreadBatchCounter", "run_epoch_hook"]
-
 
 def run_epoch_hook(source: InputSource, hook: EpochHook) -> None:
     """Repeat a hook that another process ran at the begin or end of an epoch, with the same random state."""

@@ -30,8 +30,6 @@ from lockstep.data.pass_iterator import (
 from lockstep.data.prefetch import WaitMeter
 from lockstep.data.sources import DatasetSource, InputSource
 
-__all__ = ["KerasInput", "next_batch"]
-
 
 @dataclass(frozen=True)
 class _Settings:

@@ -19,22 +19,6 @@ from lockstep.data.device_placement import is_on_cpu
 from lockstep.data.prefetch import BatchReader, InlineReader, Prefetcher, WaitMeter
 from lockstep.data.sources import InputSource
 
-__all__ = [
-    "BatchCheck",
-    "BatchGather",
-    "EpochHook",
-    "InputState",
-    "IteratorState",
-    "PassIterator",
-    "Place",
-    "capture_random_state",
-    "check_random_state",
-    "check_same_batch",
-    "digest_of_batch",
-    "restore_random_state",
-]
-
-
 _TWISTER_WORDS = 624  # of the state of a Mersenne twister
 
 EpochHook = list[Any]  # "begin" or "end" of an epoch, and the random state before the data's hook ran

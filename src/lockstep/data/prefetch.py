@@ -16,18 +16,6 @@ import jax
 
 from lockstep._logging import is_cancelled, log_info
 
-__all__ = [
-    "BOUND",
-    "PATIENCE",
-    "BatchReader",
-    "InlineReader",
-    "Prefetcher",
-    "WaitMeter",
-    "collect_meters",
-    "describe_waiting",
-]
-
-
 BOUND = 0.2  # share of the time spent waiting for data from which on advice is given
 _LEAST = 2.0  # seconds of waiting below which no advice is given
 

@@ -24,21 +24,6 @@ from lockstep._errors import InputError, check_depth, shown
 from lockstep._keras import trainer
 from lockstep._logging import log_info
 
-__all__ = [
-    "NON_NUMERIC_KINDS",
-    "AdapterSource",
-    "CallableSource",
-    "DatasetSource",
-    "GeneratorSource",
-    "InputSource",
-    "IterableSource",
-    "Pending",
-    "WrappedSource",
-    "check_data",
-    "make_source",
-    "make_tree_source",
-]
-
 _CLOSE_SECONDS = 10.0  # for threads in the user's code to return when a pass is cut short
 NON_NUMERIC_KINDS = "OSUTMm"  # kinds of NumPy arrays that no device holds: objects, texts and times
 Pending = deque[Any]  # batches that were read from a generator and that no step has taken yet

@@ -10,8 +10,6 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-__all__ = ["Layout", "rows_of_replicas"]
-
 
 def rows_of_replicas(rows: int, replicas: int) -> tuple[int, ...]:
     """Return the number of rows of each replica: 7 rows on 2 replicas are (4, 3), 6 rows on 4 are (2, 2, 2, 0)."""

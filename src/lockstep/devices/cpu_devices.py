@@ -24,25 +24,6 @@ import jax
 from lockstep._errors import DeviceError, whole_number
 from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, has_accelerators
 
-__all__ = [
-    "HostMemory",
-    "check_shared_thread_pool",
-    "check_thread_pool",
-    "compiler_options",
-    "ensure_cpu_devices",
-    "first_line",
-    "has_started",
-    "host_memory",
-    "keep_memory",
-    "pool_threads",
-    "reserve_devices",
-    "reserve_threads",
-    "returned_memory_reason",
-    "set_logical_cpu_devices",
-    "start_with_threads",
-    "usable_cores",
-]
-
 
 @dataclass(frozen=True)
 class HostMemory:

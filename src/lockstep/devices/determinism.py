@@ -14,15 +14,6 @@ from lockstep.devices.cpu_devices import MOST_CPU_DEVICES, has_started, pool_thr
 from lockstep.devices.names import platform_of
 from lockstep.distributed.cluster.env_reader import visible_gpus
 
-__all__ = [
-    "CPU_THREADS",
-    "describe_determinism",
-    "fix_order_on_gpus",
-    "is_deterministic",
-    "prepare_determinism",
-    "set_deterministic",
-]
-
 CPU_THREADS = 16  # Enough for 4 logical CPU devices, independent of the number of cores.
 _MOST_THREADS = 4 * MOST_CPU_DEVICES
 GPU_FLAG = "--xla_gpu_deterministic_ops=true"

@@ -9,16 +9,6 @@ import jax
 from lockstep._errors import DeviceError, shown
 from lockstep.devices.cpu_devices import check_thread_pool, ensure_cpu_devices
 
-__all__ = [
-    "count_cpu_devices",
-    "device_name",
-    "is_described",
-    "parse_device_name",
-    "platform_of",
-    "resolve_devices",
-    "resolve_with_parameter_device",
-]
-
 # "/job:localhost/replica:0/task:0/device:GPU:0" is the form that TensorFlow prints.
 _NAME = re.compile(r"(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(cpu|gpu|tpu):(\d{1,9})", re.IGNORECASE)
 

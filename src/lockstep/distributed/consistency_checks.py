@@ -22,8 +22,6 @@ from lockstep.distributed.control.control_client import ControlClient
 from lockstep.execution.spmd import PerDeviceProgram, to_per_device
 from lockstep.execution.train_functions import STATE, StepHook
 
-__all__ = ["ProgressReporter", "agree_on_random_state", "describe_model", "describe_process"]
-
 
 def describe_process() -> dict[str, Any]:
     """Return the versions that this process uses, and a hash of its script."""

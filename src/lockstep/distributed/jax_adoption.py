@@ -37,8 +37,6 @@ from lockstep.distributed.jax_init import (
     outgoing_address,
 )
 
-__all__ = ["SOURCE", "adopt_job", "check_source", "is_to_adopt"]
-
 SOURCE = "jax.distributed"
 _MESSAGE_BYTES = 4096  # Of one process; the array has the same shape on all.
 _MAX_ERROR = 900  # characters, of at most 4 bytes

@@ -35,27 +35,6 @@ from lockstep.distributed.control.join import join
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.termination import ExitGuard, install_sigabrt_handler
 
-__all__ = [
-    "JAX_PORT",
-    "ProcessJob",
-    "check_gpus_differ",
-    "check_hostnames",
-    "find_jax_address",
-    "free_port",
-    "hostname_address",
-    "job_made_once",
-    "job_of_this_process",
-    "join_job",
-    "joined_job",
-    "machine_id",
-    "outgoing_address",
-    "prepare_threads",
-    "set_batch_scheduling",
-    "share_of_gpus",
-    "start_jax",
-]
-
-
 JAX_PORT = "LOCKSTEP_JAX_PORT"  # port of JAX's service at worker 0; by default any free one
 _CONNECT_SECONDS = 10.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

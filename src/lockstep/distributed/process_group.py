@@ -24,8 +24,6 @@ from lockstep.distributed.consistency_checks import describe_model
 from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
 
-__all__ = ["WorkerProcessGroup", "coordinate_saving", "disable_saving"]
-
 _PLAIN = (int, float, str, bool, type(None))
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 _FIRST, _EVERY = 3, 100  # Which batches are compared: the first three, then one in a hundred.

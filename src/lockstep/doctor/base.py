@@ -16,22 +16,6 @@ from lockstep._logging import counted
 from lockstep.data.fit_entry import InputOptions
 from lockstep.execution.gathered_variables import ModelLayout
 
-__all__ = [
-    "ROWS",
-    "Finding",
-    "FitCall",
-    "Report",
-    "RuntimeSettings",
-    "array_in_memory",
-    "calling_location",
-    "doctor_enabled",
-    "is_user_code",
-    "sample_rows",
-    "sampling_stride",
-    "set_doctor",
-]
-
-
 VARIABLE = "LOCKSTEP_DOCTOR"  # "0" switches it off
 
 

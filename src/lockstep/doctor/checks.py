@@ -47,9 +47,6 @@ from lockstep.doctor.loss_checks import (
 )
 from lockstep.execution.train_functions import StepFunctions
 
-__all__ = ["BATCH_CHECKS", "CALL_CHECKS", "FitChecks", "examine"]
-
-
 Check = Callable[[FitCall], Iterable[Finding]]
 
 # Checks of the data, in the order of the findings: wrong results before slow ones. If the data are not in memory, they get the

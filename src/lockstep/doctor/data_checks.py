@@ -21,27 +21,6 @@ from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.step_probe import StrategyProbes, copies, median_step_seconds
 from lockstep.execution.train_functions import StepFunctions
 
-__all__ = [
-    "BATCHES",
-    "FitRecord",
-    "ProbedBatches",
-    "StepTimings",
-    "check_cached_order",
-    "check_changed_batch",
-    "check_few_rows",
-    "check_finite_inputs",
-    "check_input_speed",
-    "check_normalization",
-    "check_tf_data_order",
-    "count_bad_rows",
-    "fit_record",
-    "learning_rate_of",
-    "measure_steps",
-    "read_batches",
-    "waiting_share",
-]
-
-
 FEW = 8  # rows; below, the error of ResNet-50 on ImageNet rises: figure 1 of Wu & He, "Group Normalization" (2018)
 _FACTOR = 2  # between the batch sizes; a smaller change is not worth a finding
 _CHANGING = (  # callbacks that may set the rate

@@ -30,23 +30,6 @@ from lockstep.distributed.cluster.membership import Membership
 from lockstep.distributed.control.listener import needs_secret, open_listener
 from lockstep.doctor.base import Finding, FitCall, array_in_memory
 
-__all__ = [
-    "BAD_VERSIONS",
-    "BadVersion",
-    "ClusterPeer",
-    "bytes_of_data",
-    "check_allocator",
-    "check_cores",
-    "check_layout",
-    "check_memory",
-    "check_network",
-    "check_thread_pool_size",
-    "check_versions",
-    "minimum_bytes",
-    "peers_of",
-]
-
-
 _GIB = 2**30
 
 

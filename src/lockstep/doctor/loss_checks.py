@@ -12,14 +12,6 @@ from lockstep._keras.graph import Output, layers_of, outputs_of, overrides_any
 from lockstep.doctor.base import Finding, FitCall, array_in_memory, sample_rows, sampling_stride
 from lockstep.doctor.data_checks import count_bad_rows
 
-__all__ = [
-    "check_finite_labels",
-    "check_label_format",
-    "check_label_range",
-    "check_logits",
-    "check_loss_scale",
-]
-
 _KINDS: dict[Any, str] = {
     keras.losses.SparseCategoricalCrossentropy: "sparse",
     keras.losses.CategoricalCrossentropy: "categorical",

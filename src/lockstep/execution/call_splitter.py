@@ -43,18 +43,6 @@ from lockstep.execution.rowwise import (
     trace_for_rows,
 )
 
-__all__ = [
-    "CallTrace",
-    "CannotSplitError",
-    "ModelCall",
-    "OutputSpec",
-    "infer_output_spec",
-    "join",
-    "split",
-    "state_merge",
-    "trace_call",
-]
-
 _RANDOM_OPERATIONS = (
     "random_bits",
     "random_gamma",

@@ -21,8 +21,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from lockstep.execution.jaxpr_utils import evaluate
 
-__all__ = ["rewrite_for_cpu"]
-
 # Above these limits the rewritten operations take longer to run or to compile than the originals.
 MAX_PATCH_SIZE = 64  # entries of a patch in a convolution that becomes one matrix product
 MAX_SLICES = 64  # entries of the window of a depthwise convolution

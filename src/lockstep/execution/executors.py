@@ -36,9 +36,6 @@ from lockstep.execution.train_state import (
     without_aliases,
 )
 
-__all__ = ["CentralExecutor", "DeterministicExecutor", "EagerExecutor", "Executor", "SpmdExecutor"]
-
-
 CallSizes = tuple[tuple[int, ...], ...]
 
 

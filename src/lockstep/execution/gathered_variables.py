@@ -22,23 +22,6 @@ from lockstep._keras.recompute import blocks_of, layers_where, recompute_layers,
 from lockstep.data.device_placement import DEVICE_AXIS, Placement, is_large
 from lockstep.execution.replica import ReplicaCall, ReplicaResult
 
-__all__ = [
-    "SEPARATE_COLLECTIVES",
-    "Axes",
-    "ModelLayout",
-    "Recompute",
-    "Shard",
-    "VariableLayout",
-    "gather_variables",
-    "gathered",
-    "layers_to_recompute",
-    "layout_notes",
-    "layout_of",
-    "mebibytes",
-    "shard_axes",
-    "shard_spec",
-]
-
 # By platform, options of XLA, which joins collectives up to so many bytes. Joined ones keep all gathered variables and whole gradients in
 # memory at once. For many TPUs it writes gathers as all-reduces; small ones are still joined.
 SEPARATE_COLLECTIVES = {

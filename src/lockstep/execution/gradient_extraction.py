@@ -20,8 +20,6 @@ from lockstep.data.device_placement import Placement
 from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 from lockstep.execution.train_state import Step, state_changes
 
-__all__ = ["GradientProgram", "GradientPrograms"]
-
 State = Sequence[Sequence[Any]]  # trainable, other, optimizer's and metrics' values
 
 _update_p = Primitive("lockstep_update")

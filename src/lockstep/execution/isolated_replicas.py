@@ -45,17 +45,6 @@ from lockstep.execution.spmd import (
     to_per_device,
 )
 
-__all__ = [
-    "ReplicaProgram",
-    "ReplicaRound",
-    "ReplicasBackward",
-    "ReplicasForward",
-    "TreeAdder",
-    "forward_isolated",
-    "reduction_schedule",
-    "replica_rounds",
-]
-
 
 @dataclass(frozen=True)
 class ReplicaRound:

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, jaxprs_in_params
 
-__all__ = ["equations_of", "evaluate", "inline_calls", "is_inexact", "is_literal", "subprogram"]
-
 # Returns the outputs of an equation, or None to evaluate it.
 EquationHandler = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 

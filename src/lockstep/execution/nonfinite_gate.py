@@ -17,8 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from lockstep.devices.names import platform_of
 from lockstep.execution.jaxpr_utils import is_inexact
 
-__all__ = ["GatedStep", "NonFiniteGate", "loss_logs"]
-
 _CHECKED_PARTS = 3  # parts of the state: trainable, non-trainable and the optimizer's; metrics may be non-finite
 
 Place = tuple[int, int]  # a part of the state and a position in it

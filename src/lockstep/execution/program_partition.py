@@ -19,8 +19,6 @@ from lockstep.data.device_placement import PlacedRows, Placement, is_rows, join_
 from lockstep.execution.jaxpr_utils import inline_calls, is_literal, subprogram
 from lockstep.execution.spmd import PerDevice, PerDeviceProgram, replicated_array, to_per_device
 
-__all__ = ["IsolatedCall", "ProgramPart", "ProgramPartition", "bind_isolated"]
-
 
 class IsolatedCall(Protocol):
     """A part of a step that runs by itself instead of being compiled with the rest."""

@@ -24,8 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ReplicaCall", "ReplicaResult", "StateMerge", "join_halves", "replica_seed", "run_replicas"]
-
 
 class StateMerge(Enum):
     """How the replicas' values of a non-trainable variable are merged."""

@@ -30,18 +30,6 @@ from lockstep.execution.gathered_variables import Axes, gathered, shard_spec
 from lockstep.execution.jaxpr_utils import is_inexact
 from lockstep.execution.replica import ReplicaCall, ReplicaResult, StateMerge, join_halves, run_replicas
 
-__all__ = [
-    "PerDevice",
-    "PerDeviceProgram",
-    "SpmdForward",
-    "finish_result",
-    "forward_eagerly",
-    "forward_on_devices",
-    "replicated_array",
-    "sharded_array",
-    "to_per_device",
-]
-
 
 class PerDevice(tuple[Any, ...]):
     """One value for each device: arrays in the order of the devices.

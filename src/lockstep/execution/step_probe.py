@@ -19,8 +19,6 @@ from lockstep.execution.executors import Executor, SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.execution.train_state import dispatch_lock, without_aliases
 
-__all__ = ["KerasProbes", "StepProbe", "StepProbes", "StrategyProbes", "copies", "median_step_seconds"]
-
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 

@@ -42,8 +42,6 @@ from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.replica import StateMerge
 from lockstep.execution.spmd import SpmdForward
 
-__all__ = ["STATE", "StepFunctions", "StepHook", "in_step", "is_in_step", "trace_context"]
-
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
     "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),

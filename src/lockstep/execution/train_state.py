@@ -7,16 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = [
-    "CompiledTrainStep",
-    "StateValues",
-    "Step",
-    "apply_changes",
-    "dispatch_lock",
-    "state_changes",
-    "without_aliases",
-]
-
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
 
 # Two threads that start steps on the same devices at once could start them in a different order on each device, and their

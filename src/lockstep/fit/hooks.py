@@ -15,10 +15,8 @@ from lockstep._errors import OptionError
 from lockstep.data.device_placement import Placement
 from lockstep.data.fit_entry import ProcessGroup, callbacks_in
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.execution.train_functions import StepFunctions, StepHook
+from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint
-
-__all__ = ["CallbackHooks", "FitContext", "FitHook", "StepHook", "entered", "single_callback"]
 
 Kind = TypeVar("Kind")
 

@@ -9,8 +9,6 @@ from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates import PRINTERS
 from lockstep.launch.worker_environment import ALLOCATORS
 
-__all__ = ["add_arguments", "config_from_options"]
-
 _WITH_CONTAINERS = ("slurm", "kubernetes", "jobset", "trainjob", "skypilot")
 _MULTI_NODE_OPTIONS = ("nnodes", "node_rank", "coordinator", "hosts")
 

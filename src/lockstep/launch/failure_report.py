@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from lockstep.distributed.cluster.exit_codes import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.launch.rank_assignment import ProcessName
 
-__all__ = ["USAGE", "ErrorRecord", "ProcessFailure", "job_exit_code", "root_cause"]
-
 _CAUSE_SECONDS = 1.0  # The exit of a process that failed because of another may be seen before that of the other.
 USAGE = 2  # The exit code of argparse; a restart with the same arguments would not help.
 _MEANINGS = {

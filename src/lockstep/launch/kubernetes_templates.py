@@ -19,8 +19,6 @@ from lockstep.launch.failure_report import USAGE
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.template_parts import first_port, job_name, program_words, run_options
 
-__all__ = ["jobset_manifest", "kubernetes_manifest", "trainjob_manifest"]
-
 _SUPERVISOR_SECONDS = 10  # For the supervisor to exit after its workers.
 _SECRET = """\
 # First make the secret that the processes of the job prove to each other:

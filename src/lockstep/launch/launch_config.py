@@ -7,8 +7,6 @@ from pathlib import Path
 from lockstep._errors import OptionError, seconds, whole_number
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT, join_address, split_address
 
-__all__ = ["MOST_WORKERS", "LaunchConfig"]
-
 MOST_WORKERS = 1024  # on one node
 _LARGEST_PORT = 65535
 

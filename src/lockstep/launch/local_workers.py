@@ -12,8 +12,6 @@ from lockstep.launch.rank_assignment import ProcessName, ProcessNames, format_na
 from lockstep.launch.restart_policy import RestartBudget, WorkerLossPolicy
 from lockstep.launch.worker_process import SignalPipe, WorkerProcess, terminate_children
 
-__all__ = ["STOP_SIGNALS", "LocalWorkers", "RemoteStop"]
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 _DUMP_SECONDS = 0.5  # For each worker to print its stack, before it gets SIGTERM.
 _REAP_SECONDS = 5.0

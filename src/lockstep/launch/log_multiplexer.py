@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from lockstep.launch.rank_assignment import ProcessName
 
-__all__ = ["LineSplitter", "LogPump", "TerminalWriter"]
-
 _CHUNK = 65536
 _LONGEST_LINE = 65536  # bytes; a longer one is shown in chunks
 _PARTIAL_LINE_SECONDS = 1.0  # After this, the beginning of a line is shown without its end.

@@ -15,20 +15,6 @@ from lockstep.distributed.cluster.cluster_spec import SINGLE_JOBS
 from lockstep.distributed.cluster.env_reader import GENERATION
 from lockstep.launch.launch_config import LaunchConfig
 
-__all__ = [
-    "AnyRankAssignment",
-    "ProcessName",
-    "ProcessNames",
-    "RankAssignment",
-    "ServerRankAssignment",
-    "find_node_rank",
-    "format_counts",
-    "format_names",
-    "is_local_host",
-    "reserved_addresses",
-]
-
-
 _PLURALS = {"worker": "workers"}
 _FIRST_COLOURS = {"worker": 0, "ps": 2, "chief": 3, "evaluator": 5}
 

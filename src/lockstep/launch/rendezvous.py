@@ -45,9 +45,6 @@ from lockstep.launch.rendezvous_state import (
 from lockstep.launch.restart_loop import is_final
 from lockstep.launch.worker_process import SignalPipe
 
-__all__ = ["NodeExit", "RendezvousClient", "RendezvousServer", "join_rendezvous"]
-
-
 _HEARTBEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.1
 _DEAD_SECONDS = 35.0  # A machine that acknowledges nothing for so long is lost; the same as for an idle connection.

@@ -17,18 +17,6 @@ from lockstep.launch.launch_config import MOST_WORKERS, LaunchConfig
 from lockstep.launch.rank_assignment import RankAssignment
 from lockstep.launch.restart_policy import backoff_seconds
 
-__all__ = [
-    "SILENT_SECONDS",
-    "GenerationOutcome",
-    "GenerationState",
-    "JobSpec",
-    "NodeInfo",
-    "Outbound",
-    "QuorumWait",
-    "RendezvousState",
-    "order_by_rank",
-]
-
 
 @dataclass(frozen=True)
 class JobSpec:

@@ -15,8 +15,6 @@ from lockstep.launch.rank_assignment import AnyRankAssignment, RankAssignment, S
 from lockstep.launch.restart_policy import RestartBudget, backoff_seconds
 from lockstep.launch.worker_process import SignalPipe
 
-__all__ = ["LocalRestartLoop", "RestartLoop", "is_final"]
-
 
 class RestartLoop(Protocol):
     """Decides about the generations of a node, one after the other."""

@@ -9,8 +9,6 @@ from lockstep.launch.failure_report import USAGE, ProcessFailure
 from lockstep.launch.rank_assignment import ProcessName
 from lockstep.launch.worker_process import WorkerProcess
 
-__all__ = ["RestartBudget", "WorkerLossPolicy", "backoff_seconds"]
-
 _MAX_BACKOFF = 30.0  # seconds; the first wait is 1 s, each further one twice as long
 _FINAL = (USER_ERROR, USAGE)  # The restarted process would fail alike, and so would the other workers.
 

@@ -30,8 +30,6 @@ from lockstep.launch.worker_environment import (
 )
 from lockstep.launch.worker_process import FORWARDED, SignalPipe, WorkerProcess, adopt_orphans, child_pids
 
-__all__ = ["supervise"]
-
 _FLUSH_SECONDS = 2.0  # For a reader to take the last output.
 
 

@@ -5,8 +5,6 @@ import re
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT, split_address
 from lockstep.launch.launch_config import LaunchConfig
 
-__all__ = ["first_port", "job_name", "program_words", "run_options"]
-
 
 def run_options(job: LaunchConfig) -> list[str]:
     """Return the options of ``lockstep run`` that are the same on each node, without the addresses of the nodes."""

@@ -15,8 +15,6 @@ from lockstep.launch.kubernetes_templates import jobset_manifest, kubernetes_man
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.template_parts import first_port, job_name, program_words, run_options
 
-__all__ = ["PRINTERS"]
-
 _SLURM_SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={name}

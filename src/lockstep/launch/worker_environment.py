@@ -20,17 +20,6 @@ from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.rank_assignment import ProcessName, ProcessNames
 
-__all__ = [
-    "ALLOCATORS",
-    "MallocSelection",
-    "choose_allocator",
-    "glibc_version",
-    "gpu_share",
-    "gpu_variables",
-    "inherited_variables",
-    "library_folders",
-]
-
 ALLOCATORS = ("auto", "system", "jemalloc", "tcmalloc")
 _LIBRARIES = {"tcmalloc": ("libtcmalloc_minimal.so*", "libtcmalloc.so*"), "jemalloc": ("libjemalloc.so*",)}
 _PACKAGES = {"tcmalloc": "libtcmalloc-minimal4", "jemalloc": "libjemalloc2"}  # of Debian and Ubuntu

@@ -27,17 +27,6 @@ from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.log_multiplexer import LogPump
 from lockstep.launch.rank_assignment import ProcessName
 
-__all__ = [
-    "FORWARDED",
-    "SignalPipe",
-    "WorkerProcess",
-    "adopt_orphans",
-    "child_pids",
-    "die_with_parent",
-    "run_reaper",
-    "terminate_children",
-]
-
 
 class SignalPipe:
     """Queues signals from now until ``close``; they have no other effect.

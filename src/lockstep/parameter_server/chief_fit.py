@@ -24,8 +24,6 @@ from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key
 
-__all__ = ["READY", "ChiefFit"]
-
 READY = "the servers have values"  # Key that the chief publishes after it has filled the servers.
 _TASKS_PER_WORKER = 2  # one that it runs, and one that waits for it
 

@@ -27,8 +27,6 @@ from lockstep.parameter_server.state_sync import StateSync, differs
 from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
-__all__ = ["ChiefScheduler"]
-
 
 class ChiefScheduler(SchedulerBase):
     """Scheduler of the chief.

@@ -10,15 +10,6 @@ import numpy as np
 from lockstep._errors import OptionError, ScopeError, check_depth, function, named_arguments, shown
 from lockstep.parameter_server.scheduler_base import Outcome, SchedulerBase
 
-__all__ = [
-    "ClusterCoordinator",
-    "PerWorkerDataset",
-    "PerWorkerValues",
-    "RemoteValue",
-    "SchedulingStrategy",
-    "resolve_per_worker",
-]
-
 
 class SchedulingStrategy(ABC):
     """Strategy whose workers run scheduled functions."""

@@ -34,8 +34,6 @@ from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit, run_evaluator
 from lockstep.parameter_server.worker_scheduler import WorkerScheduler
 
-__all__ = ["ChiefFitDispatch", "ServerTraining", "WorkerFitDispatch"]
-
 _KINDS = ("trainable", "non_trainable", "optimizer")
 
 

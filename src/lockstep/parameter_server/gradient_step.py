@@ -19,20 +19,6 @@ from lockstep.execution.train_state import apply_changes
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.variables.variable_store import UpdateRules
 
-__all__ = [
-    "GradientResult",
-    "GradientStep",
-    "check_mean_loss",
-    "count_batch_rows",
-    "iterations_of",
-    "names_of",
-    "nonempty_parts",
-    "part_of",
-    "rules_of",
-    "specs_of",
-]
-
-
 _TOLERANCE = 1e-4  # Of a loss in float32, added up in another order.
 
 

@@ -28,9 +28,6 @@ from lockstep.parameter_server.variables.sharding import PartitionFunction, Shar
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.variables.variable_server import ArrayServer, serve
 
-__all__ = ["ProcessContext", "ProcessRole", "find_role"]
-
-
 _STRATEGY = "lockstep.ParameterServerStrategy"
 _EXAMPLE = {
     "cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"], "ps": ["d:2222"]},

@@ -24,19 +24,6 @@ from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import GradientStep
 from lockstep.parameter_server.process_role import ProcessContext
 
-__all__ = [
-    "VALUE",
-    "Arguments",
-    "Outcome",
-    "SchedulerBase",
-    "TrainingModels",
-    "decode_result",
-    "encode_result",
-    "push_number",
-    "set_weights",
-    "weights_of",
-]
-
 VALUE = "value/"  # Prefix of the names of the arrays of an encoded result.
 _PUSHES_PER_FUNCTION = 2**20  # more than any function makes
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import keras
 
-__all__ = ["StalenessMetrics", "UpdateCounters"]
-
 
 class UpdateCounters:
     """Counters of one call of ``fit``; they only grow.

@@ -20,20 +20,6 @@ from lockstep.parameter_server.variables.optimizer_sharding import OptimizerStat
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 
-__all__ = [
-    "STATE",
-    "DeltaAccumulator",
-    "SeedOffsets",
-    "State",
-    "StateSync",
-    "add_deltas",
-    "compute_delta",
-    "compute_deltas",
-    "differs",
-    "is_additive",
-    "merge_rules",
-]
-
 STATE = "state"  # Key under which the chief publishes the values of non-trainable variables.
 _METRIC, _OTHER, _NEW = "metric/", "other/", "new/"
 

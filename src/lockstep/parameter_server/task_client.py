@@ -12,12 +12,10 @@ from lockstep._arrays import ArraySpec
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.failure_detector import summary_of
+from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.task_dispatcher import LONG_SECONDS, Result
-from lockstep.parameter_server.variables.array_transport import Message, ProtocolError, payload_bytes
+from lockstep.parameter_server.variables.array_transport import Message, payload_bytes
 from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, check_no_arrays
-
-__all__ = ["CallEnded", "CallResult", "ScriptSyncPoint", "StopCondition", "Task", "TaskClient", "run_tasks"]
-
 
 _UNUSED_KEY = "end of the call"  # The dispatcher never publishes it, so a request for it lasts until then.
 _MOST_BYTES = 2**31  # Of the arrays of one response.

@@ -16,12 +16,11 @@ from lockstep._arrays import ArraySpec
 from lockstep._errors import ClusterError
 from lockstep._logging import WaitLogger, listed, log_info
 from lockstep.distributed.cluster import exit_codes
-from lockstep.parameter_server.variables.array_transport import Arrays, Message, ProtocolError, payload_bytes
+from lockstep.distributed.control.transport import ProtocolError
+from lockstep.parameter_server.variables.array_transport import Arrays, Message, payload_bytes
 from lockstep.parameter_server.variables.rpc_client import read_whole_number
 from lockstep.parameter_server.variables.staleness_bound import CompletedIds
 from lockstep.parameter_server.variables.variable_server import ClientSession, Response, seconds_of
-
-__all__ = ["LONG_SECONDS", "Result", "SyncPointLog", "TaskDispatcher", "TaskQueue"]
 
 
 class TaskQueue:

@@ -30,9 +30,6 @@ from lockstep.parameter_server.task_dispatcher import Result
 from lockstep.parameter_server.variables.sparse_rows import TouchedRows, sparsify
 from lockstep.parameter_server.variables.variable_client import BatchPart, VariableClient
 
-__all__ = ["NEWEST_EPOCH", "WorkerFit", "epoch_key", "run_evaluator"]
-
-
 NEWEST_EPOCH = "newest epoch"  # Key under which the chief publishes the number of the last finished epoch.
 
 

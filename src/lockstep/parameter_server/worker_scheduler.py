@@ -44,8 +44,6 @@ from lockstep.parameter_server.task_dispatcher import Result
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.variables.variable_server import ArrayServer
 
-__all__ = ["FunctionRunner", "WorkerScheduler"]
-
 Values = list[np.ndarray]
 
 

@@ -35,9 +35,6 @@ from lockstep.fit.nan_guard.nan_guard import NanGuardHook
 from lockstep.strategies.diagnostics import Diagnostics
 from lockstep.strategies.setup import StrategyOptions, scopes_disabled
 
-__all__ = ["Strategy", "check_model", "check_scope_of", "strategy_scope"]
-
-
 # Of the open scopes, which all are of one strategy. As they may close in any order, each leaves the one that was entered last.
 _traced: ContextVar[tuple[contextlib.AbstractContextManager[None], ...]] = ContextVar("lockstep_traced", default=())
 

@@ -17,8 +17,6 @@ from lockstep.fit.hooks import FitContext
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import one_axis_placement, overridden_devices, prepare_process
 
-__all__ = ["CentralStorageStrategy"]
-
 
 class _OptimizerBuilder:
     """The fit hook that builds the optimizer on the parameter device: an accelerator on which Keras builds it would have to hold it once."""

@@ -27,8 +27,6 @@ from lockstep.execution.gathered_variables import ModelLayout
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
 
-__all__ = ["Diagnostics", "examine_fit"]
-
 Values = dict[str, np.ndarray]
 
 

@@ -10,8 +10,6 @@ from lockstep.execution.gathered_variables import Recompute
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import find_devices, one_axis_placement, prepare_process
 
-__all__ = ["MirroredStrategy"]
-
 
 class MirroredStrategy(Strategy):
     """Trains one model on several local devices at once, with the results of one device.

@@ -26,8 +26,6 @@ from lockstep.execution.model_parallel.model_shardings import ROWS, MeshOptions,
 from lockstep.strategies.multi_worker import WorkerStrategy
 from lockstep.strategies.setup import StrategyOptions, check_mesh_options, overridden_devices, prepare_process
 
-__all__ = ["ModelParallelStrategy"]
-
 
 class ModelParallelStrategy(WorkerStrategy):
     """Trains one model on a mesh of devices, with the results of one device.

@@ -42,8 +42,6 @@ from lockstep.strategies.setup import (
     refuse_device_override,
 )
 
-__all__ = ["TIMEOUT_SECONDS", "MultiWorkerMirroredStrategy", "WorkerStrategy"]
-
 TIMEOUT_SECONDS = 60.0
 _ALONE = WorkerGroup(1, 0, "127.0.0.1:1", source="no cluster")
 _NOT_NEEDED = "worker-0.invalid:1"  # The processes of JAX agree on an address, so that no resolver has to find one.

@@ -35,8 +35,6 @@ from lockstep.parameter_server.variables.sharding import PartitionFunction
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.setup import one_axis_placement, prepare_process, refuse_device_override
 
-__all__ = ["ParameterServerStrategy"]
-
 TIMEOUT_SECONDS = 60.0
 
 

@@ -17,19 +17,6 @@ from lockstep.devices.determinism import is_deterministic, prepare_determinism
 from lockstep.devices.names import platform_of, resolve_devices
 from lockstep.execution.gathered_variables import Recompute, Shard
 
-__all__ = [
-    "StrategyOptions",
-    "check_mesh_options",
-    "find_devices",
-    "is_made_alone",
-    "one_axis_placement",
-    "overridden_devices",
-    "override_devices",
-    "prepare_process",
-    "refuse_device_override",
-    "scopes_disabled",
-]
-
 MOST_REPLICAS = 65_536  # far above all batches; the parts of each replica are objects of this process
 
 _device_count: ContextVar[int | None] = ContextVar("lockstep_device_override", default=None)

@@ -15,8 +15,6 @@ from typing import Any
 
 from lockstep.launch.worker_process import die_with_parent
 
-__all__ = ["ChildResult", "read_request", "run_child"]
-
 _KILL_SECONDS = 10.0
 _CHECK_SECONDS = 0.5  # between two looks at the memory of a child
 

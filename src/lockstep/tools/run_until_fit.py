@@ -15,8 +15,6 @@ from lockstep._errors import OptionError
 from lockstep._keras.trainer import intercept_fit
 from lockstep.doctor.base import calling_location
 
-__all__ = ["FirstFit", "NoFitError", "run_until_fit"]
-
 
 class NoFitError(OptionError):
     """The script has ended without a call of ``fit``."""

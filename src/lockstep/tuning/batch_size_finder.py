@@ -29,9 +29,6 @@ from lockstep.execution.step_probe import KerasProbes, StepProbe, StepProbes, St
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["BatchMeasurement", "BatchSizes", "batch_size_finder", "find_largest", "powers_of_two"]
-
-
 _SMALLEST, _PARTS = 8, 32
 CLOSE = 0.05  # of the highest rate: such a difference in rows a second is ignored
 

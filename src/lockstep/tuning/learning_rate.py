@@ -20,8 +20,6 @@ from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.hooks import FitContext
 from lockstep.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["LearningRateScaling"]
-
 RULES: dict[str, Callable[[float], float]] = {
     "linear": float,
     "sqrt": math.sqrt,

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.distributed.control.handshake import make_session
+from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.variables.array_transport import (
     MAX_HEAD_BYTES,
     ArrayConnection,
     ConnectionLostError,
-    ProtocolError,
 )
 from tests.parameter_server.variables.threaded_servers import DEADLINE
 

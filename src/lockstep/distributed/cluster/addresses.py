@@ -18,21 +18,6 @@ from zlib import crc32
 from lockstep._errors import ClusterError, shown
 from lockstep.distributed.cluster.env_reader import EnvReader
 
-__all__ = [
-    "COORDINATOR",
-    "DEFAULT_PORT",
-    "JOB_PORTS",
-    "PORT",
-    "chosen_coordinator",
-    "host_of",
-    "is_loopback",
-    "join_address",
-    "port_of_job",
-    "resolve_coordinator",
-    "split_address",
-]
-
-
 _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>\d+)"
 )

@@ -7,8 +7,6 @@ from typing import Any
 from lockstep._errors import ClusterError, shown
 from lockstep.distributed.cluster.addresses import split_address
 
-__all__ = ["JOBS", "SINGLE_JOBS", "ClusterSpec", "Jobs"]
-
 Jobs = Mapping[str, Sequence[str] | Mapping[int, str]]
 JOBS = ("chief", "worker", "ps", "evaluator")
 SINGLE_JOBS = ("chief", "evaluator")  # They have at most one task.

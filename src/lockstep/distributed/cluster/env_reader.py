@@ -11,23 +11,6 @@ from pathlib import Path
 from lockstep._errors import ClusterError
 from lockstep._files import open_to_read
 
-__all__ = [
-    "BIND",
-    "GENERATION",
-    "KEEP_MEMORY",
-    "MIN_SECRET_BYTES",
-    "NO_SECRET",
-    "OPEN",
-    "SECRET",
-    "SECRET_FILE",
-    "EnvReader",
-    "NetworkOptions",
-    "gpu_files",
-    "has_accelerators",
-    "restarts_of",
-    "visible_gpus",
-]
-
 # Set by the launcher, or by the user for all processes of a job.
 GENERATION = "LOCKSTEP_GENERATION"  # How many times the launcher has restarted the job.
 SECRET = "LOCKSTEP_SECRET"  # Known to the processes of the job only, which prove it to each other.

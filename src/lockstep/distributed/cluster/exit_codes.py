@@ -1,7 +1,5 @@
 """Exit codes of a worker's process, for launchers and schedulers."""
 
-__all__ = ["DONE", "INTERRUPTED", "NO_PROGRESS", "PEER_LOST", "USER_ERROR"]
-
 DONE = 0
 USER_ERROR = 13  # An exception in the user's program, here or on another worker: a restart would not help.
 PEER_LOST = 75  # A worker died, was cut off or preempted: restart the job. EX_TEMPFAIL of sysexits.h.

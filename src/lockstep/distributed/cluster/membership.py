@@ -15,8 +15,6 @@ from lockstep.distributed.cluster.addresses import (
 )
 from lockstep.distributed.cluster.cluster_spec import JOBS, ClusterSpec
 
-__all__ = ["Membership", "WorkerGroup", "check_reachable", "find_membership", "membership_of_group"]
-
 
 @dataclass(frozen=True)
 class WorkerGroup:

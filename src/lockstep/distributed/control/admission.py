@@ -7,8 +7,6 @@ from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.handshake import Peer
 
-__all__ = ["Admission", "JoinRejection"]
-
 
 @dataclass(frozen=True)
 class JoinRejection:

@@ -33,8 +33,6 @@ from lockstep.distributed.control.failure_detector import (
 from lockstep.distributed.control.handshake import Peer
 from lockstep.distributed.control.transport import FramedSocket, as_json, encode
 
-__all__ = ["ControlClient"]
-
 MAIN = "main"
 _POLL_SECONDS = 0.2
 _GOODBYE_SECONDS = 2.0  # For the chief to confirm an end or a failure.

@@ -33,18 +33,6 @@ from lockstep.distributed.control.failure_detector import (
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, refusal
 from lockstep.distributed.control.transport import MAX_BYTES, FramedSocket, encode
 
-__all__ = [
-    "BARRIER",
-    "BROADCAST",
-    "GATHER",
-    "LEAVE",
-    "LINGER_SECONDS",
-    "CollectiveReply",
-    "Coordinator",
-    "PendingCollectives",
-]
-
-
 GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"
 
 

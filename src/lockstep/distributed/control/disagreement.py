@@ -9,9 +9,6 @@ from typing import Any
 
 from lockstep._logging import listed
 
-__all__ = ["Disagreement", "digest", "find_disagreement", "first_difference"]
-
-
 _ABSENT = "nothing"
 _LONGEST = 200  # Characters of a value in a sentence.
 

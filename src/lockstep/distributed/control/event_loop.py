@@ -17,8 +17,6 @@ from typing import Any
 
 from lockstep.distributed.control.transport import FramedSocket
 
-__all__ = ["EventLoop"]
-
 Received = Callable[[FramedSocket, dict[str, Any]], None]
 Closed = Callable[[FramedSocket], None]
 Work = Callable[[], None]

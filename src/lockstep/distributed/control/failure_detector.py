@@ -16,26 +16,6 @@ from lockstep._logging import listed
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.handshake import Peer
 
-__all__ = [
-    "HEARTBEAT_SECONDS",
-    "MAY_TAKE_LONG",
-    "QUIET",
-    "SAVING",
-    "START",
-    "STEP",
-    "WAITING",
-    "Failure",
-    "FailureKind",
-    "Limits",
-    "SuspendDetector",
-    "WorkerStatus",
-    "find_cause",
-    "find_failure",
-    "find_overdue",
-    "make_failure",
-    "summary_of",
-]
-
 
 class FailureKind(enum.StrEnum):
     """The ways in which a worker fails."""

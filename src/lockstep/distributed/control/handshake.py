@@ -34,28 +34,6 @@ from lockstep.distributed.control.transport import (
     encode,
 )
 
-__all__ = [
-    "HANDSHAKE_SECONDS",
-    "PROTOCOL",
-    "HandshakeError",
-    "HandshakeServer",
-    "Peer",
-    "RejectionLog",
-    "RetryableConnectError",
-    "ServerHandshake",
-    "check_not_refused",
-    "connect",
-    "hello",
-    "introduce",
-    "join_request",
-    "make_proof",
-    "make_session",
-    "new_nonce",
-    "refusal",
-    "verify_proof",
-    "wait_until_admitted",
-]
-
 
 @dataclass(frozen=True)
 class Peer:

@@ -28,8 +28,6 @@ from lockstep.distributed.control.listener import check_closed, open_listener
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.control.transport import FramedSocket, as_json
 
-__all__ = ["join"]
-
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 

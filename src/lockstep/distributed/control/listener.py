@@ -15,8 +15,6 @@ from lockstep.distributed.cluster.env_reader import BIND, OPEN, SECRET, SECRET_F
 from lockstep.distributed.control.handshake import hello, new_nonce
 from lockstep.distributed.control.transport import FramedSocket
 
-__all__ = ["check_closed", "needs_secret", "open_listener"]
-
 _PROBE_SECONDS = 1.0
 _ALL_ADDRESSES = ""
 

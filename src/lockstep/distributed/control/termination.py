@@ -21,8 +21,6 @@ from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import Failure, FailureKind, summary_of
 
-__all__ = ["GRACE_SECONDS", "ExitGuard", "install_sigabrt_handler"]
-
 GRACE_SECONDS = 1.5
 _WRITE_SECONDS = 1.0  # A full pipe, or a lock that the main thread holds, must not keep the process alive.
 _ABORT_SECONDS = 5.0  # For the control client to find the cause of an abort and to end the process.

@@ -21,28 +21,6 @@ from typing import Any
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import join_address
 
-__all__ = [
-    "CLOSED",
-    "HANDSHAKE_BYTES",
-    "HEADER_BYTES",
-    "MAC_BYTES",
-    "MAX_BYTES",
-    "FrameDecoder",
-    "FramedSocket",
-    "Mac",
-    "MacCounter",
-    "ProtocolError",
-    "Session",
-    "as_json",
-    "as_text",
-    "body_length",
-    "configure",
-    "decode",
-    "encode",
-    "is_local",
-    "limit_unacknowledged",
-]
-
 MAX_BYTES = 16 * 2**20
 HANDSHAKE_BYTES = 2**16  # Limit of a message before the handshake is complete.
 CLOSED = "its connection closed"

@@ -12,9 +12,6 @@ from lockstep.distributed.cluster.cluster_spec import ClusterSpec
 from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup
 
-__all__ = ["ClusterResolver", "EnvironmentResolver", "check_environ", "check_resolver", "check_texts"]
-
-
 _MEMBERSHIP = (
     "a Membership. Fix: derive from SimpleClusterResolver and call its constructor, which makes it from a cluster_spec, a task_type "
     "and a task_id"

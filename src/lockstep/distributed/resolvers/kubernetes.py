@@ -8,8 +8,6 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
-__all__ = ["KubernetesClusterResolver"]
-
 
 class KubernetesClusterResolver(EnvironmentResolver):
     """The pods of an Indexed Job or of a JobSet, one process each.

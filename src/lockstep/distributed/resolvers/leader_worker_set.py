@@ -7,8 +7,6 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
-__all__ = ["LeaderWorkerSetClusterResolver"]
-
 
 class LeaderWorkerSetClusterResolver(EnvironmentResolver):
     """The pods of one group of a LeaderWorkerSet (LWS) of Kubernetes, one process each; the leader is worker 0.

@@ -9,8 +9,6 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
-__all__ = ["OpenMpiClusterResolver"]
-
 # Up to Open MPI 4, the address at which mpirun listens: 447676416.0;tcp://10.0.0.1,10.1.0.1:49085;tcp6://[fd00::1]:39533
 _LAUNCHER = "OMPI_MCA_orte_hnp_uri"
 _DAEMON = "OMPI_MCA_orte_local_daemon_uri"  # The same for the daemon of this machine, which is mpirun itself on mpirun's machine.

@@ -10,8 +10,6 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, find_membership, membership_of_group
 from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver, check_environ, check_texts
 
-__all__ = ["JaxClusterResolver", "SimpleClusterResolver"]
-
 
 class SimpleClusterResolver(ClusterResolver):
     """A cluster that is given as an argument.

@@ -18,8 +18,6 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
-__all__ = ["SlurmClusterResolver", "expand_counts", "expand_node_list"]
-
 _TASKS = "SLURM_STEP_NUM_TASKS"
 _NODES = "SLURM_STEP_NODELIST"
 _PER_NODE = "SLURM_STEP_TASKS_PER_NODE"

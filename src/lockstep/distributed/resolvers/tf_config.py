@@ -11,8 +11,6 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, find_membership
 from lockstep.distributed.resolvers.base import EnvironmentResolver, check_texts
 
-__all__ = ["TFConfigClusterResolver"]
-
 
 class TFConfigClusterResolver(EnvironmentResolver):
     """The cluster in ``TF_CONFIG``: ``{"cluster": {job: [address, …], …}, "task": {"type": job, "index": number}}``.

@@ -8,8 +8,6 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
-__all__ = ["TorchrunClusterResolver"]
-
 _PROCESS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 

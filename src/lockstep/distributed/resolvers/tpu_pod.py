@@ -7,8 +7,6 @@ from lockstep.distributed.cluster.env_reader import EnvReader
 from lockstep.distributed.cluster.membership import Membership, WorkerGroup, check_reachable, membership_of_group
 from lockstep.distributed.resolvers.base import EnvironmentResolver
 
-__all__ = ["TpuPodClusterResolver"]
-
 _WORKER = "TPU_WORKER_ID"
 _HOSTS = "TPU_WORKER_HOSTNAMES"
 _PROCESSES = "TPU_PROCESS_ADDRESSES"  # The same hosts, with ports of libtpu; JAX reads it first.

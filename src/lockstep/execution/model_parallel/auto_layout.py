@@ -21,8 +21,6 @@ from lockstep.data.device_placement import SHARD_FROM, is_large
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, AxisCollective, AxisKey, LogicalAxes
 from lockstep.execution.model_parallel.program_axes import read_program
 
-__all__ = ["MOST_MOVED", "AxisChoice", "choose_axes"]
-
 MOST_MOVED = 16  # bytes that the collectives of a forward pass may move for each byte of the variables that they shard
 
 

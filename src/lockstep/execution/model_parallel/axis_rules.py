@@ -10,8 +10,6 @@ from jax.extend.core import JaxprEqn
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, LogicalAxes
 from lockstep.execution.rowwise.rules import ENTRYWISE
 
-__all__ = ["RULES", "EquationLinks", "broken"]
-
 
 @dataclass(frozen=True)
 class EquationLinks:

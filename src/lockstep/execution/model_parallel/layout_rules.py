@@ -20,18 +20,6 @@ from lockstep.data.device_placement import DEVICE_AXIS, MeshPlacement
 from lockstep.devices.names import platform_of
 from lockstep.execution.gathered_variables import ModelLayout
 
-__all__ = [
-    "AUTO",
-    "OUTPUT",
-    "Axes",
-    "LayoutArgument",
-    "LayoutRules",
-    "MeshArgument",
-    "MeshAxes",
-    "parse_layout",
-    "parse_mesh",
-]
-
 AUTO = "auto"
 OUTPUT = "/output"  # after the path of a layer: a rule for what the layer returns
 

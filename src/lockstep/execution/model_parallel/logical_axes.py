@@ -16,8 +16,6 @@ from jax.extend.core import JaxprEqn
 
 from lockstep.execution.rowwise import source_location
 
-__all__ = ["ArrayNode", "AxisCollective", "AxisKey", "LogicalAxes"]
-
 AxisKey = tuple[int, int]  # number of an array, and an axis
 
 

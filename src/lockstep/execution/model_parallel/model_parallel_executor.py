@@ -27,8 +27,6 @@ from lockstep.execution.nonfinite_gate import NonFiniteGate
 from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.train_state import Step
 
-__all__ = ["ModelParallelExecutor"]
-
 
 class ModelParallelExecutor(SpmdExecutor):
     """Runs the global batch as one replica, on all devices of a mesh.

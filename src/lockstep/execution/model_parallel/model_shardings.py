@@ -19,8 +19,6 @@ from lockstep.execution.gathered_variables import ModelLayout, Shard, VariableLa
 from lockstep.execution.model_parallel.auto_layout import AxisChoice, choose_axes
 from lockstep.execution.model_parallel.layout_rules import OUTPUT, Axes, LayoutRules, MeshAxes
 
-__all__ = ["ROWS", "MeshOptions", "ModelShardings"]
-
 ROWS = 8  # with which the forward pass is traced: what is chosen must not depend on the batch with which a run begins or resumes
 
 

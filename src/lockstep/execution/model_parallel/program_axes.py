@@ -8,8 +8,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from lockstep.execution.model_parallel.axis_rules import RULES, EquationLinks, broken
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, LogicalAxes
 
-__all__ = ["read_program"]
-
 
 def read_program(program: ClosedJaxpr, ways: int) -> LogicalAxes:
     """Return the logical axes of a program.

@@ -39,8 +39,6 @@ from lockstep.execution.rowwise.row_axes import (
 )
 from lockstep.execution.rowwise.rules import DRAWS, ROW_DEPENDENT_PARAMS, RULES, sum_rule
 
-__all__ = ["Trace", "draws_for_each_row", "infer_dependences", "trace_for_rows"]
-
 _KEY_OPERATIONS = ("random_seed", "random_wrap", "random_unwrap", "random_fold_in", "random_clone")
 
 

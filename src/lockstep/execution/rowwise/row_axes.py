@@ -13,30 +13,6 @@ import keras
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-__all__ = [
-    "EquationPair",
-    "Mixed",
-    "MixedRowsError",
-    "NeverTrue",
-    "RowAxis",
-    "RowCount",
-    "RowDependence",
-    "RowDependences",
-    "RowMean",
-    "RowSum",
-    "Seeded",
-    "backward_of",
-    "check_params",
-    "common_dependence",
-    "has_known_derivative",
-    "is_fixed",
-    "is_same",
-    "is_tracer",
-    "move_rows_back",
-    "move_rows_first",
-    "source_location",
-]
-
 
 @dataclass(frozen=True)
 class RowAxis:

@@ -22,26 +22,6 @@ from lockstep.execution.rowwise.row_axes import (
     common_dependence,
 )
 
-__all__ = [
-    "DRAWS",
-    "ENTRYWISE",
-    "ROW_DEPENDENT_PARAMS",
-    "RULES",
-    "concatenation",
-    "dynamic_slice",
-    "dynamic_update",
-    "gather",
-    "padding",
-    "scatter",
-    "slice",
-    "split",
-    "stack",
-    "sum_rule",
-    "tile",
-    "uniform_dependence",
-    "unstack",
-]
-
 
 def uniform_dependence(pair: EquationPair) -> RowDependence:
     """Return the dependence of an array whose entries are equal, or random, along the axis whose length depends on the rows."""

@@ -10,8 +10,6 @@ import keras
 
 from lockstep._errors import OptionError, file_path, flag, outside_of_strategy, seconds, shown, whole_number
 
-__all__ = ["BackupAndRestore", "SaveFrequency"]
-
 
 class BackupAndRestore(keras.callbacks.Callback):
     """Checkpoints ``fit``, and resumes at the exact batch at which an earlier run was stopped, with the bits of an uninterrupted run.

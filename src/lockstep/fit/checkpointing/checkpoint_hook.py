@@ -13,8 +13,6 @@ from lockstep.fit.checkpointing.model_state import MetadataCheck
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.hooks import FitContext, single_callback
 
-__all__ = ["CheckpointHook"]
-
 
 class CheckpointHook:
     """Starts Keras's loop at the resume position, and replaces its list of callbacks with :class:`CheckpointCallbackList`.

@@ -36,17 +36,6 @@ from lockstep.fit.checkpointing.model_state import (
 )
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
-__all__ = [
-    "FitCheckpoint",
-    "Found",
-    "ResumedRun",
-    "TrainPosition",
-    "changed_versions_message",
-    "on_all_processes",
-    "resume_message",
-]
-
-
 Found = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any]]  # step, arrays and metadata of a checkpoint
 
 

@@ -19,8 +19,6 @@ from lockstep.fit.checkpointing.backup_and_restore import SaveFrequency
 from lockstep.fit.checkpointing.model_state import check_fields, copies_of
 from lockstep.fit.checkpointing.preemption import Preemption, exit_after_checkpoint
 
-__all__ = ["Checkpoint"]
-
 
 class Checkpoint:
     """The checkpoints of a custom training loop; ``strategy.checkpoint`` makes it. A context manager: its exit waits until all are written.

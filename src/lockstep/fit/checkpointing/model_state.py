@@ -32,18 +32,6 @@ from lockstep.data.device_placement import gather_on_host, is_spread
 from lockstep.data.pass_iterator import check_random_state
 from lockstep.devices.names import platform_of
 
-__all__ = [
-    "KINDS",
-    "MetadataCheck",
-    "ModelVariables",
-    "check_fields",
-    "copies_of",
-    "packed_attributes",
-    "unpacked_attributes",
-    "variables_of",
-]
-
-
 KINDS = ("trainable", "non_trainable", "optimizer", "metrics")
 
 

@@ -22,8 +22,6 @@ from lockstep.data.fit_entry import ProcessGroup
 from lockstep.distributed.cluster.exit_codes import PEER_LOST
 from lockstep.distributed.control.failure_detector import summary_of
 
-__all__ = ["Preemption", "exit_after_checkpoint"]
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _INTERVAL = 1.0  # seconds from one exchange to the next
 _ONE_REQUEST = 5.0  # seconds in which a signal that is repeated is the same request

@@ -19,8 +19,6 @@ from urllib.parse import urlsplit
 
 from lockstep.fit.monitoring.step_timer import Attachment, MonitorCallback, StepTimer
 
-__all__ = ["KubeflowProgress"]
-
 _URL, _CA, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 _INTERVAL = 5.0  # seconds between updates, as Kubeflow asks for
 _LIMIT = 5.0  # seconds of an update

@@ -38,9 +38,6 @@ from lockstep.fit.monitoring.step_timer import (
 )
 from lockstep.fit.monitoring.tensorboard import TensorBoard
 
-__all__ = ["MonitorHook", "StatusWriter", "shares"]
-
-
 _INTERVAL, _WINDOW = 1.0, 10  # seconds from write to write; and number of samples for shares of the time
 _LONGEST_WAIT = 5.0  # seconds that the end of fit waits for a write that hangs
 

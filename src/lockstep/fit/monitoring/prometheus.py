@@ -14,8 +14,6 @@ from lockstep._errors import OptionError, instance_of, whole_number
 from lockstep.distributed.cluster.env_reader import restarts_of
 from lockstep.fit.monitoring.step_timer import Attachment, MonitorCallback, numbers_of
 
-__all__ = ["PrometheusExporter"]
-
 _LARGEST_PORT = 65_535
 _LONGEST_WAIT = 5.0  # seconds that the end of fit waits for the thread of the server
 

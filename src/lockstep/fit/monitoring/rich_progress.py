@@ -17,8 +17,6 @@ from rich.text import Text
 from lockstep.execution.train_functions import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, FitProgress, MonitorCallback, StepTimer, TimerReading
 
-__all__ = ["RichProgress"]
-
 _PER_SECOND = 4  # refreshes; each fetches some numbers from a device
 _WIDTH = 30  # of the bar, in characters
 

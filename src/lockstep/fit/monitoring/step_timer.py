@@ -24,22 +24,6 @@ from lockstep.data.device_placement import is_rows, placement_on
 from lockstep.execution.executors import EagerExecutor
 from lockstep.execution.train_functions import StepFunctions, StepHook
 
-__all__ = [
-    "NAMES",
-    "PEAKS",
-    "Attachment",
-    "FitProgress",
-    "FlopCounter",
-    "MonitorCallback",
-    "StepTimer",
-    "ThroughputMonitor",
-    "TimerReading",
-    "flops_of_step",
-    "numbers_of",
-    "peak_of",
-]
-
-
 # Floating-point operations a second of one device of JAX, dense, in the fastest format that training uses with 16 bits. The first that is part of
 # ``device_kind`` counts. NVIDIA: data sheets of the boards (https://www.nvidia.com/en-us/data-center/), without sparsity. TPU:
 # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, halved for v2 and v3, of which JAX sees each core.

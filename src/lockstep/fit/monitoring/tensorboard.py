@@ -27,19 +27,6 @@ from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.execution.train_functions import StepHook
 from lockstep.fit.monitoring.step_timer import NAMES, Attachment, MonitorCallback, StepTimer, TimerReading, numbers_of
 
-__all__ = [
-    "EventFile",
-    "StepProfiler",
-    "TensorBoard",
-    "Value",
-    "crc32c",
-    "graph",
-    "histogram",
-    "newest_steps",
-    "scalar",
-]
-
-
 BUCKETS = 30  # of a histogram, as in TensorFlow
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _FLOAT, _DOUBLE, _STRING = 1, 2, 7  # types of tensors

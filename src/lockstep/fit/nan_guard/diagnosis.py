@@ -33,19 +33,6 @@ from lockstep.execution.replica import ReplicaResult
 from lockstep.execution.spmd import SpmdForward, forward_eagerly
 from lockstep.execution.train_functions import StepFunctions
 
-__all__ = [
-    "Diagnosis",
-    "LayerTrace",
-    "NonFiniteValue",
-    "count_of",
-    "describe_nonfinite",
-    "diagnose",
-    "kind_of",
-    "rerun",
-    "rows_of",
-    "whole_batch",
-]
-
 
 def kind_of(value: Any) -> str | None:
     """Return "NaN", "Inf" or "NaN and Inf"; None if all numbers are finite, or have no values yet, as in a trace."""

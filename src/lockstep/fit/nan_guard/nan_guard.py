@@ -21,8 +21,6 @@ from lockstep.fit.checkpointing.model_state import KINDS, variables_of
 from lockstep.fit.hooks import FitContext, single_callback
 from lockstep.fit.nan_guard.diagnosis import Diagnosis, describe_nonfinite, diagnose
 
-__all__ = ["NanGuard", "NanGuardHook", "NanGuardOptions", "Rollback", "StepGuard"]
-
 ACTIONS = ("stop", "rollback", "skip")
 _MAX_DIAGNOSES = 5  # of steps that do not end the training: a diagnosis takes long
 

@@ -31,17 +31,6 @@ from lockstep.distributed.control.transport import (
     limit_unacknowledged,
 )
 
-__all__ = [
-    "MAX_HEAD_BYTES",
-    "ArrayConnection",
-    "Arrays",
-    "CheckRequest",
-    "ConnectionLostError",
-    "Message",
-    "ProtocolError",
-    "payload_bytes",
-]
-
 MAX_HEAD_BYTES = 4 * 2**20  # Some 30,000 arrays.
 _MAX_BUFFERS = 512  # Of one system call; Linux takes 1024.
 _DISCARD_BYTES = 2**16

@@ -21,8 +21,6 @@ from lockstep._keras.patches import OPTIMIZER_SLOTS, install
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
 from lockstep.parameter_server.variables.variable_store import NO_RULES, OPTIMIZER, UpdateRules, make_variable
 
-__all__ = ["OptimizerState", "check_optimizer"]
-
 _MARK = re.compile(r"<(\d+)>")  # In a name: number of the variable that it was made from.
 _NEED_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 

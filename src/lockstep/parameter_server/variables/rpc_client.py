@@ -25,34 +25,14 @@ from lockstep.distributed.control.handshake import (
     wait_until_admitted,
 )
 from lockstep.distributed.control.handshake import connect as connect_to
+from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.variables.array_transport import (
     ArrayConnection,
     CheckRequest,
     ConnectionLostError,
     Message,
-    ProtocolError,
 )
 from lockstep.parameter_server.variables.sparse_rows import Gradient, SparseGradient
-
-__all__ = [
-    "GRADIENT",
-    "INDICES",
-    "ROWS",
-    "VALUE",
-    "Response",
-    "RpcClient",
-    "check_no_arrays",
-    "check_only_values",
-    "check_request",
-    "connect",
-    "decode_gradients",
-    "decode_row_request",
-    "encode_gradients",
-    "pull_response_check",
-    "read_whole_number",
-    "strip_prefixes",
-]
-
 
 GRADIENT, INDICES, ROWS, VALUE = "gradient/", "indices/", "rows/", "value/"
 _INDEX_DTYPE = "int32"

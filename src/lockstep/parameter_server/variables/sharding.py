@@ -17,19 +17,6 @@ import numpy as np
 from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError, whole_number
 
-__all__ = [
-    "FixedShardsPartitioner",
-    "MaxSizePartitioner",
-    "MinSizePartitioner",
-    "PartitionFunction",
-    "Partitioner",
-    "Shard",
-    "ShardingPlan",
-    "plan_shards",
-    "shard_bounds",
-    "variable_name",
-]
-
 PartitionFunction = Callable[[Sequence[int], str], Sequence[int]]
 
 

@@ -21,19 +21,6 @@ from lockstep._keras.patches import LAYER_CALL, patched_method
 from lockstep._logging import log_info
 from lockstep.parameter_server.variables.sharding import Shard
 
-__all__ = [
-    "LEAST_ROWS",
-    "EmbeddingRows",
-    "Gradient",
-    "SparseGradient",
-    "TouchedRows",
-    "gradient_of_shard",
-    "mean_gradient",
-    "pad_rows",
-    "sparsify",
-    "tables_of",
-]
-
 
 class SparseGradient(NamedTuple):
     """Gradient of some rows of a variable; that of all other rows is zero.

@@ -6,8 +6,6 @@ most ``s`` behind. The slowest worker may always continue, so there is no deadlo
 
 from lockstep._errors import whole_number
 
-__all__ = ["CompletedIds", "StalenessBound"]
-
 
 class StalenessBound:
     """Clocks of all workers, as one server sees them; used under the lock of its owner.

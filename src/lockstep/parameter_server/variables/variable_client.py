@@ -25,8 +25,6 @@ from lockstep.parameter_server.variables.rpc_client import (
 from lockstep.parameter_server.variables.sharding import Shard, ShardingPlan
 from lockstep.parameter_server.variables.sparse_rows import Gradient, gradient_of_shard
 
-__all__ = ["BatchPart", "PendingPush", "VariableClient"]
-
 
 @dataclass(frozen=True)
 class BatchPart:

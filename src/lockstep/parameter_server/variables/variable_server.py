@@ -22,12 +22,11 @@ from lockstep._logging import log_info
 from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, RejectionLog, refusal
-from lockstep.distributed.control.transport import FramedSocket, encode
+from lockstep.distributed.control.transport import FramedSocket, ProtocolError, encode
 from lockstep.parameter_server.variables.array_transport import (
     ArrayConnection,
     ConnectionLostError,
     Message,
-    ProtocolError,
 )
 from lockstep.parameter_server.variables.optimizer_sharding import check_optimizer
 from lockstep.parameter_server.variables.rpc_client import (
@@ -47,18 +46,6 @@ from lockstep.parameter_server.variables.variable_store import (
     VariableSnapshot,
     VariableStore,
 )
-
-__all__ = [
-    "ArrayServer",
-    "ClientSession",
-    "RequestHandler",
-    "Response",
-    "SyncAggregator",
-    "VariableService",
-    "seconds_of",
-    "serve",
-]
-
 
 _MESSAGE_SECONDS = 60.0  # Limit of the wait for more of a message that has begun, and for room to send a response.
 _MAX_WAIT_SECONDS = 3600.0

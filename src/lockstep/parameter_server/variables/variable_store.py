@@ -15,17 +15,6 @@ from lockstep._errors import OptionError
 from lockstep.parameter_server.variables.sharding import variable_name
 from lockstep.parameter_server.variables.sparse_rows import Gradient, SparseGradient, mean_gradient, pad_rows
 
-__all__ = [
-    "NO_RULES",
-    "OPTIMIZER",
-    "InitialState",
-    "Push",
-    "UpdateRules",
-    "VariableSnapshot",
-    "VariableStore",
-    "make_variable",
-]
-
 OPTIMIZER = "optimizer/"  # Prefix of the optimizer's variables, which are numbered, among the names of variables.
 
 

@@ -19,8 +19,6 @@ from lockstep.checkpoint.format import (
 )
 from lockstep.checkpoint.store import CheckpointStore
 
-__all__ = ["checkpoints_of", "import_export", "loaded_from", "table"]
-
 _ROW = "{:>12} {:>6} {:>8} {:>15} {:>9}  {}"
 
 

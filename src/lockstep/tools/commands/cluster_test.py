@@ -25,8 +25,6 @@ from lockstep.data.device_placement import DEVICE_AXIS, Placement, placement_on
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.control_client import ControlClient
 
-__all__ = ["ClusterMeasurement", "measure", "report", "run_cluster_test"]
-
 SIZES = (1_000, 1_000_000, 16_000_000)  # bytes of each worker's array
 PAIR_SECONDS = 20.0  # limit for all measurements of one pair
 _ROUNDS = 5

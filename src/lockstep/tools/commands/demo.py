@@ -19,8 +19,6 @@ from lockstep.devices.names import parse_device_name
 from lockstep.strategies.mirrored import MirroredStrategy
 from lockstep.strategies.setup import MOST_REPLICAS
 
-__all__ = ["run_demo"]
-
 BATCH = 64
 RELATIVE_PER_STEP = 1e-6  # law 1, in float32
 Data = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]

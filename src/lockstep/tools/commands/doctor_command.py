@@ -28,8 +28,6 @@ from lockstep.execution.train_functions import StepFunctions
 from lockstep.strategies.diagnostics import Diagnostics, examine_fit
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 
-__all__ = ["ClusterFindings", "examine_script", "fit_call_of", "look_at_cluster", "to_standard_error"]
-
 
 @dataclass(frozen=True)
 class ClusterFindings:

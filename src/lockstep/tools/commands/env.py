@@ -19,8 +19,6 @@ from lockstep.distributed.cluster.env_reader import visible_gpus
 from lockstep.distributed.resolvers import notes_if_alone
 from lockstep.launch.worker_environment import choose_allocator, glibc_version, library_folders
 
-__all__ = ["describe_environment", "describe_machine"]
-
 _PROCESSORS = Path("/proc/cpuinfo")
 
 

@@ -14,8 +14,6 @@ from lockstep.doctor.base import Report
 from lockstep.tools.commands.doctor_command import examine_script, to_standard_error
 from lockstep.tools.migrate.translate import Migration, migrate
 
-__all__ = ["run_migrate"]
-
 _ONE_WORKER = {"cluster": {"worker": ["127.0.0.1:12421"]}, "task": {"type": "worker", "index": 0}}
 
 

@@ -16,8 +16,6 @@ from lockstep._files import read_file
 from lockstep._logging import counted
 from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
-__all__ = ["picture", "slowest", "watch"]
-
 _LARGEST_STATUS = 1 << 24  # bytes
 _SHORTEST = 0.1  # seconds between two updates
 STALE = 10.0  # seconds without a new status after which the chief counts as dead

@@ -7,27 +7,6 @@ from typing import TypeGuard
 from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText
 from lockstep.tools.migrate.symbol_map import STRATEGY_METHODS, translated
 
-__all__ = [
-    "activations",
-    "add_n",
-    "batch_normalization",
-    "cache_first",
-    "integer_sizes",
-    "is_claim_of_logits",
-    "is_for_workers",
-    "logical_devices",
-    "logits",
-    "memory_growth",
-    "metric_resets",
-    "old_arguments",
-    "one_device_strategy",
-    "reductions",
-    "seed_shuffles",
-    "strategy_methods",
-    "task_as_default",
-    "worker_differences",
-]
-
 _ACTIVATIONS = ("elu", "gelu", "leaky_relu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh")
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")

@@ -13,21 +13,6 @@ from typing import Any
 from lockstep._errors import OptionError
 from lockstep.tools.migrate.symbol_map import translated
 
-__all__ = [
-    "MODULES",
-    "DottedName",
-    "Edit",
-    "ImportBindings",
-    "Scopes",
-    "SourceText",
-    "exists",
-    "is_relevant_import",
-    "relevant_imports",
-    "resolve",
-    "rewrite_imports",
-    "rewrite_names",
-]
-
 
 @dataclass(frozen=True)
 class Edit:

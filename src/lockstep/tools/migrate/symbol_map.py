@@ -2,8 +2,6 @@
 
 import re
 
-__all__ = ["ABSENT", "RENAMED", "STRATEGY_METHODS", "translated", "why_absent"]
-
 _OPTIMIZERS = {
     "AdadeltaOptimizer": "Adadelta",
     "AdagradDAOptimizer": "Adagrad",

@@ -22,18 +22,6 @@ from lockstep.tools.migrate.rewrite_rules import (
 from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, exists, relevant_imports, resolve
 from lockstep.tools.migrate.symbol_map import translated, why_absent
 
-__all__ = [
-    "Migration",
-    "TodoComment",
-    "Translation",
-    "add_comments",
-    "find_incompatibilities",
-    "find_todos",
-    "migrate",
-    "translate",
-]
-
-
 _PREFIX = "# lockstep migrate: "
 _LOGITS = (
     "a softmax and from_logits=True: if both are of one model, JAX applies softmax twice; check with `lockstep doctor`"

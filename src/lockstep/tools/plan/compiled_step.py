@@ -33,24 +33,6 @@ from lockstep.fit.monitoring.step_timer import flops_of_step
 from lockstep.tools.plan.hardware import Target
 from lockstep.tools.plan.hlo import collectives, memory_traffic
 
-__all__ = [
-    "STRATEGIES",
-    "CompiledStep",
-    "Memory",
-    "PlannedStrategy",
-    "StepCompiler",
-    "Survey",
-    "TrainingCall",
-    "check_strategies",
-    "describe_failure",
-    "largest_batch",
-    "last_batch",
-    "model_axis_of",
-    "planned_executor",
-    "repeat_row",
-    "survey",
-]
-
 
 @dataclass(frozen=True)
 class PlannedStrategy:

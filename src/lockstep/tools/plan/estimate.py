@@ -10,8 +10,6 @@ from lockstep.collectives.cost_model import Network, NetworkLink, predict
 from lockstep.tools.plan.compiled_step import CompiledStep, Survey, model_axis_of
 from lockstep.tools.plan.hardware import Target
 
-__all__ = ["Estimate", "estimate"]
-
 # A forward pass is about a third of a step's operations, and recomputed blocks do it twice.
 RECOMPUTED = 4 / 3
 

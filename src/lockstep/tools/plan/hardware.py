@@ -20,8 +20,6 @@ from lockstep._files import read_file
 from lockstep.collectives.cost_model import Network, NetworkLink
 from lockstep.devices.names import resolve_devices
 
-__all__ = ["Accelerator", "Target", "find_accelerator", "known_accelerators", "parse_target"]
-
 GPUS_OF_A_MACHINE = 8
 MOST_DEVICES = 4096
 MOST_BYTES = 1 << 20  # of a file of the user

@@ -5,8 +5,6 @@ import math
 import re
 from dataclasses import dataclass
 
-__all__ = ["Collective", "collectives", "donated", "host_instructions", "memory_traffic"]
-
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e5m2": 8} | {
     f"{kind}{bits}": bits for kind in "sufc" for bits in (4, 8, 16, 32, 64, 128)
 }

@@ -19,8 +19,6 @@ from lockstep.tools.plan.compiled_step import StepCompiler, TrainingCall, planne
 from lockstep.tools.plan.estimate import estimate
 from lockstep.tools.plan.hardware import Accelerator, Target, find_accelerator
 
-__all__ = ["Check", "Ratio", "check_steps", "keep_checks", "ratios_of"]
-
 FILE = "LOCKSTEP_PLAN_CHECKS"
 MOST_BYTES = 1 << 24  # of the file
 _STEPS = 20  # that are timed

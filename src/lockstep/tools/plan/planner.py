@@ -44,8 +44,6 @@ from lockstep.tools.scaling.api import SavedReport
 from lockstep.tools.scaling.prediction import link_between
 from lockstep.tools.scaling.workload import Workload, check_data
 
-__all__ = ["Plan", "PlanOptions", "PlanRow", "check_script", "plan", "plan_script"]
-
 # By ``Estimate.bound``: what limits a step, and what helps.
 _LIMITED = {
     "arithmetic": "arithmetic: as fast as these devices are",

@@ -23,8 +23,6 @@ from lockstep.tools.scaling.results import seconds
 if TYPE_CHECKING:
     from lockstep.tools.plan.planner import Plan, PlanRow
 
-__all__ = ["checks_text", "page_of", "report_progress", "text_of"]
-
 _MIN_WIDTH = 140  # columns, if the output is no terminal
 _MOST_BARS = 24
 _KINDS = ("weights", "optimizer", "gradients", "activations", "workspace")

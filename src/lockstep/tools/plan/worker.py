@@ -28,8 +28,6 @@ from lockstep.tools.plan.measured import Check, check_steps
 from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling.workload import Workload, run_workload
 
-__all__ = ["TargetResult", "compile_target", "main", "result_from_json"]
-
 
 @dataclass(frozen=True)
 class TargetResult:

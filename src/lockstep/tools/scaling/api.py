@@ -31,16 +31,6 @@ from lockstep.tools.scaling.workload import (
     workload_of,
 )
 
-__all__ = [
-    "SavedReport",
-    "ScalingReport",
-    "check_writable",
-    "report_of",
-    "scale_script",
-    "scaling_report",
-    "write_text",
-]
-
 
 class SavedReport(ABC):
     """A report that can be written to files."""

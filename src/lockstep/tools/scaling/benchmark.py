@@ -28,20 +28,6 @@ from lockstep.tools.run_until_fit import FirstFit
 from lockstep.tools.scaling.results import Budget, CurvePoint, ScalingSetting, SettingResult
 from lockstep.tools.scaling.workload import TrainingTask, training_task
 
-__all__ = [
-    "WARMUP_STEPS",
-    "BlockTimer",
-    "all_reduce_seconds",
-    "bare_step_seconds",
-    "block_ends",
-    "formula_of",
-    "is_higher_better",
-    "measure",
-    "measure_links",
-    "peak_memory",
-    "timed_function",
-]
-
 WARMUP_STEPS = 3  # not timed, as they compile
 MAX_BLOCKS = 8  # also the points of a learning curve
 

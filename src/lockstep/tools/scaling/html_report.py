@@ -10,26 +10,6 @@ from lockstep.tools.scaling.results import CurvePoint, memory, number, ratio, se
 from lockstep.tools.scaling.table import ScalingRow, ScalingTable
 from lockstep.tools.scaling.terminal import Outlook, ReportData
 
-__all__ = [
-    "Axis",
-    "Bar",
-    "Chart",
-    "ChartPoint",
-    "Figure",
-    "Series",
-    "bar_chart",
-    "bulleted",
-    "figure_of",
-    "figures_of",
-    "html_page",
-    "html_table",
-    "line_chart",
-    "page_of",
-    "standalone",
-    "ticks_of",
-]
-
-
 WIDTH, HEIGHT = 460, 270  # of a chart, in its own units; a letter is 12 high
 LEFT, RIGHT, TOP, BOTTOM = 70, 22, 12, 46
 _ROW, _LINE, _LETTER = 26, 18, 6.6  # of a bar, of a line of the legend; width of a letter

@@ -23,20 +23,6 @@ from lockstep.collectives.cost_model import (
 )
 from lockstep.tools.scaling.table import ScalingRow, Shares
 
-__all__ = [
-    "COUNTS",
-    "NETWORKS",
-    "Predicted",
-    "StepModel",
-    "errors_of",
-    "link_between",
-    "model_of",
-    "network_for",
-    "predict_step",
-    "series_of",
-    "total",
-]
-
 COUNTS = tuple(2**power for power in range(11))  # 1 … 1,024 devices
 # Nominal values, not measured: bandwidth in GB/s each way, latency in microseconds.
 NETWORKS = {

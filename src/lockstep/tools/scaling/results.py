@@ -9,22 +9,6 @@ from lockstep._errors import seconds as seconds_of_wait
 from lockstep._logging import counted
 from lockstep.collectives.cost_model import AllReduceMeasurement
 
-__all__ = [
-    "Budget",
-    "CurvePoint",
-    "ScalingSetting",
-    "SettingFailure",
-    "SettingResult",
-    "from_json",
-    "memory",
-    "number",
-    "ratio",
-    "seconds",
-    "settings_of",
-    "share",
-]
-
-
 MOST_DEVICES = 1024
 
 

@@ -14,8 +14,6 @@ from lockstep.tools.scaling.benchmark import measure
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult, from_json
 from lockstep.tools.scaling.workload import Workload, run_workload
 
-__all__ = ["main", "measure_all", "measure_in_child", "measure_workload"]
-
 ProgressCallback = Callable[[ScalingSetting, "SettingResult | SettingFailure | None"], None]
 
 

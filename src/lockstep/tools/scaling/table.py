@@ -9,8 +9,6 @@ from typing import TypeGuard
 
 from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingFailure, SettingResult, seconds
 
-__all__ = ["ScalingRow", "ScalingTable", "Shares", "choose", "recommend", "shares_of", "table_of", "value_at"]
-
 
 @dataclass(frozen=True)
 class Shares:

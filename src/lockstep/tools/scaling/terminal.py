@@ -41,9 +41,6 @@ from lockstep.tools.scaling.results import (
 from lockstep.tools.scaling.subprocess_runner import ProgressCallback
 from lockstep.tools.scaling.table import ScalingRow, ScalingTable, choose
 
-__all__ = ["Outlook", "Question", "ReportData", "outlook_of", "progress_reporter", "render"]
-
-
 _MIN_CHECKS = 3  # settings; with fewer the formula has as many constants as data and fits them exactly
 
 

@@ -22,17 +22,6 @@ from lockstep.data.sources import AdapterSource, InputSource, make_source
 from lockstep.tools.run_until_fit import FirstFit, run_until_fit
 from lockstep.tools.scaling.results import Budget
 
-__all__ = [
-    "FunctionWorkload",
-    "TrainingTask",
-    "Workload",
-    "build_and_fit",
-    "is_measuring",
-    "run_workload",
-    "training_task",
-    "workload_of",
-]
-
 # A child process cannot receive functions. It imports them by name if they are in a module. If they are in the main script, it
 # runs that script again up to the call of ``scaling_report``, where the same functions exist.
 _measuring: ContextVar[str | None] = ContextVar("measuring", default=None)
