@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from lockstep.launch.failure_report import ErrorRecord, ProcessFailure, job_exit_code, root_cause
 from lockstep.launch.rank_assignment import ProcessName
+from lockstep.launch.worker_process import ErrorRecord, ProcessFailure, job_exit_code, root_cause
 from tests.launch.launching import program, run
 
 

@@ -15,9 +15,8 @@ from textwrap import indent
 
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.exit_codes import PEER_LOST, USER_ERROR
-from lockstep.launch.failure_report import USAGE
-from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.template_parts import first_port, job_name, program_words, run_options
+from lockstep.launch.launch_config import LaunchConfig, first_port, job_name, program_words, run_options
+from lockstep.launch.worker_process import USAGE
 
 _SUPERVISOR_SECONDS = 10  # For the supervisor to exit after its workers.
 _SECRET = """\

@@ -30,9 +30,8 @@ from lockstep.distributed.control.handshake import (
 )
 from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.transport import CLOSED, MAX_BYTES, FramedSocket, encode
-from lockstep.launch.failure_report import USAGE
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers
+from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers, is_final
 from lockstep.launch.rank_assignment import RankAssignment, is_local_host
 from lockstep.launch.rendezvous_state import (
     SILENT_SECONDS,
@@ -42,8 +41,7 @@ from lockstep.launch.rendezvous_state import (
     Outbound,
     RendezvousState,
 )
-from lockstep.launch.restart_loop import is_final
-from lockstep.launch.worker_process import SignalPipe
+from lockstep.launch.worker_process import USAGE, SignalPipe
 
 _HEARTBEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.1

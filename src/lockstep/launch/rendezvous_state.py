@@ -14,8 +14,8 @@ from lockstep.distributed.control.disagreement import first_difference
 from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
 from lockstep.launch.launch_config import MOST_WORKERS, LaunchConfig
+from lockstep.launch.local_workers import backoff_seconds
 from lockstep.launch.rank_assignment import RankAssignment
-from lockstep.launch.restart_policy import backoff_seconds
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,44 @@
-"""The supervisor of ``lockstep run``: starts the processes of this node, restarts them, and reports why they failed."""
+"""The supervisor of ``lockstep run``: starts the processes of this node, restarts them, and reports why they failed.
+
+A restart loop yields the rank assignment of each generation of workers, decided here or by the rendezvous (``rendezvous.py``).
+"""
 
 import contextlib
 import io
+import itertools
 import os
 import signal
 import time
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from lockstep._errors import OptionError
 from lockstep._files import open_own
 from lockstep.distributed.cluster.env_reader import NetworkOptions, visible_gpus
+from lockstep.distributed.cluster.exit_codes import DONE
 from lockstep.distributed.control.listener import check_closed
 from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.local_workers import LocalWorkers, RemoteStop
+from lockstep.launch.local_workers import (
+    STOP_SIGNALS,
+    LocalWorkers,
+    RemoteStop,
+    RestartBudget,
+    backoff_seconds,
+    is_final,
+)
 from lockstep.launch.log_multiplexer import TerminalWriter
-from lockstep.launch.rank_assignment import AnyRankAssignment, ProcessName, find_node_rank, format_counts
+from lockstep.launch.rank_assignment import (
+    AnyRankAssignment,
+    ProcessName,
+    RankAssignment,
+    ServerRankAssignment,
+    find_node_rank,
+    format_counts,
+    reserved_addresses,
+)
 from lockstep.launch.rendezvous import NodeExit, join_rendezvous
-from lockstep.launch.restart_loop import LocalRestartLoop, RestartLoop
-from lockstep.launch.restart_policy import RestartBudget
 from lockstep.launch.worker_environment import (
     MallocSelection,
     choose_allocator,
@@ -77,6 +96,101 @@ def supervise(job: LaunchConfig, environment: Mapping[str, str], output: io.RawI
         with contextlib.closing(supervisor):
             supervisor.log_configuration(node, allocator, "TF_CONFIG" in environment)
             return supervisor.run(node)
+
+
+class RestartLoop(Protocol):
+    """Decides about the generations of a node, one after the other."""
+
+    @property
+    def code(self) -> int:
+        """Exit code of the job on this node."""
+
+    @property
+    def remote_stop(self) -> RemoteStop | None:
+        """Source of requests of other nodes to stop a generation, if there are other nodes."""
+
+    def assignments(self) -> Generator[AnyRankAssignment, None, None]:
+        """Yield the rank assignment of each generation; it is resumed when the workers of the last one have ended."""
+
+    def record(self, workers: LocalWorkers) -> None:
+        """Record how a generation has ended here."""
+
+    def close(self) -> None:
+        """Release all resources."""
+
+
+@dataclass
+class LocalRestartLoop:
+    """Restart loop of a node that restarts its workers on its own.
+
+    Args:
+        job: what runs.
+        node: rank of this node.
+        restarts: the remaining ones.
+        signals: of the supervisor.
+        log: prints a line for the user.
+    """
+
+    job: LaunchConfig
+    node: int
+    restarts: RestartBudget
+    signals: SignalPipe
+    log: Callable[[str], None]
+    remote_stop: None = None
+    code: int = field(default=DONE, init=False)
+    _is_over: bool = field(default=False, init=False)
+
+    def assignments(self) -> Generator[AnyRankAssignment, None, None]:
+        """Yield assignments as long as workers fail and may be restarted."""
+        for generation in itertools.count():
+            if generation and not self._take_restart():
+                return
+            with self._assignment(generation) as assignment:
+                yield assignment
+            if self._is_over:
+                return
+
+    def record(self, workers: LocalWorkers) -> None:
+        """Record how a generation has ended here."""
+        self.code, self._is_over = workers.code, workers.code == DONE or is_final(workers)
+
+    def close(self) -> None:
+        """Do nothing: there are no resources."""
+
+    @contextlib.contextmanager
+    def _assignment(self, generation: int) -> Iterator[AnyRankAssignment]:
+        workers, nodes = self.job.workers, self.job.nodes
+        if self.job.servers is not None:
+            with reserved_addresses(sum(self.job.processes.values())) as addresses:
+                yield ServerRankAssignment.at(generation, self.job.processes, addresses)
+        else:
+            with self._addresses() as (coordinator, known):
+                first = self.node * workers
+                yield RankAssignment(generation, self.node, nodes, workers, first, nodes * workers, coordinator, known)
+
+    @contextlib.contextmanager
+    def _addresses(self) -> Iterator[tuple[str, Sequence[str] | None]]:
+        """Yield the address of worker 0, and those of all workers if they are known; free ports are chosen anew each time."""
+        if self.job.coordinator_address is not None:
+            yield self.job.coordinator_address, self.job.addresses
+        else:
+            with reserved_addresses(self.job.workers) as addresses:
+                yield addresses[0], addresses
+
+    def _take_restart(self) -> bool:
+        """Take a restart and wait; return False if none is left or the supervisor was asked to stop during the wait."""
+        restart = self.restarts.take()
+        return restart is not None and self._wait_before(restart)
+
+    def _wait_before(self, restart: int) -> bool:
+        seconds = backoff_seconds(restart)
+        self.log(f"restart {restart} of {self.job.max_restarts} in {seconds:g} s.")
+        start_at = time.monotonic() + seconds
+        while (left := start_at - time.monotonic()) > 0:
+            numbers, _ = self.signals.wait(left)
+            if set(numbers) & set(STOP_SIGNALS):
+                return False
+        return True
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.exit_codes import PEER_LOST
 from lockstep.launch.kubernetes_templates import jobset_manifest, kubernetes_manifest, trainjob_manifest
-from lockstep.launch.launch_config import LaunchConfig
-from lockstep.launch.template_parts import first_port, job_name, program_words, run_options
+from lockstep.launch.launch_config import LaunchConfig, first_port, job_name, program_words, run_options
 
 _SLURM_SCRIPT = """\
 #!/bin/bash

@@ -22,8 +22,14 @@ from types import CodeType, ModuleType, TracebackType
 
 from lockstep._errors import ClusterError
 from lockstep.distributed.cluster.exit_codes import INTERRUPTED, USER_ERROR
-from lockstep.launch.failure_report import ErrorRecord
-from lockstep.launch.worker_process import FORWARDED, SignalPipe, adopt_orphans, die_with_parent, run_reaper
+from lockstep.launch.worker_process import (
+    FORWARDED,
+    ErrorRecord,
+    SignalPipe,
+    adopt_orphans,
+    die_with_parent,
+    run_reaper,
+)
 
 
 def main() -> None:
