@@ -645,7 +645,7 @@ FAULTS = [
     # Variables on servers.
     Mutant(
         "one-more-ahead",
-        "parameter_server/variables/staleness_bound.py",
+        "parameter_server/variables/variable_store.py",
         "least = self._clocks[worker] - self.max_staleness",
         "least = self._clocks[worker] - self.max_staleness - 1",
         "A worker may be one gradient further ahead than max_staleness says.",

@@ -23,16 +23,14 @@ from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.fit.checkpointing.preemption import Preemption
 from lockstep.fit.hooks import single_callback
 from lockstep.parameter_server import scheduler_base
-from lockstep.parameter_server.chief_fit import READY, ChiefFit
-from lockstep.parameter_server.chief_scheduler import ChiefScheduler
+from lockstep.parameter_server.chief_fit import READY, ChiefFit, StalenessMetrics
 from lockstep.parameter_server.process_role import ProcessContext
-from lockstep.parameter_server.staleness_metrics import StalenessMetrics
+from lockstep.parameter_server.schedulers import ChiefScheduler, WorkerScheduler
 from lockstep.parameter_server.task_client import CallEnded, CallResult, TaskClient
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit, run_evaluator
-from lockstep.parameter_server.worker_scheduler import WorkerScheduler
 
 _KINDS = ("trainable", "non_trainable", "optimizer")
 

@@ -19,8 +19,8 @@ from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.variables.array_transport import Arrays, Message, payload_bytes
 from lockstep.parameter_server.variables.rpc_client import read_whole_number
-from lockstep.parameter_server.variables.staleness_bound import CompletedIds
 from lockstep.parameter_server.variables.variable_server import ClientSession, Response, seconds_of
+from lockstep.parameter_server.variables.variable_store import CompletedIds
 
 
 class TaskQueue:

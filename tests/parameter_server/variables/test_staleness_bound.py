@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import OptionError
-from lockstep.parameter_server.variables.staleness_bound import CompletedIds, StalenessBound
 from lockstep.parameter_server.variables.variable_server import SyncAggregator
-from lockstep.parameter_server.variables.variable_store import Push
+from lockstep.parameter_server.variables.variable_store import CompletedIds, Push, StalenessBound
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["step", "rest", "leave"]), st.integers(0, 3)), max_size=120)
 

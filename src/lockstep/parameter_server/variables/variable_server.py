@@ -38,10 +38,11 @@ from lockstep.parameter_server.variables.rpc_client import (
     read_whole_number,
 )
 from lockstep.parameter_server.variables.sharding import ShardingPlan
-from lockstep.parameter_server.variables.staleness_bound import CompletedIds, StalenessBound
 from lockstep.parameter_server.variables.variable_store import (
     NO_RULES,
+    CompletedIds,
     Push,
+    StalenessBound,
     UpdateRules,
     VariableSnapshot,
     VariableStore,
@@ -259,7 +260,7 @@ class VariableService:
 
     Args:
         store: the variables.
-        max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
+        max_staleness: see :class:`lockstep.parameter_server.variables.variable_store.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
 
     Attributes:
@@ -417,7 +418,7 @@ def serve(
         optimizer: of the model; the server gets a copy of it.
         listener: a listening socket; the server closes it.
         rules: of the model's variables.
-        max_staleness: see :class:`lockstep.parameter_server.variables.staleness_bound.StalenessBound`.
+        max_staleness: see :class:`lockstep.parameter_server.variables.variable_store.StalenessBound`.
         refuse_nonfinite: whether a gradient that is not finite is refused.
         identity: what clients must have in common with the server besides the plan.
         secret: shared with the clients; None: there is none.
