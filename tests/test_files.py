@@ -210,7 +210,7 @@ def test_reading_needs_a_regular_file_of_at_most_so_many_bytes(tmp_path):
 WRITES = {  # Places that open a file for writing otherwise, and why they may.
     "_files.py": "the functions that all others use",
     "launch/worker_process.py": "a pipe, by its descriptor, and a nameless temporary file",
-    "tools/child_process.py": "in a TemporaryDirectory, which is its user's alone",
+    "tools/running_scripts.py": "in a TemporaryDirectory, which is its user's alone",
     "tools/scaling/workload.py": "in that TemporaryDirectory",
     "tools/scaling/api.py": "paths that the user names, such as /dev/stdout",
     "tools/commands/migrate_command.py": "in a TemporaryDirectory",

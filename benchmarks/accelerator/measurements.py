@@ -12,7 +12,7 @@ from accelerator.common import ROWS, Finding, replicas_on_one
 from accelerator.nets import compiled
 from lockstep.tools.plan.compiled_step import TrainingCall
 from lockstep.tools.plan.hardware import known_accelerators
-from lockstep.tools.plan.measured import check_steps, keep_checks
+from lockstep.tools.plan.worker import check_steps, keep_checks
 from lockstep.tools.scaling.prediction import link_between
 
 # Rows of a batch, and batches of an epoch: enough that starting an epoch does not count.

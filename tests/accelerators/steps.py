@@ -17,8 +17,9 @@ import lockstep
 from benchmarks.accelerator import nets
 from lockstep._keras import trainer
 from lockstep.custom_loops.per_replica import split_batch
-from lockstep.tools.plan import hlo
 from lockstep.tools.plan.hardware import parse_target
+from lockstep.tools.plan.hlo import collectives
+from tests.support import hlo
 from tests.support.described import described, recording
 
 # Names in the tables, and as `lockstep plan` takes them.
@@ -241,7 +242,7 @@ def _measured(programs):
     exchanged, from_host, donated, arguments, memory = Counter(), [], 0, [], []
     for program in programs:
         text, analysis = program.compiled.as_text(), program.compiled.memory_analysis()
-        for one in hlo.collectives(text):
+        for one in collectives(text):
             exchanged[one.name] += program.runs * np.array([1, one.bytes])
         from_host += hlo.host_instructions(text)
         donated += hlo.donated(text)

@@ -12,8 +12,9 @@ from keras import layers
 
 from lockstep.data.device_placement import Placement
 from lockstep.execution.replica import ReplicaResult, StateMerge, join_halves, run_replicas
-from lockstep.tools.plan.hlo import collectives, host_instructions
+from lockstep.tools.plan.hlo import collectives
 from tests.execution.test_uneven_batches import DEVICES, compiled_step, language_model, strategy
+from tests.support.hlo import host_instructions
 
 
 def classifier(*hidden):

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from lockstep.collectives.cost_model import NetworkLink
-from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey
-from lockstep.tools.plan.estimate import estimate
+from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey, estimate
 from lockstep.tools.plan.hardware import Accelerator, Target
 
 # A device of 1 TFLOP/s and 1 GB/s, and links of 1 ms and 1 MB/s.

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lockstep.tools.plan.hlo import Collective, collectives, donated, host_instructions, memory_traffic
+from lockstep.tools.plan.hlo import Collective, collectives, memory_traffic
+from tests.support.hlo import donated, host_instructions
 
 STARTED = "(f32[8,16]{1,0}, f32[64,16]{1,0})"
 GROUP = "((f32[4]{0}, bf16[2,2]{1,0}), (f32[32]{0}, bf16[16,2]{1,0}))"

@@ -12,14 +12,13 @@ import pytest
 import lockstep
 from lockstep import OptionError, cli
 from lockstep.devices.cpu_devices import HostMemory
-from lockstep.tools.child_process import run_child
-from lockstep.tools.plan import measured, planner
+from lockstep.tools.plan import planner, worker
 from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey
 from lockstep.tools.plan.hardware import parse_target
-from lockstep.tools.plan.measured import Check, keep_checks, ratios_of
 from lockstep.tools.plan.planner import PlanOptions, plan_script
 from lockstep.tools.plan.render import text_of
-from lockstep.tools.plan.worker import TargetResult, result_from_json
+from lockstep.tools.plan.worker import Check, TargetResult, keep_checks, ratios_of, result_from_json
+from lockstep.tools.running_scripts import run_child
 from tests.support.processes import FOR_TESTS
 
 GIB = 1 << 30
@@ -48,7 +47,7 @@ source = "a test"
 
 @pytest.fixture(autouse=True)
 def _own_checks(monkeypatch, tmp_path):
-    monkeypatch.setenv(measured.FILE, str(tmp_path / "state" / "checks.json"))
+    monkeypatch.setenv(worker.CHECKS_FILE, str(tmp_path / "state" / "checks.json"))
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +152,7 @@ def test_checks_are_kept_in_place_of_older_ones_of_the_same_step():
 
 
 def test_checks_that_cannot_be_written_are_an_error_with_the_variable(monkeypatch):
-    monkeypatch.setenv(measured.FILE, "/dev/null/checks.json")
+    monkeypatch.setenv(worker.CHECKS_FILE, "/dev/null/checks.json")
     with pytest.raises(OptionError, match="Fix: set LOCKSTEP_PLAN_CHECKS to a file"):
         keep_checks([check("h100", 1.0, 2.0)])
 

@@ -20,11 +20,18 @@ from lockstep.collectives import resolve_cross_device_ops
 from lockstep.data.prefetch import WaitMeter, collect_meters
 from lockstep.strategies import setup
 from lockstep.strategies.setup import override_devices
-from lockstep.tools.run_until_fit import FirstFit
+from lockstep.tools.running_scripts import FirstFit
 from lockstep.tools.scaling import api
-from lockstep.tools.scaling.benchmark import formula_of, is_higher_better, measure
+from lockstep.tools.scaling.benchmark import (
+    _reason_of,
+    formula_of,
+    is_higher_better,
+    measure,
+    measure_all,
+    measure_in_child,
+    measure_workload,
+)
 from lockstep.tools.scaling.results import Budget, ScalingSetting, SettingFailure, SettingResult
-from lockstep.tools.scaling.subprocess_runner import _reason_of, measure_all, measure_in_child, measure_workload
 from lockstep.tools.scaling.terminal import line_of, progress_reporter
 from lockstep.tools.scaling.workload import FunctionWorkload, Workload, run_workload, workload_of
 

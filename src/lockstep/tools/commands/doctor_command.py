@@ -26,7 +26,7 @@ from lockstep.doctor.environment_checks import check_network, peers_of
 from lockstep.execution.executors import SpmdExecutor
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.strategies.diagnostics import Diagnostics, examine_fit
-from lockstep.tools.run_until_fit import FirstFit, run_until_fit
+from lockstep.tools.running_scripts import FirstFit, run_until_fit
 
 
 @dataclass(frozen=True)

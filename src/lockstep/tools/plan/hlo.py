@@ -1,4 +1,4 @@
-"""Reads the text of compiled programs: their collectives, their memory traffic, and what they exchange with the host."""
+"""Reads the text of compiled programs: their collectives and their memory traffic."""
 
 import functools
 import math
@@ -17,15 +17,12 @@ _GROUPS = re.compile(
     r"\breplica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=|mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\)?)? \{([^}]*)\})"
 )
 _MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
-# S(5) is the memory of the host, for TPUs.
-_HOST = re.compile(r" (infeed|outfeed|send|recv|host-compute)\(|custom_call_target=\"([^\"]*callback[^\"]*)\"|(S\(5\))")
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(")
 _WITH_LAYOUT = re.compile(_SHAPE.pattern + r"(\{[^}]*\})?")
 _FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}  # instructions that move nothing
 _CALLS = {"while", "conditional", "call"}
 _CALLED = re.compile(r"\b(?:body|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r"\"known_trip_count\":\{\"n\":\"(\d+)\"")
-_ALIASES = re.compile(r"\binput_output_alias=\{((?:\s*\{[\d, ]*\}: \([^)]*\),?)*)")
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,6 @@ def _group_size(line: str) -> int | None:
     return math.prod(int(lengths[axis]) for axis in re.findall(r"'(\w+)'", axes))
 
 
-def host_instructions(text: str) -> list[str]:
-    """Return what a compiled program exchanges with the host: the names of instructions, callbacks and memories."""
-    return ["".join(found) for found in _HOST.findall(text)]
-
-
 def memory_traffic(text: str) -> int:
     """Return the bytes that a compiled program moves to and from the memory of a device, if each result is written and read once.
 
@@ -127,12 +119,6 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         elif name:
             bodies[name].append(line)
     return bodies, entry
-
-
-def donated(text: str) -> int:
-    """Return the number of arguments whose memory the results of a compiled program reuse."""
-    aliases = _ALIASES.search(text)
-    return aliases[1].count("-alias)") if aliases else 0
 
 
 def _result_bytes(shapes: str, is_started: bool) -> int:

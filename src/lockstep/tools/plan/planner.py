@@ -23,23 +23,30 @@ from lockstep._errors import seconds as seconds_of_wait
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import host_memory, usable_cores
-from lockstep.tools.child_process import ChildResult, run_child
 from lockstep.tools.plan.compiled_step import (
     STRATEGIES,
     CompiledStep,
+    Estimate,
     Survey,
     TrainingCall,
     check_strategies,
+    estimate,
     last_batch,
     model_axis_of,
     survey,
 )
-from lockstep.tools.plan.estimate import Estimate, estimate
 from lockstep.tools.plan.hardware import Target, known_accelerators, parse_target
-from lockstep.tools.plan.measured import Check, Ratio, keep_checks, ratios_of
 from lockstep.tools.plan.render import checks_text, page_of, text_of
-from lockstep.tools.plan.worker import TargetResult, compile_target, result_from_json
-from lockstep.tools.run_until_fit import check_exists
+from lockstep.tools.plan.worker import (
+    Check,
+    Ratio,
+    TargetResult,
+    compile_target,
+    keep_checks,
+    ratios_of,
+    result_from_json,
+)
+from lockstep.tools.running_scripts import ChildResult, check_exists, run_child
 from lockstep.tools.scaling.api import SavedReport
 from lockstep.tools.scaling.prediction import link_between
 from lockstep.tools.scaling.workload import Workload, check_data

@@ -16,10 +16,10 @@ from typing import Any
 
 from lockstep._errors import OptionError, file_path, shown
 from lockstep.tools.commands.env import describe_machine
-from lockstep.tools.run_until_fit import check_exists
+from lockstep.tools.running_scripts import check_exists
+from lockstep.tools.scaling.benchmark import measure_all
 from lockstep.tools.scaling.html_report import page_of
 from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, settings_of
-from lockstep.tools.scaling.subprocess_runner import measure_all
 from lockstep.tools.scaling.table import recommend, table_of
 from lockstep.tools.scaling.terminal import Question, ReportData, outlook_of, progress_reporter, render
 from lockstep.tools.scaling.workload import (

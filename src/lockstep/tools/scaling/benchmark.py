@@ -1,12 +1,16 @@
-"""Measure one setting in the process that has its devices: the time of a step, of its parts, and memory."""
+"""Measure each setting in a fresh process: the time of a step, of its parts, and memory.
+
+The parent starts and kills the process, which measures and writes JSON.
+"""
 
 import contextlib
 import itertools
 import re
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +21,20 @@ import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep._errors import LockstepError, OptionError
 from lockstep._keras import trainer
+from lockstep._keras.graph import cause_of
 from lockstep.collectives import ALGORITHMS, CrossDeviceOps
 from lockstep.collectives.cost_model import FORMULAS, AllReduceMeasurement
 from lockstep.data.prefetch import WaitMeter, collect_meters
+from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.execution.train_functions import STATE
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.tools.run_until_fit import FirstFit
-from lockstep.tools.scaling.results import Budget, CurvePoint, ScalingSetting, SettingResult
-from lockstep.tools.scaling.workload import TrainingTask, training_task
+from lockstep.strategies.setup import override_devices
+from lockstep.tools.running_scripts import FirstFit, NoFitError, read_request, run_child
+from lockstep.tools.scaling.results import Budget, CurvePoint, ScalingSetting, SettingFailure, SettingResult, from_json
+from lockstep.tools.scaling.workload import TrainingTask, Workload, run_workload, training_task
 
 WARMUP_STEPS = 3  # not timed, as they compile
 MAX_BLOCKS = 8  # also the points of a learning curve
@@ -351,3 +359,93 @@ def _notes_of(timer: BlockTimer, budget: Budget) -> list[str]:
     stopped = f"stopped after {timer.steps:,} steps to stay within the limit of {budget.limit:g} s"
     few = f"only {len(timer.seconds)} blocks of steps were timed, so the spread is uncertain"
     return [*[stopped] * timer.is_stopped, *[few] * (len(timer.seconds) < 3)]
+
+
+ProgressCallback = Callable[[ScalingSetting, "SettingResult | SettingFailure | None"], None]
+
+
+def measure_all(
+    workload: Workload,
+    settings: Sequence[ScalingSetting],
+    budget: Budget,
+    environment: Mapping[str, str],
+    report: ProgressCallback,
+) -> list[SettingResult | SettingFailure]:
+    """Measure settings one after the other.
+
+    A fresh process for each setting sets the number of CPU devices before JAX starts, has its own memory, and may crash alone.
+
+    Args:
+        workload: the training to measure.
+        settings: devices and batch of each.
+        budget: how much each trains, and its time limit.
+        environment: variables of this process.
+        report: called before each setting with None, and after it with its result.
+
+    Raises:
+        OptionError: the script calls no ``fit``.
+    """
+    results: list[SettingResult | SettingFailure] = []
+    fixed: set[int] = (
+        set()
+    )  # numbers of devices whose input has its own batches: another batch size would change nothing
+    for setting in settings:
+        if setting.devices not in fixed:
+            report(setting, None)
+            result = measure_in_child(workload, setting, budget, environment)
+            report(setting, result)
+            if isinstance(result, SettingFailure) and result.ends_all:
+                raise OptionError(result.reason)
+            results.append(result)
+            if isinstance(result, SettingResult) and result.has_own_batches:
+                fixed.add(setting.devices)
+    return results
+
+
+def measure_in_child(
+    workload: Workload, setting: ScalingSetting, budget: Budget, environment: Mapping[str, str]
+) -> SettingResult | SettingFailure:
+    """Measure a setting in a child process, which is killed with its children at the time limit."""
+    request = {"setting": asdict(setting), "budget": asdict(budget), "workload": asdict(workload)}
+    found = run_child("lockstep.tools.scaling.benchmark", request, budget.limit, environment)
+    if found.failure:
+        hint = " Fix: raise --limit, or train on fewer rows." if found.is_late else ""
+        return SettingFailure(setting, found.failure + hint)
+    return from_json(found.content)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the setting in the request file, and write the result: the entry point of the child.
+
+    Args:
+        arguments: paths of the request and of the result, two files of JSON.
+    """
+    content, write = read_request(arguments)
+    setting = ScalingSetting(**content["setting"])
+    reserve_devices(max(1, setting.devices))
+    write(asdict(measure_workload(Workload(**content["workload"]), setting, Budget(**content["budget"]))))
+
+
+def measure_workload(workload: Workload, setting: ScalingSetting, budget: Budget) -> SettingResult | SettingFailure:
+    """Measure a workload in one setting; an exception becomes a :class:`SettingFailure`."""
+    import keras
+
+    results: list[SettingResult] = []
+    keras.utils.set_random_seed(0)  # Unless the program sets another seed.
+    try:
+        with override_devices(setting.devices):
+            run_workload(workload, lambda first: results.append(measure(first, setting, budget)))
+    except Exception as error:
+        return SettingFailure(setting, _reason_of(error), ends_all=isinstance(error, NoFitError))
+    return results[0]
+
+
+def _reason_of(error: Exception) -> str:
+    """Describe an error in one line."""
+    if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+        return f"out of memory: {cause_of(error)[:300]}"
+    return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {cause_of(error)[:300]}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -19,6 +19,7 @@ from rich.table import Table as RichTable
 from lockstep._errors import whole_number
 from lockstep._logging import counted
 from lockstep.collectives.cost_model import Network
+from lockstep.tools.scaling.benchmark import ProgressCallback
 from lockstep.tools.scaling.prediction import (
     Predicted,
     StepModel,
@@ -38,7 +39,6 @@ from lockstep.tools.scaling.results import (
     seconds,
     share,
 )
-from lockstep.tools.scaling.subprocess_runner import ProgressCallback
 from lockstep.tools.scaling.table import ScalingRow, ScalingTable, choose
 
 _MIN_CHECKS = 3  # settings; with fewer the formula has as many constants as data and fits them exactly

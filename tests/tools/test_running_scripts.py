@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from lockstep import OptionError
-from lockstep.tools.run_until_fit import run_until_fit
+from lockstep.tools.running_scripts import run_until_fit
 
 BUILD = """
 import keras, lockstep, numpy as np, sys
