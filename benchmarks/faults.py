@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["KERAS_BACKEND"] = "jax"
 
-from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.env import describe_machine
 from tests.faults.matrix import IMPOSSIBLE, PHASES, ROLES, SIGNALS, TIMEOUT, Cell, cells, run, undisturbed
 from tests.support.processes import ForkServer
 

@@ -45,7 +45,7 @@ from bars import draw
 
 from lockstep.launch.rank_assignment import reserved_addresses
 from lockstep.launch.worker_environment import ALLOCATORS, choose_allocator, glibc_version, library_folders
-from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.env import describe_machine
 
 FOLDER, RESULTS = Path(__file__).parent / "peers", Path(__file__).parent / "results"
 sys.path.insert(0, str(FOLDER))

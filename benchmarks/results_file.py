@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.env import describe_machine
 
 
 def write(

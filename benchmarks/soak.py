@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["KERAS_BACKEND"] = "jax"
 
-from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.env import describe_machine
 from tests.fit.checkpointing.soaking import EPOCHS, JOB_EPOCHS, JobSoak, Soak
 from tests.support.processes import ForkServer
 

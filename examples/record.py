@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.env import describe_machine
 
 FOLDER = Path(__file__).parent
 LAUNCHER = ("-m", "lockstep.cli", "run", "--workers", "2", "--servers", "1")

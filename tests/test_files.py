@@ -213,7 +213,7 @@ WRITES = {  # Places that open a file for writing otherwise, and why they may.
     "tools/running_scripts.py": "in a TemporaryDirectory, which is its user's alone",
     "tools/scaling/workload.py": "in that TemporaryDirectory",
     "tools/scaling/api.py": "paths that the user names, such as /dev/stdout",
-    "tools/commands/migrate_command.py": "in a TemporaryDirectory",
+    "tools/migrate/translate.py": "in a TemporaryDirectory",
     "data/cache.py": "a descriptor of open_own",
     "checkpoint/format.py": "mode x follows no link; and a member of a zip file that is open",
     "cli.py": "descriptors of the terminal",

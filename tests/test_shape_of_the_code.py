@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "lockstep"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Functions that users call for it; programs and commands, for their own process; and a block after which it is as it was.
-SET_THE_ENVIRONMENT = ("cpu_devices.py", "cli.py", "cluster_test.py", "migrate_command.py", "hardware.py")
+SET_THE_ENVIRONMENT = ("cpu_devices.py", "cli.py", "cluster_test.py", "translate.py", "hardware.py")
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def test_functions_are_short():
         (r"^\s*(os\.environ|environment)(\[.*\] = |\.(setdefault|update|pop)\()", SET_THE_ENVIRONMENT),
         (r"jax\.config\.update", ("cpu_devices.py", "jax_init.py")),
         (r"\bassert\b(?!_)", ()),
-        (r"\bprint\(", ("demo.py", "cli.py", "migrate_command.py")),
+        (r"\bprint\(", ("demo.py", "cli.py", "translate.py")),
         (r"import (tensorflow|torch)\b", ()),
         (r"\bpickle\b", ()),
         (r"\bTODO\b|\bFIXME\b|NotImplementedError", ()),

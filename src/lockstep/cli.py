@@ -223,7 +223,7 @@ def _add_export(action: argparse.ArgumentParser) -> None:
 
 def _demo(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # This process has not imported Keras yet.
-    from lockstep.tools.commands.demo import run_demo
+    from lockstep.tools.demo import run_demo
 
     default = 10 if options.data == "digits" else 2
     epochs = default if options.epochs is None else options.epochs
@@ -254,15 +254,15 @@ def _run(options: argparse.Namespace) -> int:
 
 def _test(options: argparse.Namespace) -> int:
     if options.n is not None:
-        return main(["run", "-n", str(whole_number("-n", options.n)), "-m", "lockstep.tools.commands.cluster_test"])
-    from lockstep.tools.commands import cluster_test
+        return main(["run", "-n", str(whole_number("-n", options.n)), "-m", "lockstep.tools.cluster_test"])
+    from lockstep.tools import cluster_test
 
     return cluster_test.main()
 
 
 def _doctor(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    from lockstep.tools.commands.doctor_command import examine_script, look_at_cluster, to_standard_error
+    from lockstep.tools.doctor_command import examine_script, look_at_cluster, to_standard_error
 
     try:
         with to_standard_error(options.json):
@@ -332,7 +332,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _env(options: argparse.Namespace) -> int:
-    from lockstep.tools.commands.env import describe_environment
+    from lockstep.tools.env import describe_environment
 
     print(describe_environment(os.environ))
     return 0
@@ -340,7 +340,7 @@ def _env(options: argparse.Namespace) -> int:
 
 def _migrate(options: argparse.Namespace) -> int:
     os.environ.setdefault("KERAS_BACKEND", "jax")  # Names are looked up in Keras.
-    from lockstep.tools.commands.migrate_command import run_migrate
+    from lockstep.tools.migrate.translate import run_migrate
 
     return run_migrate(options.scripts, write=options.write, check=options.check)
 
@@ -348,7 +348,7 @@ def _migrate(options: argparse.Namespace) -> int:
 def _top(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lockstep.tools.commands.top import picture, watch
+    from lockstep.tools.top import picture, watch
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.once or not console.is_terminal:
@@ -359,7 +359,7 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from lockstep.tools.commands.checkpoints import checkpoints_of, table
+    from lockstep.tools.checkpoints import checkpoints_of, table
 
     for line in table(checkpoints_of(options.directory), options.verbose):
         print(line)
@@ -368,7 +368,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from lockstep.checkpoint.format import signing_key, verify
-    from lockstep.tools.commands.checkpoints import checkpoints_of
+    from lockstep.tools.checkpoints import checkpoints_of
 
     code, key = 0, signing_key()
     good = "good" if key is None else "good, and signed with the key"
@@ -381,7 +381,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _sign(options: argparse.Namespace) -> int:
     from lockstep.checkpoint.format import KEY_FILE, sign, signing_key
-    from lockstep.tools.commands.checkpoints import checkpoints_of
+    from lockstep.tools.checkpoints import checkpoints_of
 
     key = signing_key()
     if key is None:
@@ -395,7 +395,7 @@ def _sign(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from lockstep.checkpoint.export_formats import export
     from lockstep.checkpoint.format import signing_key
-    from lockstep.tools.commands.checkpoints import loaded_from
+    from lockstep.tools.checkpoints import loaded_from
 
     loaded = loaded_from(options.directory, options.step)
     format_name = options.format or ("safetensors" if options.output.endswith(".safetensors") else "npz")
@@ -407,7 +407,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from lockstep.tools.commands.checkpoints import import_export
+    from lockstep.tools.checkpoints import import_export
 
     loaded = import_export(options.export, options.directory, options.overwrite)
     print(f"{loaded.path}: {len(loaded.arrays)} arrays of step {loaded.step}")

@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 from lockstep import cli
-from lockstep.tools.commands.env import describe_environment
+from lockstep.tools.env import describe_environment
 
 SECRETS = {"LOCKSTEP_SECRET": "hunter1", "HTTPS_PROXY": "http://me:hunter2@proxy", "JAX_TOKEN": "hunter3"}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.tools.commands.cluster_test import SIZES, report, run_cluster_test
+from lockstep.tools.cluster_test import SIZES, report, run_cluster_test
 
 
 @dataclass

@@ -16,7 +16,7 @@ import lockstep
 from lockstep import cli
 from lockstep.callbacks import BackupAndRestore, TensorBoard, ThroughputMonitor
 from lockstep.checkpoint.format import STATUS
-from lockstep.tools.commands import top
+from lockstep.tools import top
 
 from .runs import STEPS, built, fit
 

@@ -26,7 +26,7 @@ from lockstep.fit.monitoring.tensorboard import (
     newest_steps,
     scalar,
 )
-from lockstep.tools.commands.top import picture
+from lockstep.tools.top import picture
 
 from .runs import STEPS, built, data, fit
 

@@ -22,7 +22,7 @@ from lockstep.devices.cpu_devices import reserve_devices
 from lockstep.doctor.checks import check_call
 from lockstep.execution.step_probe import StrategyProbes
 from lockstep.strategies.setup import override_devices
-from lockstep.tools.commands.doctor_command import fit_call_of
+from lockstep.tools.doctor_command import fit_call_of
 from lockstep.tools.plan.compiled_step import (
     CompiledStep,
     Memory,

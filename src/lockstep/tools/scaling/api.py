@@ -15,7 +15,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from lockstep._errors import OptionError, file_path, shown
-from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.env import describe_machine
 from lockstep.tools.running_scripts import check_exists
 from lockstep.tools.scaling.benchmark import measure_all
 from lockstep.tools.scaling.html_report import page_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep import cli
-from lockstep.tools.commands import demo
+from lockstep.tools import demo
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """``lockstep test``: check every pair of workers with an all-reduce, and measure bandwidth and clock offsets.
 
-Every worker runs this module: ``lockstep run -n 2 -m lockstep.tools.commands.cluster_test`` on one machine, or the command of a
+Every worker runs this module: ``lockstep run -n 2 -m lockstep.tools.cluster_test`` on one machine, or the command of a
 scheduler. The chief prints the report.
 """
 

@@ -3,7 +3,7 @@
 import keras
 
 import lockstep
-from lockstep.tools.commands.env import describe_machine
+from lockstep.tools.env import describe_machine
 
 
 def test_the_line_names_cores_and_versions():

@@ -1,1 +1,0 @@
-"""Subcommands of ``lockstep`` other than ``run`` and ``scale``."""
