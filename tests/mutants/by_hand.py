@@ -204,21 +204,21 @@ FAULTS = [
     # Collectives.
     Mutant(
         "ring-keeps-in-wrong-place",
-        "collectives/ring.py",
+        "collectives/point_to_point.py",
         "return travelling, state[1].at[(own + 1 - step) % count].set(travelling)",
         "return travelling, state[1].at[(own - step) % count].set(travelling)",
         "The second half of the ring puts each chunk one place too early.",
     ),
     Mutant(
         "first-extra-device-left-out",
-        "collectives/halving_doubling.py",
+        "collectives/point_to_point.py",
         "total = jnp.where(lax.axis_index(axis) >= power, received, total)",
         "total = jnp.where(lax.axis_index(axis) > power, received, total)",
         "Of a number of devices that is no power of two, one does not get the sum.",
     ),
     Mutant(
         "broadcast-from-first",
-        "collectives/reduce_to_one.py",
+        "collectives/point_to_point.py",
         "position = (lax.axis_index(axis) - root) % count",
         "position = lax.axis_index(axis)",
         "The sum is sent on by the device that has it, but taken as if device 0 had it.",

@@ -14,10 +14,13 @@ from lockstep.collectives.base import (
     ReduceOp,
     all_reduce,
 )
-from lockstep.collectives.halving_doubling import HalvingDoublingAllReduce
 from lockstep.collectives.platform import AutoAllReduce, HalfPrecisionAllReduce, NcclAllReduce
-from lockstep.collectives.reduce_to_one import HierarchicalCopyAllReduce, ReductionToOneDevice
-from lockstep.collectives.ring import RingAllReduce
+from lockstep.collectives.point_to_point import (
+    HalvingDoublingAllReduce,
+    HierarchicalCopyAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
+)
 from lockstep.collectives.tree import TreeAllReduce
 
 __all__ = [

@@ -16,7 +16,7 @@ from scipy.optimize import nnls
 
 from lockstep._errors import OptionError, whole_number
 from lockstep.collectives.base import CrossDeviceOps
-from lockstep.collectives.reduce_to_one import group_size
+from lockstep.collectives.point_to_point import group_size
 
 _AXIS = "device"
 _MOST_DEVICES = 65_536

@@ -1,4 +1,8 @@
-"""All-reduce by one device that adds and copies back: ``tf.distribute``'s reduction to one device and hierarchical copy."""
+"""All-reduce algorithms of messages between pairs of devices: a ring, recursive halving and doubling, one device that adds, and groups.
+
+In a ring every device sends to its neighbour only, and all links carry the same load. Recursive halving and doubling sends as few bytes for a
+power of two devices, in far fewer rounds. A device that adds and copies back, alone or for its group, is as in ``tf.distribute``.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +17,111 @@ from lockstep._errors import DeviceError, function, instance_of
 from lockstep.collectives.base import CrossDeviceOps
 from lockstep.collectives.bucketing import PackedAllReduce
 from lockstep.devices.names import device_name, parse_device_name
+
+
+class RingAllReduce(PackedAllReduce):
+    """Reduce-scatter and all-gather round a ring: with n devices 2(n - 1) rounds, and no algorithm sends fewer bytes.
+
+    The vector is split into n chunks (padded with zeros to a multiple of n). In n - 1 rounds each chunk travels once round
+    the ring and every device adds its own part; in n - 1 more rounds the finished chunks travel round. A device sends
+    2(n - 1)/n of the bytes. Chunk c is added in the order of the devices c, c + 1, …, c - 1.
+
+    Source: P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
+
+    Args:
+        num_packs: the arrays of each dtype are joined and split into at most so many packs, each of which is one
+            collective. 0: one collective for each array.
+        bytes_per_pack: a pack has at most so many bytes. 0: no limit.
+
+    Raises:
+        OptionError: one of the numbers is negative or not a whole number.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(cross_device_ops=lockstep.RingAllReduce())
+    """
+
+    def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
+        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        chunks = jnp.pad(vector, (0, -vector.size % count)).reshape(count, -1)
+        own = lax.axis_index(axis)
+        ring = [(device, (device + 1) % count) for device in range(count)]
+
+        def add(step: jax.Array, travelling: jax.Array) -> jax.Array:
+            return lax.ppermute(travelling, axis, ring) + chunks[(own - step) % count]
+
+        def keep(step: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            travelling = lax.ppermute(state[0], axis, ring)
+            return travelling, state[1].at[(own + 1 - step) % count].set(travelling)
+
+        finished = lax.fori_loop(1, count, add, chunks[own])
+        gathered = jnp.zeros_like(chunks).at[(own + 1) % count].set(finished)
+        return lax.fori_loop(1, count, keep, (finished, gathered))[1].reshape(-1)[: vector.size]
+
+    def describe(self, devices: Sequence[jax.Device]) -> str:
+        """Return the text for the strategy's log line."""
+        return f"all-reduce in a ring of {len(devices)}"
+
+
+class HalvingDoublingAllReduce(PackedAllReduce):
+    """Reduce-scatter by recursive halving, all-gather by recursive doubling.
+
+    With p = 2^k devices there are k rounds in which a device exchanges half of what it holds with a partner at distance
+    1, 2, 4, … and adds, and k rounds back in which the finished parts double. A device sends 2(p - 1)/p of the bytes.
+    If the number of devices is not a power of two, those beyond the largest one first send all to a partner, which adds
+    it, and get the sum at the end: two more rounds with all the bytes.
+
+    Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
+
+    Args:
+        num_packs: the arrays of each dtype are joined and split into at most so many packs, each of which is one
+            collective. 0: one collective for each array.
+        bytes_per_pack: a pack has at most so many bytes. 0: no limit.
+
+    Raises:
+        OptionError: one of the numbers is negative or not a whole number.
+
+    Example:
+        >>> import lockstep
+        >>> strategy = lockstep.MirroredStrategy(cross_device_ops=lockstep.HalvingDoublingAllReduce())
+    """
+
+    def all_reduce_vector(self, vector: jax.Array, axis: str, count: int) -> jax.Array:
+        """Return the sum of one vector over the devices; see :class:`PackedAllReduce`."""
+        power = 1 << (count.bit_length() - 1)
+        partners = [(extra, extra - power) for extra in range(power, count)]
+        if partners:
+            vector = vector + lax.ppermute(vector, axis, partners)
+        total = _reduce_power_of_two(vector, axis, power)
+        if partners:
+            received = lax.ppermute(total, axis, [(helper, extra) for extra, helper in partners])
+            total = jnp.where(lax.axis_index(axis) >= power, received, total)
+        return total
+
+    def describe(self, devices: Sequence[jax.Device]) -> str:
+        """Return the text for the strategy's log line."""
+        return "all-reduce by recursive halving and doubling"
+
+
+def _reduce_power_of_two(vector: jax.Array, axis: str, power: int) -> jax.Array:
+    part = jnp.pad(vector, (0, -vector.size % power))
+    own = lax.axis_index(axis)
+    distances = [1 << bit for bit in range(power.bit_length() - 1)]
+    for distance in distances:  # The largest messages go to the nearest device.
+        upper = own & distance != 0
+        low, high = jnp.split(part, 2)
+        sent = lax.ppermute(jnp.where(upper, low, high), axis, _exchange(distance, power))
+        part = jnp.where(upper, high, low) + sent
+    for distance in reversed(distances):
+        upper = own & distance != 0
+        other = lax.ppermute(part, axis, _exchange(distance, power))
+        part = jnp.where(upper, jnp.concatenate([other, part]), jnp.concatenate([part, other]))
+    return part[: vector.size]
+
+
+def _exchange(distance: int, power: int) -> list[tuple[int, int]]:
+    return [(device, device ^ distance) for device in range(power)]
+
 
 Accumulate = Callable[[list[jax.Array]], jax.Array]
 
