@@ -14,9 +14,8 @@ import pytest
 
 from lockstep import CheckpointError, cli
 from lockstep.checkpoint.format import Snapshot, describe, encode, open_stored, parts_of, shapes_of
-from lockstep.checkpoint.sharded_store import ShardedSnapshot, ShardedStore, shared_token
 from lockstep.checkpoint.shards import ArrayShard
-from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.fit.checkpointing.fit_checkpoint import on_all_processes
 
 from .cases import names_in, silent, small, store_in

@@ -9,8 +9,7 @@ from lockstep._errors import whole_number
 from lockstep._logging import counted, listed
 from lockstep.distributed.cluster.addresses import join_address, split_address
 from lockstep.distributed.cluster.exit_codes import DONE, PEER_LOST
-from lockstep.distributed.control.admission import JoinRejection
-from lockstep.distributed.control.disagreement import first_difference
+from lockstep.distributed.control.admission import JoinRejection, first_difference
 from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer
 from lockstep.launch.launch_config import MOST_WORKERS, LaunchConfig

@@ -13,8 +13,8 @@ from lockstep._errors import ClusterError
 from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.admission import digest, find_disagreement
 from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, Coordinator
-from lockstep.distributed.control.disagreement import digest, find_disagreement
 from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.failure_detector import (
     HEARTBEAT_SECONDS,

@@ -19,8 +19,7 @@ from lockstep._errors import CheckpointError, InputError
 from lockstep._version import used_versions
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.format import Loaded, Snapshot, open_stored
-from lockstep.checkpoint.sharded_store import ShardedSnapshot, ShardedStore, shared_token
-from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.data.pass_iterator import InputState, IteratorState, capture_random_state, restore_random_state

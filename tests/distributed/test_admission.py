@@ -3,8 +3,7 @@
 import pytest
 
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.admission import Admission
-from lockstep.distributed.control.disagreement import digest, find_disagreement, first_difference
+from lockstep.distributed.control.admission import Admission, digest, find_disagreement, first_difference
 from lockstep.distributed.control.handshake import Peer
 
 NAMES = ["worker 0", "worker 1", "worker 2", "worker 3"]
