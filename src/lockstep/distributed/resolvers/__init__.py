@@ -8,8 +8,7 @@ from lockstep._logging import listed
 from lockstep.distributed.cluster.addresses import COORDINATOR
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver, check_environ, check_resolver
-from lockstep.distributed.resolvers.kubernetes import KubernetesClusterResolver
-from lockstep.distributed.resolvers.leader_worker_set import LeaderWorkerSetClusterResolver
+from lockstep.distributed.resolvers.kubernetes import KubernetesClusterResolver, LeaderWorkerSetClusterResolver
 from lockstep.distributed.resolvers.open_mpi import OpenMpiClusterResolver
 from lockstep.distributed.resolvers.ray_train import RayClusterResolver
 from lockstep.distributed.resolvers.simple import JaxClusterResolver, SimpleClusterResolver

@@ -18,8 +18,8 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from lockstep.data.device_placement import SHARD_FROM, is_large
+from lockstep.execution.model_parallel.axis_rules import read_program
 from lockstep.execution.model_parallel.logical_axes import ArrayNode, AxisCollective, AxisKey, LogicalAxes
-from lockstep.execution.model_parallel.program_axes import read_program
 
 MOST_MOVED = 16  # bytes that the collectives of a forward pass may move for each byte of the variables that they shard
 

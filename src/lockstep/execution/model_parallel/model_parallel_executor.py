@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import keras
 
+from lockstep._keras.graph import recompute_layers
 from lockstep._keras.patches import LAYER_CALL, patched_method
-from lockstep._keras.recompute import recompute_layers
 from lockstep.collectives import AutoAllReduce
 from lockstep.data.device_placement import MeshPlacement, PlacedRows
 from lockstep.devices.batch_split import Layout
