@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from lockstep.callbacks import BackupAndRestore, KubeflowProgress
-from lockstep.fit.monitoring import kubeflow_progress
-from lockstep.fit.monitoring.kubeflow_progress import estimate_of, metrics_of
+from lockstep.fit.monitoring import exporters
+from lockstep.fit.monitoring.exporters import estimate_of, metrics_of
 from lockstep.fit.monitoring.step_timer import FitProgress, StepTimer, TimerReading
 
 from .runs import built, fit
@@ -119,7 +119,7 @@ def test_progress_and_logs_of_a_run_are_reported(trainjob):
 
 
 def test_updates_come_during_the_run_and_with_the_token_of_the_moment(trainjob, tmp_path, monkeypatch):
-    monkeypatch.setattr(kubeflow_progress, "_INTERVAL", 0.05)
+    monkeypatch.setattr(exporters, "_INTERVAL", 0.05)
     server = trainjob()
     seen = threading.Event()
 
