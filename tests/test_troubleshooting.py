@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import lockstep
-from lockstep.distributed.cluster import exit_codes
+from lockstep import _errors
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -45,7 +45,7 @@ def test_each_error_class_has_an_entry():
 def test_each_exit_code_has_an_entry():
     rows = re.findall(r"^\| (\d+) \| ([a-z ]+) \|", PAGE, flags=re.MULTILINE)
     assert {(int(code), name) for code, name in rows} == {
-        (getattr(exit_codes, name), name.lower().replace("_", " "))
+        (getattr(_errors, name), name.lower().replace("_", " "))
         for name in ("DONE", "INTERRUPTED", "NO_PROGRESS", "PEER_LOST", "USER_ERROR")
     }
 

@@ -1,4 +1,4 @@
-"""Every error that Lockstep raises on purpose.
+"""Every error that Lockstep raises on purpose, the exit codes of processes, and checks of arguments.
 
 LockstepError
 ├── BackendError      Keras has another backend or an unknown version                       (RuntimeError)
@@ -28,6 +28,13 @@ from typing import Any, TypeVar
 Member = TypeVar("Member", bound=enum.Enum)
 Kind = TypeVar("Kind")
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Exit codes of a worker's process, for launchers and schedulers.
+DONE = 0
+USER_ERROR = 13  # An exception in the user's program, here or on another worker: a restart would not help.
+PEER_LOST = 75  # A worker died, was cut off or preempted: restart the job. EX_TEMPFAIL of sysexits.h.
+NO_PROGRESS = 124  # A worker is alive and stuck. The exit code of timeout(1).
+INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as in shells.
 
 MOST_SECONDS = 1e9  # 31 years; the waits of the operating system cannot take much more
 _DEEPEST = 100  # levels of nested values

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
-from lockstep.distributed.cluster import exit_codes
+from lockstep._errors import DONE, INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.templates import PRINTERS
@@ -25,9 +25,9 @@ def test_its_options_exist(capsys):
 
 def test_its_exit_codes_are_ours():
     rows = dict(re.findall(r"^\| (\d+) \| (.*?) \|", PAGE, flags=re.MULTILINE))
-    named = {exit_codes.DONE, exit_codes.USER_ERROR, exit_codes.PEER_LOST, exit_codes.NO_PROGRESS, 2, 141}
+    named = {DONE, USER_ERROR, PEER_LOST, NO_PROGRESS, 2, 141}
     assert {int(code) for code in rows} == named
-    assert str(exit_codes.INTERRUPTED) in PAGE
+    assert str(INTERRUPTED) in PAGE
 
 
 def test_its_ports_and_schedulers_are_ours():

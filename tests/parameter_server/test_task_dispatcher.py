@@ -11,7 +11,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep._arrays import ArraySpec
-from lockstep.distributed.cluster import exit_codes
+from lockstep._errors import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
@@ -128,20 +128,20 @@ def test_tasks_of_a_lost_worker_are_reassigned_and_logged():
 
 def test_the_task_of_a_worker_that_lost_a_server_is_reassigned():
     def lost(task):
-        raise ClusterError("ps 0 was lost", exit_codes.PEER_LOST)
+        raise ClusterError("ps 0 was lost", PEER_LOST)
 
     with ServedDispatcher() as served:
         served.start(1, lost)
         result = served.dispatcher.schedule({"name": "a"}, {"once": np.ones(3)})
         served.wait()
-        assert served.errors[0].exit_code == exit_codes.PEER_LOST
+        assert served.errors[0].exit_code == PEER_LOST
         served.start(2, doubled)
         assert result.result(DEADLINE)[0] == {"by": "a"}
         served.end()
 
 
 def lose_server(task):
-    raise ClusterError("ps 0 at a:1 was lost while this process waited.", exit_codes.PEER_LOST)
+    raise ClusterError("ps 0 at a:1 was lost while this process waited.", PEER_LOST)
 
 
 def test_a_server_that_the_last_worker_has_lost_is_named_at_the_chief():
@@ -151,7 +151,7 @@ def test_a_server_that_the_last_worker_has_lost_is_named_at_the_chief():
         said = r"worker 1 of 4 .* ended in task 0: ps 0 at a:1 was lost while this process waited\. Since then no task was finished for 0\.5 s"
         with pytest.raises(ClusterError, match=said) as caught:
             served.dispatcher.join()
-        assert caught.value.exit_code == exit_codes.PEER_LOST
+        assert caught.value.exit_code == PEER_LOST
 
 
 def test_a_lost_server_is_forgotten_when_another_worker_finishes_a_task():
@@ -174,7 +174,7 @@ def test_a_failed_task_is_raised_at_the_chief_and_ends_all_calls():
         result = served.dispatcher.schedule({})
         with pytest.raises(ClusterError, match=r"worker 1 of 4 .* failed in task 0: ZeroDivisionError") as caught:
             served.dispatcher.join()
-        assert caught.value.exit_code == exit_codes.USER_ERROR
+        assert caught.value.exit_code == USER_ERROR
         with pytest.raises(ClusterError, match="ZeroDivisionError"):
             result.result(DEADLINE)
         for ask in (lambda: served.dispatcher.schedule({}), lambda: served.dispatcher.open(2)):
@@ -237,10 +237,10 @@ def test_an_abort_reaches_every_waiting_request():
         waits = [lambda: taking.take(1), lambda: asking.wait_for(1, "epoch 0"), lambda: ending.wait_for_end(1)]
         for wait in (*waits, lambda: ahead.enter(2)):
             served.in_thread(wait)
-        served.dispatcher.abort("the chief has ended: Ctrl-C", exit_codes.INTERRUPTED)
+        served.dispatcher.abort("the chief has ended: Ctrl-C", INTERRUPTED)
         served.wait()
         assert [(str(error), error.exit_code) for error in served.errors] == [
-            ("the chief has ended: Ctrl-C", exit_codes.INTERRUPTED)
+            ("the chief has ended: Ctrl-C", INTERRUPTED)
         ] * 4
         with pytest.raises(ClusterError, match="Ctrl-C"):  # Who comes later hears it, too.
             served.client(1).enter(1)
@@ -288,7 +288,7 @@ def test_a_chief_that_answers_and_does_nothing_is_named_after_the_limit(wait):
             ClusterError, match=r"chief at \S+ answers, and has done nothing for 0 s, .* at '" + wait
         ) as caught:
             ask[wait]()
-        assert caught.value.exit_code == exit_codes.NO_PROGRESS
+        assert caught.value.exit_code == NO_PROGRESS
 
 
 def test_a_chief_that_makes_steps_is_waited_for():
@@ -412,7 +412,7 @@ def test_a_server_that_leaves_an_open_call_fails_it_and_is_named():
         ClusterError, match=r"^ps 1 of 4 \(here, process 1001\) was lost, and with it the vari"
     ) as caught:
         dispatcher.join()
-    assert caught.value.exit_code == exit_codes.PEER_LOST == 75
+    assert caught.value.exit_code == PEER_LOST == 75
     assert isinstance(result.exception(0), ClusterError)
     assert request(dispatcher, session(2), "take")[0] == {"kind": "failed", "sentence": str(caught.value), "code": 75}
 
@@ -480,7 +480,7 @@ def test_tasks_without_a_worker_have_a_time_limit():
     dispatcher.schedule({})
     with pytest.raises(ClusterError, match=r"finished for 0\.05 s, of 1: no worker has requested one") as caught:
         dispatcher.join()
-    assert caught.value.exit_code == exit_codes.NO_PROGRESS
+    assert caught.value.exit_code == NO_PROGRESS
 
 
 def test_an_unfinished_task_has_a_time_limit_and_names_its_worker():
@@ -499,7 +499,7 @@ def test_an_unfinished_task_has_a_time_limit_and_names_its_worker():
         ClusterError, match=r"for 600 s, of 1: worker 3 of 4 \(here, process 1003\) has task 0"
     ) as caught:
         dispatcher.wait_until(until)
-    assert caught.value.exit_code == exit_codes.NO_PROGRESS
+    assert caught.value.exit_code == NO_PROGRESS
     assert next(looks, None) is None  # At the first look there was time left.
 
 

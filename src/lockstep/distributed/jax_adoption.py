@@ -18,9 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep._errors import ClusterError
+from lockstep._errors import PEER_LOST, ClusterError
 from lockstep._logging import WaitLogger, listed
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.addresses import COORDINATOR, is_loopback, resolve_coordinator
 from lockstep.distributed.cluster.env_reader import SECRET, SECRET_FILE, NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup, check_reachable
@@ -214,13 +213,13 @@ def _gather_over_jax(own: dict[str, Any], what: str, limit: float, log: Log) -> 
             raise ClusterError(
                 f"process {me} of {count} of JAX: {others} did not all make their MultiWorkerMirroredStrategy within {limit:g} s "
                 f"({what}). Fix: see what they print; all must make it, in the same place; or raise timeout_seconds.",
-                exit_codes.PEER_LOST,
+                PEER_LOST,
             )
         wait.log(f"{others}, for {what}")
     (every,) = found
     if isinstance(every, Exception):
         raise ClusterError(
-            f"process {me} of {count} of JAX: {what} was not exchanged with {others}: {every}", exit_codes.PEER_LOST
+            f"process {me} of {count} of JAX: {what} was not exchanged with {others}: {every}", PEER_LOST
         ) from every
     return [json.loads(bytes(row).decode()) for row in every]
 

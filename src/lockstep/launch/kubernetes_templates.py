@@ -13,8 +13,7 @@ import json
 from dataclasses import replace
 from textwrap import indent
 
-from lockstep._errors import OptionError
-from lockstep.distributed.cluster.exit_codes import PEER_LOST, USER_ERROR
+from lockstep._errors import PEER_LOST, USER_ERROR, OptionError
 from lockstep.launch.launch_config import LaunchConfig, first_port, job_name, program_words, run_options
 from lockstep.launch.worker_process import USAGE
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST, USER_ERROR
+from lockstep._errors import DONE, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.launch.rank_assignment import ProcessName, ProcessNames, format_names
 from lockstep.launch.worker_process import (
     USAGE,

@@ -10,11 +10,10 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep._errors import ClusterError, LockstepError
+from lockstep._errors import DONE, NO_PROGRESS, PEER_LOST, ClusterError, LockstepError
 from lockstep._logging import WaitLogger
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.env_reader import NetworkOptions
-from lockstep.distributed.cluster.exit_codes import DONE, NO_PROGRESS, PEER_LOST
 from lockstep.distributed.control.admission import JoinRejection
 from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.handshake import (

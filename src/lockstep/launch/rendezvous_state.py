@@ -5,10 +5,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep._errors import whole_number
+from lockstep._errors import DONE, PEER_LOST, whole_number
 from lockstep._logging import counted, listed
 from lockstep.distributed.cluster.addresses import join_address, split_address
-from lockstep.distributed.cluster.exit_codes import DONE, PEER_LOST
 from lockstep.distributed.control.admission import JoinRejection, first_difference
 from lockstep.distributed.control.failure_detector import SuspendDetector
 from lockstep.distributed.control.handshake import Peer

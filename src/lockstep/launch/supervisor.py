@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from lockstep._errors import OptionError
+from lockstep._errors import DONE, OptionError
 from lockstep._files import open_own
 from lockstep.distributed.cluster.env_reader import NetworkOptions, visible_gpus
-from lockstep.distributed.cluster.exit_codes import DONE
 from lockstep.distributed.control.listener import check_closed
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import (

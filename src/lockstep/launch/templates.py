@@ -8,9 +8,8 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from lockstep._errors import OptionError
+from lockstep._errors import PEER_LOST, OptionError
 from lockstep.distributed.cluster.addresses import split_address
-from lockstep.distributed.cluster.exit_codes import PEER_LOST
 from lockstep.launch.kubernetes_templates import jobset_manifest, kubernetes_manifest, trainjob_manifest
 from lockstep.launch.launch_config import LaunchConfig, first_port, job_name, program_words, run_options
 

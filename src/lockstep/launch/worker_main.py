@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
-from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.exit_codes import INTERRUPTED, USER_ERROR
+from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError
 from lockstep.launch.worker_process import (
     FORWARDED,
     ErrorRecord,

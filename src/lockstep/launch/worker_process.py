@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from lockstep.distributed.cluster.exit_codes import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
+from lockstep._errors import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.log_multiplexer import LogPump
 from lockstep.launch.rank_assignment import ProcessName

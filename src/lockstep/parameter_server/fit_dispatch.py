@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from lockstep._errors import ClusterError
+from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError
 from lockstep._keras import trainer
 from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import variables_of
@@ -167,7 +166,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
             result = self._run(model, call, arguments)
         self._task_client.leave(self._call)
         if "error" in result.result:
-            raise ClusterError(f"the chief's {call} has failed: {result.result['error']}", exit_codes.USER_ERROR)
+            raise ClusterError(f"the chief's {call} has failed: {result.result['error']}", USER_ERROR)
         return self._apply_result(model, result) if call == "fit" else result.result["value"]
 
     def note_progress(self) -> None:
@@ -265,4 +264,4 @@ def _exit_code_of(error: BaseException) -> int:
         return error.code
     if isinstance(error, ClusterError) and error.exit_code is not None:
         return error.exit_code
-    return exit_codes.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_codes.USER_ERROR
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else USER_ERROR

@@ -13,8 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep._errors import ClusterError, InputError, ModelError, ScopeError
-from lockstep.distributed.cluster import exit_codes
+from lockstep._errors import PEER_LOST, USER_ERROR, ClusterError, InputError, ModelError, ScopeError
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.execution.replica import StateMerge
 from lockstep.fit.checkpointing.model_state import variables_of
@@ -300,7 +299,7 @@ class WorkerScheduler(SchedulerBase):
         """See :class:`SchedulerBase`."""
         reached = self._wait_for_sync_point()
         if "error" in reached.what:
-            raise ClusterError(f"the chief's evaluate has failed: {reached.what['error']}", exit_codes.USER_ERROR)
+            raise ClusterError(f"the chief's evaluate has failed: {reached.what['error']}", USER_ERROR)
         return decode_result(reached.arrays)
 
     def pull(self, model: keras.Model) -> list[np.ndarray]:
@@ -324,7 +323,7 @@ class WorkerScheduler(SchedulerBase):
             raise ClusterError(
                 f"{self._context.role.name} has come too late: the chief no longer keeps the result of sync point {point} of the script, a "
                 "join, done, fetch or evaluate.",
-                exit_codes.PEER_LOST,
+                PEER_LOST,
             )
         return reached
 
@@ -341,7 +340,7 @@ class WorkerScheduler(SchedulerBase):
             raise ClusterError(
                 f"{self._context.role.name}: the script waits here for join, done, fetch or evaluate number {point + 1}, and the chief's "
                 "script had none. Fix: make the same calls on all processes.",
-                exit_codes.USER_ERROR,
+                USER_ERROR,
             ) from None
 
     def _run_task(self, task: Task) -> Result:

@@ -9,8 +9,7 @@ from typing import overload
 import numpy as np
 
 from lockstep._arrays import ArraySpec
-from lockstep._errors import ClusterError
-from lockstep.distributed.cluster import exit_codes
+from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.task_dispatcher import LONG_SECONDS, Result
@@ -169,10 +168,10 @@ class TaskClient:
 
         If this process has lost another one, the call continues as long as others do not need that one.
         """
-        code = error.exit_code if isinstance(error, ClusterError) else exit_codes.USER_ERROR
-        if code not in (exit_codes.NO_PROGRESS, exit_codes.PEER_LOST, exit_codes.USER_ERROR):
+        code = error.exit_code if isinstance(error, ClusterError) else USER_ERROR
+        if code not in (NO_PROGRESS, PEER_LOST, USER_ERROR):
             return
-        summary = str(error) if code == exit_codes.PEER_LOST else summary_of(error)
+        summary = str(error) if code == PEER_LOST else summary_of(error)
         message = {"kind": "fail", "call": call, "summary": summary, "code": code}
         message |= {} if task is None else {"task": task.number}
         with contextlib.suppress(ClusterError):  # The chief may have ended because of another process.
@@ -204,7 +203,7 @@ class TaskClient:
                 raise ClusterError(
                     f"{self._rpc_client.name} answers, and has done nothing for {idle:.0f} s, while this process waits for it at "
                     f"{message['kind']!r}. Fix: see where the program of the chief hangs; if it is only slow, raise timeout_seconds.",
-                    exit_codes.NO_PROGRESS,
+                    NO_PROGRESS,
                 )
             found = self._request(message).result()
         return found

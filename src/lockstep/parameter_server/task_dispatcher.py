@@ -13,9 +13,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
 from lockstep._arrays import ArraySpec
-from lockstep._errors import ClusterError
+from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError
 from lockstep._logging import WaitLogger, listed, log_info
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.variables.array_transport import Arrays, Message, payload_bytes
 from lockstep.parameter_server.variables.rpc_client import read_whole_number
@@ -356,7 +355,7 @@ class TaskDispatcher:
                 f"{listed(late)} did not fetch the result of the call within {self._timeout:g} s; the chief continues"
             )
 
-    def abort(self, sentence: str, exit_code: int = exit_codes.USER_ERROR) -> None:
+    def abort(self, sentence: str, exit_code: int = USER_ERROR) -> None:
         """Fail all calls: every request gets this error, and processes have a moment to receive it and to leave."""
         with self._changed:
             self._set_failure(sentence, exit_code)
@@ -382,13 +381,13 @@ class TaskDispatcher:
         if self._clock() - self._last_progress < limit:
             return
         if self._loss:
-            raise ClusterError(f"{self._loss} Since then no task was finished for {limit:g} s.", exit_codes.PEER_LOST)
+            raise ClusterError(f"{self._loss} Since then no task was finished for {limit:g} s.", PEER_LOST)
         assignments = sorted(self._queue.assignments().items())
         held = [f"{listed(map(str, workers))} has task {number}" for number, workers in assignments]
         who = listed(held) if held else "no worker has requested one"
         raise ClusterError(
             f"No task was finished for {limit:g} s, of {self._queue.added}: {who}. Fix: check whether the workers are started, or stuck.",
-            exit_codes.NO_PROGRESS,
+            NO_PROGRESS,
         )
 
     # Request handler, called by the thread of each connection.
@@ -413,9 +412,7 @@ class TaskDispatcher:
             released = self._queue.release(session)
             if was_present and self._is_open:
                 if session.peer.job == "ps":
-                    self._set_failure(
-                        f"{session} was lost, and with it the variables that it holds.", exit_codes.PEER_LOST
-                    )
+                    self._set_failure(f"{session} was lost, and with it the variables that it holds.", PEER_LOST)
                 self._last_progress = self._clock()
             self._changed.notify_all()
         if released and not self.has_failed:
@@ -488,10 +485,10 @@ class TaskDispatcher:
         with self._changed:
             where = f" in task {read_whole_number(message, 'task')}" if "task" in message else ""
             code = read_whole_number(message, "code")
-            if code == exit_codes.PEER_LOST:  # Other workers may still reach the process that this one has lost.
+            if code == PEER_LOST:  # Other workers may still reach the process that this one has lost.
                 self._loss = f"{session} ended{where}: {message.get('summary')}"
             else:
-                code = code if code == exit_codes.NO_PROGRESS else exit_codes.USER_ERROR
+                code = code if code == NO_PROGRESS else USER_ERROR
                 self._set_failure(f"{session} failed{where}: {message.get('summary')}", code)
         return _ACKNOWLEDGED
 

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from lockstep._errors import DONE, USER_ERROR
 from lockstep.data.device_placement import DEVICE_AXIS, Placement, placement_on
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.control_client import ControlClient
 
 SIZES = (1_000, 1_000_000, 16_000_000)  # bytes of each worker's array
@@ -184,8 +184,8 @@ def main() -> int:
     )
     if not is_right:
         session.barrier("the report")
-        os._exit(exit_codes.USER_ERROR)  # A thread may hang in a collective.
-    return exit_codes.DONE
+        os._exit(USER_ERROR)  # A thread may hang in a collective.
+    return DONE
 
 
 if __name__ == "__main__":

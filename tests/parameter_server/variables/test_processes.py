@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import ClusterError
-from lockstep.distributed.cluster import exit_codes
+from lockstep._errors import PEER_LOST
 from lockstep.parameter_server.variables.sharding import plan_shards
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, peer, values_of
@@ -44,4 +44,4 @@ def test_killed_worker_blocks_no_worker_and_killed_server_is_named(start):
         server.end(DEADLINE)
         with pytest.raises(ClusterError, match=f"ps 0 at {address} was lost") as caught:
             client.pull()
-        assert caught.value.exit_code == exit_codes.PEER_LOST
+        assert caught.value.exit_code == PEER_LOST

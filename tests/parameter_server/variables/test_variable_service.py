@@ -11,7 +11,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep._arrays import ArraySpec
-from lockstep.distributed.cluster import exit_codes
+from lockstep._errors import NO_PROGRESS, PEER_LOST
 from lockstep.parameter_server.variables.sharding import FixedShardsPartitioner, plan_shards
 from lockstep.parameter_server.variables.sparse_rows import SparseGradient
 from lockstep.parameter_server.variables.variable_client import BatchPart
@@ -192,7 +192,7 @@ def test_a_pull_that_waits_too_long_names_the_slow_workers():
             ClusterError, match=r"ps 0 at 127.*'pull' within 0.1 s: it waits for worker 2 of 4 \(here"
         ) as caught:
             fast.pull()
-        assert caught.value.exit_code == exit_codes.NO_PROGRESS
+        assert caught.value.exit_code == NO_PROGRESS
         slow.push(values_of(seed=1)).wait()
         fast.pull()  # The connection is as good as before.
 
@@ -249,7 +249,7 @@ def test_a_server_that_dies_is_named():
         servers.servers[1].stop()
         with pytest.raises(ClusterError, match=f"ps 1 at {servers.addresses[1]} was lost.*connection closed") as caught:
             worker.pull()
-        assert caught.value.exit_code == exit_codes.PEER_LOST
+        assert caught.value.exit_code == PEER_LOST
         with pytest.raises(ClusterError, match=r"ps 1 at .* was lost"):
             worker.push(values_of()).wait()
 

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep._errors import ClusterError
+from lockstep._errors import NO_PROGRESS, ClusterError
 from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import digest, find_disagreement
 from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, Coordinator
@@ -263,7 +262,7 @@ class ControlClient:
                 if call.wait(_GOODBYE_SECONDS) and self.failure and self.failure.kind is not FailureKind.STUCK:
                     break  # The chief knows more, for instance that one of them is silent.
                 late = f"{names}: did not come to {what} within {limit:g} s. See what they print, or raise timeout_seconds."
-                raise ClusterError(late, exit_codes.NO_PROGRESS)
+                raise ClusterError(late, NO_PROGRESS)
             wait.log(f"{names}, at {what}")
         self.check()
         if call.error is not None:

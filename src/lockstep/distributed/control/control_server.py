@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep._errors import OptionError
+from lockstep._errors import PEER_LOST, OptionError
 from lockstep._logging import listed
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import Admission, JoinRejection
 from lockstep.distributed.control.event_loop import EventLoop
@@ -289,7 +288,7 @@ class Coordinator:
         return JoinRejection(
             f"{listed(missing)} did not join within {self._limits.start_timeout:g} s: {'are they' if missing[1:] else 'is it'} "
             f"started, and can {self._group.coordinator} be reached from there?{rejected}",
-            exit_code=exit_codes.PEER_LOST,
+            exit_code=PEER_LOST,
         )
 
     # Messages of the workers.
@@ -342,7 +341,7 @@ class Coordinator:
         if not self._started:
             sentence = f"{worker.peer} went away before all workers had joined: {worker.connection.ended}."
             if self._rejection is None:
-                rejection = JoinRejection(sentence, everyone=True, exit_code=exit_codes.PEER_LOST)
+                rejection = JoinRejection(sentence, everyone=True, exit_code=PEER_LOST)
                 self._cancel_start(rejection, self._group.workers)
         elif not worker.left and not worker.failed:
             what = f"died: {worker.connection.ended} without a goodbye, last {self._status(worker).doing}."

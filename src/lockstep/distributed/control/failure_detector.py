@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lockstep._errors import OptionError
+from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, OptionError
 from lockstep._logging import listed
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.handshake import Peer
 
 
@@ -28,11 +27,11 @@ class FailureKind(enum.StrEnum):
 
 
 _CODES = {
-    FailureKind.DIED: exit_codes.PEER_LOST,
-    FailureKind.SILENT: exit_codes.PEER_LOST,
-    FailureKind.STUCK: exit_codes.NO_PROGRESS,
-    FailureKind.LEFT: exit_codes.USER_ERROR,
-    FailureKind.FAILED: exit_codes.USER_ERROR,
+    FailureKind.DIED: PEER_LOST,
+    FailureKind.SILENT: PEER_LOST,
+    FailureKind.STUCK: NO_PROGRESS,
+    FailureKind.LEFT: USER_ERROR,
+    FailureKind.FAILED: USER_ERROR,
 }
 _AGAIN = "Start the job again: with lockstep.callbacks.BackupAndRestore it resumes from its last checkpoint."
 _CURES = {

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep._errors import ClusterError
+from lockstep._errors import PEER_LOST, ClusterError
 from lockstep._logging import WaitLogger, listed, log_info
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.cluster.env_reader import NO_SECRET, NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.control_client import ControlClient
@@ -138,7 +137,7 @@ class _Join:
                 raise ClusterError(
                     f"{self.group.name}: {self._chief}, was not met within {self.limits.start_timeout:g} s: {reason}. Is it started, and "
                     f"can it be reached from here?",
-                    exit_codes.PEER_LOST,
+                    PEER_LOST,
                 )
             self.wait_log.log(f"{self._chief} ({reason})")
             self.sleep(_RETRY_SECONDS)
@@ -177,7 +176,7 @@ class _Join:
                 raise RetryableConnectError(connection.ended)
             elif connection.ended is not None or self.clock() - heard > self.limits.timeout:
                 what = connection.ended or f"it said nothing for {self.limits.timeout:g} s"
-                raise ClusterError(f"{self._chief}, went away before all had joined: {what}.", exit_codes.PEER_LOST)
+                raise ClusterError(f"{self._chief}, went away before all had joined: {what}.", PEER_LOST)
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "heartbeat" and START in message["missing"]:

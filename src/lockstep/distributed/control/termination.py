@@ -16,8 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from lockstep._errors import ClusterError
-from lockstep.distributed.cluster import exit_codes
+from lockstep._errors import INTERRUPTED, PEER_LOST, USER_ERROR, ClusterError
 from lockstep.distributed.control.control_client import ControlClient
 from lockstep.distributed.control.failure_detector import Failure, FailureKind, summary_of
 
@@ -148,8 +147,8 @@ def _code(error: BaseException, failure: Failure | None) -> int:
     if isinstance(error, ClusterError) and error.exit_code is not None:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return exit_codes.INTERRUPTED
-    return exit_codes.USER_ERROR if failure is None else failure.exit_code
+        return INTERRUPTED
+    return USER_ERROR if failure is None else failure.exit_code
 
 
 def _flush() -> None:
@@ -199,7 +198,7 @@ def install_sigabrt_handler(client: FailureSource) -> Callable[[int], Any]:
                 time.sleep(_ABORT_SECONDS)  # The control client ends the process after its own grace.
             time.sleep(_POLL_SECONDS)
         os.write(_STANDARD_ERROR, _UNKNOWN)
-        os._exit(exit_codes.PEER_LOST)
+        os._exit(PEER_LOST)
 
     called_by_c = _HANDLER(handler)
     _handlers.append(called_by_c)

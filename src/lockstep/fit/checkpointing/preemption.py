@@ -15,11 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep._errors import ClusterError
+from lockstep._errors import PEER_LOST, ClusterError
 from lockstep._logging import log_info
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.data.fit_entry import ProcessGroup
-from lockstep.distributed.cluster.exit_codes import PEER_LOST
 from lockstep.distributed.control.failure_detector import summary_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from lockstep._arrays import ArraySpec
-from lockstep._errors import ClusterError
+from lockstep._errors import NO_PROGRESS, PEER_LOST, USER_ERROR, ClusterError
 from lockstep._logging import WaitLogger, listed
-from lockstep.distributed.cluster import exit_codes
 from lockstep.distributed.control.handshake import (
     HandshakeError,
     Peer,
@@ -249,9 +248,9 @@ class RpcClient:
         except ProtocolError as error:
             raise self._broken(f"gave no answer to a {message['kind']!r}: {error}") from None
         if reply["kind"] == "refused":
-            raise self._broken(f"has refused a {message['kind']!r}: {reply.get('sentence')}", exit_codes.USER_ERROR)
+            raise self._broken(f"has refused a {message['kind']!r}: {reply.get('sentence')}", USER_ERROR)
         if reply["kind"] == "late":
-            raise ClusterError(self._late(reply, message), exit_codes.NO_PROGRESS)
+            raise ClusterError(self._late(reply, message), NO_PROGRESS)
         return reply, values
 
     def _send(self, message: Message, arrays: Mapping[str, np.ndarray], check: CheckRequest) -> Response:
@@ -275,7 +274,7 @@ class RpcClient:
             f"stuck, or slower than the limit allows?"
         )
 
-    def _broken(self, what: str, exit_code: int = exit_codes.PEER_LOST) -> ClusterError:
+    def _broken(self, what: str, exit_code: int = PEER_LOST) -> ClusterError:
         self._error = ClusterError(f"{self.name} {what}.", exit_code)
         self._link.close()
         return self._error
@@ -321,7 +320,7 @@ def connect(
         time.sleep(_RETRY_SECONDS)
     raise ClusterError(
         f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}. Is it started, and can it be reached from here?",
-        exit_codes.PEER_LOST,
+        PEER_LOST,
     )
 
 
