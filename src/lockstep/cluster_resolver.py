@@ -3,8 +3,7 @@
 The counterpart of ``tf.distribute.cluster_resolver``, with ``tf.train.ClusterSpec``.
 """
 
-from lockstep.distributed.cluster.cluster_spec import ClusterSpec
-from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.cluster.membership import ClusterSpec, WorkerGroup
 from lockstep.distributed.resolvers import (
     RESOLVERS,
     ClusterResolver,

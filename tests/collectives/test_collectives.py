@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import lockstep
 from lockstep.collectives import ALGORITHMS, all_reduce, resolve_cross_device_ops
-from lockstep.collectives.bucketing import pack, plan_packs, unpack
+from lockstep.collectives.base import pack, plan_packs, unpack
 from lockstep.collectives.platform import platform_sum_bucketed
 from lockstep.testing import check_cross_device_ops, count_traffic
 

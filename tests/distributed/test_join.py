@@ -10,9 +10,8 @@ import pytest
 from lockstep import ClusterError, OptionError
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
-from lockstep.distributed.control.handshake import PROTOCOL, Peer, hello, join_request
+from lockstep.distributed.control.handshake import PROTOCOL, Peer, hello, join_request, open_listener
 from lockstep.distributed.control.join import join
-from lockstep.distributed.control.listener import open_listener
 from lockstep.distributed.control.transport import FramedSocket, encode
 from tests.distributed.threaded_job import ThreadedJob, listening
 from tests.support.waiting import DEADLINE, wait_until

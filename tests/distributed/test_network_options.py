@@ -8,8 +8,8 @@ import pytest
 from lockstep import ClusterError
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
+from lockstep.distributed.control.handshake import open_listener
 from lockstep.distributed.control.join import join
-from lockstep.distributed.control.listener import open_listener
 from lockstep.parameter_server.process_role import ProcessContext, ProcessRole
 from tests.launch.launching import program, run
 from tests.support.processes import own_host

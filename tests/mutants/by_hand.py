@@ -232,7 +232,7 @@ FAULTS = [
     ),
     Mutant(
         "piece-from-wrong-offset",
-        "collectives/bucketing.py",
+        "collectives/base.py",
         "start += length",
         "start = length",
         "The third array of a pack, and those after it, are taken from a wrong place.",
@@ -532,7 +532,7 @@ FAULTS = [
     ),
     Mutant(
         "open-without-a-word",
-        "distributed/control/listener.py",
+        "distributed/control/handshake.py",
         "return network.secret is None and not network.is_open and not is_loopback(host)",
         "return False",
         "Processes of several machines need no secret.",
@@ -602,7 +602,7 @@ FAULTS = [
     ),
     Mutant(
         "no-pause-without-descriptors",
-        "distributed/control/event_loop.py",
+        "distributed/control/transport.py",
         "if error.errno in _EXHAUSTED:  # The connection stays, and would wake this loop at once.",
         "if False:",
         "A listener without descriptors runs in a busy loop.",

@@ -14,7 +14,7 @@ from keras import layers
 import lockstep
 from lockstep._keras.sharded_variable import set_from_host
 from lockstep.execution.model_parallel import model_shardings
-from lockstep.execution.model_parallel.layout_rules import MeshAxes
+from lockstep.execution.model_parallel.model_shardings import MeshAxes
 from lockstep.strategies.setup import override_devices
 from lockstep.tools.plan.hlo import collectives
 from tests.laws.cases import CASES, case_named, logits_loss, with_topologies

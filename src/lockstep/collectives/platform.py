@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from lockstep._errors import one_of
-from lockstep.collectives.bucketing import PackedAllReduce, pack, plan_packs, unpack
+from lockstep.collectives.base import PackedAllReduce, pack, plan_packs, unpack
 from lockstep.devices.names import platform_of
 
 _SMALL = 1 << 20  # bytes; larger arrays are not worth a copy

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lockstep._errors import DeviceError, function, instance_of
-from lockstep.collectives.base import CrossDeviceOps
-from lockstep.collectives.bucketing import PackedAllReduce
+from lockstep.collectives.base import CrossDeviceOps, PackedAllReduce
 from lockstep.devices.names import device_name, parse_device_name
 
 

@@ -23,7 +23,7 @@ from lockstep._logging import WaitLogger, listed
 from lockstep.distributed.cluster.addresses import COORDINATOR, is_loopback, resolve_coordinator
 from lockstep.distributed.cluster.env_reader import SECRET, SECRET_FILE, NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup, check_reachable
-from lockstep.distributed.control.listener import open_listener
+from lockstep.distributed.control.handshake import open_listener
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.jax_init import (
     ProcessJob,

@@ -27,7 +27,7 @@ from lockstep.devices.cpu_devices import (
 from lockstep.distributed.cluster.addresses import host_of, is_loopback, split_address
 from lockstep.distributed.cluster.env_reader import NO_SECRET, SECRET, SECRET_FILE, NetworkOptions
 from lockstep.distributed.cluster.membership import Membership
-from lockstep.distributed.control.listener import needs_secret, open_listener
+from lockstep.distributed.control.handshake import needs_secret, open_listener
 from lockstep.doctor.base import Finding, FitCall, array_in_memory
 
 _GIB = 2**30

@@ -1,10 +1,16 @@
-"""Executors: how a step is run on the devices, split, whole, replica by replica, or with central storage.
+"""Executors: how a step is run on the devices, split, whole, replica by replica, with central storage, or over a mesh.
 
-An executor compiles a step that was written for the global batch, and runs the model's forward passes inside it by replicas.
+An executor compiles a step that was written for the global batch, and runs the model's forward passes inside it by replicas. Over a mesh the
+step is one program, which XLA partitions as the shardings of its variables and of the rows say.
+
+XLA must not shard rows unevenly over a mesh: with jaxlib 0.10.2, on two axes, the gradient of an embedding is then wrong (what pads the
+last shard is added to entry 0). A batch that the first axis does not divide is therefore computed on padding, if it is proved that this
+changes no result; else every row of devices computes all rows.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,15 +19,33 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import SingleDeviceSharding
 
-from lockstep.collectives import CrossDeviceOps
-from lockstep.data.device_placement import PlacedRows, Placement, join_rows, local_values
+from lockstep._keras.graph import recompute_layers
+from lockstep._keras.patches import LAYER_CALL, patched_method
+from lockstep.collectives import AutoAllReduce, CrossDeviceOps
+from lockstep.data.device_placement import MeshPlacement, PlacedRows, Placement, join_rows, local_values
 from lockstep.devices.batch_split import Layout, rows_of_replicas
 from lockstep.devices.cpu_devices import compiler_options, usable_cores
-from lockstep.execution.call_splitter import CallTrace, ModelCall
+from lockstep.execution.call_splitter import (
+    CallTrace,
+    CannotSplitError,
+    ModelCall,
+    infer_output_spec,
+    join,
+    split,
+    trace_call,
+)
 from lockstep.execution.cpu_rewrites import rewrite_for_cpu
-from lockstep.execution.gathered_variables import SEPARATE_COLLECTIVES, Recompute, Shard, gather_variables, shard_axes
+from lockstep.execution.gathered_variables import (
+    SEPARATE_COLLECTIVES,
+    Recompute,
+    Shard,
+    gather_variables,
+    layers_to_recompute,
+    shard_axes,
+)
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.isolated_replicas import forward_isolated
+from lockstep.execution.model_parallel.model_shardings import ModelShardings
 from lockstep.execution.nonfinite_gate import NonFiniteGate, loss_logs
 from lockstep.execution.program_partition import ProgramPartition
 from lockstep.execution.replica import ReplicaResult
@@ -443,3 +467,133 @@ class _CentralState(tuple[Any, ...]):
 
 def _nothing(part: Sequence[Any]) -> list[None]:
     return [None] * len(part)
+
+
+class ModelParallelExecutor(SpmdExecutor):
+    """Runs the global batch as one replica, on all devices of a mesh.
+
+    Args:
+        placement: the mesh.
+        shardings: of the model's variables.
+        settle: settles them, given the inputs of a batch.
+        recompute: which layers are recomputed in the backward pass.
+        log: logs a sentence about the model, once.
+    """
+
+    def __init__(
+        self,
+        placement: MeshPlacement,
+        shardings: ModelShardings,
+        settle: Callable[[Any], None],
+        recompute: Recompute,
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__(placement, AutoAllReduce(), shard=shardings.shard, recompute=recompute)
+        self.shardings, self._settle, self._log = shardings, settle, log
+
+    def compile(self, step: Step, kind: str, gate: NonFiniteGate | None = None) -> Step:
+        """See :class:`Executor`."""
+        run = super().compile(step, kind, gate)
+
+        def prepared(state: Any, batch: Any) -> tuple[Any, Any]:
+            self.prepare(batch)
+            return run(state, batch)
+
+        return prepared
+
+    def compile_joined(self, step: Step) -> Step:
+        """See :class:`SpmdExecutor`."""
+        run = super().compile_joined(step)
+
+        def prepared(state: Any, batches: Any) -> tuple[Any, Any]:
+            self.prepare(batches[0])
+            return run(state, batches)
+
+        return prepared
+
+    def prepare(self, batch: Any) -> None:
+        """See :class:`SpmdExecutor`."""
+        if not self.shardings.is_settled:
+            self._settle(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def state_shardings(self, state: Any) -> Any:
+        """See :class:`Executor`."""
+        return self.shardings.of_state(state)
+
+    def join_rows(self, rows: PlacedRows) -> jax.Array:
+        """See :class:`Executor`. Rows that the mesh does not divide are on all of its devices."""
+        array = super().join_rows(rows)
+        return array if rows.layout.is_full else self._on_all(array)
+
+    def call_whole(self, call: ModelCall, placed: list[PlacedRows | None]) -> tuple[Any, list[Any], list[Any]]:
+        """See :class:`Executor`."""
+        call = replace(call, function=functools.partial(self._call_sharded, call.model, call.function))
+        layout = self.placement.layout(call.rows) if call.rows else None
+        if layout is None or layout.is_full:
+            return call.make()
+        try:
+            return self._call_on_padding(call, placed, layout)
+        except CannotSplitError as reason:
+            self._log(
+                f"each row of devices computes all rows of a batch that {layout.devices} of them do not divide: {reason}"
+            )
+            cut = zip(call.leaves, call.is_cut, strict=True)
+            return replace(call, leaves=[self._on_all(leaf) if is_cut else leaf for leaf, is_cut in cut]).make()
+
+    def _call_on_padding(
+        self, call: ModelCall, placed: list[PlacedRows | None], layout: Layout
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Make a call on rows and padding after them.
+
+        Raises:
+            CannotSplitError: it is not proved that the padding changes no result.
+        """
+        padded = layout.capacity * layout.devices
+        whole = trace_call(call)
+        spec = infer_output_spec(call, whole, {padded})
+        if not spec.allows_padding:
+            raise CannotSplitError("a result or a variable depends on all of them")
+        inputs = [
+            leaf.array if leaf is not None else self._place(value, layout)
+            for value, leaf in zip(call.inputs, placed, strict=True)
+        ]
+        result = split(spec, call)(call.trainable, call.non_trainable, inputs, call.shared)
+        own = ReplicaResult([leaf[: layout.rows] for leaf in result.rows], result.means, result.state)
+        outputs, losses = join(spec, own)
+        state = [old if new is None else new for new, old in zip(own.state, call.non_trainable, strict=True)]
+        return outputs, state, losses
+
+    def _call_sharded(
+        self,
+        model: keras.Model,
+        function: Callable[..., Any],
+        trainable: list[Any],
+        non_trainable: list[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a model's ``stateless_call`` with variables that are gathered where they are used."""
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        stored = [*trainable, *non_trainable]
+        values = [self.shardings.gather(*pair) for pair in zip(variables, stored, strict=True)]
+        shards = dict(zip(map(id, variables), zip(stored, values, strict=True), strict=True))
+        layers = layers_to_recompute(model, lambda one: any(self.shardings.axes_of(one)), self.recompute)
+        with recompute_layers(layers, shards, self.shardings.gather), self._constrained_outputs():
+            return function(values[: len(trainable)], values[len(trainable) :], *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _constrained_outputs(self) -> Iterator[None]:
+        """Shard what layers return as the rules say."""
+
+        def around(layer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return jax.tree.map(functools.partial(self.shardings.constrain_output, layer), method(*args, **kwargs))
+
+            return call
+
+        with patched_method(LAYER_CALL, self.shardings.layers_with_rules(), around):
+            yield
+
+    def _on_all(self, array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, self.placement.replicated)

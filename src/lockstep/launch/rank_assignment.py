@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from lockstep._errors import OptionError
 from lockstep._logging import listed
 from lockstep.distributed.cluster.addresses import COORDINATOR, split_address
-from lockstep.distributed.cluster.cluster_spec import SINGLE_JOBS
 from lockstep.distributed.cluster.env_reader import GENERATION
+from lockstep.distributed.cluster.membership import SINGLE_JOBS
 from lockstep.launch.launch_config import LaunchConfig
 
 _PLURALS = {"worker": "workers"}

@@ -15,7 +15,6 @@ from lockstep._logging import WaitLogger
 from lockstep.distributed.cluster.addresses import split_address
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.control.admission import JoinRejection
-from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.handshake import (
     HANDSHAKE_SECONDS,
     HandshakeError,
@@ -24,11 +23,11 @@ from lockstep.distributed.control.handshake import (
     RetryableConnectError,
     connect,
     introduce,
+    open_listener,
     refusal,
     wait_until_admitted,
 )
-from lockstep.distributed.control.listener import open_listener
-from lockstep.distributed.control.transport import CLOSED, MAX_BYTES, FramedSocket, encode
+from lockstep.distributed.control.transport import CLOSED, MAX_BYTES, EventLoop, FramedSocket, encode
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import STOP_SIGNALS, LocalWorkers, is_final
 from lockstep.launch.rank_assignment import RankAssignment, is_local_host

@@ -17,7 +17,7 @@ from typing import Protocol
 from lockstep._errors import DONE, OptionError
 from lockstep._files import open_own
 from lockstep.distributed.cluster.env_reader import NetworkOptions, visible_gpus
-from lockstep.distributed.control.listener import check_closed
+from lockstep.distributed.control.handshake import check_closed
 from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import (
     STOP_SIGNALS,

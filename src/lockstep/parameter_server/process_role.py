@@ -13,11 +13,9 @@ from typing import Any
 import keras
 
 from lockstep._errors import ClusterError, OptionError
-from lockstep.distributed.cluster.cluster_spec import SINGLE_JOBS, ClusterSpec
 from lockstep.distributed.cluster.env_reader import NetworkOptions
-from lockstep.distributed.cluster.membership import Membership
-from lockstep.distributed.control.handshake import Peer
-from lockstep.distributed.control.listener import check_closed, open_listener
+from lockstep.distributed.cluster.membership import SINGLE_JOBS, ClusterSpec, Membership
+from lockstep.distributed.control.handshake import Peer, check_closed, open_listener
 from lockstep.distributed.resolvers.base import ClusterResolver
 from lockstep.parameter_server.gradient_step import rules_of, specs_of
 from lockstep.parameter_server.task_client import TaskClient

@@ -18,11 +18,18 @@ from lockstep.data.fit_entry import InputOptions
 from lockstep.devices.determinism import fix_order_on_gpus, is_deterministic
 from lockstep.distributed.resolvers import ClusterResolver
 from lockstep.doctor.base import RuntimeSettings
-from lockstep.execution.executors import Executor, SpmdExecutor
+from lockstep.execution.executors import Executor, ModelParallelExecutor, SpmdExecutor
 from lockstep.execution.gathered_variables import ModelLayout, Recompute
-from lockstep.execution.model_parallel.layout_rules import AUTO, LayoutArgument, MeshArgument, parse_layout, parse_mesh
-from lockstep.execution.model_parallel.model_parallel_executor import ModelParallelExecutor
-from lockstep.execution.model_parallel.model_shardings import ROWS, MeshOptions, ModelShardings
+from lockstep.execution.model_parallel.model_shardings import (
+    AUTO,
+    ROWS,
+    LayoutArgument,
+    MeshArgument,
+    MeshOptions,
+    ModelShardings,
+    parse_layout,
+    parse_mesh,
+)
 from lockstep.strategies.multi_worker import WorkerStrategy
 from lockstep.strategies.setup import StrategyOptions, check_mesh_options, overridden_devices, prepare_process
 

@@ -17,9 +17,8 @@ from lockstep.data.pass_iterator import capture_random_state, restore_random_sta
 from lockstep.devices.determinism import is_deterministic
 from lockstep.devices.names import resolve_devices
 from lockstep.distributed.cluster.env_reader import NetworkOptions, restarts_of
-from lockstep.distributed.consistency_checks import describe_process
 from lockstep.distributed.control.termination import ExitGuard
-from lockstep.distributed.process_group import disable_saving
+from lockstep.distributed.process_group import describe_process, disable_saving
 from lockstep.distributed.resolvers import ClusterResolver, check_resolver, resolve
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.train_functions import StepHook

@@ -26,10 +26,14 @@ from lockstep.tools.scaling.results import (
     CurvePoint,
     ScalingSetting,
     SettingFailure,
+    choose,
     from_json,
+    recommend,
     settings_of,
+    shares_of,
+    table_of,
+    value_at,
 )
-from lockstep.tools.scaling.table import choose, recommend, shares_of, table_of, value_at
 from lockstep.tools.scaling.terminal import Question, line_of, render
 
 from .made import BYTES, WITHIN, by_formula, measured

@@ -14,7 +14,6 @@ from lockstep._logging import CancelledError, WaitLogger, is_cancelled, listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import digest, find_disagreement
 from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, Coordinator
-from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.failure_detector import (
     HEARTBEAT_SECONDS,
     QUIET,
@@ -30,7 +29,7 @@ from lockstep.distributed.control.failure_detector import (
     summary_of,
 )
 from lockstep.distributed.control.handshake import Peer
-from lockstep.distributed.control.transport import FramedSocket, as_json, encode
+from lockstep.distributed.control.transport import EventLoop, FramedSocket, as_json, encode
 
 MAIN = "main"
 _POLL_SECONDS = 0.2

@@ -14,7 +14,6 @@ from lockstep._errors import PEER_LOST, OptionError
 from lockstep._logging import listed
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.admission import Admission, JoinRejection
-from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.failure_detector import (
     HEARTBEAT_SECONDS,
     MAY_TAKE_LONG,
@@ -30,7 +29,7 @@ from lockstep.distributed.control.failure_detector import (
     make_failure,
 )
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, refusal
-from lockstep.distributed.control.transport import MAX_BYTES, FramedSocket, encode
+from lockstep.distributed.control.transport import MAX_BYTES, EventLoop, FramedSocket, encode
 
 GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"
 

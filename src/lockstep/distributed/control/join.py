@@ -19,11 +19,12 @@ from lockstep.distributed.control.handshake import (
     HandshakeError,
     Peer,
     RetryableConnectError,
+    check_closed,
     connect,
     introduce,
     join_request,
+    open_listener,
 )
-from lockstep.distributed.control.listener import check_closed, open_listener
 from lockstep.distributed.control.termination import ExitGuard
 from lockstep.distributed.control.transport import FramedSocket, as_json
 

@@ -8,9 +8,8 @@ from copy import copy
 from typing import ClassVar, Self
 
 from lockstep._errors import OptionError, instance_of, shown
-from lockstep.distributed.cluster.cluster_spec import ClusterSpec
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, WorkerGroup
+from lockstep.distributed.cluster.membership import ClusterSpec, Membership, WorkerGroup
 
 _MEMBERSHIP = (
     "a Membership. Fix: derive from SimpleClusterResolver and call its constructor, which makes it from a cluster_spec, a task_type "

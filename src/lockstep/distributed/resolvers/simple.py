@@ -5,9 +5,15 @@ from collections.abc import Mapping
 
 from lockstep._errors import instance_of, named_arguments, whole_number
 from lockstep.distributed.cluster.addresses import DEFAULT_PORT, resolve_coordinator, split_address
-from lockstep.distributed.cluster.cluster_spec import ClusterSpec, Jobs
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, WorkerGroup, find_membership, membership_of_group
+from lockstep.distributed.cluster.membership import (
+    ClusterSpec,
+    Jobs,
+    Membership,
+    WorkerGroup,
+    find_membership,
+    membership_of_group,
+)
 from lockstep.distributed.resolvers.base import ClusterResolver, EnvironmentResolver, check_environ, check_texts
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep._errors import ClusterError
-from lockstep.distributed.cluster.cluster_spec import ClusterSpec
 from lockstep.distributed.cluster.env_reader import EnvReader
-from lockstep.distributed.cluster.membership import Membership, find_membership
+from lockstep.distributed.cluster.membership import ClusterSpec, Membership, find_membership
 from lockstep.distributed.resolvers.base import EnvironmentResolver, check_texts
 
 

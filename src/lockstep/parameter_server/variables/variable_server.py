@@ -20,9 +20,8 @@ from lockstep._arrays import ArraySpec
 from lockstep._errors import OptionError
 from lockstep._logging import log_info
 from lockstep.distributed.control.admission import first_difference
-from lockstep.distributed.control.event_loop import EventLoop
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, RejectionLog, refusal
-from lockstep.distributed.control.transport import FramedSocket, ProtocolError, encode
+from lockstep.distributed.control.transport import EventLoop, FramedSocket, ProtocolError, encode
 from lockstep.parameter_server.variables.array_transport import (
     ArrayConnection,
     ConnectionLostError,

@@ -26,12 +26,10 @@ from lockstep.collectives.cost_model import Network, NetworkLink, predict
 from lockstep.data.device_placement import count_rows, placement_on
 from lockstep.data.sources import AdapterSource, make_source
 from lockstep.doctor.base import is_user_code
-from lockstep.execution.executors import SpmdExecutor
+from lockstep.execution.executors import ModelParallelExecutor, SpmdExecutor
 from lockstep.execution.gathered_variables import ModelLayout, Recompute, Shard, layout_notes, layout_of
 from lockstep.execution.jaxpr_utils import equations_of
-from lockstep.execution.model_parallel.layout_rules import MeshAxes
-from lockstep.execution.model_parallel.model_parallel_executor import ModelParallelExecutor
-from lockstep.execution.model_parallel.model_shardings import MeshOptions, ModelShardings
+from lockstep.execution.model_parallel.model_shardings import MeshAxes, MeshOptions, ModelShardings
 from lockstep.execution.rowwise import source_location
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.fit.monitoring.step_timer import flops_of_step

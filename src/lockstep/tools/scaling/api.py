@@ -19,8 +19,7 @@ from lockstep.tools.env import describe_machine
 from lockstep.tools.running_scripts import check_exists
 from lockstep.tools.scaling.benchmark import measure_all
 from lockstep.tools.scaling.html_report import page_of
-from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, settings_of
-from lockstep.tools.scaling.table import recommend, table_of
+from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, recommend, settings_of, table_of
 from lockstep.tools.scaling.terminal import Question, ReportData, outlook_of, progress_reporter, render
 from lockstep.tools.scaling.workload import (
     FunctionWorkload,
@@ -86,7 +85,7 @@ class ScalingReport(ReportData, SavedReport):
     Example:
         >>> import os, tempfile
         >>> from lockstep.tools.scaling.api import ScalingReport
-        >>> from lockstep.tools.scaling.table import table_of
+        >>> from lockstep.tools.scaling.results import table_of
         >>> report = ScalingReport("a net", "lockstep scale net.py", "a laptop", table_of([]), ("Take 1 device.",), None, ())
         >>> report.to_json()["recommendation"]
         ['Take 1 device.']

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 
 from lockstep._logging import counted
-from lockstep.tools.scaling.results import CurvePoint, memory, number, ratio, seconds, share
-from lockstep.tools.scaling.table import ScalingRow, ScalingTable
+from lockstep.tools.scaling.results import CurvePoint, ScalingRow, ScalingTable, memory, number, ratio, seconds, share
 from lockstep.tools.scaling.terminal import Outlook, ReportData
 
 WIDTH, HEIGHT = 460, 270  # of a chart, in its own units; a letter is 12 high

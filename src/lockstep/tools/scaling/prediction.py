@@ -21,7 +21,7 @@ from lockstep.collectives.cost_model import (
     nonnegative_least_squares,
     predict,
 )
-from lockstep.tools.scaling.table import ScalingRow, Shares
+from lockstep.tools.scaling.results import ScalingRow, Shares
 
 COUNTS = tuple(2**power for power in range(11))  # 1 … 1,024 devices
 # Nominal values, not measured: bandwidth in GB/s each way, latency in microseconds.

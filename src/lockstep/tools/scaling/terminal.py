@@ -30,16 +30,18 @@ from lockstep.tools.scaling.prediction import (
     series_of,
 )
 from lockstep.tools.scaling.results import (
+    ScalingRow,
     ScalingSetting,
+    ScalingTable,
     SettingFailure,
     SettingResult,
+    choose,
     memory,
     number,
     ratio,
     seconds,
     share,
 )
-from lockstep.tools.scaling.table import ScalingRow, ScalingTable, choose
 
 _MIN_CHECKS = 3  # settings; with fewer the formula has as many constants as data and fits them exactly
 
