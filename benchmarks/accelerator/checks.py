@@ -353,7 +353,7 @@ def devices(small):
         options = {} if ops == "auto" else {"cross_device_ops": ops}
         found = trained("MLP", small, lockstep.MirroredStrategy(device_names(count), **options), optimizer="sgd")
         yield Finding(f"{count} devices, {ops}: relative difference from plain Keras", difference(found, plain), 1e-4)
-    sharded = lockstep.MirroredStrategy(device_names(count), shard_optimizer=True)
+    sharded = lockstep.MirroredStrategy(device_names(count), shard="optimizer")
     found = trained("MLP", small, sharded, optimizer="sgd")
     yield Finding(f"{count} devices, sharded optimizer: relative difference", difference(found, plain), 1e-4)
 

@@ -37,7 +37,7 @@ ROWS = {"MLP": 32, "CNN": 32, "ResNet50": 16, "LM": 8, "small LM": 8}
 MORE_ROWS = 3  # of an uneven batch, which has one row more on as many devices
 KINDS = {"evaluate": "test", "predict": "predict"}  # of the plans that do not train
 OPTIONS = {
-    "shard_optimizer": {"shard_optimizer": True},
+    "shard_optimizer": {"shard": "optimizer"},
     "deterministic": {"deterministic": True},
     "shard_variables": {"shard": "variables"},  # not in the table of plans: benchmarks/sharded.py has its figures
 }

@@ -17,7 +17,7 @@ EXECUTORS = {
     "default, one device": {"devices": 1},
     "deterministic": {"deterministic": True},
     "deterministic, three devices": {"deterministic": True, "devices": 3},
-    "sliced optimizer": {"strategy": {"shard_optimizer": True}},
+    "sliced optimizer": {"strategy": {"shard": "optimizer"}},
     "sharded variables": {"strategy": {"shard": "variables", "recompute": "blocks"}},
     "variables on one device": {"home": "cpu:1"},
     "not compiled": {"compile": {"run_eagerly": True}},

@@ -72,7 +72,7 @@ FAULTS = [
         "execution/spmd.py",
         "sums[position] = lax.psum_scatter(gradients[position], DEVICE_AXIS, scatter_dimension=axis, tiled=True)",
         "sums[position] = jnp.split(gradients[position], len(placement.devices), axis)[0]",
-        "With shard_optimizer a device updates its slice with a slice of its own gradient, and the first one at that.",
+        'With shard="optimizer" a device updates its slice with a slice of its own gradient, and the first one at that.',
     ),
     Mutant(
         "shards-gathered-along-first-axis",

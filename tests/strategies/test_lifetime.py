@@ -30,7 +30,7 @@ KINDS = {
     "two devices": lambda: lockstep.MirroredStrategy(TWO),
     "deterministic": lambda: lockstep.MirroredStrategy(TWO, deterministic=True),
     "deterministic on one device": lambda: lockstep.MirroredStrategy(["cpu:0"], replicas=2, deterministic=True),
-    "sharded optimizer": lambda: lockstep.MirroredStrategy(TWO, shard_optimizer=True),
+    "sharded optimizer": lambda: lockstep.MirroredStrategy(TWO, shard="optimizer"),
     "central storage": lambda: lockstep.experimental.CentralStorageStrategy(TWO),
 }
 

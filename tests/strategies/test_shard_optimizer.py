@@ -1,4 +1,4 @@
-"""``shard_optimizer=True``: the same numbers, with the optimizer's variables cut over the devices."""
+"""``shard="optimizer"``: the same numbers, with the optimizer's variables cut over the devices."""
 
 import jax
 import keras
@@ -45,7 +45,7 @@ def optimizers_and_devices():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "devices"), list(optimizers_and_devices()))
 def test_law_1_holds(name, devices):
-    case, topology = case_named(name), Topology(3, devices, {"shard_optimizer": True})
+    case, topology = case_named(name), Topology(3, devices, {"shard": "optimizer"})
     assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
 
 
@@ -60,7 +60,7 @@ def train(**options):
 
 
 def test_each_device_holds_its_part_of_the_optimizer_and_all_of_the_weights():
-    plain, sliced = train(), train(shard_optimizer=True)
+    plain, sliced = train(), train(shard="optimizer")
     whole = sum(variable.value.nbytes for variable in plain.optimizer.variables)
     assert set(bytes_by_device(plain.optimizer.variables).values()) == {whole}
     # Two moments of weights (64, 32), (32, 3) and bias (32,) are cut in four; of bias (3,) and the two numbers nothing is.
@@ -93,7 +93,7 @@ def test_slices_are_whole_tiles_of_a_tpu_if_an_axis_allows_it(shape, axis):
 def test_axis_of_the_slices_does_not_change_a_bit(monkeypatch):
     def trained():
         keras.utils.set_random_seed(0)
-        with lockstep.MirroredStrategy([f"cpu:{device}" for device in range(4)], shard_optimizer=True).scope():
+        with lockstep.MirroredStrategy([f"cpu:{device}" for device in range(4)], shard="optimizer").scope():
             model = keras.Sequential([keras.Input((64,)), layers.Dense(96, activation="tanh"), layers.Dense(8)])
             model.compile("adam", logits_loss)
         x, y = np.random.default_rng(0).normal(size=(24, 64)).astype("float32"), np.arange(24) % 3
@@ -110,7 +110,7 @@ def test_axis_of_the_slices_does_not_change_a_bit(monkeypatch):
 
 
 def test_a_saved_model_has_the_whole_optimizer(tmp_path):
-    model = train(shard_optimizer=True)
+    model = train(shard="optimizer")
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     for ours, theirs in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
@@ -126,7 +126,7 @@ def test_gradients_are_scattered_and_not_summed_everywhere(monkeypatch):
         return original(value, *args, **kwargs)
 
     monkeypatch.setattr("lockstep.execution.spmd.lax.psum_scatter", noted)
-    train(shard_optimizer=True)
+    train(shard="optimizer")
     assert sorted(set(scattered)) == [(32,), (32, 3), (64, 32)]
 
 
@@ -139,4 +139,4 @@ def test_gradients_are_scattered_and_not_summed_everywhere(monkeypatch):
 )
 def test_shard_optimizer_refuses_operations(options, says):
     with pytest.raises(lockstep.OptionError, match=says):
-        lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard_optimizer=True, **options)
+        lockstep.MirroredStrategy(["cpu:0", "cpu:1"], shard="optimizer", **options)

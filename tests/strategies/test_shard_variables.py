@@ -363,7 +363,6 @@ def test_a_model_that_is_not_compiled_predicts(caplog, devices):
     [
         ({"shard": "weights"}, 'expected "optimizer", "variables" or None'),
         ({"shard": "variables", "cross_device_ops": "ring"}, "not by RingAllReduce"),
-        ({"shard": "variables", "shard_optimizer": True}, "the latter includes the former"),
         ({"recompute": "blocks"}, 'recompute belongs to shard="variables"'),
         ({"shard": "variables", "recompute": "all"}, 'expected "blocks", a function of a layer or None'),
     ],

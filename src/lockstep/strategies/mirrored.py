@@ -36,7 +36,6 @@ class MirroredStrategy(Strategy):
         recompute: with ``shard="variables"``, which layers are computed again in the backward pass, so that their gathered
             variables and inner results need no memory until then: ``"blocks"``: repeated layers, and all others that have large
             variables; a function ``layer -> bool``; None: no layer.
-        shard_optimizer: former name of ``shard="optimizer"``.
 
     Raises:
         BackendError: Keras does not run on JAX, or its version is unknown.
@@ -65,11 +64,8 @@ class MirroredStrategy(Strategy):
         input_options: InputOptions | None = None,
         shard: str | None = None,
         recompute: Recompute = None,
-        shard_optimizer: bool = False,
     ) -> None:
         if communication_options is not None:
             cross_device_ops = choose_cross_device_ops(cross_device_ops, communication_options)
-        options = prepare_process(
-            cross_device_ops, replicas, deterministic, input_options, shard, recompute, shard_optimizer
-        )
+        options = prepare_process(cross_device_ops, replicas, deterministic, input_options, shard, recompute)
         super().__init__(one_axis_placement(find_devices(devices), options), options)

@@ -51,7 +51,6 @@ def prepare_process(
     input_options: InputOptions | None = None,
     shard: str | None = None,
     recompute: Recompute = None,
-    shard_optimizer: bool = False,
 ) -> StrategyOptions:
     """Check a strategy's arguments, then change the settings of the process that JAX reads when it starts.
 
@@ -65,7 +64,6 @@ def prepare_process(
         input_options: likewise.
         shard: likewise.
         recompute: likewise.
-        shard_optimizer: likewise.
 
     Raises:
         BackendError: Keras does not run on JAX, or its version is unknown.
@@ -74,7 +72,7 @@ def prepare_process(
     trainer.check_keras()
     deterministic = is_deterministic() if deterministic is None else flag("deterministic", deterministic)
     ops = _resolve_ops(cross_device_ops, deterministic)
-    resolved_shard = _resolve_shard(shard, shard_optimizer, ops, deterministic)
+    resolved_shard = _resolve_shard(shard, ops, deterministic)
     _check_recompute(recompute, resolved_shard)
     if replicas is not None:
         replicas = whole_number("replicas", replicas, most=MOST_REPLICAS)
@@ -105,16 +103,10 @@ def _resolve_ops(ops: Ops | None, deterministic: bool) -> CrossDeviceOps:
     return resolved
 
 
-def _resolve_shard(shard: str | None, shard_optimizer: bool, ops: CrossDeviceOps, deterministic: bool) -> Shard:
-    """Return which variables are sharded; ``shard_optimizer=True`` is the former name of ``shard="optimizer"``."""
+def _resolve_shard(shard: str | None, ops: CrossDeviceOps, deterministic: bool) -> Shard:
+    """Return which variables are sharded."""
     if shard is not None and not (isinstance(shard, str) and shard in ("optimizer", "variables")):
         raise OptionError(f'shard: expected "optimizer", "variables" or None, got {shown(shard)}.')
-    if flag("shard_optimizer", shard_optimizer):
-        if shard == "variables":
-            raise OptionError(
-                'shard_optimizer=True and shard="variables": the latter includes the former. Fix: leave shard_optimizer out.'
-            )
-        shard = "optimizer"
     if shard is not None and not deterministic and type(ops) is not AutoAllReduce:
         raise OptionError(
             f"shard={shard!r} adds gradients by the platform's reduce-scatter, not by {type(ops).__name__}. Fix: leave "
