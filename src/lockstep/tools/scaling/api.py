@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import shlex
 import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,8 +20,16 @@ from lockstep.tools.env import describe_machine
 from lockstep.tools.running_scripts import check_exists
 from lockstep.tools.scaling.benchmark import measure_all
 from lockstep.tools.scaling.html_report import page_of
-from lockstep.tools.scaling.results import Budget, SettingFailure, SettingResult, recommend, settings_of, table_of
-from lockstep.tools.scaling.terminal import Question, ReportData, outlook_of, progress_reporter, render
+from lockstep.tools.scaling.results import (
+    Budget,
+    ScalingTable,
+    SettingFailure,
+    SettingResult,
+    recommend,
+    settings_of,
+    table_of,
+)
+from lockstep.tools.scaling.terminal import Outlook, Question, outlook_of, progress_reporter, render
 from lockstep.tools.scaling.workload import (
     FunctionWorkload,
     Workload,
@@ -70,7 +79,7 @@ class SavedReport(ABC):
 
 
 @dataclass(frozen=True)
-class ScalingReport(ReportData, SavedReport):
+class ScalingReport(SavedReport):
     """The result of ``lockstep.scaling_report`` and ``lockstep scale``; ``print`` shows it.
 
     Args:
@@ -95,11 +104,46 @@ class ScalingReport(ReportData, SavedReport):
         ['figures.json']
     """
 
+    title: str
+    command: str
+    machine: str
+    table: ScalingTable
+    recommendation: tuple[str, ...]
+    outlook: Outlook | None
+    notes: tuple[str, ...]
+
     def __str__(self) -> str:
         return render(self)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as values of JSON.
+
+        Returns:
+            Dicts, lists, strings and numbers; None for NaN and infinity, such as the loss of a training that has diverged.
+        """
+        values = asdict(self)
+        for row, written in zip(self.table.rows, values["table"]["rows"], strict=True):
+            written |= {"strong_efficiency": row.strong_efficiency, "weak_efficiency": row.weak_efficiency}
+        if self.outlook:
+            values["outlook"]["error"] = self.outlook.error
+            values["outlook"]["checks"] = [
+                {**asdict(row.setting), "measured": row.step, "predicted": seconds, "error": error}
+                for row, seconds, error in self.outlook.checks
+            ]
+        plain: dict[str, Any] = _plain(values)
+        return plain
+
     def _page(self) -> str:
         return page_of(self)
+
+
+def _plain(value: Any) -> Any:
+    """Convert to values of JSON, which has neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scale_script(

@@ -4,10 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
 from lockstep._logging import counted
 from lockstep.tools.scaling.results import CurvePoint, ScalingRow, ScalingTable, memory, number, ratio, seconds, share
-from lockstep.tools.scaling.terminal import Outlook, ReportData
+from lockstep.tools.scaling.terminal import Outlook
+
+if TYPE_CHECKING:
+    from lockstep.tools.scaling.api import ScalingReport
 
 WIDTH, HEIGHT = 460, 270  # of a chart, in its own units; a letter is 12 high
 LEFT, RIGHT, TOP, BOTTOM = 70, 22, 12, 46
@@ -505,7 +509,7 @@ _METHOD = (
 )
 
 
-def page_of(report: ReportData) -> str:
+def page_of(report: "ScalingReport") -> str:
     """Render the page."""
     title = f"Scaling of {report.title}"
     metadata = f"{escape(report.machine)}<br>Command: <code>{escape(report.command)}</code>"

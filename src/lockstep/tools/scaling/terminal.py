@@ -1,14 +1,13 @@
-"""A scaling report: table, prediction and recommendation, as JSON and for the terminal."""
+"""A scaling report: table, prediction and recommendation, for the terminal."""
 
 import io
-import math
 import shutil
 import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -42,6 +41,9 @@ from lockstep.tools.scaling.results import (
     seconds,
     share,
 )
+
+if TYPE_CHECKING:
+    from lockstep.tools.scaling.api import ScalingReport
 
 _MIN_CHECKS = 3  # settings; with fewer the formula has as many constants as data and fits them exactly
 
@@ -99,47 +101,6 @@ class Outlook:
         )
 
 
-@dataclass(frozen=True)
-class ReportData:
-    """The content of a report, which the terminal and the HTML page render.
-
-    Args:
-        title: of what was measured.
-        command: that started the measurement.
-        machine: that it ran on.
-        table: the results of all settings.
-        recommendation: sentences.
-        outlook: the prediction for more devices; None if no setting could be measured.
-        notes: remarks for the reader.
-    """
-
-    title: str
-    command: str
-    machine: str
-    table: ScalingTable
-    recommendation: tuple[str, ...]
-    outlook: Outlook | None
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as values of JSON.
-
-        Returns:
-            Dicts, lists, strings and numbers; None for NaN and infinity, such as the loss of a training that has diverged.
-        """
-        values = asdict(self)
-        for row, shown in zip(self.table.rows, values["table"]["rows"], strict=True):
-            shown |= {"strong_efficiency": row.strong_efficiency, "weak_efficiency": row.weak_efficiency}
-        if self.outlook:
-            values["outlook"]["error"] = self.outlook.error
-            values["outlook"]["checks"] = [
-                {**asdict(row.setting), "measured": row.step, "predicted": seconds, "error": error}
-                for row, seconds, error in self.outlook.checks
-            ]
-        plain: dict[str, Any] = _plain(values)
-        return plain
-
-
 def outlook_of(table: ScalingTable, question: Question) -> Outlook | None:
     """Return the prediction for more devices; None if nothing was measured under a strategy."""
     model, chosen = model_of(table.rows), choose(table)
@@ -165,19 +126,10 @@ def outlook_of(table: ScalingTable, question: Question) -> Outlook | None:
     )
 
 
-def _plain(value: Any) -> Any:
-    """Convert to values of JSON, which has neither NaN nor infinity."""
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 _MIN_WIDTH = 100  # of a line, if the output is no terminal
 
 
-def render(report: ReportData, *, is_terminal: bool = False) -> str:
+def render(report: "ScalingReport", *, is_terminal: bool = False) -> str:
     """Render the report as text, as wide as the terminal or of 100 columns.
 
     Args:
