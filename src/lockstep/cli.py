@@ -11,6 +11,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -495,28 +496,16 @@ def _config_from_options(options: argparse.Namespace) -> LaunchConfig:
     _check_container(options)
     hosts = None if options.hosts is None else tuple(host.strip() for host in options.hosts.split(","))
     least, most = options.nnodes or (None, len(hosts or ("this",)))
-    return LaunchConfig(
-        program=(options.script, *options.arguments),
-        is_module=options.is_module,
-        workers=next((count for count in (options.workers, options.nproc_per_node) if count is not None), 1),
-        servers=options.servers,
-        has_evaluator=options.evaluator,
-        nodes=most,
-        min_nodes=least,
-        node_rank=options.node_rank,
-        coordinator=options.coordinator,
-        hosts=hosts,
-        max_restarts=options.max_restarts,
-        join_seconds=options.join_seconds,
-        start_seconds=options.start_seconds,
-        log_dir=options.log_dir,
-        tee=options.tee,
-        timeout=options.timeout,
-        grace=options.grace,
-        allocator=options.allocator,
-        container_image=options.container_image,
-        container_mounts=options.container_mounts,
-    )
+    same_names = {one.name: vars(options)[one.name] for one in fields(LaunchConfig) if one.name in options}
+    others = {
+        "program": (options.script, *options.arguments),
+        "workers": next((count for count in (options.workers, options.nproc_per_node) if count is not None), 1),
+        "has_evaluator": options.evaluator,
+        "nodes": most,
+        "min_nodes": least,
+        "hosts": hosts,
+    }
+    return LaunchConfig(**same_names | others)
 
 
 def _check_container(options: argparse.Namespace) -> None:
