@@ -309,11 +309,12 @@ def _sum(placement: Placement, own: np.ndarray) -> np.ndarray:
     ]
     whole = (len(placement.devices), *own.shape)
     stack = jax.make_array_from_single_device_arrays(whole, placement.row_sharding, parts)
-    return np.asarray(_summed(placement.mesh)(stack).addressable_shards[0].data)
+    return np.asarray(device_sum(placement.mesh)(stack).addressable_shards[0].data)
 
 
 @cache
-def _summed(mesh: Mesh) -> Any:
+def device_sum(mesh: Mesh) -> Any:
+    """Return the program that adds the rows of an array, of which each device of ``mesh`` has one."""
     whole, cut = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
     add = jax.shard_map(
         lambda x: lax.psum(x[0], DEVICE_AXIS), mesh=mesh, in_specs=cut, out_specs=whole, check_vma=False

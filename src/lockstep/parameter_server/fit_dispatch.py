@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from lockstep._errors import INTERRUPTED, USER_ERROR, ClusterError
+from lockstep._errors import USER_ERROR, ClusterError
 from lockstep._keras import trainer
 from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.distributed.control.failure_detector import summary_of
+from lockstep.distributed.control.termination import exit_code_of
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.fit.checkpointing.preemption import Preemption
@@ -37,7 +38,7 @@ _KINDS = ("trainable", "non_trainable", "optimizer")
 class ServerTraining(scheduler_base.TrainingModels, Protocol):
     """What calls of ``fit`` need of the strategy."""
 
-    def tell(self, model: keras.Model, sentence: str) -> None:
+    def _log_once(self, model: keras.Model, sentence: str) -> None:
         """Log a sentence about a model, once."""
 
 
@@ -99,7 +100,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             ):
                 history = proceed()
         except BaseException as error:
-            self._dispatcher.abort(f"the chief's fit has ended: {summary_of(error)}", _exit_code_of(error))
+            self._dispatcher.abort(f"the chief's fit has ended: {summary_of(error)}", exit_code_of(error))
             raise
         data.close()  # If the epoch was cut short, the iterator of the input is closed here.
         result = {
@@ -120,7 +121,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             return plan, context.connect_to_servers(plan, self._call)
 
         def warn_once(sentence: str) -> None:
-            self._training.tell(model, sentence)
+            self._training._log_once(model, sentence)
 
         return ChiefFit(model, data, self._dispatcher, self._call, connect, parts, warn_once)
 
@@ -133,7 +134,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
         _insert_callback(arguments, StalenessMetrics(fit.counters, self._context.log))
         if self._context.role.evaluator and arguments.get("validation_data") is not None:
             arguments["validation_data"] = None
-            self._training.tell(
+            self._training._log_once(
                 model, "its validation data are evaluated by the evaluator, so no val_ logs come from fit"
             )
 
@@ -257,11 +258,3 @@ def _insert_callback(arguments: dict[str, Any], callback: keras.callbacks.Callba
         given.callbacks.insert(0, callback)
     else:
         arguments["callbacks"] = [callback, *fit_entry.callbacks_in(arguments)]
-
-
-def _exit_code_of(error: BaseException) -> int:
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    if isinstance(error, ClusterError) and error.exit_code is not None:
-        return error.exit_code
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else USER_ERROR

@@ -10,6 +10,7 @@ import jax
 import keras
 
 from lockstep._errors import ClusterError, instance_of, whole_number
+from lockstep._logging import log_info
 from lockstep.collectives import CommunicationOptions, Ops, choose_cross_device_ops
 from lockstep.data import fit_entry
 from lockstep.data.device_placement import Placement
@@ -113,7 +114,7 @@ class WorkerStrategy(Strategy):
         """Connect to the other workers, which starts JAX, and return the devices of all, in the order of the workers."""
         if self._group.workers > 1 and not self._is_adopting:
             self._log_notes()
-            job = job_of_this_process(self._group, count_cpu_devices(devices), self._timeout, self._log_on_any_process)
+            job = job_of_this_process(self._group, count_cpu_devices(devices), self._timeout, log_info)
             own: Sequence[jax.Device] = resolve_devices(devices)
         else:
             if self._is_adopting:
@@ -142,9 +143,9 @@ class WorkerStrategy(Strategy):
         def check() -> None:
             note = None if source is None else check_source(source, is_chosen)
             if note is not None:
-                self._log_on_any_process(note)
+                log_info(note)
 
-        job = adopt_job(check, self._timeout, self._log_on_any_process)
+        job = adopt_job(check, self._timeout, log_info)
         self._group = job.group
         self._resolver = ClusterResolver(membership_of_group(job.group))
         if own[0].platform == "cpu":
@@ -182,9 +183,6 @@ class WorkerStrategy(Strategy):
     def _log(self, message: str) -> None:
         if self.is_chief:
             super()._log(message)
-
-    def _log_on_any_process(self, message: str) -> None:
-        super()._log(message)
 
     def _summary(self) -> str:
         return f"worker {self._group.index} of {self._group.workers} ({self._group.source}). {super()._summary()}"

@@ -11,7 +11,7 @@ import keras
 
 from lockstep._errors import ClusterError, ModelError, OptionError, flag, function, seconds, whole_number
 from lockstep._keras import trainer
-from lockstep._logging import counted
+from lockstep._logging import counted, log_info
 from lockstep.data.fit_entry import InputOptions, check_input_options
 from lockstep.data.pass_iterator import capture_random_state, restore_random_state
 from lockstep.devices.determinism import is_deterministic
@@ -151,7 +151,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             refuse_nonfinite,
             NetworkOptions.of(os.environ),
             limit,
-            self._log_on_any_process,
+            log_info,
         )
         options = prepare_process(deterministic=False, input_options=input_options)
         refuse_device_override(type(self).__name__)
@@ -239,10 +239,6 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             "in the scope before a function is scheduled."
         )
 
-    def tell(self, model: keras.Model, sentence: str) -> None:
-        """Log a sentence about a model, once."""
-        self._functions_of(model).log(sentence)
-
     def _claim(self, model: keras.Model) -> None:
         super()._claim(model)
         if model in self._models and model not in self._creation_order:
@@ -258,9 +254,6 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
     def _log(self, message: str) -> None:
         if self.is_chief:
             super()._log(message)
-
-    def _log_on_any_process(self, message: str) -> None:
-        super()._log(message)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._role.name})"

@@ -11,19 +11,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
-from typing import Any, TextIO
+from typing import TextIO
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # This module runs as a program.
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
 from lockstep._errors import DONE, USER_ERROR
-from lockstep.data.device_placement import DEVICE_AXIS, Placement, placement_on
+from lockstep.data.device_placement import Placement, placement_on
 from lockstep.distributed.control.control_client import ControlClient
+from lockstep.distributed.process_group import device_sum
 
 SIZES = (1_000, 1_000_000, 16_000_000)  # bytes of each worker's array
 PAIR_SECONDS = 20.0  # limit for all measurements of one pair
@@ -52,16 +51,7 @@ def all_reduce(placement: Placement, own: np.ndarray) -> np.ndarray:
     stack = jax.make_array_from_callback(
         (len(placement.devices), *own.shape), placement.row_sharding, lambda _: own[None]
     )
-    return np.asarray(_summed(placement.mesh)(stack).addressable_shards[0].data)
-
-
-@cache
-def _summed(mesh: Mesh) -> Any:
-    whole, cut = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
-    add = jax.shard_map(
-        lambda x: jax.lax.psum(x[0], DEVICE_AXIS), mesh=mesh, in_specs=cut, out_specs=whole, check_vma=False
-    )
-    return jax.jit(add)
+    return np.asarray(device_sum(placement.mesh)(stack).addressable_shards[0].data)
 
 
 def measure(

@@ -105,7 +105,7 @@ class ExitGuard:
         self._raised = summary_of(error)
         self._before(kind, error, traceback)
         failure = None if self.client is None else _cause(self.client, self._raised)
-        code = _code(error, failure)
+        code = exit_code_of(error, failure)
         _run_with_limit(lambda: self.before_end(self._raised, code))
         _run_with_limit(_flush if failure is None else lambda: self._write_again(failure))
         self._end(code)
@@ -143,7 +143,10 @@ def _cause(client: ControlClient, summary: str) -> Failure | None:
     return None if is_own else failure
 
 
-def _code(error: BaseException, failure: Failure | None) -> int:
+def exit_code_of(error: BaseException, failure: Failure | None = None) -> int:
+    """Return the exit code of a process that ends with an exception, of which ``failure`` is the cause if it is given."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
     if isinstance(error, ClusterError) and error.exit_code is not None:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
