@@ -388,18 +388,14 @@ def _recomputed_call(
     kwargs: dict[str, Any],
 ) -> Any:
     leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    arrays = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     known = [variable for variable in layer.variables if scope.get_current_value(variable) is not None]
     values, is_shard = _values_to_keep([(variable, scope.get_current_value(variable)) for variable in known], shards)
     learned: dict[str, Any] = {}  # what the trace finds besides arrays
 
-    def run(values: list[Any], arrays: list[Any], masks: list[Any]) -> Any:
-        for array, mask in zip(arrays, masks, strict=True):
-            if mask is not None:
-                set_keras_mask(array, mask)
-        own = iter(arrays)
-        own_leaves = [next(own) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+    def run(values: list[Any], arrays: dict[int, Any], masks: list[Any]) -> Any:
+        _set_masks(arrays.values(), masks)
+        own_leaves = [arrays.get(place, leaf) for place, leaf in enumerate(leaves)]
         own_args, own_kwargs = jax.tree.unflatten(structure, own_leaves)
         stored_before = attribute_arrays(layer)
         before = [
@@ -418,18 +414,22 @@ def _recomputed_call(
         learned["owners"] = [_take_loss(layer, loss) for loss in inner.losses]
         return outputs, [get_keras_mask(output) for output in outputs], changes, inner.losses, list(stored.values())
 
-    masks = [get_keras_mask(array) for array in arrays]
+    masks = [get_keras_mask(array) for array in arrays.values()]
     outputs, masks, changes, losses, stored = jax.checkpoint(run)(values, arrays, masks)
     set_attribute_arrays(learned["stored"], stored)
-    for output, mask in zip(outputs, masks, strict=True):
-        if mask is not None:
-            set_keras_mask(output, mask)
+    _set_masks(outputs, masks)
     for variable, new in zip(known, changes, strict=True):
         if new is not None:
             scope.add_update((variable, new))
     for owner, loss in zip(learned["owners"], losses, strict=True):
         owner.add_loss(loss)
     return jax.tree.unflatten(learned["outputs"], outputs)
+
+
+def _set_masks(tensors: Iterable[Any], masks: Iterable[Any]) -> None:
+    for tensor, mask in zip(tensors, masks, strict=True):
+        if mask is not None:
+            set_keras_mask(tensor, mask)
 
 
 def _values_to_keep(current: list[tuple[keras.Variable, Any]], shards: Shards) -> tuple[list[Any], list[bool]]:

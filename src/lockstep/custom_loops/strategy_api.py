@@ -102,14 +102,7 @@ class StrategyApi:
                 "and use fit, or make a strategy without deterministic=True."
             )
         function("strategy.run: fn", fn)
-        if not isinstance(args, (tuple, list)):
-            raise OptionError(
-                f"strategy.run: args: expected a tuple or a list, got {type(args).__name__}. Fix: write args=(value,)."
-            )
-        kwargs = named_arguments("strategy.run: kwargs", kwargs)
-        check_depth("strategy.run: args", args)
-        check_depth("strategy.run: kwargs", kwargs)
-        leaves, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_per_replica)
+        leaves, structure = jax.tree.flatten(_checked_arguments(args, kwargs), is_leaf=is_per_replica)
         leaves = [value_of(leaf) for leaf in leaves]
         are_values = tuple(is_value(leaf) for leaf in leaves)
         fixed = tuple(leaf for leaf, value in zip(leaves, are_values, strict=True) if not value)
@@ -485,3 +478,19 @@ def _local_values(value: PerReplica) -> dict[int, jax.Array]:
     if is_partial and any(is_spread(array) for array in value.groups):
         return dict(enumerate(local_values(value).values))
     return value.held
+
+
+def _checked_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of ``run`` as a tuple and a dict.
+
+    Raises:
+        OptionError: they are something else, or nested too deeply.
+    """
+    if not isinstance(args, (tuple, list)):
+        raise OptionError(
+            f"strategy.run: args: expected a tuple or a list, got {type(args).__name__}. Fix: write args=(value,)."
+        )
+    named = named_arguments("strategy.run: kwargs", kwargs)
+    check_depth("strategy.run: args", args)
+    check_depth("strategy.run: kwargs", named)
+    return tuple(args), named

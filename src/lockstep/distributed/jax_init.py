@@ -69,9 +69,18 @@ def start_jax(
         set_batch_scheduling()
     service = find_jax_address(client, environ, log)
     reserve_threads(cpu_devices)
+    bind_address = _bind_address(service, NetworkOptions.of(environ))
+    _initialize(group, service, gpus, bind_address, limit=int(timeout_seconds) + 1)
+
+
+def _initialize(group: WorkerGroup, service: str, gpus: list[int] | None, bind_address: str | None, limit: int) -> None:
+    """Have JAX connect the processes.
+
+    Raises:
+        ClusterError: it cannot start.
+    """
     jax.config.update("jax_enable_recoverability", True)  # Or JAX aborts a process whose peer has died.
     jax.config.update("jax_enable_preemption_service", False)  # It swallows SIGTERM.
-    limit = int(timeout_seconds) + 1
     try:
         jax.distributed.initialize(
             service,
@@ -82,7 +91,7 @@ def start_jax(
             initialization_timeout=limit,
             heartbeat_timeout_seconds=4 * limit,  # The control channel is earlier, and names the worker.
             shutdown_timeout_seconds=limit,
-            coordinator_bind_address=_bind_address(service, NetworkOptions.of(environ)),
+            coordinator_bind_address=bind_address,
         )
     except RuntimeError as error:
         raise ClusterError(

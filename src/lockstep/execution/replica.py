@@ -92,14 +92,15 @@ def run_replicas(
     for first, count, size, start in _runs(rows, vectorize):
         replicas = first_replica + jnp.arange(first, first + count)
         own_inputs = jax.tree.map(partial(_replica_inputs, start=start, count=count, size=size), inputs)
-        if count == 1:
-            result = jax.tree.map(
-                lambda leaf: leaf[None], one(replicas[0], jax.tree.map(lambda leaf: leaf[0], own_inputs))
-            )
-        else:
-            result = jax.vmap(one)(replicas, own_inputs)
+        result = jax.vmap(one)(replicas, own_inputs) if count > 1 else _run_single(one, replicas, own_inputs)
         shares.append(_share(result, merges, non_trainable, replicas, weights[first : first + count]))
     return _combine(shares)
+
+
+def _run_single(one: Callable[[jax.Array, Any], ReplicaResult], replicas: jax.Array, inputs: Any) -> ReplicaResult:
+    """Run a single replica without ``vmap``; like the arguments, the result has an axis of replicas."""
+    result = one(replicas[0], jax.tree.map(lambda leaf: leaf[0], inputs))
+    return jax.tree.map(lambda leaf: leaf[None], result)
 
 
 def _runs(rows: tuple[int, ...], vectorize: bool) -> Iterator[tuple[int, int, int, int]]:

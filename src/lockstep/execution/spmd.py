@@ -150,6 +150,11 @@ class SpmdForward:
     allows_padding: bool
     axes: tuple[Axes, Axes] | None = None
 
+    @property
+    def variable_axes(self) -> tuple[Axes, Axes]:
+        """``axes``, with None for each variable if all are whole."""
+        return self.axes or ((None,) * len(self.trainable), (None,) * len(self.non_trainable))
+
     def padded_calls(self) -> tuple[tuple[int, ...], np.ndarray] | None:
         """Return calls that every device may make, some of them on padding after its rows; None if devices make their own calls.
 
@@ -203,21 +208,7 @@ def forward_on_devices(
         own = forward.calls[0]
         return finish_result(forward, _run_local(forward, inputs, own, 0, _is_vectorized(forward, own, placement)))
 
-    trainable_axes, other_axes = forward.axes or (
-        (None,) * len(forward.trainable),
-        (None,) * len(forward.non_trainable),
-    )
-
-    def on_one_device(
-        trainable: list[jax.Array], non_trainable: list[jax.Array], shared: list[jax.Array], inputs: Any
-    ) -> ReplicaResult:
-        values = [value[0] if axis is None else value for value, axis in zip(trainable, trainable_axes, strict=True)]
-        own = replace(forward, trainable=values, non_trainable=non_trainable, shared=shared)
-        result = _on_this_device(own, inputs, placement)
-        changed, form = jax.tree.flatten(result.state)
-        state = jax.tree.unflatten(form, platform_sum_bucketed(changed, DEVICE_AXIS, placement.devices))
-        return ReplicaResult(rows=result.rows, means=[share[None] for share in result.means], state=state)
-
+    trainable_axes, other_axes = forward.variable_axes
     cut, whole = PartitionSpec(DEVICE_AXIS), PartitionSpec()
     trainable = list(forward.trainable)
     copied = [position for position, axis in enumerate(trainable_axes) if axis is None]
@@ -225,7 +216,7 @@ def forward_on_devices(
     for position, copy in zip(copied, copies, strict=True):
         trainable[position] = copy
     result = jax.shard_map(
-        on_one_device,
+        partial(_on_one_device, forward, placement),
         mesh=placement.mesh,
         in_specs=(
             [cut if axis is None else shard_spec(axis) for axis in trainable_axes],
@@ -238,6 +229,24 @@ def forward_on_devices(
     )(trainable, forward.non_trainable, forward.shared, inputs)
     rows = [_global_rows(leaf, layout, placement) for leaf in result.rows]
     return finish_result(forward, ReplicaResult(rows, [share.sum(axis=0) for share in result.means], result.state))
+
+
+def _on_one_device(
+    forward: SpmdForward,
+    placement: Placement,
+    trainable: list[jax.Array],
+    non_trainable: list[jax.Array],
+    shared: list[jax.Array],
+    inputs: Any,
+) -> ReplicaResult:
+    """Run the replicas of this device with its part of each argument, and add the changes of state of all devices."""
+    axes, _ = forward.variable_axes
+    values = [value[0] if axis is None else value for value, axis in zip(trainable, axes, strict=True)]
+    own = replace(forward, trainable=values, non_trainable=non_trainable, shared=shared)
+    result = _on_this_device(own, inputs, placement)
+    changed, form = jax.tree.flatten(result.state)
+    state = jax.tree.unflatten(form, platform_sum_bucketed(changed, DEVICE_AXIS, placement.devices))
+    return ReplicaResult(rows=result.rows, means=[share[None] for share in result.means], state=state)
 
 
 def _device_copies(
