@@ -3,7 +3,6 @@
 Arguments: name of the listener, and a folder in which the test puts files that say how far it is.
 """
 
-import json
 import os
 import resource
 import socket
@@ -12,13 +11,10 @@ import time
 from pathlib import Path
 
 from tests.distributed import test_handshake
+from tests.support.telling import tell
 from tests.support.waiting import wait_until
 
 FEW = 96  # Descriptors besides those that are open at the start.
-
-
-def tell(**values):
-    print(json.dumps(values), flush=True)
 
 
 def count_failures(seconds=1.0):

@@ -12,11 +12,7 @@ from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.join import join
 from lockstep.distributed.control.termination import ExitGuard
-
-
-def tell(**values):
-    """Tell the test something, as JSON."""
-    print(json.dumps(values), flush=True)
+from tests.support.telling import tell
 
 
 def hang():

@@ -1,9 +1,11 @@
 """What the programs of workers share."""
 
+import hashlib
 import json
 import sys
 
 import jax
+import numpy as np
 
 import lockstep
 from lockstep.data import device_placement
@@ -23,6 +25,12 @@ device_placement.SHARD_FROM = config.get("shard_from", device_placement.SHARD_FR
 def tell(**values):
     """Tell the test something, as JSON."""
     print("\n" + json.dumps(values), flush=True)  # A progress bar leaves its line open.
+
+
+def digest(model):
+    """Of all variables; with sharded ones, all workers call this."""
+    values = [np.asarray(variable) for variable in (*model.variables, *model.optimizer.variables)]
+    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 
 
 def make_strategy(**options):

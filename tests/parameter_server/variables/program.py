@@ -11,11 +11,7 @@ from lockstep.parameter_server.variables.sharding import plan_shards
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.variables.variable_server import serve
 from tests.parameter_server.variables.threaded_servers import DEADLINE, SPECS, peer
-
-
-def tell(**values):
-    """Tell the test something, as JSON."""
-    print(json.dumps(values), flush=True)
+from tests.support.telling import tell
 
 
 def main(role, address=None):

@@ -1,6 +1,5 @@
 """Trains on a mesh over the devices of all workers, and saves, loads and resumes."""
 
-import hashlib
 from pathlib import Path
 
 import keras
@@ -8,7 +7,7 @@ import numpy as np
 from keras import layers
 
 import lockstep
-from tests.distributed.jobs.program import config, make_mesh, tell
+from tests.distributed.jobs.program import config, digest, make_mesh, tell
 
 folder = Path(config["folder"])
 # Two batches of 9 rows, of which two parts of a mesh have 5 and 4: one program for both.
@@ -32,12 +31,6 @@ def build(strategy):
 def fit(model, epochs, *callbacks):
     options = {"batch_size": BATCH, "validation_data": (x[:BATCH], y[:BATCH]), "verbose": 0}
     return model.fit(x, y, epochs=epochs, callbacks=list(callbacks), **options).history
-
-
-def digest(model):
-    """Of all variables; all workers call this."""
-    values = [np.asarray(variable) for variable in (*model.variables, *model.optimizer.variables)]
-    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 
 
 def run_alone():

@@ -1,7 +1,6 @@
 """Trains with variables whose shards are on the devices of all workers, and reads, sets, saves and resumes them."""
 
 import functools
-import hashlib
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from keras import layers
 
 import lockstep
 from lockstep.checkpoint.store import CheckpointStore
-from tests.distributed.jobs.program import config, make_strategy, tell
+from tests.distributed.jobs.program import config, digest, make_strategy, tell
 
 folder = Path(config["folder"])
 x = np.random.default_rng(0).normal(size=(22, 12)).astype("float32")
@@ -34,12 +33,6 @@ def build(deterministic=False, use_ema=False, **options):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01, use_ema=use_ema, clipnorm=1.0), loss, metrics=["accuracy"])
     return strategy, model
-
-
-def digest(model):
-    """Of all variables; with sharded ones, all workers call this."""
-    values = [np.asarray(variable) for variable in (*model.variables, *model.optimizer.variables)]
-    return hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 
 
 def fit(model, epochs, *callbacks, sizes=TWO_SHAPES):

@@ -11,37 +11,17 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import keras
 import numpy as np
 
 import lockstep
+from tests.parameter_server.own_step import OwnStep
+from tests.support.telling import tell
 
 ROWS, WIDTH, BATCH = 230, 6, 40
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
 Y = (2 * X[:, :1] + X[:, 1:2] ** 2).astype("float32")
 IDS = np.random.default_rng(1).integers(0, 3000, (ROWS, 4)).astype("int32")
-
-
-def tell(**values):
-    print(json.dumps(values), flush=True)
-
-
-class OwnStep(keras.Sequential):
-    """A train_step as users write it, whose logs are no metrics, and one is the optimizer's count of steps."""
-
-    def train_step(self, state, data):
-        trainable, other, optimizer, metrics = state
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-
-        def loss_of(trainable, other):
-            predicted, other = self.stateless_call(trainable, other, x, training=True)
-            return 3 * keras.ops.mean((predicted - y) ** 2), other
-
-        (loss, other), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable, other)
-        before = optimizer[0]
-        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-        return {"loss": loss, "step": before}, (trainable, other, optimizer, metrics)
 
 
 class Pictures(keras.utils.PyDataset):
