@@ -77,12 +77,15 @@ def _checked(path: str | os.PathLike[str], descriptor: int, is_written: bool = F
     raise OSError(f"{Path(path).name} {problem}")
 
 
-def replace_file(path: str | os.PathLike[str], write: Callable[[io.BufferedWriter], object]) -> None:
+def replace_file(
+    path: str | os.PathLike[str], write: Callable[[io.BufferedWriter], object], *, is_synced: bool = False
+) -> None:
     """Make a file, or replace it, as a whole; a link of that name is replaced, not followed.
 
     Args:
         path: the file.
         write: writes the content.
+        is_synced: whether it is on the disk when this returns, so that a loss of power leaves the old or the new content.
 
     Raises:
         OSError: the file cannot be written; then it is unchanged.
@@ -92,11 +95,16 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[io.BufferedWrite
     try:
         with open(temporary, "xb") as file:
             write(file)
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+    if is_synced:
+        sync(target.parent)
 
 
 def publish(directory: Path, name: str, write: Callable[[Path], None]) -> Path:
@@ -119,12 +127,12 @@ def publish(directory: Path, name: str, write: Callable[[Path], None]) -> Path:
     temporary.mkdir()
     try:
         write(temporary)
-        _sync(temporary)
+        sync(temporary)
         os.rename(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(final.parent)
+    sync(final.parent)
     return final
 
 
@@ -135,7 +143,7 @@ def remove(directory: Path, paths: Iterable[Path]) -> None:
         renamed.append(directory / f"{REMOVED}{path.name}")
         os.rename(path, renamed[-1])
     if renamed:
-        _sync(directory)
+        sync(directory)
     for path in renamed:
         _delete(path)
 
@@ -152,7 +160,7 @@ def make_directory(directory: Path) -> None:
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
-        _sync(directory.parent)
+        sync(directory.parent)
 
 
 def _delete(path: Path) -> None:
@@ -162,8 +170,9 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

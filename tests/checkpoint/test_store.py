@@ -279,6 +279,23 @@ def test_a_read_only_disk_can_be_read_and_says_that_it_cannot_be_written(megabyt
     assert store.steps() == [1]
 
 
+def test_a_signature_is_on_the_disk_before_it_replaces_the_manifest(tmp_path, monkeypatch):
+    store_in(tmp_path, 1).close()
+    done, sync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("sync"), sync(file)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    format.sign(tmp_path / "step-000000001", b"k" * 16)
+    assert done == ["sync", "replace", "sync"]
+
+
+def test_a_link_to_nowhere_is_no_checkpoint_and_not_waited_for(tmp_path):
+    store_in(tmp_path, 1).close()
+    (tmp_path / "step-000000009").symlink_to(tmp_path / "nowhere")
+    said = []
+    assert CheckpointStore(tmp_path, log=said.append).newest().step == 1
+    assert len(said) == 1
+
+
 def test_a_directory_below_a_file_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     store = CheckpointStore(tmp_path / "file" / "runs")

@@ -126,7 +126,7 @@ class Taken:
 def by_the_chief(given, depth=0, steps=None, epochs=EPOCHS, hooks=None):
     """The batches that the chief's loop takes, each with what is told of it; facts are those of its epoch's begin."""
     made, found = input_of(given, depth, steps), []
-    made.track_state(None, awaits_state=False)
+    made.track_state(None)
 
     def take(iterator):
         batch = next_batch(iterator, None)

@@ -4,10 +4,13 @@ With arrays a net of convolutions is trained, and the uninterrupted run compiles
 """
 
 import functools
+import itertools
 
+import keras
+import numpy as np
 import pytest
 
-from tests.fit.checkpointing.runs import INPUTS, Run, whole_and_heard
+from tests.fit.checkpointing.runs import INPUTS, Run, Shuffled, data, whole_and_heard
 from tests.support import compile_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -57,6 +60,61 @@ def test_the_same_bits_and_no_step_twice(kind, stop, tmp_path):
     assert second.fit() == expected
     assert second.heard == steps[len(steps) - len(second.heard) :]
     assert len(first.heard) + len(second.heard) - len(steps) <= 2  # save_freq: so much is done again, and no more
+
+
+def batches_without_end():
+    x, y = data()
+    parts = ((x[16 * number :][:16], y[16 * number :][:16]) for number in itertools.cycle(range(5)))
+    return {"validation_data": parts, "validation_steps": 2}
+
+
+def shuffled_batches():
+    return {"validation_data": Shuffled(), "validation_steps": 2}
+
+
+def batches_of_arrays():
+    x, y = data()
+    return {"validation_data": (x, y), "validation_batch_size": 16, "validation_steps": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("validation", [batches_without_end, shuffled_batches, batches_of_arrays])
+def test_a_validation_continues_where_it_was(validation, tmp_path):
+    expected = Run(None, validation=validation).fit(backup=False)
+    assert Run(tmp_path, validation=validation).fit(13) is None
+    assert Run(tmp_path, validation=validation).fit() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [3, 6, 8])
+@pytest.mark.parametrize("cache", ["memory", "device"])
+def test_a_cache_keeps_the_first_pass_also_if_another_process_reads_it(cache, stop, tmp_path):
+    expected = Run(None, "PyDataset", cache=cache).fit(backup=False)
+    assert Run(tmp_path, "PyDataset", cache=cache).fit(stop) is None
+    assert Run(tmp_path, "PyDataset", cache=cache).fit() == expected
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws from the global generator when an epoch begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = 0.0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.drawn = float(np.random.random())
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["drawn"] = self.drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "stop"), [("generator", 6), ("PyDataset, endless", 6), ("PyDataset", 8)])
+def test_callbacks_draw_the_numbers_of_the_uninterrupted_run(kind, stop, tmp_path):
+    expected = Run(None, kind).fit(backup=False, callbacks=[Draws()])
+    assert Run(tmp_path, kind).fit(stop, callbacks=[Draws()]) is None
+    assert Run(tmp_path, kind).fit(callbacks=[Draws()]) == expected
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ import numpy as np
 
 from lockstep._arrays import DTYPES, ML_DTYPES
 from lockstep._errors import CheckpointError, LockstepError
-from lockstep._files import open_to_read, publish, read_file, replace_file
+from lockstep._files import open_to_read, publish, read_file, replace_file, sync
 from lockstep.checkpoint.format import (
     LARGEST_MANIFEST,
     Entry,
@@ -216,7 +216,7 @@ def _package(module: str, extra: str) -> Any:
 def _write_npz(path: Path, arrays: Arrays, record: bytes | None) -> None:
     members = {} if record is None else {RECORD: record}
     readable = {name: _widened_or_bits(array) for name, array in arrays.items()}
-    replace_file(path, lambda file: write_arrays(file, readable, members))
+    replace_file(path, lambda file: write_arrays(file, readable, members), is_synced=True)
 
 
 def _widened_or_bits(array: np.ndarray) -> np.ndarray:
@@ -249,7 +249,7 @@ def _write_safetensors(path: Path, arrays: Arrays, record: bytes | None) -> None
         )
     metadata = None if record is None else {_KEY: record.decode()}
     readable = {name: _without_rare_dtypes(array) for name, array in arrays.items()}
-    replace_file(path, lambda file: safetensors.save_file(readable, file.name, metadata))
+    replace_file(path, lambda file: safetensors.save_file(readable, file.name, metadata), is_synced=True)
 
 
 def _without_rare_dtypes(array: np.ndarray) -> np.ndarray:
@@ -286,8 +286,10 @@ def _write_orbax(path: Path, arrays: Arrays, record: bytes | None) -> None:
         for file in inner.iterdir():
             file.rename(directory / file.name)
         inner.rmdir()
+        for file in directory.rglob("*"):
+            sync(file)
         if record is not None:
-            replace_file(directory / RECORD, lambda file: file.write(record))
+            replace_file(directory / RECORD, lambda file: file.write(record), is_synced=True)
 
     publish(path.parent, path.name, write)
 

@@ -602,7 +602,7 @@ def sign(path: Path, key: bytes) -> None:
         raise CheckpointError(problems[0])
     content = encode(describe(path), key)
     try:
-        replace_file(path / MANIFEST, lambda file: file.write(content))
+        replace_file(path / MANIFEST, lambda file: file.write(content), is_synced=True)
     except OSError as error:
         raise CheckpointError(f"{path / MANIFEST}: cannot be written: {error.strerror}.", error.errno) from error
 

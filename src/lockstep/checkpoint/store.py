@@ -309,7 +309,7 @@ class CheckpointStore:
                 check(loaded)
                 return loaded
             except CheckpointError as error:
-                if fresh[-1].exists():  # Else a writer has replaced it by a newer one meanwhile.
+                if os.path.lexists(fresh[-1]):  # Else a writer has replaced it by a newer one meanwhile.
                     refused[fresh[-1]] = str(error)
                     self._log(f"checkpoint refused: {error}")
         if not refused:

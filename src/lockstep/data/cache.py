@@ -1,5 +1,6 @@
 """Caches: the batches that ``fit`` has read in its first epoch are kept in memory, in a file, or on the devices."""
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from lockstep._errors import OptionError
+from lockstep._errors import InputError, OptionError
 from lockstep._files import open_own, open_to_read
 from lockstep.data.device_placement import Placement
+from lockstep.data.indexed_batches import run_epoch_hook
+from lockstep.data.pass_iterator import EpochHook, capture_random_state, digest_of_batch, restore_random_state
 from lockstep.data.sources import InputSource, WrappedSource
 
 
@@ -80,9 +83,18 @@ class CachedSource(WrappedSource):
         self, source: InputSource, store: BatchStore, change: Callable[[Any], Any] = lambda batch: batch
     ) -> None:
         super().__init__(source)
-        self.has_hooks = False  # What is kept is the first pass.
         self._store, self._change = store, change
         self._kept: int | None = None
+        self._is_tracked = False
+        self._hooks: list[EpochHook] = []  # that have run before what is kept was read
+        self._random: dict[str, Any] | None = None  # the random state with which reading began
+        self._state: dict[str, Any] | None = None
+        self._earlier: dict[str, Any] | None = None  # state of another process
+
+    @property
+    def has_hooks(self) -> bool:  # type: ignore[override]  # What is kept is the first pass.
+        """See :class:`InputSource`."""
+        return self._kept is None and self._source.has_hooks
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]  # It restarts once all batches are kept.
@@ -96,22 +108,74 @@ class CachedSource(WrappedSource):
 
     def batches(self) -> Iterator[Any]:
         """See :class:`InputSource`."""
-        if self._kept is not None:
-            yield from self._store
-            return
+        if self._kept is None and self._earlier is not None:
+            self._read_as_before(self._earlier)
+        yield from self._read() if self._kept is None else self._store
+
+    def _read(self) -> Iterator[Any]:
+        """Read the first pass, and keep it."""
         self._store.clear()  # An earlier pass may have been interrupted.
-        number = 0
+        number, digest = 0, hashlib.sha256()
+        # A source that does not restart has read its first batch before, for its shapes.
+        if self._random is None or self._source.restarts:
+            self._random = capture_random_state()
         for batch in self._source.batches():
+            if self._is_tracked:
+                digest.update(str(digest_of_batch(batch)).encode())
             changed = self._change(batch)
             self._store.append(changed)
             number += 1
+            # An epoch that has taken the last batch may end without a look for another one.
+            if number == self._source.num_batches:
+                self._has_read(number, digest.hexdigest())
             yield changed
-        self._kept = number
+        self._has_read(number, digest.hexdigest())
+
+    def _has_read(self, number: int, digest: str) -> None:
+        self._kept, self._state = number, {"hooks": self._hooks, "random": self._random, "digest": digest}
+
+    def _read_as_before(self, earlier: dict[str, Any]) -> None:
+        """Read the first pass as another process has read it; the random state is left as it is."""
+        present, self._earlier = capture_random_state(), None
+        for hook in earlier["hooks"]:
+            run_epoch_hook(self, hook)
+        restore_random_state(earlier["random"])
+        for _ in self._read():
+            pass
+        restore_random_state(present)
+        if (self.cache_state() or {}).get("digest") != earlier["digest"]:
+            raise InputError(
+                f"The {self.name} is not the one that the checkpoint was written with, or gives its batches in another order: those of its "
+                "first pass, which the cache keeps, have changed. Fix: give it the same data, and its shuffling a seed; or begin anew with "
+                "another directory."
+            )
 
     def give_back(self, batches: list[Any]) -> None:
         """See :class:`InputSource`."""
         if self._kept is None:
             self._source.give_back(batches)
+
+    def begin_epoch(self) -> None:
+        """See :class:`InputSource`."""
+        self._record_hook("begin")
+        super().begin_epoch()
+
+    def end_epoch(self) -> None:
+        """See :class:`InputSource`."""
+        self._record_hook("end")
+        super().end_epoch()
+
+    def _record_hook(self, kind: str) -> None:
+        if self._is_tracked and self.has_hooks:
+            self._hooks.append([kind, capture_random_state()])
+
+    def track_cache(self, earlier: dict[str, Any] | None) -> None:
+        """See :class:`InputSource`."""
+        self._is_tracked, self._earlier = True, earlier
+
+    def cache_state(self) -> dict[str, Any] | None:
+        """See :class:`InputSource`."""
+        return self._state or self._earlier
 
     def close(self) -> None:
         """See :class:`InputSource`."""

@@ -107,6 +107,7 @@ class KerasInput(trainer.DataAdapter):
         self._tracking, self._resume, self._count = _Tracking.OFF, _Resume(), _PassCount()
         self._pass: PassIterator | None = None
         self._keras_pass: PassIterator | None = None  # the pass that Keras has; it forwards to its successors
+        self._resumed_pass: PassIterator | None = None  # the pass that Keras gets next
         self._is_in_epoch = False
         self.meter = WaitMeter()
         self.rows: int | None = None
@@ -116,7 +117,10 @@ class KerasInput(trainer.DataAdapter):
 
     def get_jax_iterator(self) -> PassIterator:
         """Begin a new pass; batches that the earlier one has not used are given back to the source."""
-        self._keras_pass = self._begin_pass()
+        resumed, self._resumed_pass = self._resumed_pass, None
+        self._keras_pass = resumed or self._begin_pass()
+        if resumed and resumed.start and self._resume.steps:  # What has run in this epoch so far ran there before.
+            restore_random_state(resumed.start.after)
         return self._keras_pass
 
     @property
@@ -222,7 +226,7 @@ class KerasInput(trainer.DataAdapter):
         return {
             "pass": self._count.number,
             "at_begin": self._pass.at_begin if self._pass else {},
-            "hooks": self.epoch_hooks,
+            "hooks": list(self.epoch_hooks),  # Those of the end of this epoch are not among them.
             "taken_before": self._count.taken_before,
         }
 
@@ -236,21 +240,22 @@ class KerasInput(trainer.DataAdapter):
         """Number of steps of this epoch that another process has done."""
         return self._resume.steps
 
-    def track_state(self, earlier: IteratorState | None, *, awaits_state: bool) -> None:
+    def track_state(self, earlier: InputState | None) -> None:
         """Track the state from now on, for :meth:`get_state`.
 
         Args:
-            earlier: state of the pass in another process, from which this one will resume.
-            awaits_state: whether :meth:`set_state` follows when training begins.
+            earlier: state in another process, with which :meth:`set_state` will be called when training begins.
         """
-        self._tracking = _Tracking.AWAITING_STATE if awaits_state else _Tracking.ON
+        self._tracking = _Tracking.ON if earlier is None else _Tracking.AWAITING_STATE
+        self._source.track_cache(earlier.cache if earlier else None)
+        iterator = earlier.iterator if earlier else None
         spans_epochs = self._settings.steps < math.inf and bool(self._source.num_batches)
-        self._resume = replace(self._resume, is_mid_pass=earlier is not None and spans_epochs)
-        if earlier and not self._source.restarts:
-            restore_random_state(earlier.at_begin)  # Keras's first look is the begin of the pass.
+        self._resume = replace(self._resume, is_mid_pass=iterator is not None and spans_epochs)
+        if iterator and not self._source.restarts:
+            restore_random_state(iterator.at_begin)  # Keras's first look is the begin of the pass.
 
     def set_state(self, state: InputState, steps: int) -> None:
-        """Resume from the state of another process.
+        """Resume from the state of another process. If it is in a pass, the random state is then that of its last batch.
 
         Args:
             state: what :meth:`get_state` returned there.
@@ -261,6 +266,10 @@ class KerasInput(trainer.DataAdapter):
         for hook in state.hooks:
             run_epoch_hook(self._source, hook)
         self.epoch_hooks = list(state.hooks)
+        if state.iterator:
+            if self._pass is None:
+                restore_random_state(state.iterator.at_begin)
+            self._resumed_pass = self._begin_pass()
 
     def get_state(self, is_epoch_over: bool) -> InputState:
         """Return the state after the batch that was taken last.
@@ -268,12 +277,19 @@ class KerasInput(trainer.DataAdapter):
         Args:
             is_epoch_over: whether all steps of the epoch are done.
         """
-        return InputState(self._pass_state(is_epoch_over), tuple(self.epoch_hooks))
+        return InputState(self._pass_state(is_epoch_over), tuple(self.epoch_hooks), self._source.cache_state())
+
+    def state_between_calls(self) -> InputState:
+        """Return the state between two calls of ``evaluate`` in ``fit``, each of which begins a new pass if the source restarts."""
+        state = self.get_state(is_epoch_over=True)
+        return replace(state, iterator=None) if self._source.restarts else state
 
     def _pass_state(self, is_epoch_over: bool) -> IteratorState | None:
         if self._pass is None or (is_epoch_over and self._settings.steps == math.inf):
             return None
         found = self._pass.get_state()
+        if found and not self._source.restarts:
+            found = replace(found, batches=self.total_taken)
         if found is None or not is_epoch_over:
             return found
         # No batch is read ahead of an epoch's end, but the data's end hook may have drawn random numbers and changed the batches.
@@ -314,7 +330,7 @@ class KerasInput(trainer.DataAdapter):
         if before and not self._source.restarts:
             self._pass.at_begin = before.at_begin  # Batches that were only read are still part of this pass.
         if start:
-            self._pass.seek()  # Now, as the random state is that of the checkpoint from here on.
+            self._pass.seek()
         self._pass.set_limit(settings.steps - self._resume.steps)
         return self._pass
 

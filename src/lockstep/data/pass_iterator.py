@@ -7,8 +7,8 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -43,15 +43,28 @@ class IteratorState:
 
 @dataclass(frozen=True)
 class InputState:
-    """State of the input of a call of ``fit``.
+    """State of an input of a call of ``fit``.
 
     Args:
         iterator: state of the current pass; None if a new pass begins next.
         hooks: the hooks of the data at the begin and end of epochs that have run.
+        cache: how the batches were read that a cache keeps; None if it keeps none.
     """
 
-    iterator: IteratorState | None
-    hooks: tuple[EpochHook, ...]
+    iterator: IteratorState | None = None
+    hooks: tuple[EpochHook, ...] = ()
+    cache: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state in values of JSON."""
+        position = asdict(self.iterator) if self.iterator else None
+        return {"position": position, "hooks": list(self.hooks), "cache": self.cache}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "InputState":
+        """Return the state that :meth:`to_json` has given."""
+        position = found.get("position")
+        return cls(IteratorState(**position) if position else None, tuple(found["hooks"]), found.get("cache"))
 
 
 def digest_of_batch(batch: Any) -> str | None:
@@ -173,6 +186,7 @@ class PassIterator:
         tracks_state: whether :meth:`get_state` will be called.
 
     Attributes:
+        start: see above.
         at_begin: the random state with which the pass began, if it is known.
         successor: the pass that gives the batches from now on.
     """
@@ -188,7 +202,7 @@ class PassIterator:
         tracks_state: bool = False,
     ) -> None:
         self._source, self._place, self._depth, self._meter = source, place, depth, meter
-        self._check, self._start, self._tracks_state = check, start, tracks_state
+        self._check, self.start, self._tracks_state = check, start, tracks_state
         self._number = start.batches if start else 0
         self.at_begin: dict[str, Any] = {}
         self._last: _HostBatch | None = None
@@ -217,7 +231,7 @@ class PassIterator:
     @property
     def position(self) -> int:
         """Number of batches of this pass that steps have taken: the number of the next one."""
-        return self._reader.taken + (self._start.batches if self._start else 0)
+        return self._reader.taken + (self.start.batches if self.start else 0)
 
     def seek(self) -> None:
         """Read up to the start position, before a step requests a batch."""
@@ -226,9 +240,9 @@ class PassIterator:
     def get_state(self) -> IteratorState | None:
         """Return the state of the pass; None before its first batch was taken."""
         if self._last is None:
-            if self._start is None or self._depth:
-                return self._start
-            return replace(self._start, after=capture_random_state())
+            if self.start is None or self._depth:
+                return self.start
+            return replace(self.start, after=capture_random_state())
         after = self._last.after or capture_random_state()
         return IteratorState(self.position, self.at_begin, after, digest_of_batch(self._last.host))
 
@@ -280,7 +294,7 @@ class PassIterator:
         return next(self._batches)
 
     def _begin(self) -> Iterator[Any]:
-        start = self._start
+        start = self.start
         if start is None:
             if self._tracks_state:
                 self.at_begin = self.at_begin or capture_random_state()

@@ -64,6 +64,13 @@ class InputSource:
     def give_back(self, batches: list[Any]) -> None:
         """Take back batches that were read and not used, in order."""
 
+    def track_cache(self, earlier: dict[str, Any] | None) -> None:
+        """Track how a cache reads its batches, for :meth:`cache_state`; ``earlier``: they are read as another process has read them."""
+
+    def cache_state(self) -> dict[str, Any] | None:
+        """Return, in values of JSON, how the batches were read that a cache keeps; None if it does not keep all of them."""
+        return None
+
     def begin_epoch(self) -> None:
         """Begin an epoch."""
 
@@ -83,7 +90,12 @@ class WrappedSource(InputSource):
 
     def __init__(self, source: InputSource) -> None:
         super().__init__(source.name)
-        self._source, self.has_hooks = source, source.has_hooks
+        self._source = source
+
+    @property
+    def has_hooks(self) -> bool:  # type: ignore[override]
+        """See :class:`InputSource`."""
+        return self._source.has_hooks
 
     @property
     def restarts(self) -> bool:  # type: ignore[override]

@@ -128,7 +128,7 @@ class ChiefFit:
         self._keras_logs: dict[str, Any] = {}  # as the last step returned them to Keras
         self._is_broken = False  # Set during an exchange with the servers, so that none follows a failed one.
         self._counters = UpdateCounters()
-        data.track_state(None, awaits_state=False)
+        data.track_state(None)
         if parts is None:  # In synchronous training, the number of rows of each batch must be known here.
             data.count_without_reading()
         dispatcher.open(call, self._changing_values)

@@ -227,7 +227,7 @@ class Strategy(Diagnostics):
         """
         return Checkpoint(
             file_path("checkpoint: directory", directory),
-            SaveFrequency(save_freq),
+            SaveFrequency(save_freq, has_epochs=False),
             keep,
             self._placement,
             self._process_group,

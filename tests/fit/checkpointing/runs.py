@@ -136,6 +136,10 @@ class Run:
     given: Any = None
     options: dict = field(default_factory=lambda: {"save_freq": 2})
     home: str | None = None  # where all variables are
+    optimizer: Any = keras.optimizers.Adam
+    joined: int = 1  # steps of a call
+    cache: str | None = None
+    validation: Any = None  # makes other arguments for it
     heard: list = field(default_factory=list)
 
     def model(self):
@@ -144,11 +148,14 @@ class Run:
         if self.home:
             strategy = lockstep.CentralStorageStrategy(names, self.home, replicas=self.replicas)
         else:
-            strategy = lockstep.MirroredStrategy(names, replicas=self.replicas, deterministic=self.deterministic)
+            options = lockstep.InputOptions(cache=self.cache)
+            strategy = lockstep.MirroredStrategy(
+                names, replicas=self.replicas, deterministic=self.deterministic, input_options=options
+            )
         with strategy.scope():
             model = NETS[self.net](self.width)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.Adam(0.01), loss, metrics=list(self.metrics))
+            model.compile(self.optimizer(0.01), loss, metrics=list(self.metrics), steps_per_execution=self.joined)
         return model
 
     def fit(self, stop=None, backup=True, callbacks=()):
@@ -163,12 +170,10 @@ class Run:
         ]
         callbacks += [BreakOff(stop)] if stop else []
         given = self.given or INPUTS[self.kind]()
-        validation = (x[:24], y[:24])
-        batches = {"validation_batch_size": 8}
+        validation = {"validation_data": (x[:24], y[:24]), "validation_batch_size": 8}
+        validation = self.validation() if self.validation else validation
         try:
-            history = model.fit(
-                **given, epochs=self.epochs, verbose=0, callbacks=callbacks, validation_data=validation, **batches
-            )
+            history = model.fit(**given, epochs=self.epochs, verbose=0, callbacks=callbacks, **validation)
         except BrokenOffError:
             return None
         return digest_of(model, history)

@@ -17,7 +17,7 @@ from lockstep.checkpoint.format import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.fit.checkpointing import model_state
 
-from .runs import BreakOff, BrokenOffError, Run, Shuffled, data, whole
+from .runs import BreakOff, BrokenOffError, Run, Shuffled, data, drawing, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
@@ -37,6 +37,40 @@ def test_what_is_finished_is_not_trained_again_unless_asked(tmp_path, caplog):
     more = Run(tmp_path, epochs=2, options={"save_freq": 2, "extend": True})
     more.fit()
     assert more.heard == [(epoch, step) for epoch in (3, 4) for step in range(5)]
+
+
+def test_an_extension_that_is_broken_off_is_resumed_by_the_same_program(tmp_path):
+    expected = Run(None, epochs=2).fit(backup=False)
+    Run(tmp_path, epochs=1).fit()
+    extended = {"epochs": 1, "options": {"save_freq": 1, "extend": True}}
+    assert Run(tmp_path, **extended).fit(stop=3) is None
+    last = Run(tmp_path, **extended)
+    assert last.fit() == expected
+    assert last.heard == [(1, 2), (1, 3), (1, 4)]
+
+
+def test_a_call_for_fewer_epochs_keeps_the_position_of_the_run(tmp_path):
+    assert Run(tmp_path, options={"save_freq": 1}).fit(stop=8) is None
+    Run(tmp_path, epochs=1).fit()
+    assert CheckpointStore(tmp_path).newest().metadata["batch"] == 2
+    assert Run(tmp_path).fit() == whole()
+
+
+def test_a_validation_that_cannot_be_resumed_is_told_and_no_error(tmp_path, caplog):
+    def drawn():  # The shuffling of the training draws in between.
+        return {"validation_data": drawing(), "validation_steps": 2}
+
+    caplog.set_level(logging.INFO, logger="lockstep")
+    assert Run(tmp_path, validation=drawn).fit(stop=13) is None
+    assert Run(tmp_path, validation=drawn).fit()
+    assert "the metrics of validations may not be those of an uninterrupted run: The generator 'drawing'" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_that_is_only_looked_at_keeps_its_position(tmp_path):
+    Run(tmp_path, "generator", epochs=2).fit()
+    Run(tmp_path, "generator", epochs=2).fit()
+    assert Run(tmp_path, "generator").fit() == whole("generator")
 
 
 class EndsAfter(keras.callbacks.Callback):
@@ -117,6 +151,11 @@ def test_keras_own_limit_of_steps_is_as_steps_per_epoch(stop, tmp_path):
         ({"deterministic": True}, r"deterministic: False then, True now"),
         ({"width": 5}, r"another model: for .*kernel of shape \(72, 5\) it has .*kernel of shape \(72, 4\)"),
         ({"given": {"x": data()[0], "y": data()[1], "batch_size": 10}}, r"steps of an epoch: 5 then, 8 now"),
+        (
+            {"optimizer": keras.optimizers.Adamax},
+            r"another model: for adamax.* of the optimizer it has adam.*/iteration",
+        ),
+        ({"metrics": ()}, r"another model: it also has accuracy/total, accuracy/count"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -126,6 +165,15 @@ def test_another_run_is_refused_with_both_sides(changed, message, tmp_path):
     with pytest.raises(lockstep.CheckpointError, match=message):
         Run(tmp_path, **changed).fit()
     assert CheckpointStore(tmp_path).steps() == before
+
+
+def test_a_position_within_a_call_of_several_steps_is_refused(tmp_path):
+    assert Run(tmp_path, options={"save_freq": 1}).fit(stop=4) is None
+    with pytest.raises(
+        lockstep.CheckpointError, match="after 3 steps of an epoch, in which steps_per_execution was 1;"
+    ):
+        Run(tmp_path, joined=2).fit()
+    assert Run(tmp_path).fit() == whole()
 
 
 @pytest.mark.slow
@@ -223,6 +271,11 @@ def test_times_count_as_steps_do(tmp_path):
 def test_other_frequencies_are_refused(save_freq):
     with pytest.raises(lockstep.OptionError, match="save_freq"):
         lockstep.callbacks.BackupAndRestore("x", save_freq)
+
+
+def test_a_loop_has_no_epochs_to_save_after(tmp_path):
+    with pytest.raises(lockstep.OptionError, match=r"save_freq: expected a number of steps, or a time .*got 'epoch'"):
+        lockstep.MirroredStrategy().checkpoint(tmp_path, save_freq="epoch")
 
 
 def test_without_a_strategy_it_says_so(tmp_path):

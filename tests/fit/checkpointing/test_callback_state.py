@@ -3,12 +3,13 @@
 import json
 from types import SimpleNamespace
 
+import jax
 import keras
 import ml_dtypes
 import numpy as np
 import pytest
 
-from lockstep.fit.checkpointing.model_state import packed_attributes, unpacked_attributes
+from lockstep.fit.checkpointing.model_state import first_attributes, packed_attributes, unpacked_attributes
 
 VALUES = [
     None,
@@ -28,8 +29,8 @@ VALUES = [
 
 def there_and_back(owner, target):
     arrays = {}
-    facts = json.loads(json.dumps(packed_attributes(owner, "callback 0", arrays)))
-    unpacked_attributes(target, facts, arrays)
+    facts = json.loads(json.dumps(packed_attributes(owner, "callback 0", arrays, {})))
+    unpacked_attributes(target, facts, arrays, {})
     return target
 
 
@@ -65,18 +66,41 @@ def test_what_is_no_value_is_left_alone(value):
 def test_what_comes_back_shares_no_memory():
     owner = SimpleNamespace(value=np.zeros(3))
     arrays = {}
-    facts = packed_attributes(owner, "callback 0", arrays)
+    facts = packed_attributes(owner, "callback 0", arrays, {})
     owner.value[:] = 1
     target = SimpleNamespace()
-    unpacked_attributes(target, facts, arrays)
+    unpacked_attributes(target, facts, arrays, {})
     assert target.value.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_a_key_of_jax_comes_back(kind):
+    key = jax.random.key(3, impl=kind)
+    found = there_and_back(SimpleNamespace(key=key), SimpleNamespace()).key
+    assert found.dtype == key.dtype
+    assert jax.random.bits(found) == jax.random.bits(key)
+
+
+def test_a_deleted_array_is_left_alone():
+    array = jax.numpy.ones(3)
+    array.delete()
+    assert packed_attributes(SimpleNamespace(array=array), "", {}, {}) == {}
+
+
+def test_arrays_that_have_not_changed_are_not_in_a_checkpoint():
+    owner = SimpleNamespace(x=np.ones(3), seen=[np.zeros(2), 1])
+    first = first_attributes(owner, "callback 0")
+    owner.seen[0] += 1
+    arrays, target = {}, SimpleNamespace(x=np.full(3, 5.0), seen=None)
+    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, first), arrays, first)
+    assert (target.x.tolist(), target.seen[0].tolist(), list(arrays)) == ([5, 5, 5], [1, 1], ["callback 0/seen/0"])
 
 
 def test_what_has_not_changed_may_be_chosen_anew():
     owner = SimpleNamespace(patience=3, wait=0, best=None)
-    begun_with = packed_attributes(owner, "", {})
+    begun_with = first_attributes(owner, "callback 0")
     owner.wait, owner.best = 2, np.ones(2)
     arrays = {}
     target = SimpleNamespace(patience=9, wait=0, best=None)
-    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, begun_with), arrays)
+    unpacked_attributes(target, packed_attributes(owner, "callback 0", arrays, begun_with), arrays, {})
     assert (target.patience, target.wait, target.best.tolist()) == (9, 2, [1, 1])

@@ -184,7 +184,9 @@ def test_checkpoints_that_are_all_refused_are_listed_before_training(whole, fact
 @pytest.mark.parametrize("make", [Own, lambda path: keras.callbacks.ModelCheckpoint(path, monitor="loss")])
 def test_a_checkpoint_does_not_choose_where_callbacks_write(make, tmp_path):
     callback = make(tmp_path / "here.weights.h5")
-    unpacked_attributes(callback, {"filepath": "elsewhere", "save_freq": 1, "_current_epoch": 3, "set_model": 5}, {})
+    unpacked_attributes(
+        callback, {"filepath": "elsewhere", "save_freq": 1, "_current_epoch": 3, "set_model": 5}, {}, {}
+    )
     assert callback.filepath == str(tmp_path / "here.weights.h5")
     assert callback.save_freq == "epoch"
     assert callback._current_epoch == 3
@@ -195,7 +197,7 @@ def test_state_that_a_user_added_comes_back():
     callback, other = Own("a.weights.h5"), Own("b.weights.h5")
     callback.phase, callback.seen = "main", [(1, None)]
     arrays = {}
-    unpacked_attributes(other, json.loads(json.dumps(packed_attributes(callback, "", arrays))), arrays)
+    unpacked_attributes(other, json.loads(json.dumps(packed_attributes(callback, "", arrays, {}))), arrays, {})
     assert (other.phase, other.seen, other.filepath) == ("main", [(1, None)], "b.weights.h5")
 
 

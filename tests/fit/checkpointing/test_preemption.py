@@ -76,6 +76,30 @@ def test_it_stops_with_a_checkpoint_and_goes_on_with_the_same_bits(kind, moment,
     assert len(first.heard) + len(second.heard) == 15
 
 
+class CountsValidation(keras.callbacks.Callback):
+    """Its state changes during a validation."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.batches, self.tell = 0, left.append
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.batches += 1
+
+    def on_train_end(self, logs=None):
+        self.tell(self.batches)
+
+
+@pytest.mark.slow
+def test_callbacks_have_not_seen_a_validation_that_is_run_again(tmp_path):
+    left, run = [], {"epochs": 2, "options": RARELY}
+    first = Run(tmp_path, **run)
+    with pytest.raises(SystemExit):
+        first.fit(callbacks=[CountsValidation(left), Signalled("on_test_batch_end", 2)])
+    Run(tmp_path, **run).fit(callbacks=[CountsValidation(left)])
+    assert left == [2 * 3]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in INPUTS if kind not in ("arrays", "PyDataset")])
 @pytest.mark.parametrize(
     "number", [pytest.param(4, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)]

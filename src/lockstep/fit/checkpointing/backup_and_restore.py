@@ -26,7 +26,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         replay: read an input that cannot seek, such as a generator or ``tf.data``, again up to the position of the checkpoint. False:
             refuse such an input.
         allow_changes: resume even if the number of replicas or the batches have changed; the numbers then change, too.
-        extend: if the earlier run has finished, train ``epochs`` further epochs. Otherwise ``epochs`` counts those of the earlier run.
+        extend: if the earlier run has finished, train ``epochs`` further epochs; an extension that was interrupted is resumed. Otherwise
+            ``epochs`` counts those of the earlier run.
 
     Raises:
         OptionError: an argument is out of its range.
@@ -79,6 +80,7 @@ class SaveFrequency:
     Args:
         save_freq: ``"epoch"``, a number of steps, or a time such as ``"30 s"``, ``"10min"`` or ``"2h"``.
         clock: gives seconds; monotonic.
+        has_epochs: whether ``"epoch"`` is allowed.
 
     Raises:
         OptionError: ``save_freq`` is something else.
@@ -89,8 +91,10 @@ class SaveFrequency:
         (True, False)
     """
 
-    def __init__(self, save_freq: str | int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.steps, self.seconds = _frequency(save_freq)
+    def __init__(
+        self, save_freq: str | int, clock: Callable[[], float] = time.monotonic, has_epochs: bool = True
+    ) -> None:
+        self.steps, self.seconds = _frequency(save_freq, has_epochs)
         self._clock = clock
         self.saved()
 
@@ -107,15 +111,14 @@ class SaveFrequency:
         self._saved_at = self._clock()
 
 
-def _frequency(save_freq: str | int) -> tuple[int | None, float | None]:
+def _frequency(save_freq: str | int, has_epochs: bool) -> tuple[int | None, float | None]:
     """Return steps and seconds from one checkpoint to the next; both None: only at the end of epochs."""
     if not isinstance(save_freq, str):
         return whole_number("save_freq", save_freq), None
-    if save_freq == "epoch":
+    if save_freq == "epoch" and has_epochs:
         return None, None
     match = _DURATION.fullmatch(save_freq)
     if match is None:
-        raise OptionError(
-            f'save_freq: expected "epoch", a number of steps, or a time such as "30 s", "10min" or "2h", got {shown(save_freq)}.'
-        )
+        allowed = ['"epoch"'] * has_epochs + ["a number of steps", 'or a time such as "30 s", "10min" or "2h"']
+        raise OptionError(f"save_freq: expected {', '.join(allowed)}, got {shown(save_freq)}.")
     return None, seconds("save_freq", float(match[1]) * _SECONDS[match[2]], above=None)

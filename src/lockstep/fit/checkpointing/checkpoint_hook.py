@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data.keras_adapter import KerasInput
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.fit_checkpoint import FitCheckpoint, ResumedRun, on_all_processes
 from lockstep.fit.checkpointing.model_state import MetadataCheck
@@ -37,8 +38,18 @@ def _checkpointed(backup: BackupAndRestore, context: FitContext) -> Iterator[Non
         setup = context.setup | {"steps of an epoch": data.steps}
         group, functions = context.process_group, context.functions
         # No name here keeps the arrays of the resumed run, which are as large as the model.
+        validation = context.arguments.get("validation_data")
         run = FitCheckpoint(
-            backup, functions, data, setup, _resumed_run(backup, context, store), store, group, preemption, context.log
+            backup,
+            functions,
+            data,
+            validation if isinstance(validation, KerasInput) else None,
+            setup,
+            _resumed_run(backup, context, store),
+            store,
+            group,
+            preemption,
+            context.log,
         )
         _start_at_resume_position(run, context)
         backup.is_attached, context.checkpoint = True, run

@@ -6,7 +6,7 @@ the metrics there.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from lockstep.checkpoint.format import Loaded, Snapshot, open_stored
 from lockstep.checkpoint.store import CheckpointStore, ShardedSnapshot, ShardedStore, shared_token
 from lockstep.data.fit_entry import ProcessGroup
 from lockstep.data.keras_adapter import KerasInput
-from lockstep.data.pass_iterator import InputState, IteratorState, capture_random_state, restore_random_state
+from lockstep.data.pass_iterator import InputState, capture_random_state, restore_random_state
 from lockstep.doctor.base import FitCall, doctor_enabled
 from lockstep.doctor.data_checks import FitRecord, check_changed_batch, fit_record, learning_rate_of
 from lockstep.execution.train_functions import StepFunctions, StepHook
@@ -30,6 +30,7 @@ from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import (
     MetadataCheck,
     ModelVariables,
+    first_attributes,
     packed_attributes,
     unpacked_attributes,
 )
@@ -61,6 +62,7 @@ class ResumedRun:
         arrays: of the checkpoint, by name.
         metadata: of the checkpoint; empty for a new run.
         epochs: number of epochs that ``fit`` trains in all, those of the earlier run included.
+        extends: number of epochs of a finished run that this one extends.
         is_stopped: whether a callback stopped the earlier run at the end of an epoch, so that nothing is left to train.
     """
 
@@ -68,6 +70,7 @@ class ResumedRun:
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     epochs: int = 0
+    extends: int = 0
     is_stopped: bool = False
 
     @classmethod
@@ -77,13 +80,21 @@ class ResumedRun:
             return cls()
         step, arrays, metadata = found
         position = TrainPosition(step, metadata.get("epoch", 0), metadata.get("batch", 0))
-        return cls(position, arrays, metadata, is_stopped=bool(metadata.get("stop_training")) and not position.batch)
+        is_stopped = bool(metadata.get("stop_training")) and not position.batch
+        return cls(position, arrays, metadata, extends=metadata.get("extends", 0), is_stopped=is_stopped)
 
     def for_epochs(self, epochs: int, extend: bool) -> "ResumedRun":
-        """Return the run with the epochs of a call of ``fit``; ``extend``: they come after those of an earlier run that has finished."""
-        if extend and self.metadata.get("is_finished"):
-            return replace(self, epochs=self.position.epoch + epochs, is_stopped=False)
-        return replace(self, epochs=epochs)
+        """Return the run with the epochs of a call of ``fit``.
+
+        Args:
+            epochs: of the call.
+            extend: whether they come after those of a run that has finished, also if this one resumes such an extension.
+        """
+        if not extend:
+            return replace(self, epochs=epochs)
+        if not self.metadata.get("is_finished"):
+            return replace(self, epochs=self.extends + epochs)
+        return replace(self, epochs=self.position.epoch + epochs, extends=self.position.epoch, is_stopped=False)
 
     @property
     def is_new(self) -> bool:
@@ -91,10 +102,19 @@ class ResumedRun:
         return not self.metadata
 
     @property
-    def iterator(self) -> IteratorState | None:
-        """The position in the input; None: a new pass begins."""
-        given = self.metadata.get("position")
-        return IteratorState(**given) if given else None
+    def is_over(self) -> bool:
+        """Whether nothing is left to train."""
+        return self.is_stopped or self.position.epoch >= self.epochs
+
+    @property
+    def data(self) -> InputState | None:
+        """The state of the input; None for a new run."""
+        return None if self.is_new else InputState.from_json(self.metadata)
+
+    @property
+    def validation(self) -> InputState | None:
+        """The state of the validation input; None for a new run. Earlier versions have kept none."""
+        return None if self.is_new else InputState.from_json(self.metadata.get("validation") or {"hooks": []})
 
     @property
     def logs(self) -> Any:
@@ -156,7 +176,7 @@ def resume_message(resumed: ResumedRun, directory: Path) -> str:
     has = f"{directory} has {position.epoch} of {resumed.epochs} epochs, {position.step} steps"
     if resumed.is_stopped:
         return f"{has}, and a callback has ended it: nothing is left to train. To train more, use BackupAndRestore(extend=True); to begin anew, take another directory."
-    if position.epoch >= resumed.epochs:
+    if resumed.is_over:
         return f"{has}: nothing is left to train. To train more, give fit more epochs; to begin anew, take another directory."
     return f"resumes from {directory} at step {position.step}: epoch {position.epoch + 1}, after {position.batch} of its steps"
 
@@ -180,6 +200,11 @@ _PARTS_SECONDS = 3600.0  # for all workers to write their shards, after which th
 _CHANGED_BY_VALIDATION = ("non_trainable", "metrics")
 
 
+_Packed = tuple[
+    list[Any], dict[str, np.ndarray]
+]  # of a callback: the name of its class with its attributes, and its arrays
+
+
 @dataclass(frozen=True)
 class _SavePoint:
     """What a checkpoint holds besides variables and callbacks.
@@ -188,15 +213,25 @@ class _SavePoint:
         position: in the training.
         is_epoch_over: whether all steps of the epoch are done, though it has not ended.
         data: state of the input.
+        validation: state of the validation input, if there is one.
         random: states of the global generators.
         values: of variables that will have other values when the checkpoint is written.
+        callbacks: the state of some callbacks, which may be another one then, by their number.
     """
 
     position: TrainPosition
     is_epoch_over: bool
     data: InputState
+    validation: InputState | None
     random: dict[str, Any]
     values: dict[str, Any]
+    callbacks: dict[int, _Packed] = field(default_factory=dict)
+
+
+def _hears_validation(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback may change its state during a validation."""
+    methods = (name for name in vars(keras.callbacks.Callback) if name.startswith("on_test_"))
+    return any(getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in methods)
 
 
 class FitCheckpoint(StepHook):
@@ -206,6 +241,7 @@ class FitCheckpoint(StepHook):
         backup: the callback with the options.
         functions: run the steps of a compiled model.
         data: the input.
+        validation: the input of the validations, if there is one and its state is known.
         setup: settings that a resumed run must share with the run before.
         resumed: the run to resume; a new run if there is no checkpoint.
         store: takes checkpoints; None on workers.
@@ -223,6 +259,7 @@ class FitCheckpoint(StepHook):
         backup: BackupAndRestore,
         functions: StepFunctions,
         data: KerasInput,
+        validation: KerasInput | None,
         setup: dict[str, Any],
         resumed: ResumedRun,
         store: CheckpointStore | None,
@@ -231,7 +268,8 @@ class FitCheckpoint(StepHook):
         log: Callable[[str], None],
     ) -> None:
         self._backup, self._functions, self._data, self._setup = backup, functions, data, setup
-        self._model, self._preemption, self._log = functions.model, preemption, log
+        self._validation, self._model = validation, functions.model
+        self._preemption, self._log = preemption, log
         self._store, self._process_group = store, process_group
         self._writer = BackgroundWriter(store, log=log) if store else None
         self._writes_shards = False
@@ -246,7 +284,9 @@ class FitCheckpoint(StepHook):
         if not resumed.is_new:
             self._check_setup()
             self._check_replay()
-        data.track_state(resumed.iterator, awaits_state=not resumed.is_new)
+        if validation:
+            validation.track_state(resumed.validation)
+        data.track_state(resumed.data)
 
     @property
     def _other_callbacks(self) -> list[keras.callbacks.Callback]:
@@ -272,13 +312,19 @@ class FitCheckpoint(StepHook):
 
     def train_begins(self) -> None:
         """Restore the state, after ``on_train_begin`` of all callbacks."""
-        self._first_attributes = [packed_attributes(callback, "", None) for callback in self._other_callbacks]
+        self._first_attributes = [
+            first_attributes(callback, f"callback {number}") for number, callback in enumerate(self._other_callbacks)
+        ]
         if self._variables.are_spread():
             self._share_writing()
         resumed = self.resumed
-        if resumed.is_new:
+        if resumed.data is None:
             return
-        self._data.set_state(InputState(resumed.iterator, tuple(resumed.metadata["hooks"])), resumed.position.batch)
+        if resumed.is_over:
+            restore_random_state(resumed.metadata["random"])
+        else:
+            self._resume_validation()
+            self._data.set_state(resumed.data, resumed.position.batch)
         self._restore()
         given = {"callbacks": self._other_callbacks}  # The learning rate is that of the checkpoint now.
         call = FitCall(self._model, None, arguments=given, rows_read=resumed.metadata.get("rows"))
@@ -316,7 +362,9 @@ class FitCheckpoint(StepHook):
 
     def validation_begins(self) -> None:
         """Keep the state before a validation, for a preemption during it."""
-        self._before_validation = self._save_point(self._position, True, _CHANGED_BY_VALIDATION)
+        point = self._save_point(self._position, True, _CHANGED_BY_VALIDATION)
+        hearing = [number for number, callback in enumerate(self._other_callbacks) if _hears_validation(callback)]
+        self._before_validation = replace(point, callbacks={number: self._packed(number) for number in hearing})
 
     def is_preempted(self) -> bool:
         """Return whether all processes stop now; called after each step of a validation."""
@@ -336,9 +384,15 @@ class FitCheckpoint(StepHook):
         self.save(self._save_point(self._position, is_epoch_over=True))
 
     def train_ended(self) -> None:
-        """Save at the end of the training, unless an exception ended it."""
+        """Save at the end of the training, unless an exception ended it; what is within an epoch that was not to be trained is kept."""
         self._variables.state = None
-        self.save(self._save_point(self._position._replace(batch=0), is_epoch_over=True), is_finished=True)
+        resumed = self.resumed
+        if resumed.data is None or self._position != resumed.position:
+            self.save(self._save_point(self._position._replace(batch=0), is_epoch_over=True), is_finished=True)
+        elif not self._position.batch and not resumed.metadata["is_finished"]:
+            random = resumed.metadata["random"]
+            point = _SavePoint(resumed.position, False, resumed.data, resumed.validation, random, values={})
+            self.save(point, is_finished=True)
         if self._preemption.is_at_end():
             self._exit()
 
@@ -391,38 +445,42 @@ class FitCheckpoint(StepHook):
 
     def _metadata(self, point: _SavePoint, is_finished: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the metadata of a checkpoint, and the arrays of callbacks and logs; those of logs may still be computed."""
-        arrays: dict[str, np.ndarray] = {}
-        callbacks = enumerate(zip(self._other_callbacks, self._first_attributes, strict=True))
-        attributes = [
-            [type(callback).__name__, packed_attributes(callback, f"callback {number}", arrays, first)]
-            for number, (callback, first) in callbacks
-        ]
+        packed = [point.callbacks.get(number) or self._packed(number) for number in range(len(self._first_attributes))]
+        arrays = {name: array for _, own in packed for name, array in own.items()}
         logs, structure = jax.tree.flatten(self._logs)  # A metric may have several results, in a dict.
         metadata = {  # These names are those on disk.
             "epoch": point.position.epoch,
             "batch": point.position.batch,
             "is_epoch_over": point.is_epoch_over,
             "is_finished": is_finished,
+            "extends": self.resumed.extends,
             "stop_training": bool(self._model.stop_training),
             "rows": self._data.rows,
-            "position": asdict(point.data.iterator) if point.data.iterator else None,
-            "hooks": list(point.data.hooks),
+            **point.data.to_json(),
+            "validation": point.validation.to_json() if point.validation else None,
             "random": point.random,
-            "callbacks": attributes,
+            "callbacks": [attributes for attributes, _ in packed],
             "logs": jax.tree.unflatten(structure, range(len(logs))),
             "setup": self._setup,
+            "steps_per_execution": self._model.steps_per_execution,
             "replicas": self._setup["replicas"],
             "versions": self._versions,
             "variables": {name: variable.path for name, variable in self._variables.named().items()},
         }
         return metadata, arrays | {f"logs/{n}": value for n, value in enumerate(logs)}
 
+    def _packed(self, number: int) -> _Packed:
+        callback, arrays = self._other_callbacks[number], dict[str, np.ndarray]()
+        attributes = packed_attributes(callback, f"callback {number}", arrays, self._first_attributes[number])
+        return [type(callback).__name__, attributes], arrays
+
     def _save_point(self, position: TrainPosition, is_epoch_over: bool, kinds: Iterable[str] = ()) -> _SavePoint:
         """The state now, with the values of some kinds of variables."""
         data, random = self._data.get_state(is_epoch_over), capture_random_state()
+        validation = self._validation.state_between_calls() if self._validation else None
         values = self._copies(*kinds) if kinds else {}
         is_over = is_epoch_over and position.batch > 0
-        return _SavePoint(position, is_over, data, random, values)
+        return _SavePoint(position, is_over, data, validation, random, values)
 
     def _copies(self, *kinds: str) -> dict[str, Any]:
         return self._variables.copies(*kinds, wanted=self._store is not None, in_shards=self._writes_shards)
@@ -459,6 +517,13 @@ class FitCheckpoint(StepHook):
     # Resuming.
 
     def _check_setup(self) -> None:
+        batch, joined = self.resumed.position.batch, self._model.steps_per_execution
+        before = self.resumed.metadata.get("steps_per_execution", joined)
+        if joined != before and batch % joined:
+            raise CheckpointError(
+                f"{self._checkpoint_name} is after {batch} steps of an epoch, in which steps_per_execution was {before}; with {joined} "
+                f"training cannot continue there. Fix: compile with steps_per_execution={before} until the epoch has ended."
+            )
         then = self.resumed.metadata["setup"]
         changed = [name for name in self._setup if then.get(name) != self._setup[name]]
         if changed and not self._backup.allow_changes:
@@ -469,12 +534,20 @@ class FitCheckpoint(StepHook):
             )
 
     def _check_replay(self) -> None:
-        position = self.resumed.iterator
+        position = self.resumed.data and self.resumed.data.iterator
         if position and not self._backup.replay and not self._data.can_seek:
             raise InputError(
                 f"The {self._data.name} stands at batch {position.batches}, and its position can be restored only by reading it again from its "
                 "beginning. Fix: use BackupAndRestore(replay=True), arrays, a keras.utils.PyDataset or a function step -> batch."
             )
+
+    def _resume_validation(self) -> None:
+        """Resume the validation input; if that gives other batches, the training is still that of the earlier run."""
+        if self._validation and self.resumed.validation:
+            try:
+                self._validation.set_state(self.resumed.validation, steps=0)
+            except InputError as error:
+                self._log(f"the metrics of validations may not be those of an uninterrupted run: {error}")
 
     def _report_changed_batch(self) -> None:
         """Log, after the first step, if the batch has changed and the learning rate has not."""
@@ -502,7 +575,7 @@ class FitCheckpoint(StepHook):
             metadata["stop_training"] and self.resumed.position.batch > 0
         )
         self._wait_until_all_have_read()
-        if self.resumed.iterator is None:  # Else the pass restores the random state.
+        if metadata["position"] is None:  # Else the random state is that of the pass.
             restore_random_state(metadata["random"])
 
     def _wait_until_all_have_read(self) -> None:

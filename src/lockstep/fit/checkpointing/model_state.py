@@ -9,10 +9,13 @@ Functions of ``keras.ops`` are saved by name. Callbacks that monitor a metric ha
 would reset other attributes, too.
 """
 
+import contextlib
+import hashlib
 import inspect
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -26,7 +29,7 @@ from lockstep._arrays import DTYPES
 from lockstep._errors import CheckpointError
 from lockstep._keras import trainer
 from lockstep._keras.sharded_variable import set_from_host
-from lockstep.checkpoint.format import Loaded, shapes_of
+from lockstep.checkpoint.format import Loaded, array_digest, shapes_of
 from lockstep.checkpoint.shards import ArrayShard
 from lockstep.data.device_placement import gather_on_host, is_spread
 from lockstep.data.pass_iterator import check_random_state
@@ -90,17 +93,30 @@ class ModelVariables:
             source: of the values, for messages.
 
         Raises:
-            CheckpointError: a value is missing or of another shape.
+            CheckpointError: a value is missing, of another shape or of another optimizer, or there are others.
         """
-        shapes = shapes_of(arrays)
-        for name, variable in self.named().items():
+        shapes, named = shapes_of(arrays), self.named()
+        for name, variable in named.items():
             kept = shapes.get(name)
             if kept != tuple(variable.shape):
                 found = "nothing" if kept is None else f"{paths.get(name, name)} of shape {kept}"
-                raise CheckpointError(
-                    f"{source} is of another model: for {variable.path} of shape {tuple(variable.shape)} it has {found}. Fix: build the "
-                    "model as it was, or take another directory."
-                )
+                raise _another_model(source, f"for {variable.path} of shape {tuple(variable.shape)} it has {found}")
+            if name.startswith("optimizer/") and _purpose(paths.get(name, "")) != _purpose(variable.path):
+                raise _another_model(source, f"for {variable.path} of the optimizer it has {paths.get(name, name)}")
+        if more := [path for name, path in paths.items() if name not in named]:
+            raise _another_model(source, f"it also has {', '.join(more[:3])}{' and others' if more[3:] else ''}")
+
+
+def _purpose(path: str) -> tuple[str, str]:
+    """Return the name of the optimizer of a variable and what it holds there, such as "adam" and "velocity"; models may be renamed."""
+    words = re.split("[/_]", re.sub(r"_\d+(?=[/_]|$)", "", path))  # Keras numbers equal names in one process.
+    return path.partition("/")[0].rstrip("_0123456789"), words[-1]
+
+
+def _another_model(source: str, difference: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source} is of another model: {difference}. Fix: build and compile the model as it was, or take another directory."
+    )
 
 
 def variables_of(model: keras.Model) -> list[list[keras.Variable]]:
@@ -212,36 +228,60 @@ class _NoValueError(Exception):
     """A value is neither a number, text nor an array."""
 
 
-def packed_attributes(
-    owner: Any, name: str, arrays: dict[str, np.ndarray] | None, first: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def packed_attributes(owner: Any, name: str, arrays: dict[str, np.ndarray], first: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of an object that are values, as JSON.
 
     Args:
         owner: a callback.
         name: prefix of the names of its arrays.
-        arrays: gets its arrays; None: attributes with arrays are left out.
-        first: an earlier result; attributes that have not changed since are left out, so that another run may choose them anew.
+        arrays: gets copies of its arrays.
+        first: of :func:`first_attributes`; attributes that have not changed since are left out, so that another run may choose them anew.
     """
     found = {}
-    for attribute, value in vars(owner).items():
-        new_arrays: dict[str, np.ndarray] = {}
-        if not _is_kept(type(owner), attribute):
-            continue
-        try:
-            packed = _packed(value, f"{name}/{attribute}", new_arrays)
-        except _NoValueError:
-            continue
-        if new_arrays and arrays is not None:
-            arrays |= new_arrays
-        elif new_arrays or (first is not None and attribute in first and first[attribute] == packed):
-            continue
-        found[attribute] = packed
+    for attribute, packed, own_arrays in _values(owner, name):
+        if attribute not in first or first[attribute] != _comparable(packed, own_arrays):
+            arrays |= {key: array.copy() for key, array in own_arrays.items()}
+            found[attribute] = packed
     return found
 
 
+def first_attributes(owner: Any, name: str) -> dict[str, Any]:
+    """Return the attributes of an object that are values: as JSON, or a digest if there are arrays in them.
+
+    Args:
+        owner: a callback.
+        name: prefix of the names of its arrays.
+    """
+    return {attribute: _comparable(packed, arrays) for attribute, packed, arrays in _values(owner, name)}
+
+
+@dataclass(frozen=True)
+class _Digest:
+    """Stands for a value with arrays, which are not copied."""
+
+    digest: str
+
+
+def _comparable(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    if not arrays:
+        return packed
+    found = hashlib.sha256(repr(packed).encode())
+    for array in arrays.values():
+        found.update(f"{array.dtype} {array.shape} {array_digest(array)}".encode())
+    return _Digest(found.hexdigest())
+
+
+def _values(owner: Any, name: str) -> Iterator[tuple[str, Any, dict[str, np.ndarray]]]:
+    """Yield the attributes that are values: the name, the value as JSON, and the arrays in it."""
+    for attribute, value in vars(owner).items():
+        arrays: dict[str, np.ndarray] = {}
+        if _is_kept(type(owner), attribute):
+            with contextlib.suppress(_NoValueError):
+                yield attribute, _packed(value, f"{name}/{attribute}", arrays), arrays
+
+
 def unpacked_attributes(
-    owner: Any, packed: Mapping[str, Any], arrays: Mapping[str, np.ndarray], first: Mapping[str, Any] | None = None
+    owner: Any, packed: Mapping[str, Any], arrays: Mapping[str, np.ndarray], first: Mapping[str, Any]
 ) -> None:
     """Set the attributes that :func:`packed_attributes` gave; others that are named there are left as they are.
 
@@ -251,8 +291,8 @@ def unpacked_attributes(
         arrays: by name.
         first: values for absent attributes, which had not changed; an epoch that is begun anew may have changed them.
     """
-    now = packed_attributes(owner, "", None)
-    unchanged = {attribute: value for attribute, value in (first or {}).items() if attribute in now}
+    now = {attribute for attribute, _, _ in _values(owner, "")}
+    unchanged = {key: value for key, value in first.items() if key in now and not isinstance(value, _Digest)}
     for attribute, value in (unchanged | dict(packed)).items():
         if _is_kept(type(owner), attribute):
             vars(owner)[attribute] = _unpacked(value, arrays)
@@ -261,11 +301,18 @@ def unpacked_attributes(
 def _packed(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)):
         return value
-    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+    if isinstance(value, jax.Array):
+        if isinstance(value, jax.core.Tracer) or value.is_deleted() or is_spread(value):
+            raise _NoValueError
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            data = _packed(np.asarray(jax.random.key_data(value)), name, arrays)
+            return {"key": [str(jax.random.key_impl(value)), data]}
+        value = np.asarray(value)
+    if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         if array.dtype.name not in DTYPES:
             raise _NoValueError
-        arrays[name] = array.copy()
+        arrays[name] = array
         return {"array": name, "scalar": isinstance(value, np.generic)}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_packed(item, f"{name}/{n}", arrays) for n, item in enumerate(value)]}
@@ -289,6 +336,9 @@ def _unpacked(packed: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         return array[()] if packed["scalar"] and not array.ndim else array.copy()
     if kind == "dict":
         return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in inside}
+    if kind == "key":
+        implementation, data = inside
+        return jax.random.wrap_key_data(_unpacked(data, arrays), impl=implementation)
     if kind == "keras.ops":
         function = vars(keras.ops)[inside]
         if not isinstance(function, FunctionType):
@@ -344,6 +394,19 @@ def _is_position(value: Any) -> bool:
     return _is_count(batches) and batches >= 1 and is_digest and is_state
 
 
+def _is_cache(value: Any) -> bool:
+    if type(value) is not dict or set(value) != {"hooks", "random", "digest"}:
+        return False
+    return _is_random_state(value["random"]) and _is_list_of(_is_hook)(value["hooks"]) and _is_text(value["digest"])
+
+
+def _is_input(value: Any) -> bool:
+    if type(value) is not dict or set(value) != {"position", "hooks", "cache"}:
+        return False
+    is_position = _or_none(_is_position)(value["position"]) and _or_none(_is_cache)(value["cache"])
+    return is_position and _is_list_of(_is_hook)(value["hooks"])
+
+
 class _Field(NamedTuple):
     """What a field of the metadata must be.
 
@@ -369,10 +432,13 @@ _FIELDS = {
     "batch": _COUNT,
     "is_epoch_over": _FLAG,
     "is_finished": _FLAG,
+    "extends": _Field(*_COUNT[:2], is_optional=True),
     "stop_training": _FLAG,
     "rows": _Field("a whole number or null", _or_none(_is_count), is_optional=True),
     "position": _Field("null, or batches, at_begin, after and digest of a pass", _or_none(_is_position)),
     "hooks": _Field('a list of "begin" or "end" with a state of random generators', _is_list_of(_is_hook)),
+    "cache": _Field("null, or hooks, random and digest of a cache", _or_none(_is_cache), is_optional=True),
+    "validation": _Field("null, or position, hooks and cache of an input", _or_none(_is_input), is_optional=True),
     "random": _Field("a state of random generators", _is_random_state),
     "callbacks": _Field(
         "a list of names with attributes",
@@ -380,6 +446,7 @@ _FIELDS = {
     ),
     "logs": _Field("values by name", lambda value: type(value) is dict),
     "setup": _Field("values by name", lambda value: type(value) is dict),
+    "steps_per_execution": _Field(*_COUNT[:2], is_optional=True),
     "replicas": _Field(*_COUNT[:2], is_optional=True),
     "versions": _Field("texts by name", _is_dict_of(_is_text), is_optional=True),
     "variables": _Field("texts by name", _is_dict_of(_is_text)),
