@@ -462,3 +462,147 @@ def test_keras_s_copy_to_the_default_device_is_passed_by():
     on_accelerators = JAXEpochIterator(*data())._one_batch_ahead_iterator(own)
     assert trainer.unwrap_iterator(on_accelerators) is own
     assert trainer.unwrap_iterator(own) is own
+
+
+def two_devices():
+    return lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope()
+
+
+def linear(scope, **options):
+    keras.utils.set_random_seed(0)
+    with scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **options)
+    return model
+
+
+SCOPES = (contextlib.nullcontext, two_devices)
+X = np.random.default_rng(0).normal(size=(100, 3)).astype("float32")
+Y = X[:, :1] + 1
+
+
+@pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch")
+def test_keras_limit_of_steps_sets_the_size_of_batches():
+    def left(scope):
+        model = linear(scope)
+        keras.config.set_max_steps_per_epoch(2)
+        try:
+            history = model.fit(X, Y, shuffle=False, verbose=0, validation_data=(X[:70], Y[:70])).history
+            found = [*history["val_loss"], model.evaluate(X, Y, verbose=0), *np.ravel(weights(model))]
+            return [len(model.predict(X, verbose=0)), *found]
+        finally:
+            keras.config.set_max_steps_per_epoch(None)
+
+    plain, ours = map(left, SCOPES)
+    assert plain[0] == 100
+    np.testing.assert_allclose(ours, plain, rtol=1e-5)
+
+
+class Drawing(keras.utils.PyDataset):
+    """Draws from Keras's own generator of seeds, and keeps what it has drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        x = np.asarray(keras.random.normal((8, 3)))
+        self.seen.append(float(x[0, 0]))
+        return x, x[:, :1]
+
+
+def test_code_of_data_has_the_global_seeds_of_plain_keras():
+    def drawn(scope):
+        dataset, model = Drawing(), linear(scope)
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+        return dataset.seen, float(keras.random.normal(()))
+
+    plain, ours = map(drawn, SCOPES)
+    assert ours == plain
+
+
+def test_a_context_with_64_bits_holds_for_batches_that_are_read_ahead():
+    seen = set()
+
+    class Model(keras.Model):
+        def call(self, x):
+            return x
+
+        def train_step(self, state, batch):
+            seen.add(batch[0].dtype.name)
+            return {}, state
+
+    with two_devices():
+        model = Model()
+        model.compile()
+    model(np.zeros((4, 1)))
+    with jax.enable_x64(True):
+        model.fit(((np.zeros((4, 1)),) for _ in range(3)), verbose=0)
+    assert seen == {"float64"}
+
+
+class Ending(keras.utils.PyDataset):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.parts = iter([(X[:8], Y[:8]), (X[8:16], Y[8:16])])
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        return next(self.parts)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_stop_iteration_of_the_users_code_is_an_error_and_no_end(method, workers):
+    model = linear(two_devices)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        getattr(model, method)(Ending(workers=workers), verbose=0)
+
+
+class Reordered(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.order, self.ends = np.arange(32), 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        rows = self.order[8 * number : 8 * number + 8]
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        self.ends += 1
+        np.random.shuffle(self.order)
+
+
+def test_a_stop_within_an_epoch_runs_the_datas_hooks_as_plain_keras_does():
+    def left(scope):
+        dataset, model = Reordered(), linear(scope)
+
+        def stop(batch, logs):
+            model.stop_training = batch == 1
+
+        callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
+        model.fit(dataset, shuffle=False, verbose=0, callbacks=callbacks)
+        model.fit(dataset, shuffle=False, verbose=0)
+        return dataset.ends, np.ravel(weights(model))
+
+    plain, ours = map(left, SCOPES)
+    assert ours[0] == plain[0]
+    np.testing.assert_allclose(ours[1], plain[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("error", [StopIteration, UnboundLocalError])
+@pytest.mark.parametrize("method", ["on_train_begin", "on_epoch_begin"])
+def test_an_error_of_a_callback_is_not_taken_for_the_end_of_the_data(method, error):
+    def fail(*args):
+        raise error("of the user")
+
+    with pytest.raises(error, match="of the user"):
+        linear(two_devices).fit(X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(**{method: fail})])

@@ -144,3 +144,52 @@ def test_an_error_for_lack_of_memory_says_what_to_do(strategy):
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     assert any("Fix: a smaller batch_size" in note for note in caught.value.__notes__)
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
+
+
+def two_devices():
+    return lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope()
+
+
+X = np.random.default_rng(0).normal(size=(100, 6)).astype("float32")
+Y = X[:, :1] + 1
+
+
+class ReturnsVariable(keras.Model):
+    """A model whose second output is a variable, which its loss reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        return self.dense(x), self.scale
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        out, scale = y_pred
+        return ops.mean(ops.square(ops.exp(scale) * out - y))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return self.get_metrics_result()
+
+
+def test_a_variable_that_a_model_returns_is_trained():
+    def left(scope):
+        keras.utils.set_random_seed(0)
+        with scope():
+            model = ReturnsVariable()
+            model.build((None, 6))
+            model.compile(keras.optimizers.SGD(0.05))
+        losses = [model.train_on_batch(X[:8], Y[:8]) for _ in range(3)]
+        losses.append(model.test_on_batch(X[:8], Y[:8]))
+        model.scale.assign(0.5)
+        losses.append(model.test_on_batch(X[:8], Y[:8]))
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        return [float(model.scale.numpy()), *map(float, losses)]
+
+    plain, ours = left(contextlib.nullcontext), left(two_devices)
+    assert plain[0] != 0.5
+    np.testing.assert_allclose(ours, plain, rtol=1e-5)

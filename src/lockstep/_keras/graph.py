@@ -153,6 +153,11 @@ def forget_losses(model: keras.Model) -> None:
         layer._loss_ids.clear()
 
 
+def training_argument(model: keras.Model) -> dict[str, bool]:
+    """Return ``training=True``, as Keras's trainer does, if the call of a model has such an argument."""
+    return {"training": True} if model._call_has_training_arg else {}
+
+
 def set_attribute_arrays(leaves: list[AttributeLeaf], arrays: list[Any]) -> None:
     """Put arrays into the attributes that :func:`attribute_arrays` found."""
     for (layer, name, number), array in zip(leaves, arrays, strict=True):

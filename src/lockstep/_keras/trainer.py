@@ -4,7 +4,8 @@ Undocumented parts, as of Keras 3.15: ``make_*_function`` and the attributes ``t
 ``predict_function``; ``_symbolic_build``; ``_jax_state``, the values that ``jax_state_sync`` writes back into variables, and
 ``_jax_state_synced``, which says whether that is done; ``stateless_call``, looked up on the instance; the count of an optimizer,
 ``_iterations``; the seed of all; the attributes in which callbacks keep what training has changed; the adapters and their functions, the
-form that ``PyDatasetAdapter`` gives to a batch, and the generator that puts batches on the default device. :func:`check_keras` refuses a
+form that ``PyDatasetAdapter`` gives to a batch, and the generator that puts batches on the default device; the names of global
+attributes, each thread of which has its own. :func:`check_keras` refuses a
 Keras without these methods.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from keras.src.backend.common import global_state
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays as can_convert_arrays
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split as train_validation_split
@@ -504,6 +506,21 @@ def _redirecting(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             _redirect.reset(token)
 
     return method
+
+
+_OF_THREAD = ("global_seed_generator", "dtype_policy")
+
+
+def thread_state() -> dict[str, Any]:
+    """Return what Keras knows in this thread only and users have set or used: the generator of seeds and the policy of dtypes."""
+    return {name: global_state.get_global_attribute(name) for name in _OF_THREAD}
+
+
+def set_thread_state(state: dict[str, Any]) -> None:
+    """Have this thread use what another thread had in :func:`thread_state`."""
+    for name, value in state.items():
+        if value is not None:
+            global_state.set_global_attribute(name, value)
 
 
 def is_nested_evaluation(arguments: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -273,18 +274,19 @@ class InputFactory:
         on_first_batch: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> KerasInput:
-        given = options | {"pending": self._pending_of}
+        steps = _limited(options["steps_per_epoch"])  # Of arrays it determines the batch size, if none is given.
+        given = options | {"pending": self._pending_of, "steps_per_epoch": steps}
         source = make_source(*data, **given)
         if source.num_batches == 0:
             raise InputError(f"{argument}: the {source.name} has no batches.")
         is_compiled = model.jit_compile and not model.run_eagerly
         if is_fit and self._options.cache:
-            source = self._cached(source, data, is_compiled, path_suffix, given)
+            source = self._cached(source, data, is_compiled, path_suffix, given, options["steps_per_epoch"])
         return KerasInput(
             source,
             self._placement.place_for_step if is_compiled else (lambda batch: batch),
             self._depth(source, data, options["shuffle"], options["batch_size"]),
-            _batches_per_epoch(options["steps_per_epoch"], model.steps_per_execution),
+            steps and model.steps_per_execution * math.ceil(steps / model.steps_per_execution),
             report,
             on_first_batch,
             self._process_group.make_batch_check(source.name, source.num_batches is not None)
@@ -311,10 +313,16 @@ class InputFactory:
         return 0 if is_inline else self._options.prefetch
 
     def _cached(
-        self, source: InputSource, data: tuple[Any, ...], is_compiled: bool, path_suffix: str, given: Any
+        self,
+        source: InputSource,
+        data: tuple[Any, ...],
+        is_compiled: bool,
+        path_suffix: str,
+        given: Any,
+        steps: int | None,
     ) -> InputSource:
-        """Return ``source`` with the cache of the options."""
-        cache, steps = self._options.cache, given["steps_per_epoch"]
+        """Return ``source`` with the cache of the options; ``steps`` are those of an epoch that the user gave."""
+        cache = self._options.cache
         on_devices = cache == "device" and is_compiled
         if isinstance(source, AdapterSource) and source.is_arrays:
             return self._device_source(data, given) if on_devices else source
@@ -428,10 +436,9 @@ def _bytes_of_row(data: tuple[Any, ...]) -> float:
     return sum(array.nbytes / max(1, len(array)) for array in arrays)
 
 
-def _batches_per_epoch(steps: int | None, steps_per_execution: int) -> int | None:
-    """Return the number of batches that Keras takes: ``steps`` or KERAS_MAX_STEPS_PER_EPOCH, in whole executions."""
-    given = [number for number in (steps, keras.config.max_steps_per_epoch()) if number]
-    return steps_per_execution * math.ceil(min(given) / steps_per_execution) if given else steps
+def _limited(steps: int | None) -> int | None:
+    """Return the steps of an epoch as Keras limits them: ``steps`` or KERAS_MAX_STEPS_PER_EPOCH."""
+    return min((number for number in (steps, keras.config.max_steps_per_epoch()) if number), default=None)
 
 
 def _split_validation(given: dict[str, Any]) -> None:
@@ -464,7 +471,9 @@ def _explained_without_batches(name: str, opened: KerasInput) -> Iterator[None]:
     try:
         yield
     except (StopIteration, UnboundLocalError) as error:
-        if opened.total_taken:
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        is_of_user = not innermost.f_globals.get("__name__", "").startswith(("keras.", "lockstep."))
+        if opened.total_taken or is_of_user:
             raise
         raise InputError(f"{name}: x: the {opened.name} has no batches.") from error
 

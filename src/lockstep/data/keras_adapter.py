@@ -108,7 +108,6 @@ class KerasInput(trainer.DataAdapter):
         self._pass: PassIterator | None = None
         self._keras_pass: PassIterator | None = None  # the pass that Keras has; it forwards to its successors
         self._resumed_pass: PassIterator | None = None  # the pass that Keras gets next
-        self._is_in_epoch = False
         self.meter = WaitMeter()
         self.rows: int | None = None
         self.epoch_hooks: list[EpochHook] = []
@@ -139,7 +138,6 @@ class KerasInput(trainer.DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Begin an epoch, which may use ``steps`` batches."""
-        self._is_in_epoch = True
         if not self._ran_before_resume("begin", "end"):
             self._run_hook("begin")
         if self._pass:
@@ -148,7 +146,7 @@ class KerasInput(trainer.DataAdapter):
     def on_epoch_end(self) -> None:
         """End an epoch."""
         ran_before = self._ran_before_resume("end")
-        self._is_in_epoch, self._resume = False, replace(self._resume, steps=0)
+        self._resume = replace(self._resume, steps=0)
         if self._tracking is not _Tracking.AWAITING_STATE and not ran_before:
             self._run_hook("end")
         is_at_end = self._pass is not None and self._pass.position == self._source.num_batches
@@ -303,8 +301,6 @@ class KerasInput(trainer.DataAdapter):
         """
         if self._pass:
             self._pass.close(failed)
-        if self._is_in_epoch:  # Keras does not call this if a callback ends the training within an epoch.
-            self.on_epoch_end()
         self._source.close()
         advice = self.meter.advice()
         if advice:

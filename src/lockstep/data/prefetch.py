@@ -4,16 +4,18 @@ Neither reads a batch beyond its limit: batches of a generator stay in it until 
 """
 
 import contextvars
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import jax
 
+from lockstep._keras import trainer
 from lockstep._logging import is_cancelled, log_info
 
 BOUND = 0.2  # share of the time spent waiting for data from which on advice is given
@@ -175,6 +177,10 @@ class InlineReader:
         return []
 
 
+def _has_64_bits() -> bool:
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # JAX has no public type for it.
+
+
 class Prefetcher:
     """Reads up to ``depth`` batches ahead in a separate thread.
 
@@ -200,6 +206,7 @@ class Prefetcher:
         self._failure: BaseException | None = None
         self._closed = self._ended = False
         self._thread: threading.Thread | None = None
+        self._thread_state: dict[str, Any] = {}  # of Keras, where the last batch was read
         self.taken = 0
 
     def set_limit(self, batches: float) -> None:
@@ -221,6 +228,7 @@ class Prefetcher:
             if not self._ready:
                 raise self._failure or StopIteration()
             self.taken += 1
+            trainer.set_thread_state(self._thread_state)
             self._changed.notify_all()
             return self._ready.popleft()
 
@@ -253,17 +261,24 @@ class Prefetcher:
     def _start(self) -> None:
         # The thread has the context of the caller: the open scope, for example. It is a daemon, so that user code that hangs cannot
         # keep the process alive.
-        run_in_context = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run_in_context, args=(self._run,), name="lockstep-prefetch", daemon=True)
+        self._thread_state = trainer.thread_state()
+        run = functools.partial(contextvars.copy_context().run, self._run, _has_64_bits())
+        self._thread = threading.Thread(target=run, name="lockstep-prefetch", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, has_64_bits: bool) -> None:
         is_cancelled.set(lambda: self._closed)
+        trainer.set_thread_state(self._thread_state)
+        with nullcontext() if has_64_bits == _has_64_bits() else jax.enable_x64(has_64_bits):
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
         try:
             while self._wait_for_room():
-                batch = self._read()
+                batch, state = self._read(), trainer.thread_state()
                 with self._changed:
                     self._ready.append(batch)
+                    self._thread_state = state
                     self._changed.notify_all()
         except BaseException as error:
             self._failure = error

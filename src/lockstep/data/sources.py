@@ -275,8 +275,11 @@ class DatasetSource(_UserCodeSource):
         return self._dataset.num_batches
 
     def _made_from(self, number: int) -> Iterator[Any]:
-        read = self._read if self._dataset.workers > 1 else (lambda order: map(self._dataset.__getitem__, order))
-        return map(self._standard, read(itertools.islice(self._order(), number, None)))
+        order = itertools.islice(self._order(), number, None)
+        read = self._read(order) if self._dataset.workers > 1 else (self._dataset[number] for number in order)
+        return (
+            self._standard(batch) for batch in read
+        )  # In a generator a StopIteration of the user's code is an error.
 
     def batch_reader(self) -> Callable[[int], Any]:
         """See :class:`InputSource`."""

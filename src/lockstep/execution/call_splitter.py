@@ -360,6 +360,9 @@ def _run(
     tree, state, losses = call.function(trainable, non_trainable, *args, return_losses=True, **kwargs)
     stored = {place: array for place, array in attribute_arrays(call.model).items() if array is not before.get(place)}
     outputs, structure = jax.tree.flatten(tree)
+    read = {id(one): value for one, value in zip(call.model.trainable_variables, trainable, strict=True)}
+    read |= {id(one): value for one, value in zip(call.model.non_trainable_variables, state, strict=True)}
+    outputs = [read.get(id(leaf), leaf) for leaf in outputs]  # The model may return variables.
     masks = [get_keras_mask(leaf) for leaf in outputs]
     form = _ResultForm(structure, tuple(mask is not None for mask in masks), tuple(stored))
     values = [jnp.asarray(value) for value in (*outputs, *losses, *stored.values())]

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from keras import layers, ops
 
+import lockstep
 from lockstep.execution.model_parallel.auto_layout import MOST_MOVED, choose_axes
 from tests.execution.model_parallel.nets import (
     attention_block,
@@ -343,3 +344,20 @@ def test_results_are_those_of_one_device(made):
     model, inputs = made()
     got, expected, _ = run_on_mesh(model, choices(model, inputs), inputs)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_call_without_an_argument_training_is_followed():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = layers.Dense(256), layers.Dense(64)
+
+        def call(self, x):
+            return self.down(self.up(x))
+
+    strategy = lockstep.ModelParallelStrategy({"data": 1, "model": 2}, devices=["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = Net()
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 64)), np.ones((8, 64)), verbose=0)
+    assert not model.up.kernel.value.sharding.is_fully_replicated

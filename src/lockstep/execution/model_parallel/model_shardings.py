@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep._errors import DeviceError, ModelError, OptionError, named_arguments, shown, whole_number
-from lockstep._keras.graph import cause_of, layers_of
+from lockstep._keras.graph import cause_of, layers_of, training_argument
 from lockstep._keras.sharded_variable import has_layout
 from lockstep.data.device_placement import DEVICE_AXIS, MeshPlacement, PlacedRows, is_large, is_rows
 from lockstep.devices.names import platform_of
@@ -446,7 +446,7 @@ class ModelShardings:
         count = len(model.trainable_variables)
 
         def forward(values: list[Any], inputs: Any) -> Any:
-            return model.stateless_call(values[:count], values[count:], inputs, training=True)[0]
+            return model.stateless_call(values[:count], values[count:], inputs, **training_argument(model))[0]
 
         inputs = jax.tree.map(_described, x, is_leaf=is_rows)
         try:
