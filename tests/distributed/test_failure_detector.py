@@ -45,6 +45,8 @@ def seen(*statuses):
         [a_status(0, 7, "saving", 1700), a_status(1, 8, "step", 1690)],
         [a_status(0, 8, "step", 1700), a_status(1, 8, "step", 1700)],  # One long step.
         [a_status(0, 8, "step", 9000)],  # Alone, nobody waits for anybody.
+        [a_status(0, 8, "step", 61), a_status(1, 8, "program", 62)],  # It has ended step 8.
+        [a_status(0, 8, "step", 61), a_status(1, 8, "program", 62, left=True)],
         [a_status(0, 8, "idle", 9000), a_status(1, 8, "idle", 9000)],
         [a_status(0, 8, "data", 1), a_status(1, 8, "left", 900, silent=900, left=True)],
     ],
@@ -59,6 +61,7 @@ def test_nobody_is_named_while_all_may_be_well(statuses):
         ([a_status(0, 8, "step", 1), a_status(1, 8, "step", 1, silent=61)], (FailureKind.SILENT, 1)),
         ([a_status(0, 8, "step", 61), a_status(1, 7, "data", 62)], (FailureKind.STUCK, 1)),
         ([a_status(0, 8, "step", 61), a_status(1, 8, "data", 62)], (FailureKind.STUCK, 1)),
+        ([a_status(0, 8, "step", 61), a_status(1, 7, "program", 62)], (FailureKind.STUCK, 1)),
         ([a_status(0, 8, "step", 61), a_status(1, 8, "callback", 62, left=True)], (FailureKind.LEFT, 1)),
         ([a_status(0, 8, "step", 61), a_status(1, 8, "step", 61), a_status(2, 7, "step", 62)], (FailureKind.STUCK, 2)),
         (

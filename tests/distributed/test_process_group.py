@@ -1,12 +1,20 @@
 """The chief's arrays on every worker, without processes: tests of jobs have those."""
 
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
+import keras
 import ml_dtypes
 import numpy as np
 import pytest
 
+import lockstep
+from lockstep.data import fit_entry
 from lockstep.distributed import process_group
+from lockstep.distributed.control.failure_detector import Limits, find_failure
+from tests.distributed.threaded_job import ThreadedJob
+from tests.support.waiting import wait_until
 
 ARRAYS = {
     "matrix": np.arange(35, dtype=np.float32).reshape(5, 7),
@@ -38,3 +46,54 @@ def test_broadcast_arrays_are_those_of_the_chief_in_chunks_of_any_size(numbers, 
         np.testing.assert_array_equal(array, ARRAYS[name], name)
     assert next(chunks, None) is None
     assert all(len(chunk) <= numbers for chunk in sent)
+
+
+class Ending(fit_entry.ProcessGroup):
+    """A process group that notes the ends of steps."""
+
+    def __init__(self, ended):
+        self.ended = ended
+
+    def end_steps(self):
+        self.ended.append(True)
+
+
+def test_code_between_steps_has_no_limit():
+    model = SimpleNamespace(layers=[], variables=[], optimizer=None, get_compile_config=dict)
+    limits = Limits(timeout=60, long=1800)
+
+    def call(session):
+        group = process_group.WorkerProcessGroup(session, None)
+        arguments = {
+            "x": SimpleNamespace(num_batches=1, meter=SimpleNamespace(waited=0.0, read=0.0)),
+            "callbacks": None,
+        }
+        with group.surround_call(model, "fit", arguments, 32):
+            session.report(1, "step")
+            callbacks = keras.callbacks.CallbackList(arguments["callbacks"])
+            callbacks.on_epoch_end(0, {})
+            yield
+            session.report(2, "step")
+        yield
+
+    with ThreadedJob(2) as job:
+        known = job.sessions[0].heartbeats
+        calls = [call(session) for session in job.sessions.values()]
+        for _ in range(2):
+            job.everyone(lambda session: next(calls[session.group.index]))
+            wait_until(lambda: all(status.activity == "program" for status in known()), "heartbeats that say so")
+            now = time.monotonic()
+            waiting = [replace(status, heard=now, since=now - 1801) for status in known()]
+            assert find_failure(now, waiting, limits) is None
+
+
+def test_code_after_a_call_for_one_batch_has_no_limit(monkeypatch):
+    ended = []
+    monkeypatch.setattr(lockstep.MirroredStrategy, "_join_process_group", lambda self: Ending(ended))
+    with lockstep.MirroredStrategy(["cpu:0"]).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    for call in (model.train_on_batch, model.test_on_batch):
+        call(np.ones((4, 2)), np.ones((4, 1)))
+    model.predict_on_batch(np.ones((4, 2)))
+    assert len(ended) == 3

@@ -120,6 +120,9 @@ class ProcessGroup:
         """Return a context that is open during ``call`` ("fit", "evaluate" or "predict") and may change its arguments; x is a KerasInput."""
         return nullcontext()
 
+    def end_steps(self) -> None:
+        """Note that the results of all steps so far are there, and that code of the user follows."""
+
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """Run the call and return its result; ``proceed()`` is Keras's method with the arguments as they are then."""
         return proceed()
@@ -194,7 +197,7 @@ class InputFactory:
         """
         for name in _ON_BATCH:
             if not trainer.has_own(model, name):
-                install(FIT_INPUT, [(model, name, _checked_on_batch(model, name))])
+                install(FIT_INPUT, [(model, name, _checked_on_batch(model, name, self._process_group))])
         for name in _STEPS:
             method = self._wrap(model, name, report)
             if trainer.has_own(model, name):
@@ -347,7 +350,7 @@ class InputFactory:
         return DeviceSource(make_source(numbers, **given | {"class_weight": None}), whole, self._placement)
 
 
-def _checked_on_batch(model: keras.Model, name: str) -> Callable[..., Any]:
+def _checked_on_batch(model: keras.Model, name: str, group: ProcessGroup) -> Callable[..., Any]:
     """Return a method for one batch that first checks its data."""
     original = getattr(type(model), name)
     signature = inspect.signature(original)
@@ -356,7 +359,9 @@ def _checked_on_batch(model: keras.Model, name: str) -> Callable[..., Any]:
     def method(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(model, *args, **kwargs)
         check_call(name, call.arguments)
-        return original(*call.args, **call.kwargs)
+        result = original(*call.args, **call.kwargs)
+        group.end_steps()
+        return result
 
     return method
 

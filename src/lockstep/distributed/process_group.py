@@ -78,7 +78,16 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         if call == "fit":
             meter = arguments["x"].meter
             self._client.metadata = lambda: {"waited": meter.waited, "read": meter.read}
-        yield
+        if not isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):  # It is used as it is.
+            arguments["callbacks"] = [_EpochEnd(self), *fit_entry.callbacks_in(arguments)]
+        try:
+            yield
+        finally:
+            self.end_steps()
+
+    def end_steps(self) -> None:
+        """See the base class."""
+        self._client.report_program()
 
     def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], "_BatchComparison"]:
         """See the base class."""
@@ -112,6 +121,18 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         """Return a function that makes a ``kind`` for each pass over an input, with a channel of its own."""
         numbers = count(1)
         return lambda: kind(self._client, f"{channel}, pass {next(numbers)}", *options)
+
+
+class _EpochEnd(keras.callbacks.Callback):
+    """Ends the steps of an epoch before other callbacks run: its logs are there, so that no step is waited for."""
+
+    def __init__(self, group: WorkerProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See Keras."""
+        self._group.end_steps()
 
 
 # Batches.

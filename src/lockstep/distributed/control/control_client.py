@@ -16,6 +16,7 @@ from lockstep.distributed.control.admission import digest, find_disagreement
 from lockstep.distributed.control.control_server import BARRIER, BROADCAST, GATHER, LEAVE, Coordinator
 from lockstep.distributed.control.failure_detector import (
     HEARTBEAT_SECONDS,
+    PROGRAM,
     QUIET,
     SAVING,
     START,
@@ -106,6 +107,10 @@ class ControlClient:
                 wait for the step's result. ``"start"``, ``"compiling"`` and ``"saving"`` may take long.
         """
         self._heartbeat.report(step, activity)
+
+    def report_program(self) -> None:
+        """Report that the steps so far have ended, and that code of the user runs until the next report."""
+        self.report(self._heartbeat.progress[0], PROGRAM)
 
     @property
     def is_saving(self) -> bool:

@@ -100,6 +100,7 @@ HEARTBEAT_SECONDS = 0.5
 START = "start"
 STEP = "step"
 WAITING = "waiting for others at "  # And the topic: in a collective call of the control client.
+PROGRAM = "program"  # The user's code between steps. It may take as long as it likes, unless others wait.
 SAVING = "saving"  # Only the chief does, and the others wait for it in the next step.
 MAY_TAKE_LONG = (START, "compiling", SAVING)
 
@@ -288,7 +289,7 @@ def make_failure(kind: FailureKind, peer: Peer, what: str) -> Failure:
 
 def _has_not_reached(status: WorkerStatus, step: int) -> bool:
     """Whether a worker has not reached ``step``: it may still read the data for it."""
-    return status.step < step or (status.step == step and status.activity != STEP)
+    return status.step < step or (status.step == step and status.activity not in (STEP, PROGRAM))
 
 
 def _has_waited(now: float, status: WorkerStatus, seconds: float) -> bool:
