@@ -476,7 +476,7 @@ FAULTS = [
     Mutant(
         "stops-alone",
         "fit/checkpointing/preemption.py",
-        'found = self._process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_late()])',
+        'found = self.process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_late()])',
         "found = [[self._signal_name, seconds, self._is_late()]]",
         "A worker that is preempted stops without the others, which wait for it.",
     ),

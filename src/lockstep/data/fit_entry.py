@@ -123,6 +123,13 @@ class ProcessGroup:
     def end_steps(self) -> None:
         """Note that the results of all steps so far are there, and that code of the user follows."""
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Return a context in which this process writes files: the others wait for it as long as for compiling."""
+        return nullcontext()
+
+    def end_together(self) -> None:
+        """Have this process, at its end, wait for the end of all others."""
+
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """Run the call and return its result; ``proceed()`` is Keras's method with the arguments as they are then."""
         return proceed()

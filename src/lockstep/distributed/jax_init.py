@@ -364,12 +364,15 @@ class ProcessJob:
 
         JAX is shut down only if Lockstep has initialized it. Else the program does that, its engine, or JAX at the end of the process,
         where it waits for all processes without looking for lost ones. So all workers wait here until each has left.
+
+        After a preemption all workers wait, too: what has started the processes may stop all of them soon after the first has ended,
+        and the chief may still write the last checkpoint.
         """
         if self.group.is_chief or not self.owns_jax:
             self.client.leave(LONG_SECONDS, stays=not self.owns_jax)
         if self.owns_jax and self.client.failure is None:
             jax.distributed.shutdown()
-        self.client.leave()
+        self.client.leave(LONG_SECONDS, stays=self.client.ends_with_others)
         self.guard.restore()
 
 

@@ -9,7 +9,7 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from itertools import count
 from pathlib import Path
@@ -88,6 +88,14 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
     def end_steps(self) -> None:
         """See the base class."""
         self._client.report_program()
+
+    def saving(self) -> AbstractContextManager[None]:
+        """See the base class."""
+        return self._client.saving()
+
+    def end_together(self) -> None:
+        """See the base class."""
+        self._client.ends_with_others = True
 
     def make_batch_check(self, name: str, has_known_length: bool) -> Callable[[], "_BatchComparison"]:
         """See the base class."""

@@ -13,6 +13,7 @@ import lockstep
 from lockstep.checkpoint.async_writer import BackgroundWriter
 from lockstep.checkpoint.format import Snapshot
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.data.fit_entry import ProcessGroup
 from lockstep.fit.checkpointing.preemption import exit_after_checkpoint
 
 from .runs import INPUTS, Run, whole
@@ -202,6 +203,7 @@ def test_a_program_that_catches_the_end_is_stopped_again(python):
 
 def test_the_end_says_if_the_last_checkpoint_is_not_written_in_time(tmp_path):
     said, go_on = [], threading.Event()
+    stopped = SimpleNamespace(reason="SIGTERM", process_group=ProcessGroup())
 
     def snapshot():
         go_on.wait(30)
@@ -210,7 +212,7 @@ def test_the_end_says_if_the_last_checkpoint_is_not_written_in_time(tmp_path):
     with CheckpointStore(tmp_path) as store, BackgroundWriter(store, timeout_seconds=0.1, log=said.append) as writer:
         writer.submit(8, snapshot)
         with pytest.raises(SystemExit) as ended:
-            exit_after_checkpoint(SimpleNamespace(reason="SIGTERM"), 8, tmp_path, writer, said.append)
+            exit_after_checkpoint(stopped, 8, tmp_path, writer, said.append)
         go_on.set()
         assert writer.wait(30)
     assert ended.value.code == ENDS_WITH

@@ -50,6 +50,7 @@ class ControlClient:
         failure: why the job cannot continue; None while it can.
         departed: workers that have left in order.
         metadata: returns the numbers that each heartbeat reports about this worker.
+        ends_with_others: whether the process is to stay, at its end, until all workers have left.
 
     Example:
         >>> from lockstep.distributed.cluster.membership import WorkerGroup
@@ -75,6 +76,7 @@ class ControlClient:
         self.failure: Failure | None = None
         self.departed: set[int] = set()
         self.metadata: Callable[[], dict[str, float]] = dict
+        self.ends_with_others = False
         self._connection, self._server, self._limits = connection, server, limits
         self._on_failure, self._log, self._clock = on_failure, log, clock
         self._process = os.getpid()

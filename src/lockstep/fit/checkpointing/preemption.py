@@ -42,6 +42,7 @@ class Preemption:
         clock: gives seconds; monotonic.
 
     Attributes:
+        process_group: all processes.
         reason: why to stop; None if no process was signalled.
         is_save_due: whether all processes save after this step, because it is time to.
     """
@@ -52,7 +53,7 @@ class Preemption:
         is_late: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._process_group, self._is_late, self._clock = process_group, is_late, clock
+        self.process_group, self._is_late, self._clock = process_group, is_late, clock
         self.reason: str | None = None
         self.is_save_due = False
         self._signal_name: str | None = None  # of the signal that this process got
@@ -101,7 +102,7 @@ class Preemption:
             return False
         steps, now = self._steps - self._last_exchange, self._clock()
         slowest = self._exchange((now - self._last_time) / steps)
-        if self._process_group.processes > 1:
+        if self.process_group.processes > 1:
             steps = max(1, min(2 * steps, int(_INTERVAL / max(slowest, 1e-6))))
             self._last_exchange, self._last_time, self._next_exchange = self._steps, now, self._steps + steps
         return self.reason is not None
@@ -113,7 +114,7 @@ class Preemption:
 
     def _exchange(self, seconds: float) -> float:
         """Find out whether a process was signalled and whether to save, and return the largest ``seconds`` of all processes."""
-        found = self._process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_late()])
+        found = self.process_group.all_gather("whether to stop", [self._signal_name, seconds, self._is_late()])
         self.is_save_due = found[0][2]
         for process, (signal_name, _, _) in enumerate(found):
             if signal_name and self.reason is None:
@@ -142,7 +143,9 @@ def _has_no_handler(number: signal.Signals) -> bool:
 def exit_after_checkpoint(
     preemption: Preemption, step: int, directory: Path, writer: BackgroundWriter | None, log: Callable[[str], None]
 ) -> None:
-    """End the process when its last checkpoint is written, or the limit of the writer has passed.
+    """Exit when the last checkpoint of this process is written, or the limit of the writer has passed; the process ends with all others.
+
+    What has started the processes may stop all of them soon after the first has ended.
 
     Args:
         preemption: has the reason.
@@ -156,7 +159,8 @@ def exit_after_checkpoint(
     """
     kept = f"the checkpoints are in {directory}"
     if writer:
-        late = "" if writer.wait() else "the last checkpoint was not written in time; "
+        with preemption.process_group.saving():
+            late = "" if writer.wait() else "the last checkpoint was not written in time; "
         steps = writer.store.steps()
         newest = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
         kept = f"{late}{newest} is in {directory}"
@@ -164,4 +168,5 @@ def exit_after_checkpoint(
         f"{preemption.reason}: stopped after step {step}; {kept}, and the same program resumes from it. This process ends with "
         f"code {PEER_LOST}."
     )
+    preemption.process_group.end_together()
     raise SystemExit(PEER_LOST)

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 import lockstep
+from lockstep.checkpoint.store import CheckpointStore
 from tests.distributed.jobs.program import config, make_strategy, tell
 
 ROWS, BATCH, EPOCHS = 45, 9, 2  # Even shares: one program for each kind of step.
@@ -33,6 +34,15 @@ class Signalled(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         time.sleep(0.5 * (config["index"] == 0))
+
+
+def write(store, step, snapshot, _write=CheckpointStore.write):
+    """Write a checkpoint as a slow disk does."""
+    time.sleep(config.get("write_seconds", 0))
+    return _write(store, step, snapshot)
+
+
+CheckpointStore.write = write
 
 
 def digest(history):
