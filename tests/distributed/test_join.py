@@ -259,6 +259,14 @@ def test_a_worker_of_a_later_start_waits_for_its_own_chief():
         join(**{**job.arguments(1), "generation": 1, "start_seconds": 1})
 
 
+def test_a_worker_waits_for_the_next_chief_while_that_of_a_failed_job_ends():
+    with ThreadedJob(2) as job:
+        job.sessions[1]._send({"kind": "heartbeat", "step": "none"})  # It counts as dead.
+        wait_until(lambda: job.failures[0], "a failure on worker 0")
+        with pytest.raises(ClusterError, match=r"was not met within 1 s: .* has failed and ends"):
+            join(**job.arguments(1), start_seconds=1)
+
+
 @pytest.mark.parametrize(
     ("chief", "worker", "said"),
     [

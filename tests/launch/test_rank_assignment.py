@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,11 +11,14 @@ import pytest
 from lockstep._errors import ClusterError, OptionError
 from lockstep.distributed import jax_init
 from lockstep.distributed.cluster import env_reader
-from lockstep.distributed.cluster.env_reader import gpu_files, has_accelerators, visible_gpus
+from lockstep.distributed.cluster.env_reader import gpu_files, has_accelerators, job_generation, visible_gpus
 from lockstep.distributed.jax_init import share_of_gpus
 from lockstep.launch.launch_config import LaunchConfig
+from lockstep.launch.local_workers import RestartBudget
 from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
+from lockstep.launch.supervisor import LocalRestartLoop
 from lockstep.launch.worker_environment import gpu_share
+from tests.distributed.threaded_job import ThreadedJob
 from tests.launch.launching import program, started
 
 
@@ -73,7 +77,22 @@ def test_workers_are_numbered_over_the_nodes():
     )
     expected = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
     expected |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5", "LOCKSTEP_GENERATION": "3"}
+    expected["LOCKSTEP_JOB_GENERATION"] = "3"
     assert variables == expected | {"LOCKSTEP_COORDINATOR": "a:5"}
+
+
+@pytest.mark.parametrize("restarted", [0, 1])
+def test_nodes_that_restart_on_their_own_meet_whatever_each_has_restarted(restarted):
+    environments = []
+    for node in range(2):
+        waiting = SimpleNamespace(wait=lambda seconds: time.sleep(seconds) or ((), ()))
+        two = job(nodes=2, coordinator="10.0.0.1", max_restarts=1)
+        starts = LocalRestartLoop(two, node, RestartBudget(1), waiting, log=lambda line: None).assignments()
+        started_again = [next(starts) for _ in range(2 if node == restarted else 1)]
+        environments.append(started_again[-1].variables(0))
+    assert environments[restarted]["LOCKSTEP_GENERATION"] == "1"
+    with ThreadedJob(2, lambda index: {"generation": job_generation(environments[index])}, start_seconds=5) as workers:
+        assert workers.errors == {}
 
 
 @pytest.mark.parametrize("where", ["--coordinator 127.0.0.1:{port}", "--hosts 127.0.0.1:{port},localhost:{next}"])

@@ -25,7 +25,7 @@ from lockstep.distributed.cluster.env_reader import (
     NetworkOptions,
     gpu_files,
     has_accelerators,
-    restarts_of,
+    job_generation,
     visible_gpus,
 )
 from lockstep.distributed.cluster.membership import WorkerGroup
@@ -459,7 +459,7 @@ def join_job(
     client = join(
         group,
         describe_process(),
-        generation=restarts_of(environ),
+        generation=job_generation(environ),
         network=network,
         timeout_seconds=timeout_seconds,
         long_seconds=max(LONG_SECONDS, timeout_seconds),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lockstep._errors import OptionError
 from lockstep._logging import listed
 from lockstep.distributed.cluster.addresses import COORDINATOR, split_address
-from lockstep.distributed.cluster.env_reader import GENERATION
+from lockstep.distributed.cluster.env_reader import GENERATION, JOB_GENERATION
 from lockstep.distributed.cluster.membership import SINGLE_JOBS
 from lockstep.launch.launch_config import LaunchConfig
 
@@ -116,6 +116,7 @@ class RankAssignment:
         all_workers: number of workers on all nodes.
         coordinator: ``host:port`` of worker 0.
         addresses: of all workers; None if they are not known.
+        is_counted_here: whether this node counts its generations by itself, so that other nodes may be at another one.
     """
 
     generation: int
@@ -126,6 +127,7 @@ class RankAssignment:
     all_workers: int
     coordinator: str
     addresses: Sequence[str] | None
+    is_counted_here: bool = False
 
     @property
     def tasks(self) -> ProcessNames:
@@ -154,6 +156,7 @@ class RankAssignment:
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
             GENERATION: self.generation,
+            JOB_GENERATION: 0 if self.is_counted_here else self.generation,
         }
         if self.addresses is None:  # Otherwise MASTER_PORT would be taken for the port of torchrun itself.
             variables[COORDINATOR] = self.coordinator

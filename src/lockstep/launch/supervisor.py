@@ -165,7 +165,9 @@ class LocalRestartLoop:
         else:
             with self._addresses() as (coordinator, known):
                 first = self.node * workers
-                yield RankAssignment(generation, self.node, nodes, workers, first, nodes * workers, coordinator, known)
+                yield RankAssignment(
+                    generation, self.node, nodes, workers, first, nodes * workers, coordinator, known, nodes > 1
+                )
 
     @contextlib.contextmanager
     def _addresses(self) -> Iterator[tuple[str, Sequence[str] | None]]:

@@ -13,6 +13,7 @@ from lockstep._files import open_to_read
 
 # Set by the launcher, or by the user for all processes of a job.
 GENERATION = "LOCKSTEP_GENERATION"  # How many times the launcher has restarted the job.
+JOB_GENERATION = "LOCKSTEP_JOB_GENERATION"  # The same if all launchers count together, else 0.
 SECRET = "LOCKSTEP_SECRET"  # Known to the processes of the job only, which prove it to each other.
 SECRET_FILE = "LOCKSTEP_SECRET_FILE"  # A file that has the secret.
 OPEN = "LOCKSTEP_OPEN"  # "1": processes without a secret may talk to other machines.
@@ -162,8 +163,27 @@ def restarts_of(environ: Mapping[str, str]) -> int:
         >>> restarts_of({}), restarts_of({"LOCKSTEP_GENERATION": "2"})
         (0, 2)
     """
+    return _generation(environ, GENERATION)
+
+
+def job_generation(environ: Mapping[str, str]) -> int:
+    """Return the generation that all processes of the job have, by which those of an earlier one are told apart.
+
+    If each node restarts its own workers, their numbers of restarts may differ, and this is 0.
+
+    Raises:
+        ClusterError: the variable is no whole number of at least 0.
+
+    Example:
+        >>> job_generation({"LOCKSTEP_GENERATION": "2"}), job_generation({"LOCKSTEP_GENERATION": "2", "LOCKSTEP_JOB_GENERATION": "0"})
+        (2, 0)
+    """
+    return _generation(environ, JOB_GENERATION if JOB_GENERATION in environ else GENERATION)
+
+
+def _generation(environ: Mapping[str, str], name: str) -> int:
     own = EnvReader("Lockstep", environ, "lockstep run sets it.")
-    return own.integer(GENERATION, "the number of restarts", least=0) if GENERATION in environ else 0
+    return own.integer(name, "the number of restarts", least=0) if name in environ else 0
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = _DEVICES) -> list[str]:

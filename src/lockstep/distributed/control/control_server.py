@@ -32,6 +32,7 @@ from lockstep.distributed.control.handshake import HandshakeServer, Peer, refusa
 from lockstep.distributed.control.transport import MAX_BYTES, EventLoop, FramedSocket, encode
 
 GATHER, BROADCAST, BARRIER = "gather", "broadcast", "barrier"
+_ENDING = JoinRejection("the job of this chief has failed and ends", again=True)  # Its successor may admit the worker.
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class Coordinator:
     # Joining.
 
     def _on_peer(self, connection: FramedSocket, peer: Peer) -> None:
-        rejection = self._rejection or self._admission.validate(peer)
+        rejection = self._rejection or (_ENDING if self._failure else self._admission.validate(peer))
         if rejection is None:
             self._add_worker(connection, peer)
             return
