@@ -11,13 +11,13 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep._arrays import ArraySpec
-from lockstep._errors import INTERRUPTED, NO_PROGRESS, PEER_LOST, USER_ERROR
+from lockstep._errors import INTERRUPTED, MOST_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
 from lockstep.parameter_server.variables.rpc_client import connect
 from lockstep.parameter_server.variables.variable_server import ArrayServer, ClientSession
-from tests.parameter_server.variables.threaded_servers import DEADLINE, Servers, peer
+from tests.parameter_server.variables.threaded_servers import DEADLINE, Servers, peer, values_of
 from tests.support.waiting import wait_until
 
 
@@ -97,6 +97,15 @@ def test_results_return_to_the_chief_and_all_workers_get_the_end():
         served.end()
         assert served.results == [{"epochs": 3}] * 3
         assert served.dispatcher.worker_count == 0
+
+
+@pytest.mark.parametrize("seconds", [3601, MOST_SECONDS])
+def test_every_limit_that_a_strategy_takes_is_one_for_requests(seconds):
+    with ServedDispatcher() as served, Servers() as servers:
+        assert served.client(1, timeout_seconds=seconds).enter(1) is None
+        chief = servers.client(0, timeout_seconds=seconds)
+        chief.fill(values_of())
+        assert chief.pull().keys() == values_of().keys()
 
 
 def test_a_late_worker_gets_tasks():

@@ -40,6 +40,7 @@ _LENGTH = struct.Struct(">I")
 HEADER_BYTES = _LENGTH.size
 _CHUNK = 2**18
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 15, 5, 4
+_MOST_MS = 2**31 - 1  # milliseconds of an option of a socket: 25 days
 
 
 class ProtocolError(Exception):
@@ -228,7 +229,7 @@ def limit_unacknowledged(connected: socket.socket, seconds: float) -> None:
     """Have Linux close a connection whose other end has not acknowledged sent data for ``seconds``; its default is 15 minutes."""
     if sys.platform == "linux" and connected.family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):  # Closed already.
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(1000 * seconds), _MOST_MS))
 
 
 class FramedSocket:
