@@ -19,6 +19,8 @@ from lockstep._arrays import (
     parse_description,
 )
 from lockstep.custom_loops.distributed_dataset import gather_trees
+from lockstep.distributed.control.transport import MAX_BYTES
+from tests.distributed.threaded_job import ThreadedJob
 
 ARRAYS = {name: np.arange(6).reshape(2, 3).astype(dtype) for name, dtype in DTYPES.items()} | {
     "a number": np.asarray(2.5),
@@ -84,6 +86,18 @@ def test_each_process_gets_the_batches_of_all():
     (batch,) = found[0]
     assert_same(batch[0]["x"], drawn[0][0][0]["x"])
     assert_same(batch[1], drawn[0][0][1])
+
+
+def test_large_batches_of_many_processes_fit_into_messages():
+    size = MAX_BYTES // 16  # As text it is a third larger, and four of them are more than a message takes.
+
+    def gather_all(session):
+        own = np.full(size, session.group.index, "float32")
+        return gather_trees(own, lambda value: session.gather("the batches", value))
+
+    with ThreadedJob(4) as job:
+        for found in job.everyone(gather_all):
+            assert [(len(array), array[-1]) for array in found] == [(size, worker) for worker in range(4)]
 
 
 def test_a_batch_keeps_what_is_not_there_and_its_keys():

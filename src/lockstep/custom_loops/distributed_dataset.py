@@ -239,7 +239,7 @@ def _close(iterator: PassIterator) -> None:
     iterator.close(failed=sys.exception() is not None)
 
 
-_CHUNK = 4 * 2**20  # characters in one message
+_CHARACTERS = 8 * 2**20  # in one message to a process, which holds a chunk of each process
 
 
 class PerReplicaDataset(DistributedDataset):
@@ -406,7 +406,8 @@ def gather_trees(tree: Any, gather: Callable[[Any], list[Any]]) -> list[Any]:
         ) from None
     text = base64.b64encode(b"".join(map(array_bytes, arrays.values()))).decode()
     headers = gather([encoded, describe_arrays(arrays), len(text)])
-    chunks = [gather(text[start : start + _CHUNK]) for start in range(0, max(length for *_, length in headers), _CHUNK)]
+    longest, size = max(length for *_, length in headers), _CHARACTERS // len(headers)
+    chunks = [gather(text[start : start + size]) for start in range(0, longest, size)]
     return [
         decode_tree(spec, arrays_from_bytes(parse_description(described), _join(chunks, worker)))
         for worker, (spec, described, _) in enumerate(headers)
