@@ -50,6 +50,20 @@ def test_a_run_that_was_asked_to_end_does_not_start_again(tmp_path):
     assert "restart" not in messages
 
 
+@pytest.mark.parametrize(("code", "is_over"), [(75, True), (4, False)])
+def test_workers_that_have_saved_before_a_preemption_do_not_start_again(tmp_path, code, is_over):
+    handler = f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit({code} if rank else 75))\n"
+    waiting = "write(f'ready{rank}'); time.sleep(100)"
+    with started(
+        "-n", 2, "--max-restarts", 1, program(tmp_path, f"{GENERATION}if generation: sys.exit(0)\n{handler}{waiting}")
+    ) as supervisor:
+        text_of(tmp_path / "ready0"), text_of(tmp_path / "ready1")
+        supervisor.send_signal(signal.SIGUSR1)
+        _, messages = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == (75 if is_over else 0), messages
+    assert ("restart" in messages) != is_over
+
+
 def test_the_pause_before_a_restart_can_be_ended(tmp_path):
     with started("--max-restarts", 9, program(tmp_path, "sys.exit(4)")) as supervisor:
         wait_for_message(supervisor, "restart 2 of 9")

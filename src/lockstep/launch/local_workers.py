@@ -49,6 +49,8 @@ class _Shutdown:
         stopped_at: when the workers were sent a signal to stop.
         killed_at: when the remaining workers were killed.
         stop_signal: the signal to the supervisor that is the reason of the stop.
+        is_requested: whether there was a signal to stop.
+        is_announced: whether USR1 came, after which workers save and end with 75: a scheduler is about to stop the job.
         is_remote: whether a failure of another node is the reason of the stop.
     """
 
@@ -56,6 +58,8 @@ class _Shutdown:
     stopped_at: float | None = None
     killed_at: float | None = None
     stop_signal: int | None = None
+    is_requested: bool = False
+    is_announced: bool = False
     is_remote: bool = False
 
     @property
@@ -189,7 +193,6 @@ class LocalWorkers:
 
     Attributes:
         timed_out: whether the run has reached ``stop_at``.
-        was_asked_to_stop: whether the supervisor was sent a signal to stop.
     """
 
     def __init__(
@@ -216,7 +219,6 @@ class LocalWorkers:
         self._remote_stop = remote_stop
         self._shutdown = _Shutdown()
         self.timed_out = False
-        self.was_asked_to_stop = False
 
     def run(self) -> None:
         """Start all, wait until they have exited, and stop them if they must not continue."""
@@ -275,6 +277,14 @@ class LocalWorkers:
         return DONE if self.failure is None else job_exit_code(self.failure.code)
 
     @property
+    def was_asked_to_stop(self) -> bool:
+        """Whether the supervisor was sent a signal to stop, or USR1 and all workers have saved and ended."""
+        has_saved = self._shutdown.is_announced and self.code == PEER_LOST
+        return self._shutdown.is_requested or (
+            has_saved and {worker.code for worker in self._workers} <= {DONE, PEER_LOST}
+        )
+
+    @property
     def _files(self) -> Iterator[int]:
         yield from (worker.file for worker in self._running)
         if self._remote_stop is not None and self._shutdown.stopped_at is None:
@@ -300,9 +310,10 @@ class LocalWorkers:
 
     def _on_signal(self, number: int) -> None:
         if number not in STOP_SIGNALS:
+            self._shutdown.is_announced |= number == signal.SIGUSR1
             self._send(number)
             return
-        self.was_asked_to_stop = True
+        self._shutdown.is_requested = True
         if self._shutdown.stopped_at is None:
             self._shutdown.stop_signal = None if self._failures() else number
             again = "; again kills them at once" if number == signal.SIGINT else ""
