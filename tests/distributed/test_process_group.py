@@ -13,6 +13,7 @@ import lockstep
 from lockstep.data import fit_entry
 from lockstep.distributed import process_group
 from lockstep.distributed.control.failure_detector import Limits, find_failure
+from lockstep.distributed.control.transport import HEADER_BYTES, MAX_BYTES, decode, encode
 from tests.distributed.threaded_job import ThreadedJob
 from tests.support.waiting import wait_until
 
@@ -56,6 +57,28 @@ class Ending(fit_entry.ProcessGroup):
 
     def end_steps(self):
         self.ended.append(True)
+
+
+def test_a_checkpoint_with_more_metadata_than_a_message_takes_reaches_all(monkeypatch):
+    metadata = {"epoch": 3, "hooks": ["x" * MAX_BYTES]}
+    said, sent = [], []
+
+    def broadcast(topic, value):
+        said.append(decode(encode({"kind": topic, "value": value})[HEADER_BYTES:])["value"])
+        return said[-1]
+
+    chief = SimpleNamespace(group=SimpleNamespace(is_chief=True, workers=2, index=0), broadcast=broadcast)
+    monkeypatch.setattr(process_group, "_sum", lambda placement, own: sent.append(own) or own)
+    expected = process_group.WorkerProcessGroup(chief, None).broadcast_from_chief((7, ARRAYS, metadata))
+
+    worker = SimpleNamespace(
+        group=SimpleNamespace(is_chief=False, workers=2, index=1), broadcast=lambda topic, value: said.pop(0)
+    )
+    monkeypatch.setattr(process_group, "_sum", lambda placement, own: sent.pop(0) + own)
+    step, arrays, found = process_group.WorkerProcessGroup(worker, None).broadcast_from_chief(None)
+    assert (step, found) == (expected[0], expected[2]) == (7, metadata)
+    assert arrays.keys() == expected[1].keys() == ARRAYS.keys()
+    np.testing.assert_array_equal(arrays["matrix"], ARRAYS["matrix"])
 
 
 def test_code_between_steps_has_no_limit():

@@ -15,6 +15,7 @@ from lockstep._errors import INTERRUPTED, MOST_SECONDS, NO_PROGRESS, PEER_LOST, 
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
+from lockstep.parameter_server.variables.array_transport import MAX_HEAD_BYTES
 from lockstep.parameter_server.variables.rpc_client import connect
 from lockstep.parameter_server.variables.variable_server import ArrayServer, ClientSession
 from tests.parameter_server.variables.threaded_servers import DEADLINE, Servers, peer, values_of
@@ -106,6 +107,14 @@ def test_every_limit_that_a_strategy_takes_is_one_for_requests(seconds):
         chief = servers.client(0, timeout_seconds=seconds)
         chief.fill(values_of())
         assert chief.pull().keys() == values_of().keys()
+
+
+def test_an_answer_that_is_too_large_is_refused_with_the_reason():
+    with ServedDispatcher() as served:
+        served.dispatcher.publish("much", {"text": "x" * MAX_HEAD_BYTES})
+        with pytest.raises(ClusterError, match=r"has refused a 'ask': .* bytes are too many for one message") as caught:
+            served.client(1).wait_for(1, "much")
+        assert caught.value.exit_code == USER_ERROR
 
 
 def test_a_late_worker_gets_tasks():

@@ -34,12 +34,14 @@ from lockstep.data.device_placement import DEVICE_AXIS, Placement, is_rows, is_s
 from lockstep.data.pass_iterator import digest_of_batch
 from lockstep.distributed.control.control_client import MAIN, ControlClient
 from lockstep.distributed.control.failure_detector import WorkerStatus
+from lockstep.distributed.control.transport import as_text
 from lockstep.execution.spmd import PerDeviceProgram, to_per_device
 from lockstep.execution.train_functions import STATE, StepHook
 
 _PLAIN = (int, float, str, bool, type(None))
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 _FIRST, _EVERY = 3, 100  # Which batches are compared: the first three, then one in a hundred.
+_METADATA = "the metadata of the checkpoint"
 _CHUNK = 1 << 22  # Numbers of 4 bytes of one sum.
 _CURE = (
     "Every worker must read the same data in the same order and takes its own rows of them. Give shuffling a seed, or let each worker "
@@ -104,8 +106,14 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
     def broadcast_from_chief(self, found: Any) -> Any:
         """See the base class: a checkpoint, which the chief has read, or None."""
         step, arrays, metadata = found or (None, {}, None)
-        step, metadata = self._client.broadcast("the checkpoint", [step, metadata])
-        return None if step is None else (step, _broadcast_arrays(self._client, self._placement, arrays), metadata)
+        step = self._client.broadcast("the checkpoint", step)
+        if step is None:
+            return None
+        text = np.frombuffer(
+            as_text(metadata), np.uint8
+        )  # It may be larger than a message: there are hooks of each epoch.
+        received = _broadcast_arrays(self._client, self._placement, dict(arrays) | {_METADATA: text})
+        return step, received, json.loads(received.pop(_METADATA).tobytes())
 
     def all_gather(
         self, topic: str, value: Any, *, channel: str | None = None, timeout_seconds: float | None = None

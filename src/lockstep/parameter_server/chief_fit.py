@@ -26,7 +26,7 @@ from lockstep.parameter_server.state_sync import State, StateSync, differs
 from lockstep.parameter_server.task_dispatcher import Result, TaskDispatcher
 from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
-from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key
+from lockstep.parameter_server.worker_fit import NEWEST_EPOCH, epoch_key, hook_key
 
 READY = "the servers have values"  # Key that the chief publishes after it has filled the servers.
 _TASKS_PER_WORKER = 2  # one that it runs, and one that waits for it
@@ -123,6 +123,7 @@ class ChiefFit:
         self._lock = threading.Lock()
         self._updates = 0
         self._pass_key = ""  # Key of what workers need to know to read the batches of the pass.
+        self._hooks_published = 0
         self._settled_state: State | None = None  # None if a batch was scheduled since.
         self._logs: dict[str, Any] = {}
         self._keras_logs: dict[str, Any] = {}  # as the last step returned them to Keras
@@ -145,11 +146,20 @@ class ChiefFit:
         pass_key = f"pass {number_of_pass}, after {len(self._data.epoch_hooks)} hooks"
         if pass_key != self._pass_key:
             self._pass_key = pass_key
-            self._dispatcher.publish(pass_key, self._data.pass_metadata())
+            self._publish_pass()
         self._schedule(number_of_batch, count_batch_rows(batch))
         self._collect(0 if self._parts else _TASKS_PER_WORKER * max(1, self._dispatcher.worker_count) - 1)
         self._keras_logs = dict(self._logs)
         return self._keras_logs, given
+
+    def _publish_pass(self) -> None:
+        """Publish what workers need to read the pass; each hook by itself, as there may be thousands."""
+        metadata = self._data.pass_metadata()
+        hooks = metadata.pop("hooks")
+        for number in range(self._hooks_published, len(hooks)):
+            self._dispatcher.publish(hook_key(number), {"hook": hooks[number]})
+        self._hooks_published = len(hooks)
+        self._dispatcher.publish(self._pass_key, metadata | {"hook_count": len(hooks)})
 
     def settle(self) -> State | None:
         """Wait until every scheduled batch is done, and return the newest state; None if there is no newer one than Keras's."""

@@ -4,6 +4,7 @@ Every process runs the same script and makes the same calls. In ``fit`` the chie
 return with the chief's history and the chief's weights. ``evaluate`` runs at the chief, and all processes get its result.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from lockstep.data import fit_entry
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.distributed.control.termination import exit_code_of
+from lockstep.distributed.control.transport import as_text
 from lockstep.fit.checkpointing.backup_and_restore import BackupAndRestore
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.fit.checkpointing.preemption import Preemption
@@ -32,6 +34,7 @@ from lockstep.parameter_server.variables.sharding import ShardingPlan
 from lockstep.parameter_server.variables.variable_client import VariableClient
 from lockstep.parameter_server.worker_fit import WorkerFit, run_evaluator
 
+_HOOKS = "hooks of the data"
 _KINDS = ("trainable", "non_trainable", "optimizer")
 
 
@@ -107,9 +110,9 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             "history": _to_json(history.history),
             "epoch": list(history.epoch),
             "taken": data.total_taken,
-            "hooks": data.epoch_hooks,
         }
-        self._dispatcher.close(result, synced_values(model))
+        hooks = {_HOOKS: np.frombuffer(as_text(data.epoch_hooks), np.uint8)}  # As an array, as there may be thousands.
+        self._dispatcher.close(result, synced_values(model) | hooks)
         return history
 
     def _chief_fit(self, model: keras.Model, data: KerasInput) -> ChiefFit:
@@ -203,7 +206,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
             step = self._training.gradient_step(model)
             log = self._context.log
             result = WorkerFit(model, step, batches, self._task_client, client, self._call, log).run()
-        batches.run_hooks(result.result["hooks"])
+        batches.run_hooks(json.loads(result.arrays[_HOOKS].tobytes()))
         batches.read_up_to(result.result["taken"])
         return result
 

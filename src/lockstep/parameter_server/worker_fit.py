@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep._errors import ClusterError
 from lockstep.data.indexed_batches import IndexedBatches
+from lockstep.data.pass_iterator import EpochHook
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import (
     GradientResult,
@@ -36,6 +37,11 @@ NEWEST_EPOCH = "newest epoch"  # Key under which the chief publishes the number 
 def epoch_key(epoch: int) -> str:
     """Return the key under which the chief publishes the end of an epoch, counted from 0."""
     return f"epoch {epoch}"
+
+
+def hook_key(number: int) -> str:
+    """Return the key under which the chief publishes a hook of the data, counted from 0."""
+    return f"hook {number}"
 
 
 def run_evaluator(
@@ -150,6 +156,7 @@ class WorkerFit:
         model.reset_metrics()
         self._zero_metrics = [np.asarray(variable.value) for variable in variables_of(model)[3]]
         self._pass, self._state = "", -1
+        self._hooks: list[EpochHook] = []
         self._non_trainable: Values = []
         self._first_update = self._steps_before = 0
         self._seed_offsets: SeedOffsets | None = None
@@ -206,7 +213,10 @@ class WorkerFit:
 
     def _batch(self, what: Mapping[str, Any]) -> Any:
         if what["pass"] != self._pass:
-            self._batches.begin(self._task_client.wait_for(self._call, what["pass"])[0])
+            metadata, _ = self._task_client.wait_for(self._call, what["pass"])
+            for number in range(len(self._hooks), metadata["hook_count"]):
+                self._hooks.append(self._task_client.wait_for(self._call, hook_key(number))[0]["hook"])
+            self._batches.begin(metadata | {"hooks": self._hooks})
             self._pass = what["pass"]
         return self._batches.batch(what["batch"], what["lowest"])
 

@@ -183,7 +183,7 @@ class ArrayServer:
                 link.send(*self._handler.handle(session, *link.receive(self._handler.check)))
         except ConnectionLostError:
             pass  # The client has ended, or died: its launcher knows.
-        except ProtocolError as error:
+        except (ProtocolError, OptionError) as error:  # The request cannot be answered, or the answer is too large.
             self._note_rejection(link.address, f"{session}: {error}")
             link.refuse(refusal(str(error)[:_MAX_SENTENCE]))
         finally:
