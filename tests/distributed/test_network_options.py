@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from lockstep import ClusterError
+from lockstep.distributed import jax_init
 from lockstep.distributed.cluster.env_reader import NetworkOptions
 from lockstep.distributed.cluster.membership import WorkerGroup
 from lockstep.distributed.control.handshake import open_listener
@@ -135,3 +136,13 @@ def test_lockstep_run_takes_a_secret_from_a_file(tmp_path):
     code = "print(os.environ['LOCKSTEP_SECRET_FILE'], 'LOCKSTEP_SECRET' in os.environ)"
     done = run(program(tmp_path, code), LOCKSTEP_SECRET_FILE=str(path))
     assert done.stdout == f"[worker 0] {path} False\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "bind_host", "address"),
+    [("10.0.0.1", None, "[::]:50"), ("localhost", None, "localhost:50"), ("10.0.0.1", "10.0.0.2", "10.0.0.2:50")],
+)
+def test_the_service_of_jax_listens_at_the_port_that_the_workers_know(host, bind_host, address):
+    assert (
+        jax_init._bind_address(f"{host}:50", NetworkOptions(bind_host=bind_host)) == address
+    )  # None: JAX reads a variable.

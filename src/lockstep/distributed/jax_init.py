@@ -217,11 +217,11 @@ def _chosen_port(environ: Mapping[str, str]) -> int | None:
     return own.integer(JAX_PORT, "the port of JAX's service", least=1, most=65535) if JAX_PORT in environ else None
 
 
-def _bind_address(service: str, network: NetworkOptions) -> str | None:
-    """Return where JAX's service listens at worker 0; None: on all addresses."""
+def _bind_address(service: str, network: NetworkOptions) -> str:
+    """Return where JAX's service listens at worker 0; without one, JAX would read JAX_COORDINATOR_BIND_ADDRESS, with another port."""
     host, port = split_address("the address of JAX's service", service)
-    host = network.bind_host or host
-    return join_address(host, port) if network.bind_host or is_loopback(host) else None
+    every = host if is_loopback(host) else "::"  # JAX's own default
+    return join_address(network.bind_host or every, port)
 
 
 def free_port(host: str) -> int:
