@@ -17,7 +17,7 @@ from lockstep.launch.launch_config import LaunchConfig
 from lockstep.launch.local_workers import RestartBudget
 from lockstep.launch.rank_assignment import RankAssignment, find_node_rank, reserved_addresses
 from lockstep.launch.supervisor import LocalRestartLoop
-from lockstep.launch.worker_environment import gpu_share
+from lockstep.launch.worker_environment import gpu_share, inherited_variables
 from tests.distributed.threaded_job import ThreadedJob
 from tests.launch.launching import program, started
 
@@ -123,6 +123,15 @@ print(json.dumps([rank, *told, cluster.get("worker")]))
             expected = [rank, "4", str(local), None if known else addresses[0], None, known]
             assert line.startswith(f"[worker {rank}] ")
             assert json.loads(line.partition("] ")[2]) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "is_kept"),
+    [({"workers": 2}, False), ({"servers": 1}, False), ({"workers": 2, "coordinator": "10.0.0.1"}, True)],
+)
+def test_an_address_to_listen_on_is_inherited_only_by_workers_that_have_given_addresses(options, is_kept):
+    """Else they have loopback addresses, at which nobody would listen."""
+    assert ("LOCKSTEP_BIND" in inherited_variables(job(**options), {"LOCKSTEP_BIND": "10.0.0.1"})) == is_kept
 
 
 def test_gpus_are_cut_into_shares(tmp_path):

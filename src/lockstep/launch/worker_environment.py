@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep._errors import OptionError
 from lockstep.distributed.cluster.addresses import COORDINATOR, PORT
-from lockstep.distributed.cluster.env_reader import KEEP_MEMORY, SECRET, SECRET_FILE
+from lockstep.distributed.cluster.env_reader import BIND, KEEP_MEMORY, SECRET, SECRET_FILE
 from lockstep.distributed.resolvers.simple import JaxClusterResolver
 from lockstep.distributed.resolvers.torchrun import TorchrunClusterResolver
 from lockstep.launch.launch_config import LaunchConfig
@@ -37,8 +37,8 @@ _FIRST_GLIBC_WITH_HUGE_PAGES = (2, 35)
 def inherited_variables(job: LaunchConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables that contradict the options; a job on one machine also gets a new secret."""
     replaced = {"TF_CONFIG", *JaxClusterResolver.variables}
-    if job.coordinator_address is not None:
-        replaced |= {COORDINATOR, PORT}
+    has_coordinator = job.coordinator_address is not None  # Else all processes have loopback addresses.
+    replaced |= {COORDINATOR, PORT} if has_coordinator else {BIND}
     if job.servers is not None:
         replaced |= {COORDINATOR, PORT, *TorchrunClusterResolver.variables}
     is_alone = job.nodes == 1 and not job.is_elastic and not environment.get(SECRET_FILE)
