@@ -8,6 +8,7 @@ hypothesis draws. A value that the type hint does not allow must be refused.
 import argparse
 import collections.abc
 import enum
+import functools
 import inspect
 import math
 import re
@@ -541,6 +542,14 @@ def parsers(parser, name=""):
             yield from parsers(inner, f"{name} {word}".strip())
     if not commands:
         yield name, parser
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _the_parser_is_made_once():
+    """It would be made for each of some thousand calls, which takes nine tenths of their time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cli, "_parser", functools.cache(cli._parser))
+        yield
 
 
 def options():
