@@ -28,6 +28,15 @@ def every_pair(*factors):
     ]
 
 
+def some_of(every_day, *factors):
+    """Return all products, marked nightly but for those of ``every_day``, which have each value of each factor."""
+    every_day, found = list(every_day), list(itertools.product(*map(list, factors)))
+    for number, values in enumerate(map(list, factors)):
+        assert all(any(each[number] == value for each in every_day) for value in values)
+    assert all(each in found for each in every_day)
+    return [pytest.param(*each, marks=() if each in every_day else pytest.mark.nightly) for each in found]
+
+
 def _as_parameters(case):
     if hasattr(case, "marks"):
         return case
