@@ -43,7 +43,7 @@ def layers():
     yield keras.layers.Dense(1)
 
 
-def used(strategy, callbacks=(), rows=10, **options):
+def used(strategy, callbacks=(), rows=10, epochs=2, **options):
     """A model of the strategy that has done everything once.
 
     With 10 rows both batches have 5, so each kind of step is one program; with 12 the last batch has another shape.
@@ -52,7 +52,7 @@ def used(strategy, callbacks=(), rows=10, **options):
         model = keras.Sequential(list(layers()))
         model.compile("adam", "mse", **options)
     x, y = np.ones((rows, 4), "float32"), np.zeros((rows, 1), "float32")
-    model.fit(x, y, batch_size=5, epochs=2, validation_data=(x, y), callbacks=list(callbacks), verbose=0)
+    model.fit(x, y, batch_size=5, epochs=epochs, validation_data=(x, y), callbacks=list(callbacks), verbose=0)
     model.evaluate(x, y, batch_size=5, verbose=0)
     model.predict(x, batch_size=5, verbose=0)
     return model
@@ -90,8 +90,14 @@ def assert_nothing_stays(make, *callbacks, **options):
     assert not [name for name, reference in references.items() if reference() is not None]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # How programs are kept depends on the number of devices, and on determinism, and not on both.
+        pytest.param(kind, marks=pytest.mark.nightly if kind == "deterministic on one device" else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_a_strategy_that_is_dropped_leaves_nothing(kind):
     assert_nothing_stays(KINDS[kind], rows=12 if kind == "two devices" else 10)
 
@@ -110,8 +116,10 @@ def test_callbacks_keep_no_dropped_strategy(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": False}])
 def test_no_way_to_run_a_step_keeps_a_dropped_strategy(options):
-    # Of three batches the last is a call of its own where a call has two steps.
-    assert_nothing_stays(KINDS["two devices"], rows=12 if "steps_per_execution" in options else 10, **options)
+    # Of three batches the last is a call of its own where a call has two steps. Where each operation is a program, one step
+    # of each kind has them all.
+    rows, epochs = (12, 2) if "steps_per_execution" in options else (5, 1)
+    assert_nothing_stays(KINDS["two devices"], rows=rows, epochs=epochs, **options)
 
 
 MEASURE = """
