@@ -39,12 +39,24 @@ SHAPES = {(37, 61), (61, 3)}  # of weights and moments, and of nothing else
 X, Y = np.random.default_rng(0).normal(size=(24, 37)).astype("float32"), np.arange(24) % 3
 
 
+# What these have besides the others is the same for the optimizer on any device: their steps are cut at the same place.
+NIGHTLY = (
+    "lamb",
+    "schedule",
+    "ema",
+    "float8",
+    "subclassed_and_built_by_fit",
+    "frozen_and_recompiled",
+    "validation_split",
+)
+
+
 def cases_and_homes():
     """Each case with the variables on a device that computes or on one that does not; both are in the nightly set."""
     for number, name in enumerate(QUICK + OTHERS):
         for home, other in (("cpu:1", 0), ("cpu:4", 1)):
             marks = [pytest.mark.slow] if home == "cpu:4" or name not in QUICK else []
-            if name not in QUICK and number % 2 == other:
+            if name in NIGHTLY or (name not in QUICK and number % 2 == other):
                 marks = [pytest.mark.nightly]
             yield pytest.param(name, home, marks=[pytest.mark.xdist_group(name), *marks])
 

@@ -33,11 +33,14 @@ OTHERS = [
 
 
 def optimizers_and_devices():
-    """Adam on two and on three devices, the others on one of both numbers; the other pairs are in the nightly set."""
+    """Adam on two and on three devices, the others on one of both numbers; the other pairs are in the nightly set.
+
+    Of the optimizers that treat each number by itself two are enough every day.
+    """
     for number, name in enumerate(ELEMENTWISE + OTHERS):
         for devices in (2, 3):
             marks = [] if (name, devices) == ("adam", 2) else [pytest.mark.slow]
-            if name != "adam" and (number + devices) % 2:
+            if name != "adam" and ((number + devices) % 2 or name in ELEMENTWISE[2:]):
                 marks = [pytest.mark.nightly]
             yield pytest.param(name, devices, marks=[pytest.mark.xdist_group(name), *marks])
 

@@ -52,8 +52,13 @@ def test_law_1_holds(shard_all, case, topology):
     assert_same(run(case, topology, only_fit=True), reference(case, only_fit=True), case.relative)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [SHARDED, RECOMPUTED], ids=["sharded", "recomputed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(SHARDED, id="sharded", marks=pytest.mark.nightly),
+        pytest.param(RECOMPUTED, id="recomputed", marks=pytest.mark.slow),
+    ],
+)
 def test_law_1_holds_for_evaluate_predict_and_single_batches(shard_all, options):
     case = case_named("dicts")
     assert_same(run(case, Topology(3, 2, options)), reference(case), case.relative)
@@ -101,7 +106,7 @@ ROWS = 18  # Two batches of 9, which four replicas share as 3, 3, 3 and 0: one p
 TWO_SHAPES = 14  # batches of 9 and 5
 
 
-def train(devices, replicas=4, epochs=2, rows=ROWS, callbacks=(), optimizer="adam", blocks=2, **options):
+def train(devices, replicas=4, epochs=2, rows=ROWS, callbacks=(), optimizer="adam", blocks=1, **options):
     keras.utils.set_random_seed(0)
     strategy = lockstep.MirroredStrategy([f"cpu:{device}" for device in range(devices)], replicas=replicas, **options)
     with strategy.scope():
@@ -237,8 +242,9 @@ def test_law_3_holds_a_checkpoint_resumes_with_other_shards_on_other_devices(tmp
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "deterministic", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)]
+)
 def test_each_device_holds_what_the_layout_says(deterministic):
     strategy, model, _ = train(4, deterministic=deterministic, **SHARDED)
     layout = strategy.layout(model)
@@ -314,7 +320,7 @@ def test_recomputed_layers_are_those_that_were_named():
         "blocks": "blocks",
         "one": lambda layer: layer.name == "block_1",
     }.items():
-        strategy, model, _ = train(2, epochs=0, shard="variables", recompute=recompute)
+        strategy, model, _ = train(2, epochs=0, blocks=2, shard="variables", recompute=recompute)
         functions = strategy._functions_of(model)
         step = functions.build_step(functions.executor, "train")
         counts[name] = str(jax.make_jaxpr(step)(*state_and_batch(strategy, model))).count("remat2[")
@@ -342,7 +348,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_named(caplog, optimizer):
 
 def test_variables_that_no_recomputed_layer_holds_are_named(caplog):
     with caplog.at_level("INFO", "lockstep"):
-        train(2, epochs=0, shard="variables", recompute=lambda layer: layer.name == "block_1")
+        train(2, epochs=0, blocks=2, shard="variables", recompute=lambda layer: layer.name == "block_1")
     assert (
         "no recomputed layer holds 'first/kernel', 'block_0/inner/kernel', 'block_0/outer/kernel': 0.156 MiB"
         in caplog.text
