@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.distributed.jobs.outcomes import REPLICAS, arrays
+from tests.support import compile_cache
 from tests.support.processes import AS_FOR_USERS, PROGRAMS, STARTUP, ForkServer, Job
 
 collect_ignore = ["support/startup"]  # It is for interpreters of their own.
@@ -15,7 +16,9 @@ collect_ignore = ["support/startup"]  # It is for interpreters of their own.
 @pytest.fixture(scope="session", autouse=True)
 def _new_interpreters_start_fast():
     path = [*filter(None, [os.environ.get("PYTHONPATH")]), STARTUP]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    with compile_cache.in_new_interpreters("children") as variables:
+        os.environ |= variables | {"PYTHONPATH": os.pathsep.join(path)}
+        yield
 
 
 @pytest.fixture(scope="session")

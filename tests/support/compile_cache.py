@@ -1,31 +1,20 @@
-"""Compiled programs that test processes share, and keep from run to run.
-
-JAX writes an entry of its persistent cache in place: another process could read half an entry, and a process that is killed
-could leave half an entry for good. So each process has a private folder that begins with hard links to all shared entries,
-and :func:`publish` links the new entries of a process that ended well into the shared folder. Making a link is atomic.
-"""
+"""Compiled programs that test processes share, and keep from run to run: see ``startup/shared_programs.py``."""
 
 import contextlib
 import hashlib
 import os
 import platform
 import re
-import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-SETTINGS = {
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # They would put the folder into the key of an entry.
-}
-LIMIT = 1 << 30  # bytes of a shared folder; beyond it the oldest half goes
+from tests.support.startup.shared_programs import FOLDERS, SETTINGS, fill, publish, share
+
 EVERY = 20.0  # seconds between exchanges
 AT_REST = 2.0  # seconds since an entry was last changed, after which nobody is still writing it
 
@@ -48,6 +37,13 @@ def use(private: Path | None) -> None:
         jax.config.update(name, value)
     jax.config.update("jax_compilation_cache_dir", private and str(private))
     compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def in_new_interpreters(kind: str):
+    """Have interpreters with the folder ``startup`` in their path share their programs, too; gives their environment variables."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-compiled-", ignore_cleanup_errors=True) as private:
+        yield {FOLDERS: os.pathsep.join([private, str(shared_folder(kind))])}
 
 
 class SharedPrograms:
@@ -86,57 +82,11 @@ def unused():
         use(before)
 
 
-def fill(private: Path, shared: Path) -> None:
-    """Add the shared entries to a private folder."""
-    # There are thousands, and hundreds of processes: paths as objects would take twice as long.
-    for name in {*os.listdir(shared)} - {*os.listdir(private)}:
-        with contextlib.suppress(FileNotFoundError):  # Another process may prune at the same time.
-            _link(f"{shared}/{name}", f"{private}/{name}")
-
-
 def exchange(private: Path, shared: Path) -> None:
     """Give other processes the new entries, and get theirs; this process goes on."""
     now = time.time()
-    _share(private, shared, lambda name: now - os.stat(f"{private}/{name}").st_mtime >= AT_REST)
+    share(private, shared, lambda name: now - os.stat(f"{private}/{name}").st_mtime >= AT_REST)
     fill(private, shared)
-
-
-def publish(private: Path, shared: Path) -> None:
-    """Add the new entries of a process that ended well."""
-    if _share(private, shared):
-        _prune(shared)
-
-
-def _share(private: Path, shared: Path, is_whole: Callable[[str], bool] = lambda name: True) -> set[str]:
-    new = {name for name in {*os.listdir(private)} - {*os.listdir(shared)} if is_whole(name)}
-    for name in new:
-        _link(f"{private}/{name}", f"{shared}/{name}")
-    return new
-
-
-def _link(source: str, target: str) -> None:
-    with contextlib.suppress(FileExistsError):
-        try:
-            os.link(source, target)
-        except FileExistsError:
-            raise
-        except OSError:  # The folders are on different file systems.
-            folder, name = os.path.split(target)
-            part = f"{folder}/.{name}.{os.getpid()}"
-            shutil.copyfile(source, part)
-            os.replace(part, target)
-
-
-def _prune(shared: Path) -> None:
-    entries = sorted((entry.stat().st_mtime, entry.stat().st_size, entry) for entry in shared.iterdir())
-    total = sum(size for _, size, _ in entries)
-    if total <= LIMIT:
-        return
-    for _, size, entry in entries:
-        if total <= LIMIT // 2:
-            break
-        entry.unlink(missing_ok=True)
-        total -= size
 
 
 def _key() -> str:

@@ -26,11 +26,15 @@ import types
 import warnings
 from pathlib import Path
 
-import keras
 import numpy as np
 
-import lockstep
-from tests.support import compile_cache
+from tests.support.startup import extras
+
+with extras.blocked():
+    import keras
+
+    import lockstep
+    from tests.support import compile_cache
 
 POLL_SECONDS = 0.01
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tests.support import compile_cache
+from tests.support.startup import shared_programs
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_exchange_gives_and_gets_entries_that_are_written_to_their_end(shared, t
 
 
 def test_publish_removes_the_oldest_entries_beyond_the_limit(shared, tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_cache, "LIMIT", 8)
+    monkeypatch.setattr(shared_programs, "LIMIT", 8)
     (tmp_path / "private").mkdir()
     for age, path in enumerate((shared / "a", shared / "b", tmp_path / "private" / "c")):
         path.write_text("1234")
