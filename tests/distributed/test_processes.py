@@ -1,6 +1,7 @@
 """What goes wrong with real processes: each end names the worker, has its code, and comes within its limit."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -60,7 +61,11 @@ def test_the_death_of_a_worker_is_noticed_by_all(start, does):
     for survivor in (workers[0], workers[2]):
         code, said = survivor.end(), survivor.said
         assert code == 75
-        assert f"process {workers[1].pid}) died: its connection closed without a goodbye" in said
+        # The system resets a connection, and says so, if what was sent to the dead was not yet read.
+        died = (
+            rf"process {workers[1].pid}\) died: its connection closed( \(Connection reset by peer\))? without a goodbye"
+        )
+        assert re.search(died, said), said
         assert "worker 1 of 3" in said
         assert "This process ends with code 75. What it printed last says why;" in said
         assert when_it_noticed(survivor) - began < NOTICED
