@@ -31,17 +31,28 @@ def ends(processes):
     return codes, [process.said for process in processes]
 
 
-def test_processes_of_jax_train_with_the_numbers_and_bits_of_one_process(job, alone):
-    found, other = train(job(2, environ=AS_FOR_USERS), [["mlp", True], ["mlp", False]], 1, **adopted())
+@pytest.fixture(scope="module")
+def trained(forks, tmp_path_factory):
+    """What two processes leave of a net, with determinism and without."""
+    made = Job(forks, tmp_path_factory.mktemp("trained"), 2, environ=AS_FOR_USERS)
+    try:
+        return train(made, [["mlp", True], ["mlp", False]], 1, **adopted())
+    finally:
+        made.clean()
+
+
+def test_processes_of_jax_train_with_the_numbers_and_bits_of_one_process(trained, alone):
+    found, other = trained
     assert_same_bits(other, found)
     (plain,) = alone("mlp").values()
     for name, value in plain.items():
         assert_close(found["mlp"][name], value, RELATIVE, name)
 
 
-def test_bits_of_a_deterministic_run_are_those_of_one_process(job, alone):
-    found, _ = train(job(2, environ=AS_FOR_USERS), [["mlp", True]], 1, **adopted())
-    assert_same_bits(found, alone("mlp", devices=1))
+def test_bits_of_a_deterministic_run_are_those_of_one_process(trained, alone):
+    found, _ = trained
+    expected = alone("mlp", devices=1)
+    assert_same_bits({name: found[name] for name in expected}, expected)
 
 
 @pytest.mark.parametrize("has_started", [False, True])
