@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from tests.parameter_server.jobs.outcomes import arrays, bits, train
+from tests.parameter_server.jobs.outcomes import arrays, bits, server_job, train
 
 PROMPT = {"timeout_seconds": 3.0}
 
@@ -120,10 +120,23 @@ def test_a_worker_whom_no_chief_awaits_ends_with_a_reason(job):
     assert "could not be reached within 3 s" in process.said
 
 
-def test_the_evaluator_evaluates_while_others_train(job):
-    made = job(workers=1, servers=1, evaluator=True)
-    made.start_all(cases=["mixed"], strategy={})
-    made.end()
+@pytest.fixture(scope="module")
+def evaluated(forks, tmp_path_factory):
+    """A job with an evaluator that has come to its end, and its options."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    made = server_job(forks, folder, workers=2, servers=1, evaluator=True)
+    options = {"cases": ["mixed"], "strategy": {}, "backup": str(folder / "kept")}
+    made.start_all(**options)
+    try:
+        made.end()
+    finally:
+        made.clean()
+    return made, options
+
+
+@pytest.mark.xdist_group("evaluated")
+def test_the_evaluator_evaluates_while_others_train(evaluated):
+    made, _ = evaluated
     assert "its validation data are evaluated by the evaluator" in made.processes["chief0"].said
     assert "mixed/history/val_loss" not in arrays(made, "chief", 0)
     assert "after epoch 2" in made.processes["evaluator0"].said  # Whatever it had to leave out, it looks at the end.
@@ -143,9 +156,10 @@ def test_a_job_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(job
     assert int(found["long/optimizer/0"]) == 3 * 46
 
 
-def test_a_training_that_is_finished_ends_at_once_on_all_processes_when_it_starts_again(job, tmp_path):
-    options = {"cases": ["mixed"], "strategy": {}, "backup": str(tmp_path / "kept")}
-    expected = train(job(workers=2, servers=1, evaluator=True), **options)
+@pytest.mark.xdist_group("evaluated")
+def test_a_training_that_is_finished_ends_at_once_on_all_processes_when_it_starts_again(evaluated, job):
+    made, options = evaluated
+    expected = arrays(made, "chief", 0)
     again = job(workers=2, servers=1, evaluator=True)
     assert bits(train(again, **options)) == bits(expected)
     assert "nothing is left to train" in again.processes["chief0"].said
