@@ -25,9 +25,15 @@ def expected(forks, tmp_path_factory):
             pytest.param(cell, marks=pytest.mark.slow)
             for cell in (
                 Cell("workers", "chief", "SIGTERM", "compile"),
-                Cell("servers", "parameter server", "SIGKILL", "step"),
                 Cell("servers", "chief", "SIGSTOP", "checkpoint"),
                 Cell("launcher", "supervisor", "SIGTERM", "end"),
+                Cell("workers", "worker", "SIGKILL", "rendezvous"),
+            )
+        ),
+        *(
+            pytest.param(cell, marks=pytest.mark.nightly)
+            for cell in (
+                Cell("servers", "parameter server", "SIGKILL", "step"),
                 Cell("nodes", "host of the rendezvous", "SIGKILL", "rendezvous"),
             )
         ),
