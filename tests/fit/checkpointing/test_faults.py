@@ -30,9 +30,8 @@ def newest(run):
 # Processes that stop.
 
 
-@pytest.mark.parametrize(
-    "stopped", [pytest.param(1, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # Who stops is named in tests/distributed/test_processes.py, and the loss of a worker is in test_kills.py.
+@pytest.mark.parametrize("stopped", [1, 0])
 def test_a_worker_that_is_stopped_ends_the_others_within_the_limit_and_nothing_is_lost(stopped, training, whole):
     run = training(2)
     processes = run.begin({"at": "a step has ended", "nth": 4, "does": "stop"}, on=(stopped,), timeout=SHORT)
@@ -77,15 +76,11 @@ def test_a_worker_that_reads_slowly_finds_the_checkpoint_until_it_has_read_all_o
     ("at", "nth", "workers"),
     [
         ("data are read", 5, 1),
+        pytest.param("validation", 2, 2, marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("a step has ended", 4, 1),
-                ("an epoch ends", 2, 1),
-                ("validation", 2, 2),
-            )
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("a step has ended", 4, 1), ("an epoch ends", 2, 1), ("data are read", 5, 2))
         ),
-        pytest.param("data are read", 5, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_an_exception_loses_nothing_that_was_trained_before(at, nth, workers, training, whole):
@@ -131,7 +126,7 @@ def test_a_directory_that_may_be_read_only_is_refused_at_the_start_and_goes_on_w
     assert run.done_again <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # Training beside a disk that cannot be written is above, and disks that are read-only in test_store.py.
 def test_a_disk_that_goes_away_in_the_middle_costs_checkpoints_and_no_training(disk, training, whole):
     run = training(directory=str(disk.path / "checkpoints"))
     (process,) = run.begin({"at": "an epoch ends", "nth": 2, "does": "stop"})
@@ -215,7 +210,7 @@ def test_where_none_is_good_it_does_not_begin_anew_in_silence(training):
     assert "no checkpoint there is good" in process.said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # The store is in tests/checkpoint/test_store.py, test_what_is_not_a_checkpoint_is_left_alone.
 def test_what_others_keep_in_the_directory_stays_there_and_changes_nothing(training, whole):
     run = training()
     run.directory.mkdir(parents=True)
@@ -244,7 +239,7 @@ def test_a_second_job_is_refused_with_the_name_of_the_first_which_goes_on_unharm
     assert run.done_again == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/checkpoint/test_store.py: the newest is that of the highest step, whatever the clock says.
 def test_a_clock_that_is_set_back_plays_no_part(training, whole):
     run = training()
     run.killed("a step has ended", 4)

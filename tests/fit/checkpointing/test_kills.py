@@ -28,7 +28,25 @@ KILLS = [
     ("training ends", 1, ONE),
     ("fit has returned", 1, BOTH),
 ]
-QUICK = [("the arrays are written", 2, ONE), ("a step runs", 1, ONE), ("an epoch ends", 1, ONE)]
+# Every day each place once: with one process where only the chief comes by.
+OF_THE_CHIEF = [
+    ("the arrays are written", 2, ONE),
+    ("a step runs", 1, ONE),
+    ("before it has its name", 1, ONE),
+    ("between rename and cleanup", 1, ONE),
+    ("an epoch ends", 1, ONE),
+    ("before an old one goes", 1, ONE),
+    ("an old one is deleted", 1, ONE),
+]
+OF_BOTH = [
+    ("training begins", 1, BOTH),
+    ("a step begins", 1, OTHER),
+    ("a step runs", 2, ONE),
+    ("validation", 1, OTHER),
+    ("a step has ended", 1, BOTH),
+    ("training ends", 1, ONE),
+    ("fit has returned", 1, BOTH),
+]
 NOT_ONLY_ONE = [kill for kill in KILLS if kill[2] != ONE]
 
 
@@ -40,11 +58,12 @@ def go_through(run, kills):
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        pytest.param({"net": "cnn"}, QUICK, id="quick"),
+        pytest.param({"net": "cnn"}, OF_THE_CHIEF, id="quick"),
         *(
             pytest.param(kind, kills, id=name, marks=[mark, pytest.mark.timeout(900)])
             for name, kind, kills, mark in (
-                ("mlp 2", {"net": "mlp", "workers": 2}, KILLS, pytest.mark.slow),
+                ("mlp 2, thinned", {"net": "mlp", "workers": 2}, OF_BOTH, pytest.mark.slow),
+                ("mlp 2", {"net": "mlp", "workers": 2}, KILLS, pytest.mark.nightly),
                 ("mlp 1", {"net": "mlp", "uneven": True}, KILLS, pytest.mark.nightly),
                 ("cnn 1", {"net": "cnn", "uneven": True}, KILLS, pytest.mark.nightly),
                 ("mlp 2, uneven", {"net": "mlp", "workers": 2, "uneven": True}, NOT_ONLY_ONE, pytest.mark.nightly),
