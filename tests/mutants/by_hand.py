@@ -276,7 +276,7 @@ FAULTS = [
     Mutant(
         "position-since-resumed",
         "data/pass_iterator.py",
-        "return self._reader.taken + (self._start.batches if self._start else 0)",
+        "return self._reader.taken + (self.start.batches if self.start else 0)",
         "return self._reader.taken",
         "A run that is resumed twice goes on from where the second one would be had it begun at 0.",
     ),
@@ -384,7 +384,7 @@ FAULTS = [
     Mutant(
         "name-not-synced",
         "checkpoint/store.py",
-        "_sync(final.parent)",
+        "sync(final.parent)",
         "pass",
         "After a power cut a checkpoint that was reported may not be there.",
     ),
