@@ -14,7 +14,6 @@ import lockstep
 from lockstep.callbacks import BackupAndRestore, NanGuard
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.execution import nonfinite_gate
-from tests.support.marks import quick_first
 
 from .runs import BAD_REPLICA, BAD_STEP, BATCH, CAUSES, SAID, STEPS, Run, data, left_by, without
 
@@ -37,15 +36,17 @@ def left_before_the_bad_step(deterministic, devices, steps_at_once):
     return run.fit(x[: BATCH * BAD_STEP], y[: BATCH * BAD_STEP])[1]
 
 
-@pytest.mark.parametrize("cause", quick_first(CAUSES))
-@pytest.mark.parametrize(
-    ("deterministic", "devices", "steps_at_once"),
-    [
-        *((False, 1, 1), (False, 2, 1), (True, 2, 1), pytest.param(False, 2, 4, marks=pytest.mark.slow)),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((False, 1, 4), (True, 2, 4))),
-    ],
-)
-@pytest.mark.slow
+def causes_and_steps():
+    """Each cause with two devices, and with one of three other ways to run a step; the nightly set has all of them."""
+    for number, cause in enumerate(CAUSES):
+        for turn, case in enumerate(
+            ((False, 2, 1), (False, 1, 1), (True, 2, 1), (False, 2, 4), (False, 1, 4), (True, 2, 4))
+        ):
+            every_day = turn in (0, 1 + number % 3)
+            yield pytest.param(cause, *case, marks=pytest.mark.slow if every_day else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("cause", "deterministic", "devices", "steps_at_once"), list(causes_and_steps()))
 def test_it_stops_before_the_bad_step_and_says_why(cause, deterministic, devices, steps_at_once):
     run = Run(deterministic, devices, compile={"steps_per_execution": steps_at_once})
     error, model = stopped(run, *data(cause), NanGuard())
@@ -206,8 +207,14 @@ def test_a_train_step_of_ones_own_leaves_the_same_bits(deterministic):
     assert run.fit(x, y, NanGuard())[1] == run.fit(x, y)[1]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize(
+    ("cause", "deterministic"),
+    [
+        pytest.param(cause, deterministic, marks=pytest.mark.nightly if (number + deterministic) % 2 else ())
+        for number, cause in enumerate(CAUSES)
+        for deterministic in (False, True)
+    ],
+)
 def test_a_train_step_of_ones_own_is_stopped(cause, deterministic):
     error, _ = stopped(Run(deterministic, model_class=Own), *data(cause), NanGuard())
     layer, variable, rows, words = SAID[cause]
