@@ -49,17 +49,25 @@ def on_accelerators(monkeypatch):
     monkeypatch.setattr(Placement, "platform", "gpu")
 
 
-@pytest.mark.parametrize("net", NETS)
+# Nets with less in their step than another one that is tested every day.
+LESS = {"dense", "dropout"}
+
+
+def nets(less, names=NETS):
+    return [pytest.param(name, marks=pytest.mark.nightly if name in less else ()) for name in names]
+
+
+@pytest.mark.parametrize("net", nets({"dense"}))
 def test_step_on_accelerators_has_one_all_reduce(on_accelerators, net):
     assert names(DEVICES, net, 64) == ["all-reduce"]
 
 
-@pytest.mark.parametrize("replicas", [DEVICES, 2 * DEVICES])
+@pytest.mark.parametrize("replicas", [pytest.param(DEVICES, marks=pytest.mark.nightly), 2 * DEVICES])
 def test_step_on_accelerators_has_one_all_reduce_if_the_last_device_has_fewer_rows(on_accelerators, replicas):
     assert names(replicas, "dropout", 8 * DEVICES - 3) == ["all-reduce"]
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", [pytest.param("mixed_bfloat16", marks=pytest.mark.nightly), "mixed_float16"])
 def test_gradients_of_mixed_precision_are_added_in_float32(on_accelerators, policy):
     def make():
         model = keras.Sequential([keras.Input((8,)), layers.Dense(64, dtype=policy), layers.Dense(5, dtype=policy)])
@@ -77,7 +85,10 @@ def test_small_outputs_are_gathered_once_if_rows_would_move_to_other_devices(on_
     assert sorted(names(2 * DEVICES, "dropout", rows)) == ["all-gather", "all-reduce"]
 
 
-@pytest.mark.parametrize(("replicas", "rows"), [(DEVICES, 64), (DEVICES, 59), (2 * DEVICES, 59), (DEVICES, 3)])
+@pytest.mark.parametrize(
+    ("replicas", "rows"),
+    [pytest.param(DEVICES, 64, marks=pytest.mark.nightly), (DEVICES, 59), (2 * DEVICES, 59), (DEVICES, 3)],
+)
 def test_outputs_that_stay_on_their_devices_give_the_numbers_of_one_device(on_accelerators, replicas, rows):
     def trained(scope):
         keras.utils.set_random_seed(5)
@@ -96,16 +107,19 @@ def test_outputs_that_stay_on_their_devices_give_the_numbers_of_one_device(on_ac
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("net", ["dense", "dropout", "normalized"])
+@pytest.mark.parametrize("net", nets(LESS, ["dense", "dropout", "normalized"]))
 def test_step_on_cpus_gathers_small_outputs_and_has_one_all_reduce(net):
     assert sorted(names(DEVICES, net, 64)) == ["all-gather", "all-reduce"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "gathers"),
-    [([], 3), ([layers.BatchNormalization, dropout, dropout], 4)],
-    ids=["dense", "statistics and seeds"],
+    [
+        pytest.param([], 3, id="dense", marks=pytest.mark.nightly),
+        pytest.param(
+            [layers.BatchNormalization, dropout, dropout], 4, id="statistics and seeds", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_deterministic_step_has_two_collectives_for_a_large_gradient_and_one_for_each_other_kind(hidden, gathers):
     with strategy(2 * DEVICES, deterministic=True).scope():

@@ -1,6 +1,7 @@
 """The functions that Keras's ``fit`` calls."""
 
 import contextlib
+import functools
 
 import jax
 import keras
@@ -90,11 +91,17 @@ def mirrored(devices=2, **options):
     return lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], replicas=2, **options).scope()
 
 
+@functools.cache
+def joined_by_plain_keras():
+    return trained(compiled(3, contextlib.nullcontext(), has_noise=False))
+
+
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.xdist_group("joined by plain Keras")
 def test_joined_steps_have_the_numbers_of_plain_keras(joining, devices):
     found = trained(compiled(3, mirrored(devices), has_noise=False))
     assert joining == 2 * [3, 3, 3, 1, 1, 1]  # The last batch has another shape.
-    for ours, expected in zip(found, trained(compiled(3, contextlib.nullcontext(), has_noise=False)), strict=True):
+    for ours, expected in zip(found, joined_by_plain_keras(), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -1,5 +1,7 @@
 """A batch that the devices do not share evenly: the same collectives and memory as an even one, and the same numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -56,8 +58,13 @@ def compiled_step(strategy, make, rows):
 
 @pytest.mark.parametrize(
     ("make", "has_equal_memory"),
-    [(language_model, True), (lambda: language_model(0.1), True), (normalized_images, False)],
-    ids=["rows", "dropout", "batch normalization"],
+    [
+        pytest.param(
+            language_model, True, id="rows", marks=pytest.mark.nightly
+        ),  # "dropout" has these rows, and draws.
+        pytest.param(lambda: language_model(0.1), True, id="dropout"),
+        pytest.param(normalized_images, False, id="batch normalization"),
+    ],
 )
 def test_uneven_batch_needs_the_collectives_and_memory_of_an_even_one(make, has_equal_memory):
     even, uneven = (compiled_step(strategy(DEVICES), make, rows) for rows in (64, 59))
@@ -113,11 +120,10 @@ def custom_step(strategy, build, rows, returned):
 @pytest.mark.parametrize(
     ("replicas", "between", "returned"),
     [
-        (DEVICES, [], "total"),
-        (DEVICES, [layers.BatchNormalization], "reduced"),
-        (2 * DEVICES, [lambda: layers.Dropout(0.5)], "reduced"),
+        pytest.param(DEVICES, [], "total", id="plain", marks=pytest.mark.nightly),
+        pytest.param(DEVICES, [layers.BatchNormalization], "reduced", id="normalized"),
+        pytest.param(2 * DEVICES, [lambda: layers.Dropout(0.5)], "reduced", id="dropout"),
     ],
-    ids=["plain", "normalized", "dropout"],
 )
 def test_custom_loop_needs_the_collectives_of_an_even_batch_for_an_uneven_one(replicas, between, returned):
     def build():
@@ -160,11 +166,17 @@ def plain_switch(choice, branches, operands):
     return lax.switch(choice, branches, *operands)
 
 
+@functools.cache
+def values_and_gradients(switch):
+    return jax.jit(jax.value_and_grad(loss_of(switch), argnums=(0, 1)))
+
+
 @pytest.mark.parametrize("choice", [0, 1, 2])
+@pytest.mark.xdist_group("values and gradients of a switch")
 def test_switch_with_common_residuals_has_the_values_and_gradients_of_a_switch(choice):
     weights, inputs, *rest = uneven_operands()
     results = [
-        jax.jit(jax.value_and_grad(loss_of(switch), argnums=(0, 1)))(weights, inputs, jnp.int32(choice), rest)
+        values_and_gradients(switch)(weights, inputs, jnp.int32(choice), rest)
         for switch in (plain_switch, switch_with_common_residuals)
     ]
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):

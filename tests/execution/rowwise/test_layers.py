@@ -209,7 +209,8 @@ def test_no_layer_of_keras_is_left_out():
     assert {kind.__name__ for kind in classes - known} == set()
 
 
-SMALL = ("MobileNetV2", "MobileNetV3Small", "ConvNeXtTiny")
+# One model every day, as the tests above have all layers; it has the operations of MobileNetV2, too.
+SMALL = ("MobileNetV3Small",)
 APPLICATIONS = [
     pytest.param(name, marks=[] if name in SMALL else [pytest.mark.nightly])
     for name, build in inspect.getmembers(keras.applications, inspect.isfunction)

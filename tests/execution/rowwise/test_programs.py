@@ -188,17 +188,20 @@ def test_move_rows_first_and_back_are_inverse(place):
     assert sorted(np.ravel(first[1])) == sorted(np.ravel(taken))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(start, marks=pytest.mark.nightly) for start in range(200, 2000, 200))]
+    ("first", "programs"),
+    [
+        pytest.param(0, 60, marks=pytest.mark.slow),
+        *(pytest.param(start, 200, marks=pytest.mark.nightly) for start in range(0, 2000, 200)),
+    ],
 )
-def test_proof_accepts_no_random_program_that_mixes_rows(first):
+def test_proof_accepts_no_random_program_that_mixes_rows(first, programs):
     count = {True: 0, False: 0}
-    for seed in range(first, first + 200):
+    for seed in range(first, first + programs):
         run = program(seed)
         (place,) = dependences_of_function(run, X)
         proved = place == RowAxis(0) or (isinstance(place, RowAxis) and place.uniform)
         if proved:
             assert not mixes(run), seed
         count[proved] += 1
-    assert min(count.values()) > 50, count  # Both kinds are there.
+    assert min(count.values()) > programs // 4, count  # Both kinds are there.
