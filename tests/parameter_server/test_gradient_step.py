@@ -1,5 +1,6 @@
 """A worker's step gives the gradients that plain Keras would apply, and with servers ``fit`` is that of one device."""
 
+import functools
 import json
 
 import jax
@@ -17,6 +18,7 @@ from lockstep.parameter_server.variables.variable_client import BatchPart
 from tests.parameter_server.own_step import OwnStep
 from tests.parameter_server.variables.threaded_servers import Servers
 
+pytestmark = pytest.mark.xdist_group(__name__)  # They share steps.
 X = np.random.default_rng(0).normal(size=(70, 6)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 BATCHES = [(X[at : at + 16], Y[at : at + 16]) for at in range(0, 70, 16)]
@@ -48,8 +50,9 @@ def made(kind=keras.Sequential, optimizer=lambda: keras.optimizers.Adam(0.01), n
     return model
 
 
+@functools.cache
 def step_of(kind=keras.Sequential, replicas=1, devices=1, **options):
-    """A model under a strategy, and its step on these devices."""
+    """A model under a strategy, and its step on these devices, once for each; a step changes nothing, as a test says."""
     strategy = lockstep.MirroredStrategy([f"cpu:{number}" for number in range(devices)], replicas=replicas)
     with strategy.scope():
         model = made(kind, **options)
