@@ -63,10 +63,13 @@ def trained(scope, around, compiled, given):
     with around():
         np.random.seed(3)  # Keras shuffles with it.
         history = model.fit(X, Y, **options).history
-        return {**history, "evaluate": model.evaluate(X, Y, verbose=0)}, state_of(model)
+        return {**history, "evaluate": model.evaluate(X, Y, batch_size=11, verbose=0)}, state_of(model)
 
 
-BESIDES = {"steps_per_execution": {"batch_size": 8}}  # Of three batches the last is a call of its own.
+BESIDES = {
+    "steps_per_execution": {"batch_size": 8},  # Of three batches the last is a call of its own.
+    **{key: {"epochs": 1} for key in ["run_eagerly", "jit_compile"]},  # Not compiled, each step takes long.
+}
 CASES = [
     *(pytest.param(options, BESIDES.get(name, {}), id=f"compile {name}") for name, options in COMPILE.items()),
     *(pytest.param({}, options, id=f"fit {name}") for name, options in FIT.items()),
