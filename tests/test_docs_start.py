@@ -27,8 +27,9 @@ def run(folder, script, *arguments, launcher=()):
 
 
 def lines(printed):
-    """What the lines say beside times and figures."""
+    """What the lines say beside times and figures, without those about waits, which a busy machine adds."""
     kept = [line for line in printed.splitlines() if re.search(r"lockstep:|Epoch|loss", line)]
+    kept = [line for line in kept if not re.search(r"waiting for|are here after", line)]
     return [re.sub(r" - \d+m?s - \S+/step|\b0\.\d{4}\b", "", line) for line in kept]
 
 
