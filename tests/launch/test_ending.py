@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launching import COMMAND, environment, program, run, send, started, text_of, wait_for_message
+from tests.support.marks import diagonal_first
 from tests.support.waiting import has_ended, wait_until
 
 TWO_GENERATIONS = """
@@ -109,8 +110,13 @@ print("seen", len(seen))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(75 if rank else 0)", 75), ("sys.exit(1)", None)])
+@pytest.mark.parametrize(
+    ("number", "end", "code"),
+    diagonal_first(
+        [signal.SIGTERM, signal.SIGINT, signal.SIGHUP],
+        [("", 0), ("sys.exit(75 if rank else 0)", 75), ("sys.exit(1)", None)],
+    ),
+)
 def test_a_signal_to_the_supervisor_reaches_each_worker_once(tmp_path, number, end, code):
     with started("-n", 2, program(tmp_path, COUNTING.format(number=int(number), end=end))) as supervisor:
         text_of(tmp_path / "ready0"), text_of(tmp_path / "ready1")

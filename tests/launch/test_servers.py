@@ -9,6 +9,7 @@ import pytest
 
 from lockstep import cli
 from tests.launch.launching import program, run, started, text_of, wait_for_message
+from tests.support.marks import diagonal_first
 from tests.support.waiting import DEADLINE
 
 WAIT = "wait_for(lambda: is_there('done'))\n"
@@ -129,8 +130,13 @@ def test_job_without_workers_fails_with_the_code_of_the_first(tmp_path):
     assert done.stderr.endswith("worker 0 ended with exit code 5. Its last lines:\n\nmy last words\n")
 
 
-@pytest.mark.parametrize(("job", "name"), [("ps", "ps 0"), ("chief", "chief"), ("evaluator", "evaluator")])
-@pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("sys.exit(7)", 7)])
+@pytest.mark.parametrize(
+    ("job", "name", "end", "code"),
+    diagonal_first(
+        [("ps", "ps 0"), ("chief", "chief"), ("evaluator", "evaluator")],
+        [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("sys.exit(7)", 7)],
+    ),
+)
 def test_no_other_process_can_be_spared(tmp_path, job, name, end, code):
     done = run(
         "--workers", 1, "--servers", 1, "--evaluator", program(tmp_path, f"if {part(job)}: {end}\ntime.sleep(50)")

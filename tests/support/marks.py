@@ -37,6 +37,19 @@ def some_of(every_day, *factors):
     return [pytest.param(*each, marks=() if each in every_day else pytest.mark.nightly) for each in found]
 
 
+def diagonal_first(ones, others):
+    """Return all pairs, of which those off the diagonal are nightly: each value of either is in one that is not."""
+    return [
+        pytest.param(*_values(one), *_values(other), marks=[pytest.mark.nightly] * (row % len(others) != column))
+        for row, one in enumerate(ones)
+        for column, other in enumerate(others)
+    ]
+
+
+def _values(case):
+    return case if isinstance(case, tuple) else (case,)
+
+
 def _as_parameters(case):
     if hasattr(case, "marks"):
         return case
