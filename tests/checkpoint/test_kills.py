@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("step", "keep"),
-    [(3, 1), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.nightly)],
+    [(3, 1), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((3, 2), (2, 1)))],
 )
 def test_killed_before_any_line_of_its_code_a_writer_leaves_the_old_or_the_new_one(step, keep, tmp_path):
     command = [sys.executable, str(HERE / "killed_at_each_line.py"), str(tmp_path), str(step), str(keep)]

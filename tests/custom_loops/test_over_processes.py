@@ -8,7 +8,7 @@ from tests.custom_loops.tools_used import brought_together, trained
 from tests.laws.compare import assert_close
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_methods_give_the_results_of_one_process_on_each_worker(job, tmp_path, devices):
     told = job(2).run("loop", devices=devices, folder=str(tmp_path))
     alone = lockstep.MirroredStrategy([f"cpu:{number}" for number in range(2 * devices)], replicas=4)

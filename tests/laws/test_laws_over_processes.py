@@ -22,7 +22,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("workers", "devices", "nets", "options"),
-    [pytest.param(2, 1, SMALL, {}, id="2x1-small")]
+    [pytest.param(2, 1, SMALL, {}, marks=pytest.mark.nightly, id="2x1-small")]
     + [pytest.param(*shape, LARGE, {}, marks=mark, id=f"{shape[0]}x{shape[1]}") for shape, mark in SHAPES.items()]
     + [pytest.param(2, 2, LARGE, SHARDED, marks=pytest.mark.nightly, id="2x2-sharded")],
 )
