@@ -27,7 +27,7 @@ def results(model, x, y, weight, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(20, marks=pytest.mark.nightly)])
 def test_any_number_of_rows_in_any_batches_on_any_topology(examples):
     @settings(
         max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

@@ -1,5 +1,7 @@
 """Law 1, second half: BatchNorm on each replica's rows and one random stream a replica, independent of the devices."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -35,12 +37,8 @@ def dense_with_dropout(**options):
     )
 
 
-def convolution_with_all_of_it(**options):
-    augment = [
-        layers.RandomFlip(seed=1),
-        layers.RandomRotation(0.2, seed=2),
-        layers.RandomTranslation(0.2, 0.2, seed=3),
-    ]
+def convolution(*augment, **options):
+    augment = layers.RandomFlip(seed=1), *augment
     inner = [
         layers.Conv2D(4, 3, use_bias=False),
         layers.BatchNormalization(),
@@ -50,18 +48,25 @@ def convolution_with_all_of_it(**options):
     return network(*augment, *inner, shape=PICTURE, **options)
 
 
+def convolution_with_all_of_it(**options):
+    """Also turns and shifts the pictures: most of the time of these tests would be compiling that."""
+    return convolution(layers.RandomRotation(0.2, seed=2), layers.RandomTranslation(0.2, 0.2, seed=3), **options)
+
+
 def recurrent_with_dropout(**options):
     return network(layers.Reshape((3, 2)), layers.LSTM(4, dropout=0.3, recurrent_dropout=0.2), **options)
 
 
 NETWORKS = [dense_with_batch_normalization, dense_with_dropout, convolution_with_all_of_it, recurrent_with_dropout]
+NETWORKS += [convolution]
+NIGHTLY = [convolution_with_all_of_it]
 
 
 def rows(build, count=None):
     """Two batches of 7, uneven for two and for three replicas; for the first network a batch of 5 follows."""
     count = count or (19 if build is NETWORKS[0] else 14)
     rng = np.random.default_rng(0)
-    shape = PICTURE if build is convolution_with_all_of_it else (6,)
+    shape = PICTURE if build in (convolution, convolution_with_all_of_it) else (6,)
     return rng.normal(size=(count, *shape)).astype("float32"), rng.integers(0, 3, count)
 
 
@@ -77,37 +82,45 @@ def trained(build, topology, count=None, epochs=2, **options):
     return model
 
 
-def builds_and_replicas():
-    """Yield each network with three replicas, the first with seven; in the nightly set the two small ones with every number."""
+def builds_replicas_and_devices():
+    """Yield each network with three replicas on two devices; the first also on other devices, and with seven replicas.
+
+    In the nightly set are the two small ones with every number of replicas and devices. That devices do not matter
+    is also checked by the masks below.
+    """
     for build in NETWORKS:
-        yield pytest.param(build, 3, marks=[] if build is NETWORKS[0] else pytest.mark.slow)
-    for build in NETWORKS[:2]:
-        yield pytest.param(build, 7, marks=pytest.mark.slow if build is NETWORKS[0] else pytest.mark.nightly)
-        for replicas in (1, 2):
-            yield pytest.param(build, replicas, marks=pytest.mark.nightly)
+        for replicas in (3, 7, 1, 2) if build in NETWORKS[:2] else (3,):
+            for devices in DEVICES if build in NETWORKS[:2] else (2,):
+                every_day = (replicas, devices) in ([(3, 1), (3, 2), (7, 3)] if build is NETWORKS[0] else [(3, 2)])
+                mark = pytest.mark.slow if every_day and build not in NIGHTLY else pytest.mark.nightly
+                yield pytest.param(build, replicas, devices, marks=[mark, pytest.mark.xdist_group(build.__name__)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("build", "replicas"), list(builds_and_replicas()))
-def test_replicas_do_what_the_written_out_loop_does(build, replicas, caplog):
-    caplog.set_level("INFO", logger="lockstep")
+@functools.cache
+def written_out(build, replicas, count):
+    """Return what the written-out loop leaves, once in each process; tests of a network have one ``xdist_group``."""
     expected = seeded(build)
-    count = 19 if replicas == 7 else None  # In the batch of 5 two of seven replicas have no rows.
     naive_fit(expected, *rows(build, count), batch_size=7, replicas=replicas, epochs=2)
-    expected = state_of(expected)
-    for devices in DEVICES if build in NETWORKS[:2] else (2,):
-        found = trained(build, Topology(replicas, devices), count)
-        messages = [record.getMessage() for record in caplog.records]
-        assert not [line for line in messages if "global batch" in line]
-        for (name, value), theirs in zip(state_of(found).items(), expected.values(), strict=False):
-            if "loss/" not in name:
-                assert_close(value, theirs, 1e-5, f"{name} on {devices} devices")
+    return state_of(expected)
+
+
+@pytest.mark.parametrize(("build", "replicas", "devices"), list(builds_replicas_and_devices()))
+def test_replicas_do_what_the_written_out_loop_does(build, replicas, devices, caplog):
+    caplog.set_level("INFO", logger="lockstep")
+    count = 19 if replicas == 7 else None  # In the batch of 5 two of seven replicas have no rows.
+    expected = written_out(build, replicas, count)
+    found = trained(build, Topology(replicas, devices), count)
+    messages = [record.getMessage() for record in caplog.records]
+    assert not [line for line in messages if "global batch" in line]
+    for (name, value), theirs in zip(state_of(found).items(), expected.values(), strict=False):
+        if "loss/" not in name:
+            assert_close(value, theirs, 1e-5, name)
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        pytest.param(build, marks=pytest.mark.slow if build is convolution_with_all_of_it else pytest.mark.nightly)
+        pytest.param(build, marks=pytest.mark.slow if build in NETWORKS[:2] else pytest.mark.nightly)
         for build in NETWORKS
     ],
 )
@@ -161,8 +174,17 @@ def test_replicas_and_steps_draw_different_masks_and_devices_do_not_matter():
     assert (first != dropout_mask(4, 1, step=2)).any(), "two steps drew the same mask"
 
 
-@pytest.mark.parametrize("replicas", [7, *(pytest.param(count, marks=pytest.mark.slow) for count in REPLICAS[:-1])])
-@pytest.mark.parametrize("count", [1, 2, 8])
+def replicas_and_counts():
+    """Seven replicas with each number of rows, others with one of them; the nightly set has all pairs."""
+    counts = (1, 2, 8)
+    for number, replicas in enumerate(REPLICAS):
+        for count in counts:
+            every_day = replicas == 7 or count == counts[number % 3]
+            mark = pytest.mark.nightly if not every_day else pytest.mark.slow if replicas < 7 else ()
+            yield pytest.param(replicas, count, marks=mark)
+
+
+@pytest.mark.parametrize(("replicas", "count"), list(replicas_and_counts()))
 def test_a_replica_without_rows_never_makes_a_nan(replicas, count):
     model = trained(dense_with_batch_normalization, Topology(replicas, 3), count=count)
     for name, value in state_of(model).items():

@@ -111,12 +111,11 @@ def on_one_device(name, optimizer, epochs):
 
 
 # Each device compiles each program once more, and no code depends on both the net and the number of devices.
-ON_DEVICES = {("mlp", "adam"): (3, 8), ("mlp", "sgd"): (2,), ("cnn", "adam"): (2,), ("lstm", "sgd"): (3,)}
-ON_DEVICES |= {("lstm", "adam"): (8,), ("transformer", "adam"): (2,)}
+ON_DEVICES = {("mlp", "adam"): (3, 8), ("cnn", "adam"): (2,), ("lstm", "sgd"): (3,), ("transformer", "adam"): (2,)}
 
 
 def runs():
-    """Yield ten steps on some numbers of devices, and in the nightly set a hundred steps on all.
+    """Yield ten steps of each net and optimizer on some numbers of devices, and in the nightly set a hundred steps on all.
 
     Two epochs show what a hundred steps show: bits that differ once stay different, and without the tree they differ after two.
     """
@@ -224,20 +223,24 @@ QUICK = ("own_train_step",)
 # The rest of their steps is Keras's code on the global batch, which law 1 tests in all cases.
 NIGHTLY = ("l2_and_l1", "activity_regularizer", "batch_of_fixed_size", "dicts", "tuples", "subclassed_and_built_by_fit")
 NIGHTLY += ("own_compute_loss", "frozen_and_recompiled", "one_row", "last_batch_of_one", "class_weight")
+NIGHTLY += ("ema", "gradient_accumulation", "float8")
 
 
 def others():
+    """Yield each case that only trains, and three that also evaluate and predict, of which one is in the suite."""
     for name in OTHER:
-        mark = pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow
-        yield pytest.param(name, marks=[pytest.mark.xdist_group(name), *([] if name in QUICK else [mark])])
+        for whole in (False, True) if name in WHOLE else (False,):
+            every_day = whole == (name == WHOLE[0]) and name not in NIGHTLY
+            marks = [pytest.mark.slow] if name not in QUICK else []
+            marks = [pytest.mark.xdist_group(name), *(marks if every_day else [pytest.mark.nightly])]
+            yield pytest.param(name, not whole, id=f"{name}-whole" if whole else name, marks=marks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(others()))
-def test_law_1_holds_too_and_the_bits_are_those_of_one_device(name):
+@pytest.mark.parametrize(("name", "short"), list(others()))
+def test_law_1_holds_too_and_the_bits_are_those_of_one_device(name, short):
     """Assert equality with plain Keras up to rounding, and with one device bit for bit."""
     case = case_named(name)
-    short = name not in WHOLE
     found = run(case, Topology(3, 2), short)
     assert_same(found, reference(case, short), case.relative)
     alone = run(case, Topology(3, 1), short)
