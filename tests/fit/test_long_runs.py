@@ -37,7 +37,7 @@ def taken():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize(
     "given", [lambda folder: (), pytest.param(callbacks, marks=pytest.mark.nightly)], ids=["plain", "callbacks"]
 )

@@ -174,8 +174,15 @@ def assert_same_bits(found, expected):
         assert all(one[name].tobytes() == value.tobytes() for name, value in other.items())
 
 
-@pytest.mark.parametrize("name", quick_first(BY_ROWS))
-@pytest.mark.parametrize(("count", "partitioner"), [(1, None), (2, FixedShardsPartitioner(2))])
+def nets_and_servers():
+    """Each net on one server or, cut, on two; one on both, and all in the nightly set."""
+    for number, name in enumerate(BY_ROWS):
+        for turn, (count, partitioner) in enumerate([(1, None), (2, FixedShardsPartitioner(2))]):
+            mark = pytest.mark.nightly if number and (number + turn) % 2 else ()
+            yield pytest.param(name, count, partitioner, id=f"{count}-{name}", marks=mark)
+
+
+@pytest.mark.parametrize(("name", "count", "partitioner"), quick_first(nets_and_servers()))
 def test_training_by_rows_gives_the_bits_of_training_with_whole_tables(name, count, partitioner):
     model = made(BY_ROWS[name])
     batches = [ids_of(seed) for seed in range(4)]

@@ -45,8 +45,14 @@ def planned(name):
     return model, TrainingCall.of_fit(model, (), {**data, "batch_size": 8})
 
 
-@pytest.mark.parametrize("strategy", ["replicated", "variables", "model-recompute:2"])
-@pytest.mark.parametrize("name", NETS)
+def nets_and_strategies():
+    """Each net under one strategy, the first under each; all under all in the nightly set."""
+    for number, name in enumerate(NETS):
+        for turn, strategy in enumerate(["replicated", "variables", "model-recompute:2"]):
+            yield pytest.param(name, strategy, marks=pytest.mark.nightly if number and (number + turn) % 3 else ())
+
+
+@pytest.mark.parametrize(("name", "strategy"), list(nets_and_strategies()))
 def test_memory_is_that_of_live_arrays(name, strategy):
     """Weights and optimizer as the devices hold them under the strategy, and all arguments as XLA counts them."""
     _, call = planned(name)
