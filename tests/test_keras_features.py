@@ -1,6 +1,7 @@
 """What Keras does around the step works as ever: callbacks, printing, saving, loading, recompiling."""
 
 import csv
+import functools
 import subprocess
 import sys
 
@@ -26,6 +27,17 @@ def network(optimizer="adam", **options):
 def mirrored(replicas=3, devices=2, **options):
     with Topology(replicas, devices).strategy().scope():
         return network(**options)
+
+
+@functools.cache
+def fitted():
+    """A model that has trained, once in each process; nothing may change it, and tests of it have one ``xdist_group``."""
+    model = mirrored()
+    model.fit(X, Y, batch_size=8, verbose=0)
+    return model
+
+
+in_one_process = pytest.mark.xdist_group(__name__)
 
 
 @pytest.mark.slow
@@ -67,9 +79,9 @@ def test_callbacks_see_batches_logs_and_weights(tmp_path):
 
 
 @pytest.mark.slow
+@in_one_process
 def test_a_saved_model_is_plain_keras_and_loads_without_lockstep(tmp_path):
-    model = mirrored()
-    model.fit(X, Y, batch_size=8, verbose=0)
+    model = fitted()
     model.save(tmp_path / "model.keras")
     np.save(tmp_path / "x.npy", X)
     np.save(tmp_path / "expected.npy", model.predict(X, verbose=0))
@@ -102,9 +114,9 @@ def test_load_model_in_a_scope_continues_the_training(tmp_path):
 
 
 @pytest.mark.slow
+@in_one_process
 def test_weights_saved_and_loaded(tmp_path):
-    first, second = mirrored(), mirrored(2, 1)
-    first.fit(X, Y, verbose=0)
+    first, second = fitted(), mirrored(2, 1)
     second.fit(X[:4], Y[:4], verbose=0)
     first.save_weights(tmp_path / "w.weights.h5")
     second.load_weights(tmp_path / "w.weights.h5")
@@ -124,9 +136,9 @@ def test_freezing_a_layer_and_recompiling_trains_the_rest():
     assert not np.array_equal(before[-1], after[-1])
 
 
+@in_one_process
 def test_the_model_can_be_called_and_cloned_after_fit():
-    model = mirrored()
-    model.fit(X, Y, verbose=0)
+    model = fitted()
     np.testing.assert_allclose(np.asarray(model(X)), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
