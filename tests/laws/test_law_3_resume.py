@@ -87,7 +87,14 @@ def batches_of_arrays():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("validation", [batches_without_end, shuffled_batches, batches_of_arrays])
+@pytest.mark.parametrize(
+    "validation",
+    [
+        batches_without_end,
+        shuffled_batches,
+        pytest.param(batches_of_arrays, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_validation_continues_where_it_was(validation, tmp_path):
     expected = Run(None, validation=validation).fit(backup=False)
     assert Run(tmp_path, validation=validation).fit(13) is None
@@ -95,8 +102,13 @@ def test_a_validation_continues_where_it_was(validation, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [3, 6, 8])
-@pytest.mark.parametrize("cache", ["memory", "device"])
+@pytest.mark.parametrize(
+    ("cache", "stop"),
+    [
+        *(("memory", 3), ("device", 8)),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("memory", 6), ("memory", 8), ("device", 3))),
+    ],
+)
 def test_a_cache_keeps_the_first_pass_also_if_another_process_reads_it(cache, stop, tmp_path):
     expected = Run(None, "PyDataset", cache=cache).fit(backup=False)
     assert Run(tmp_path, "PyDataset", cache=cache).fit(stop) is None
