@@ -1,5 +1,6 @@
 """One process, eight logical CPU devices on a fixed thread pool, and nothing left behind by any test."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -22,6 +23,13 @@ with pytest.MonkeyPatch.context() as environment:  # The processes of tests have
     if not os.environ.get("LOCKSTEP_TEST_OPTIMIZED"):
         environment.setenv("XLA_FLAGS", f"{FOR_TESTS['XLA_FLAGS']} {os.environ.get('XLA_FLAGS', '')}")
     lockstep.config.set_logical_cpu_devices(8)  # JAX starts, and XLA reads its flags.
+
+with contextlib.suppress(ModuleNotFoundError):  # Some environments are for tests that draw nothing.
+    import hypothesis
+
+    # How long an example takes says how busy the machine is.
+    hypothesis.settings.register_profile("tests", hypothesis.settings.default, deadline=None)
+    hypothesis.settings.load_profile("tests")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts a command in the background with Ctrl-C ignored, and processes of tests would inherit that.
