@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -62,10 +61,7 @@ class ForkServer:
         )
         self._asked, self._lock = [], threading.Lock()
         self._compiled = compile_cache.shared_folder("children")
-        # Filling a folder with thousands of links takes a tenth of a second, so those of processes that ended well are used again.
-        self._folders, self._filled = tempfile.TemporaryDirectory(prefix="lockstep-compiled-"), []
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def start(self, folder, name, program, config, environ, compiles=False):
         """Start a program; with ``compiles`` it compiles everything for itself."""
@@ -115,11 +111,12 @@ class ForkServer:
     def close(self):
         self._server.stdin.close()
         self._server.wait(DEADLINE)
-        self._listener.join(DEADLINE)
-        self._folders.cleanup()
 
     def _start(self, folder, name, request, compiles=False):
-        process = Process(folder / f"{name}.out", folder / f"{name}.err", self._folder_of_programs(compiles), compiles)
+        process = Process(folder / f"{name}.out", folder / f"{name}.err", folder / f"{name}.compiled")
+        process.compiled.mkdir()
+        if not compiles:
+            compile_cache.fill(process.compiled, self._compiled)
         request |= {"out": str(process.out), "err": str(process.err), "compiled": str(process.compiled)}
         with self._lock:
             self._asked.append(process)
@@ -127,16 +124,6 @@ class ForkServer:
             self._server.stdin.write(json.dumps(request).encode() + b"\n")
             self._server.stdin.flush()
         return process
-
-    def _folder_of_programs(self, is_empty):
-        if is_empty:
-            return self._new_folder()
-        folder = self._filled.pop() if self._filled else self._new_folder()
-        compile_cache.fill(folder, self._compiled)
-        return folder
-
-    def _new_folder(self):
-        return Path(tempfile.mkdtemp(dir=self._folders.name))
 
     def _listen(self):
         for line in self._server.stdout:
@@ -147,25 +134,17 @@ class ForkServer:
                 process.begun.set()
             else:
                 process.code, process.ended_at = answer["code"], time.monotonic()
-                self._take_back(process)
+                if process.code == 0:
+                    compile_cache.publish(process.compiled, self._compiled)
                 process.ended.set()
         self._server.stdout.close()
-
-    def _take_back(self, process):
-        """Who was killed may have left half a program."""
-        if process.code == 0:
-            compile_cache.publish(process.compiled, self._compiled)
-        if process.code == 0 and not process.compiles:
-            self._filled.append(process.compiled)
-        else:
-            shutil.rmtree(process.compiled, ignore_errors=True)
 
 
 class Process:
     """A process that a fork server starts."""
 
-    def __init__(self, out, err, compiled, compiles):
-        self.out, self.err, self.compiled, self.compiles = out, err, compiled, compiles
+    def __init__(self, out, err, compiled):
+        self.out, self.err, self.compiled = out, err, compiled
         self.begun, self.ended = threading.Event(), threading.Event()
         self._pid = self.code = self.ended_at = None
 
