@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.startup import extras, shared_programs
+from tests.support.startup import extras
 
 with extras.blocked():
     import keras
@@ -152,7 +152,6 @@ if __name__ == "__main__":
         getattr(lockstep, name)  # It is imported with its first use.
     with contextlib.suppress(ImportError):  # JAX imports it with its first program, which takes a tenth of a second.
         importlib.import_module("jaxlib.mlir.dialects.mhlo")
-    shared_programs.have_all_processes_write(sys.modules["jax._src.compiler"])
     gc.collect()
     gc.freeze()  # What was imported is not searched for garbage in each fork, which takes most of the second that an end takes.
     gc.set_threshold(100_000, 50, 100)

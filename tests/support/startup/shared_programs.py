@@ -12,8 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 FOLDERS = (
     "FOLDERS_OF_COMPILED_PROGRAMS"  # variable of interpreters: where each makes its private folder, and the shared one
@@ -24,21 +22,6 @@ SETTINGS = {
     "jax_persistent_cache_enable_xla_caches": "none",  # They would put the folder into the key of an entry.
 }
 LIMIT = 1 << 30  # bytes of a shared folder; beyond it the oldest half goes
-
-
-def have_all_processes_write(compiler: ModuleType) -> None:
-    """Have each process of a job write what it compiles; ``compiler`` is ``jax._src.compiler``.
-
-    JAX lets only the first one write. On CPUs the others look for their programs under other keys, and would compile all of
-    them in each job anew.
-    """
-    real = compiler.distributed.global_state
-
-    class AsTheFirst:
-        def __getattr__(self, name: str) -> Any:
-            return 0 if name == "process_id" else getattr(real, name)
-
-    compiler.distributed = SimpleNamespace(global_state=AsTheFirst())
 
 
 def use_in_new_interpreter() -> None:
