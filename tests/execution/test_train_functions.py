@@ -157,8 +157,8 @@ def two_devices():
     return lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).scope()
 
 
-X = np.random.default_rng(0).normal(size=(100, 6)).astype("float32")
-Y = X[:, :1] + 1
+INPUTS = np.random.default_rng(0).normal(size=(100, 6)).astype("float32")
+TARGETS = INPUTS[:, :1] + 1
 
 
 class ReturnsVariable(keras.Model):
@@ -190,11 +190,11 @@ def test_a_variable_that_a_model_returns_is_trained():
             model = ReturnsVariable()
             model.build((None, 6))
             model.compile(keras.optimizers.SGD(0.05))
-        losses = [model.train_on_batch(X[:8], Y[:8]) for _ in range(3)]
-        losses.append(model.test_on_batch(X[:8], Y[:8]))
+        losses = [model.train_on_batch(INPUTS[:8], TARGETS[:8]) for _ in range(3)]
+        losses.append(model.test_on_batch(INPUTS[:8], TARGETS[:8]))
         model.scale.assign(0.5)
-        losses.append(model.test_on_batch(X[:8], Y[:8]))
-        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        losses.append(model.test_on_batch(INPUTS[:8], TARGETS[:8]))
+        model.fit(INPUTS, TARGETS, batch_size=8, shuffle=False, verbose=0)
         return [float(model.scale.numpy()), *map(float, losses)]
 
     plain, ours = left(contextlib.nullcontext), left(two_devices)
