@@ -40,7 +40,7 @@ _LENGTH = struct.Struct(">I")
 HEADER_BYTES = _LENGTH.size
 _CHUNK = 2**18
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 15, 5, 4
-_MOST_MS = 2**31 - 1  # milliseconds of an option of a socket: 25 days
+MOST_WAIT_SECONDS = (2**31 - 1) / 1000  # of one wait of the operating system: 25 days
 
 
 class ProtocolError(Exception):
@@ -229,7 +229,9 @@ def limit_unacknowledged(connected: socket.socket, seconds: float) -> None:
     """Have Linux close a connection whose other end has not acknowledged sent data for ``seconds``; its default is 15 minutes."""
     if sys.platform == "linux" and connected.family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):  # Closed already.
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(1000 * seconds), _MOST_MS))
+            connected.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * min(seconds, MOST_WAIT_SECONDS))
+            )
 
 
 class FramedSocket:
@@ -311,7 +313,7 @@ class FramedSocket:
         if message is None and self.ended is None:
             with selectors.DefaultSelector() as selector:
                 selector.register(self, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0))
-                selector.select(max(0.0, seconds))
+                selector.select(min(max(0.0, seconds), MOST_WAIT_SECONDS))
             message = next(self.receive(), None)
         return message
 
@@ -462,7 +464,7 @@ class EventLoop:
 
     def _turn(self) -> None:
         due = self._later[0][0] - self._clock() if self._later else None
-        for key, events in self._selector.select(None if due is None else max(0.0, due)):
+        for key, events in self._selector.select(None if due is None else min(max(0.0, due), MOST_WAIT_SECONDS)):
             key.data(events)
         while self._work:
             self._work.popleft()()

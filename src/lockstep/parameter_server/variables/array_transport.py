@@ -21,6 +21,7 @@ from lockstep.distributed.control.transport import (
     CLOSED,
     HEADER_BYTES,
     MAC_BYTES,
+    MOST_WAIT_SECONDS,
     Mac,
     ProtocolError,
     Session,
@@ -75,7 +76,7 @@ class ArrayConnection:
     def set_timeout(self, silence_seconds: float | None) -> None:
         """Set the limit of the wait for the next byte, in both directions; None: only the system's own."""
         self._deadline: float | None = None
-        self._socket.settimeout(silence_seconds)
+        self._socket.settimeout(silence_seconds and min(silence_seconds, MOST_WAIT_SECONDS))
 
     def set_deadline(self, seconds: float) -> None:
         """Limit everything from now on, together, to ``seconds``, until :meth:`set_timeout` is called."""
@@ -196,7 +197,7 @@ class ArrayConnection:
 
     def _apply_deadline(self) -> None:
         if self._deadline is not None:
-            self._socket.settimeout(max(1e-3, self._deadline - self._clock()))
+            self._socket.settimeout(min(max(1e-3, self._deadline - self._clock()), MOST_WAIT_SECONDS))
 
     def _send(self, buffers: Iterable[memoryview], mac: Mac | None = None) -> None:
         """Send bytes, and add them to a MAC."""
