@@ -13,8 +13,10 @@ def block():
 
 @contextlib.contextmanager
 def blocked():
-    """What is imported here does without them; whoever imports them later gets them."""
+    """What is imported here does without them; whoever imports them later gets them, and whoever has them keeps them."""
+    before = {name: sys.modules[name] for name in NAMES if name in sys.modules}
     block()
     yield
     for name in NAMES:
         del sys.modules[name]
+    sys.modules.update(before)
