@@ -464,7 +464,8 @@ class EventLoop:
 
     def _turn(self) -> None:
         due = self._later[0][0] - self._clock() if self._later else None
-        for key, events in self._selector.select(None if due is None else min(max(0.0, due), MOST_WAIT_SECONDS)):
+        wait = None if due is None else min(max(0.0, due), MOST_WAIT_SECONDS)
+        for key, events in self._selector.select(wait):
             key.data(events)
         while self._work:
             self._work.popleft()()

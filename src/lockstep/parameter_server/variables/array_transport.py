@@ -80,7 +80,7 @@ class ArrayConnection:
 
     def set_deadline(self, seconds: float) -> None:
         """Limit everything from now on, together, to ``seconds``, until :meth:`set_timeout` is called."""
-        self._deadline = self._clock() + seconds
+        self._deadline = self._clock() + min(seconds, MOST_WAIT_SECONDS)
 
     def limit_unacknowledged(self, seconds: float) -> None:
         """See :func:`lockstep.distributed.control.transport.limit_unacknowledged`."""
@@ -197,7 +197,7 @@ class ArrayConnection:
 
     def _apply_deadline(self) -> None:
         if self._deadline is not None:
-            self._socket.settimeout(min(max(1e-3, self._deadline - self._clock()), MOST_WAIT_SECONDS))
+            self._socket.settimeout(max(1e-3, self._deadline - self._clock()))
 
     def _send(self, buffers: Iterable[memoryview], mac: Mac | None = None) -> None:
         """Send bytes, and add them to a MAC."""
