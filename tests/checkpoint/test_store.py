@@ -54,7 +54,7 @@ def test_a_damaged_one_is_replaced_by_the_run_that_was_resumed_before_it(tmp_pat
     assert len(lines) == 1
 
 
-def test_later_steps_stay_and_are_told_of_once_and_are_discarded_where_that_is_asked_for(tmp_path):
+def test_later_steps_stay_and_are_told_of_once(tmp_path):
     lines = []
     store = store_in(tmp_path, 10, 20, 30, keep=2, log=lines.append)
     for step in (5, 6, 7):
@@ -62,11 +62,8 @@ def test_later_steps_stay_and_are_told_of_once_and_are_discarded_where_that_is_a
     assert store.steps() == [6, 7, 20, 30]
     assert lines == [
         f"{tmp_path}: step 5 was written, but there is step 30, which a resumed run would start from. Fix: if that belongs "
-        "to an abandoned run, remove it: discard_newer(5)."
+        "to an abandoned run, remove the directories of its steps."
     ]
-    assert [path.name for path in store.discard_newer(7)] == ["step-000000020", "step-000000030"]
-    assert names_in(tmp_path) == ["step-000000006", "step-000000007"]
-    assert store.discard_newer(7) == []
 
 
 def test_what_is_not_a_checkpoint_is_left_alone(tmp_path):
@@ -272,7 +269,7 @@ def test_a_read_only_disk_can_be_read_and_says_that_it_cannot_be_written(megabyt
     subprocess.run(["mount", "-o", "remount,ro", str(megabyte)], check=True, timeout=30)
     store = CheckpointStore(megabyte / "runs", log=silent)
     assert_equal(store.newest(), small(1))
-    for do in (store.lock, lambda: store.write(2, small(2)), lambda: store.discard_newer(0)):
+    for do in (store.lock, lambda: store.write(2, small(2))):
         with pytest.raises(CheckpointError, match=r"/runs: .* can.*: Read-only file system") as raised:
             do()
         assert raised.value.errno == errno.EROFS

@@ -39,6 +39,7 @@ def some_of(every_day, *factors):
 
 def diagonal_first(ones, others):
     """Return all pairs, of which those off the diagonal are nightly: each value of either is in one that is not."""
+    assert len(ones) >= len(others)
     return [
         pytest.param(*_values(one), *_values(other), marks=[pytest.mark.nightly] * (row % len(others) != column))
         for row, one in enumerate(ones)

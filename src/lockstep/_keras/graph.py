@@ -303,9 +303,8 @@ def cause_of(error: Exception) -> str:
 # --- calls of layers whose results are computed again in the backward pass, from the shards of their variables -----
 
 Gather = Callable[[keras.Variable, jax.Array], jax.Array]
-Shards = Mapping[
-    int, tuple[jax.Array, jax.Array]
-]  # by the id of a variable its shard on this device, and its whole value
+# By the id of a variable its shard on this device, and its whole value.
+Shards = Mapping[int, tuple[jax.Array, jax.Array]]
 
 
 def blocks_of(model: keras.Model, is_sharded: Callable[[keras.Variable], bool]) -> list[Any]:

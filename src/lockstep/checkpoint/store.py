@@ -255,23 +255,6 @@ class CheckpointStore:
             os.rename(part, path / f"{PART}{number}")
         format.write(path, step, snapshot, self._key, [digest for _, digest in parts])
 
-    def discard_newer(self, step: int) -> list[Path]:
-        """Remove the checkpoints of all later steps: a run that goes back to ``step`` must not be resumed from those.
-
-        Args:
-            step: the last step whose checkpoint is kept.
-
-        Returns:
-            The removed directories.
-
-        Raises:
-            CheckpointError: as for :meth:`write`.
-        """
-        with self._writing("newer checkpoints cannot be removed"):
-            newer = [path for path in checkpoints_in(self.directory) if _step(path) > step]
-            remove(self.directory, newer)
-        return newer
-
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order, without checking them."""
         return sorted({_step(path) for path in self.paths()})
@@ -389,7 +372,7 @@ class CheckpointStore:
             self._has_reported_newer = True
             self._log(
                 f"{self.directory}: step {step} was written, but there is step {newest}, which a resumed run would start from. "
-                f"Fix: if that belongs to an abandoned run, remove it: discard_newer({step})."
+                f"Fix: if that belongs to an abandoned run, remove the directories of its steps."
             )
 
 

@@ -109,9 +109,8 @@ class WorkerProcessGroup(fit_entry.ProcessGroup):
         step = self._client.broadcast("the checkpoint", step)
         if step is None:
             return None
-        text = np.frombuffer(
-            as_text(metadata), np.uint8
-        )  # It may be larger than a message: there are hooks of each epoch.
+        # It may be larger than a message: hooks of all epochs are in it.
+        text = np.frombuffer(as_text(metadata), np.uint8)
         received = _broadcast_arrays(self._client, self._placement, dict(arrays) | {_METADATA: text})
         return step, received, json.loads(received.pop(_METADATA).tobytes())
 
