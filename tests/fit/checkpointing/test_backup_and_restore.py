@@ -16,6 +16,7 @@ from lockstep.callbacks import BackupAndRestore
 from lockstep.checkpoint.format import StoredArrays
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.fit.checkpointing import model_state
+from lockstep.fit.checkpointing.fit_checkpoint import ResumedRun
 
 from .runs import BreakOff, BrokenOffError, Run, Shuffled, data, drawing, whole
 
@@ -47,6 +48,22 @@ def test_an_extension_that_is_broken_off_is_resumed_by_the_same_program(tmp_path
     last = Run(tmp_path, **extended)
     assert last.fit() == expected
     assert last.heard == [(1, 2), (1, 3), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "calls", "epochs"),
+    [
+        ({"is_finished": True}, [(2, True)], 5),
+        ({"is_finished": False, "extends": 1}, [(4, True)], 5),
+        ({"is_finished": False, "extends": 1}, [(4, False)], 4),
+        ({"is_finished": False, "extends": 1}, [(4, False), (4, True)], 4),  # The run is no extension any more.
+    ],
+)
+def test_epochs_of_an_extension_count_from_the_end_of_the_run_before(metadata, calls, epochs):
+    resumed = ResumedRun.from_checkpoint((15, {}, {"epoch": 3} | metadata))
+    for number, extend in calls:
+        resumed = resumed.for_epochs(number, extend)
+    assert resumed.epochs == epochs
 
 
 def test_a_call_for_fewer_epochs_keeps_the_position_of_the_run(tmp_path):

@@ -91,7 +91,7 @@ class ResumedRun:
             extend: whether they come after those of a run that has finished, also if this one resumes such an extension.
         """
         if not extend:
-            return replace(self, epochs=epochs)
+            return replace(self, epochs=epochs, extends=0)
         if not self.metadata.get("is_finished"):
             return replace(self, epochs=self.extends + epochs)
         return replace(self, epochs=self.position.epoch + epochs, extends=self.position.epoch, is_stopped=False)
