@@ -2,12 +2,14 @@
 
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lockstep import cli
 from lockstep.cluster_resolver import RESOLVERS
 from lockstep.collectives import ALGORITHMS
 from tests.laws.cases import CASES
@@ -55,6 +57,24 @@ def test_links_into_a_page_lead_to_a_heading(page):
     for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
         if not target.startswith("https://"):
             assert anchor in anchors(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
+
+
+def commands():
+    """The command lines of the pages, without parts that a reader is to fill in."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    found = re.findall(r"`(lockstep [a-z][^`:]*)`|^(?:\$ )?(lockstep [a-z]+(?: .*)?)$", text, re.MULTILINE)
+    return sorted({re.sub(r"[…[\]]| [>|].*| #.*", "", "".join(pair).replace("\n", " ")) for pair in found})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_lines_have_commands_and_options_that_exist(command, capsys):
+    unknown = []
+    try:
+        _, unknown = cli._parser().parse_known_args(shlex.split(command)[1:])
+    except SystemExit:
+        error = capsys.readouterr().err
+        assert re.search("are required|expected one argument|invalid int value", error), error  # Left out, or a letter.
+    assert not unknown
 
 
 @pytest.mark.slow

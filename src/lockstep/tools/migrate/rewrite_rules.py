@@ -1,16 +1,21 @@
 """Rewrite rules besides names: each yields edits of the program, and only if the meaning is certain."""
 
 import ast
+import re
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import TypeGuard
 
-from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText
+from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, parameters_of
 from lockstep.tools.migrate.symbol_map import STRATEGY_METHODS, translated
 
-_ACTIVATIONS = ("elu", "gelu", "leaky_relu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus", "tanh")
+_ACTIVATIONS = (
+    *("elu", "gelu", "leaky_relu", "relu", "relu6", "selu"),
+    *("sigmoid", "silu", "softmax", "softplus", "swish", "tanh"),
+)
 _REDUCTIONS = ("none", "sum", "sum_over_batch_size")
 _BEFORE_CACHE = ("batch", "prefetch", "shuffle")
-_SIZES = {  # Arguments of layers that must be Python integers in Keras 3, in their order.
+_SIZES = {  # Arguments of layers that must be Python integers in Keras 3.
     "Dense": ("units",),
     "Embedding": ("input_dim", "output_dim"),
     "GRU": ("units",),
@@ -32,21 +37,83 @@ def full_name(bindings: ImportBindings, call: ast.Call) -> str:
     return translated(bindings.name_of(call.func))
 
 
+def arguments_of(call: ast.Call, name: str) -> dict[str, ast.expr]:
+    """Return the arguments of a call of ``name`` by their names; those after ``*`` have none."""
+    names = [parameter for parameter in parameters_of(name) if parameter != "self"]
+    given = takewhile(lambda value: not isinstance(value, ast.Starred), call.args)
+    named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    return dict(zip(names, given, strict=False)) | named
+
+
+def activations_of(call: ast.Call, name: str) -> list[ast.expr]:
+    """Return the arguments of a call of ``name`` that are activations."""
+    return [value for argument, value in arguments_of(call, name).items() if argument.endswith("activation")]
+
+
+def made_by(source: SourceText, bindings: ImportBindings, *modules: str) -> set[str]:
+    """Return the names and attributes to which the program assigns calls of these modules of Keras, as text."""
+    return {
+        ast.unparse(target)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if full_name(bindings, node.value).startswith(tuple(f"keras.{module}" for module in modules))
+        for target in node.targets
+    }
+
+
+def assigned(source: SourceText, value: ast.expr) -> ast.expr | None:
+    """Return what the program assigns to a name or an attribute, if it does so exactly once."""
+    name = ast.unparse(value) if isinstance(value, (ast.Name, ast.Attribute)) else ""
+    made = [
+        node.value
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign) and any(ast.unparse(target) == name for target in node.targets)
+    ]
+    return made[0] if len(made) == 1 else None
+
+
+def _renamed(source: SourceText, node: ast.Attribute, new: str) -> Edit:
+    """Return the edit that renames the last word of an attribute."""
+    end = source.span(node)[1]
+    return Edit(end - len(node.attr), end, new)
+
+
+def _appended(source: SourceText, call: ast.Call, text: str) -> Edit:
+    """Return the edit that adds an argument after the last one of a call, before its comment and its final comma."""
+    end = source.span(call)[1] - 1
+    if not (call.args or call.keywords):
+        return Edit(end, end, text)
+    at = max([source.span(one)[1] for one in call.args] + [source.span(one)[1] for one in call.keywords])
+    marks = re.finditer(r"#.*|\)", source.text[at:end])
+    at += max((mark.end() for mark in marks if mark[0] == ")"), default=0)  # The argument may be in brackets.
+    return Edit(at, at, f", {text}")
+
+
+def aliases(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Replace ``keras = tf.keras`` by ``import keras``."""
+    for node in source.statements():
+        if isinstance(node, ast.Assign):
+            module = translated(bindings.name_of(node.value))
+            if module in ("keras", "lockstep") and [ast.unparse(target) for target in node.targets] == [module]:
+                yield source.replaced(node, f"import {module}")
+
+
 def activations(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rewrite activations: ``activation=tf.nn.relu`` becomes ``activation="relu"``."""
     for call in calls(source):
-        for keyword in call.keywords:
-            name = bindings.name_of(keyword.value)
+        for value in activations_of(call, full_name(bindings, call)):
+            name = bindings.name_of(value)
             short = name.removeprefix("tensorflow.nn.")
-            if keyword.arg == "activation" and short != name and short in _ACTIVATIONS:
-                yield source.replaced(keyword.value, f'"{short}"')
+            if short != name and short in _ACTIVATIONS and source.can_quote(value):
+                yield source.replaced(value, f'"{short}"')
 
 
 def reductions(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rewrite reductions: ``reduction=tf.keras.losses.Reduction.NONE`` becomes ``reduction="none"``."""
     for chain in bindings.chains:
         enumeration, _, member = translated(chain.name).rpartition(".")
-        if enumeration == "keras.losses.Reduction" and member.lower() in _REDUCTIONS:
+        is_word = enumeration == "keras.losses.Reduction" and member.lower() in _REDUCTIONS
+        if is_word and source.can_quote(chain.node):
             yield source.replaced(chain.node, f'"{member.lower()}"')
 
 
@@ -54,26 +121,57 @@ def strategy_methods(source: SourceText, bindings: ImportBindings) -> Iterator[E
     """Rename old methods of a strategy: ``experimental_run_v2`` becomes ``run``."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in STRATEGY_METHODS:
-            end = source.span(node)[1]
-            yield Edit(end - len(node.attr), end, STRATEGY_METHODS[node.attr])
+            yield _renamed(source, node, STRATEGY_METHODS[node.attr])
 
 
 def metric_resets(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Rename ``reset_states`` of metrics to ``reset_state``; layers keep the name."""
-    metrics = {
-        target.id
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-        if full_name(bindings, node.value).startswith("keras.metrics.")
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    metrics = made_by(source, bindings, "metrics.")
     for node in ast.walk(source.tree):
-        if not (isinstance(node, ast.Attribute) and node.attr == "reset_states"):
-            continue
-        if isinstance(node.value, ast.Name) and node.value.id in metrics:
-            end = source.span(node)[1]
-            yield Edit(end - len(node.attr), end, "reset_state")
+        if isinstance(node, ast.Attribute) and node.attr == "reset_states" and ast.unparse(node.value) in metrics:
+            yield _renamed(source, node, "reset_state")
+        if isinstance(node, ast.ClassDef):
+            methods = {method.name for method in node.body if isinstance(method, ast.FunctionDef)}
+            is_metric = any(translated(bindings.name_of(base)).startswith("keras.metrics.") for base in node.bases)
+            if is_metric and "reset_states" in methods and "reset_state" not in methods:
+                yield from _own_resets(source, node)
+
+
+def _own_resets(source: SourceText, metric: ast.ClassDef) -> Iterator[Edit]:
+    for node in ast.walk(metric):
+        if isinstance(node, ast.FunctionDef) and node.name == "reset_states":
+            start = source.text.index(node.name, source.span(node)[0])
+            yield Edit(start, start + len(node.name), "reset_state")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("self.reset_states", "super().reset_states"):
+            yield _renamed(source, node, "reset_state")
+
+
+_SETTINGS = ("args", "cfg", "conf", "config", "flags", "hparams", "params")  # Their ``lr`` is no optimizer's.
+
+
+def learning_rates(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Rename ``model.optimizer.lr`` to ``model.optimizer.learning_rate``."""
+    optimizers = made_by(source, bindings, "optimizers.")
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr == "lr":
+            model = owner_of_optimizer(node)
+            if ast.unparse(node.value) in optimizers or (model and is_model(source, bindings, model)):
+                yield _renamed(source, node, "learning_rate")
+
+
+def owner_of_optimizer(rate: ast.Attribute) -> ast.expr | None:
+    """Return ``model`` of ``model.optimizer.lr``; None for other attributes, and for ``config.optimizer.lr``."""
+    is_optimizer = isinstance(rate.value, ast.Attribute) and rate.value.attr == "optimizer"
+    is_setting = not {*_SETTINGS}.isdisjoint(ast.unparse(rate).lower().split("."))
+    return rate.value.value if is_optimizer and not is_setting else None  # type: ignore[attr-defined]  # Checked above.
+
+
+def is_model(source: SourceText, bindings: ImportBindings, owner: ast.expr) -> bool:
+    """Return whether an expression is a model of Keras, by its name, its assignment or its training."""
+    text = ast.unparse(owner)
+    is_trained = any(ast.unparse(call.func) in (f"{text}.compile", f"{text}.fit") for call in calls(source))
+    made = made_by(source, bindings, "Model", "Sequential", "applications.", "models.")
+    return text.endswith("model") or is_trained or text in made
 
 
 def one_device_strategy(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
@@ -81,7 +179,7 @@ def one_device_strategy(source: SourceText, bindings: ImportBindings) -> Iterato
     for call in calls(source):
         is_it = bindings.name_of(call.func) == "tensorflow.distribute.OneDeviceStrategy"
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if is_it and len(given) == 1:
+        if is_it and len(given) == 1 and bindings.is_import_at(call, "lockstep"):
             yield source.replaced(call, f"lockstep.MirroredStrategy([{source.segment(given[0])}])")
 
 
@@ -95,11 +193,9 @@ def add_n(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
 def batch_normalization(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Replace ``SyncBatchNormalization`` by ``BatchNormalization(synchronized=True)``."""
     for call in calls(source):
-        if full_name(bindings, call) == _SYNCHRONIZED:
-            end = source.span(call)[1]
-            has_arguments = bool(call.args or call.keywords)
+        if full_name(bindings, call) == _SYNCHRONIZED and bindings.is_import_at(call, "keras"):
             yield source.replaced(call.func, "keras.layers.BatchNormalization")
-            yield Edit(end - 1, end - 1, f"{', ' if has_arguments else ''}synchronized=True")
+            yield _appended(source, call, "synchronized=True")
 
 
 def old_arguments(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
@@ -121,10 +217,10 @@ def _new_argument(name: str, argument: str | None) -> str | None:
 def integer_sizes(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
     """Convert sizes of layers to ``int``: ``Embedding(np.max(x) + 1, 16)``; Keras 3 accepts no integers of NumPy there."""
     for call in calls(source):
-        names = _SIZES.get(full_name(bindings, call).removeprefix("keras.layers."), ())
-        given = [*zip(names, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
-        for name, value in given:
-            if name in names and _is_of_numpy(source, bindings, value):
+        name = full_name(bindings, call)
+        sizes = _SIZES.get(name.removeprefix("keras.layers."), ())
+        for argument, value in arguments_of(call, name).items():
+            if argument in sizes and _is_of_numpy(source, bindings, value):
                 yield source.replaced(value, f"int({source.segment(value)})")
 
 
@@ -136,15 +232,8 @@ def _is_of_numpy(source: SourceText, bindings: ImportBindings, value: ast.expr, 
         return (is_method and not bindings.name_of(value.func)) or _is_numpy(source, value.func)
     if isinstance(value, ast.Subscript):
         return _is_of_numpy(source, bindings, value.value, follows)
-    if not (isinstance(value, ast.Name) and follows):
-        return False
-    made = [
-        node.value
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == value.id for target in node.targets)
-    ]
-    return len(made) == 1 and _is_of_numpy(source, bindings, made[0], follows=False)
+    made = assigned(source, value) if isinstance(value, ast.Name) and follows else None
+    return made is not None and _is_of_numpy(source, bindings, made, follows=False)
 
 
 def _is_numpy(source: SourceText, function: ast.expr) -> bool:
@@ -232,13 +321,12 @@ def logical_devices(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
         return
     call = found[0].value  # type: ignore[attr-defined]  # Checked by _called.
     platform, number = _platform(source, bindings, call), _count(call)
-    if platform == "CPU" and number:
+    if platform == "CPU" and number and bindings.is_import_at(call, "lockstep"):
         yield source.replaced(found[0], f"lockstep.config.set_logical_cpu_devices({number})")
     strategies = [one for one in calls(source) if full_name(bindings, one) == "lockstep.MirroredStrategy"]
     if platform == "GPU" and number and len(strategies) == 1 and not (strategies[0].args or strategies[0].keywords):
-        end = source.span(strategies[0])[1]
         yield source.replaced(found[0], "pass  # The strategy creates the replicas.")
-        yield Edit(end - 1, end - 1, f'["gpu:0"], replicas={number}')
+        yield _appended(source, strategies[0], f'["gpu:0"], replicas={number}')
 
 
 def memory_growth(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
@@ -277,7 +365,6 @@ def _platform(source: SourceText, bindings: ImportBindings, call: ast.Call) -> s
     return ""
 
 
-_STRATEGY = "MultiWorkerMirroredStrategy"
 _SAME_ORDER = "all workers must read the same rows in the same order"
 _SEED = f"shuffle: {_SAME_ORDER}; if this is a data set, write seed=1"
 _TASK = "TF_CONFIG: lockstep run sets it for each worker; write os.environ.setdefault('TF_CONFIG', …)"
@@ -286,9 +373,9 @@ _DRAWS = "tensorflow.random."
 _SEEDED_DRAWS = ("Generator", "set_seed", "get_global_generator", "experimental")
 
 
-def is_for_workers(bindings: ImportBindings) -> bool:
-    """Return whether a program creates a strategy for several workers."""
-    return any(translated(chain.name).endswith(f".{_STRATEGY}") for chain in bindings.chains)
+def is_for_workers(bindings: ImportBindings, strategy: str = "MultiWorkerMirroredStrategy") -> bool:
+    """Return whether a program creates this strategy for several workers."""
+    return any(translated(chain.name).endswith(f".{strategy}") for chain in bindings.chains)
 
 
 def task_as_default(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
@@ -322,9 +409,7 @@ def seed_shuffles(source: SourceText, bindings: ImportBindings) -> Iterator[Edit
     if source.for_workers or is_for_workers(bindings):
         for call in _without_seed(source):
             if _is_of_data(source, bindings, call):
-                end = source.span(call)[1] - 1
-                before = source.text[:end].rstrip()
-                yield Edit(len(before), end, " seed=1" if before.endswith(",") else ", seed=1")
+                yield _appended(source, call, "seed=1")
 
 
 def worker_differences(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:

@@ -1,8 +1,10 @@
 """A program to migrate: its source and edits, and what its names refer to."""
 
 import ast
+import inspect
 import io
 import operator
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,6 +86,19 @@ class SourceText:
         """Return the start of the line of a node, or of its first decorator."""
         return self._starts[self.first_line(node) - 1]
 
+    def line_at(self, position: int) -> int:
+        """Return the number of the line of an index."""
+        return bisect_right(self._starts, position)
+
+    @cached_property
+    def _in_format_strings(self) -> set[ast.AST]:
+        formatted = (node for node in ast.walk(self.tree) if isinstance(node, ast.FormattedValue))
+        return {inner for node in formatted for inner in ast.walk(node)}
+
+    def can_quote(self, node: ast.AST) -> bool:
+        """Return whether a string can replace a node: up to Python 3.11 its quotes may end the f-string around it."""
+        return node not in self._in_format_strings
+
     def replaced(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         """Return the edit that replaces a node by ``text``, without a final comment if another statement follows on the line."""
         start, end = self.span(node)
@@ -128,7 +143,9 @@ class Scopes:
 
     def shadow(self, node: ast.AST, name: str) -> bool:
         """Return whether a scope around a node binds a name; methods do not see names bound by their class."""
-        return any(name in self._bound[scope] for scope in self._enclosing(node) if not isinstance(scope, ast.ClassDef))
+        inner, *outer = self._enclosing(node)
+        seen = [inner, *(scope for scope in outer if not isinstance(scope, ast.ClassDef))]
+        return any(name in self._bound[scope] for scope in seen)
 
     def _enclosing(self, node: ast.AST) -> Iterator[ast.AST]:
         """Iterate over the scopes around a node, from the innermost."""
@@ -237,6 +254,10 @@ class ImportBindings:
         is_known = bool(words) and words[0] in self.modules and self._is_unambiguous(node, words[0])
         return ".".join([self.modules[words[0]], *words[1:]]) if is_known else ""
 
+    def is_import_at(self, node: ast.AST, module: str) -> bool:
+        """Return whether a module's own name means the module at a node, and nothing else of the program."""
+        return translated(self.modules.get(module, module)) == module and not self._scopes.shadow(node, module)
+
     def _is_unambiguous(self, node: ast.AST, name: str) -> bool:
         return name not in self.ambiguous and not self._scopes.shadow(node, name)
 
@@ -279,23 +300,36 @@ def resolve(name: str) -> Any:
     return operator.attrgetter(rest)(found) if rest else found
 
 
-def rewrite_names(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Rewrite the dotted names that the translated imports would not resolve correctly."""
+def parameters_of(name: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of an object of Keras or Lockstep; none if it does not exist or has no signature."""
+    try:
+        return inspect.signature(resolve(name)).parameters if exists(name) else {}
+    except (TypeError, ValueError):
+        return {}
+
+
+def new_names(bindings: ImportBindings) -> Iterator[tuple[DottedName, str]]:
+    """Iterate over the dotted names that the translated imports would not resolve correctly, with what they become."""
     for chain in bindings.chains:
         root = bindings.modules[chain.root]
         becomes, by_import = translated(chain.name), translated(root) + chain.name[len(root) :]
-        if (becomes not in (chain.name, by_import) and exists(becomes)) or (
-            becomes == by_import and root == "tensorflow" != translated(root)
-        ):
+        if becomes not in (chain.name, by_import) and exists(becomes):
+            yield chain, becomes
+
+
+def rewrite_names(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
+    """Rewrite names: ``tf.keras.Model`` becomes ``keras.Model``."""
+    for chain, becomes in new_names(bindings):
+        if bindings.is_import_at(chain.node, becomes.partition(".")[0]):
             yield source.replaced(chain.node, becomes)
 
 
 def rewrite_imports(source: SourceText, bindings: ImportBindings) -> Iterator[Edit]:
-    """Rewrite import statements, and add those that the translated names need."""
+    """Rewrite imports, and add those that the translated names need."""
     used = {node.id for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
     statements = list(relevant_imports(source))
     written = {statement: _rewrite_import(statement, used) for statement in statements}
-    missing = [name for name in ("keras", "lockstep") if _is_missing(name, source, written)]
+    missing = [name for name in ("keras", "lockstep") if _is_missing(name, source, bindings, written)]
     first = next(one for one in source.tree.body if any(node in written for node in ast.walk(one)))
     if first not in written:  # A block that contains an import.
         yield Edit(source.line_start(first), source.line_start(first), _head(source, missing, first))
@@ -306,16 +340,22 @@ def rewrite_imports(source: SourceText, bindings: ImportBindings) -> Iterator[Ed
             yield _replace_import(source, statement, text)
 
 
-def _is_missing(name: str, source: SourceText, written: Mapping[ast.Import | ast.ImportFrom, list[str]]) -> bool:
-    """Return whether a name is used outside of the scope of its imports; the import of a function is visible only there."""
+def _is_missing(
+    name: str, source: SourceText, bindings: ImportBindings, written: Mapping[ast.Import | ast.ImportFrom, list[str]]
+) -> bool:
+    """Return whether a module is used above its imports or outside of the functions that import it."""
     functions = [node for node in ast.walk(source.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     around: dict[ast.AST, set[ast.AST]] = defaultdict(set)
     for function in functions:
         for node in ast.walk(function):
             around[node].add(function)
-    places = [around[statement] for statement, lines in written.items() if name in _bound_names(lines)]
-    uses = [node for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == name]
-    return not all(any(place <= around[use] for place in places) for use in uses)
+    imports = [statement for statement, lines in written.items() if name in _bound_names(lines)]
+    names = [node for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == name]
+    return not all(
+        any(around[one] <= around[use] and one.lineno <= use.lineno for one in imports)
+        for use in names
+        if bindings.is_import_at(use, name)
+    )
 
 
 def _separator(source: SourceText, statement: ast.stmt) -> str:
@@ -363,11 +403,11 @@ def _rewrite_import(statement: ast.Import | ast.ImportFrom, used: set[str]) -> l
         module, _, last = becomes.rpartition(".")
         known = alias.asname or alias.name
         by_module.setdefault(module, []).append(last if last == known or last == "*" else f"{last} as {known}")
-    return [_import_line(module, items) for module, items in by_module.items()]
+    return [line for module, items in by_module.items() for line in _lines_of(module, items)]
 
 
-def _import_line(module: str, items: list[str]) -> str:
-    return f"from {module} import {', '.join(items)}" if module else f"import {', '.join(items)}"
+def _lines_of(module: str, items: list[str]) -> list[str]:
+    return [f"from {module} import {', '.join(items)}"] if module else [f"import {item}" for item in items]
 
 
 def _import_lines(alias: ast.alias, used: set[str]) -> list[str]:
@@ -380,7 +420,7 @@ def _import_lines(alias: ast.alias, used: set[str]) -> list[str]:
     if becomes == alias.name or not exists(becomes):
         becomes = alias.name
     elif module:
-        return [_import_line(module, [last if last == known else f"{last} as {known}"])]
+        return _lines_of(module, [last if last == known else f"{last} as {known}"])
     return [f"import {becomes}" + (f" as {alias.asname}" if alias.asname and alias.asname != becomes else "")]
 
 

@@ -374,6 +374,11 @@ def translated(name: str) -> str:
     return name
 
 
+def short(name: str) -> str:
+    """Return a full name as programs write it: with ``tf`` for ``tensorflow``."""
+    return name.replace("tensorflow", "tf", 1)
+
+
 def why_absent(name: str) -> str | None:
     """Return what to write instead of a name that is not translated; None if it may stay.
 

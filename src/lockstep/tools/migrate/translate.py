@@ -5,7 +5,6 @@
 
 import ast
 import difflib
-import inspect
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedWriter
+from itertools import takewhile
 from pathlib import Path
 
 from lockstep._errors import LockstepError, OptionError
@@ -22,15 +22,18 @@ from lockstep._files import replace_file
 from lockstep.doctor.base import Report
 from lockstep.tools.doctor_command import examine_script, to_standard_error
 from lockstep.tools.migrate import rewrite_rules, source
-from lockstep.tools.migrate.rewrite_rules import (
-    calls,
-    full_name,
-    is_claim_of_logits,
-    is_for_workers,
-    worker_differences,
+from lockstep.tools.migrate.incompatibilities import find_incompatibilities
+from lockstep.tools.migrate.rewrite_rules import calls, is_claim_of_logits, is_for_workers, worker_differences
+from lockstep.tools.migrate.source import (
+    Edit,
+    ImportBindings,
+    SourceText,
+    exists,
+    new_names,
+    parameters_of,
+    relevant_imports,
 )
-from lockstep.tools.migrate.source import Edit, ImportBindings, SourceText, exists, relevant_imports, resolve
-from lockstep.tools.migrate.symbol_map import translated, why_absent
+from lockstep.tools.migrate.symbol_map import short, translated, why_absent
 
 _PREFIX = "# lockstep migrate: "
 _LOGITS = (
@@ -38,8 +41,9 @@ _LOGITS = (
 )
 _EXTENDED = "strategy.extended has no counterpart; see docs/custom_loops.md"
 _AMBIGUOUS = (
-    "the script also uses this name for something else, so names that begin with it stay: give the import another name"
+    "the script also uses this name for something else, so names that begin with it stay: give one of them another name"
 )
+_UNDONE = "the result of this rule is not valid Python; do it by hand, and remove this comment: "
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,12 @@ class TodoComment:
 
 def find_todos(source: SourceText, bindings: ImportBindings) -> list[TodoComment]:
     """Find what needs manual work, by line; each sentence once per statement."""
-    statements = [(source.first_line(one), one.end_lineno or one.lineno) for one in source.statements()]
-    found = {TodoComment(_first_line(statements, node), text) for node, text in _find_all(source, bindings)}
-    return sorted(found, key=lambda mark: (mark.line, mark.sentence))
+    statements = _lines_of_statements(source)
+    found = {
+        TodoComment(_first_line(statements, node.lineno), text)  # type: ignore[attr-defined]  # Such nodes have one.
+        for node, text in _find_all(source, bindings)
+    }
+    return sorted(found.union(_undone(source)), key=lambda mark: (mark.line, mark.sentence))
 
 
 def add_comments(source: SourceText, found: list[TodoComment]) -> SourceText:
@@ -69,23 +76,36 @@ def add_comments(source: SourceText, found: list[TodoComment]) -> SourceText:
         line = source.lines[mark.line - 1]
         indent = line[: len(line) - len(line.lstrip())]
         comment = f"{indent}{_PREFIX}{mark.sentence}\n"
-        above = source.lines[max(0, mark.line - 4) : mark.line - 1]
+        above = _comments(reversed(source.lines[: mark.line - 1]))
         start = sum(len(one) for one in source.lines[: mark.line - 1])
         if comment not in above:
             edits.append(Edit(start, start, comment))
     return source.with_edits(edits)
 
 
+def _comments(lines: Iterable[str]) -> list[str]:
+    """Return the comments at the beginning of lines."""
+    return list(takewhile(lambda line: line.lstrip().startswith("#"), lines))
+
+
+def _undone(source: SourceText) -> Iterator[TodoComment]:
+    """Find comments about rules that failed."""
+    for number, line in enumerate(source.lines, start=1):
+        if line.lstrip().startswith(_PREFIX + _UNDONE):
+            below = number + 1 + len(_comments(source.lines[number:]))
+            yield TodoComment(below, line.strip().removeprefix(_PREFIX))
+
+
 def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
     for chain in bindings.chains:
         reason = _reason(chain.name)
         if reason:
-            yield chain.node, f"{_short(chain.name)}: {reason}"
+            yield chain.node, f"{short(chain.name)}: {reason}"
     for statement in relevant_imports(source):
         for alias in statement.names:
             name = f"{statement.module}.{alias.name}" if isinstance(statement, ast.ImportFrom) else alias.name
             if alias.name != "*" and (reason := _reason(name)):
-                yield statement, f"{_short(name)}: {reason}"
+                yield statement, f"{short(name)}: {reason}"
     for call in calls(source):
         for argument in _unknown_arguments(call, bindings.name_of(call.func)):
             yield (
@@ -105,7 +125,11 @@ def _find_all(source: SourceText, bindings: ImportBindings) -> Iterator[tuple[as
 
 
 def _ambiguous(bindings: ImportBindings) -> Iterator[tuple[ast.AST, str]]:
-    """Find ambiguous imports that keep names below them from being translated."""
+    """Find what keeps names from being translated: ambiguous imports, and other meanings of the translated names."""
+    for chain, becomes in new_names(bindings):
+        root = becomes.partition(".")[0]
+        if not bindings.is_import_at(chain.node, root):
+            yield chain.node, f"{root}: {_AMBIGUOUS}"
     for chain in bindings.ambiguous_chains:
         root = bindings.modules[chain.root]
         if translated(chain.name) != translated(root) + chain.name[len(root) :] or _reason(chain.name):
@@ -127,117 +151,25 @@ def _reason(name: str) -> str | None:
 
 def _unknown_arguments(call: ast.Call, name: str) -> list[str]:
     """Return the named arguments of a call that the translated function does not accept."""
-    try:
-        parameters = inspect.signature(resolve(name)).parameters if name and not name.startswith("tensorflow") else {}
-    except (AttributeError, TypeError, ValueError):  # No such object, or no signature.
-        return []
+    parameters = parameters_of(name)
     takes_any = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return [] if takes_any else [one.arg for one in call.keywords if one.arg and one.arg not in parameters]
 
 
-def _short(name: str) -> str:
-    return name.replace("tensorflow", "tf", 1)
+def _lines_of_statements(source: SourceText) -> list[tuple[int, int]]:
+    return [(source.first_line(one), one.end_lineno or one.lineno) for one in source.statements()]
 
 
-def _first_line(statements: Iterable[tuple[int, int]], node: ast.AST) -> int:
-    """Return the first line of the innermost statement around a node, of the first and last lines of all."""
-    line: int = node.lineno  # type: ignore[attr-defined]  # Expressions and keywords' values have one.
+def _first_line(statements: Iterable[tuple[int, int]], line: int) -> int:
+    """Return the first line of the innermost statement around a line, of the first and last lines of all."""
     return max((first for first, last in statements if first <= line <= last), default=line)
-
-
-Left = Iterator[tuple[ast.AST, str]]
-
-_METHODS = {
-    "fit_generator": "write fit, which takes generators",
-    "evaluate_generator": "write evaluate, which takes generators",
-    "predict_generator": "write predict, which takes generators",
-}
-_DATA_ARGUMENT = "give it to the keras.utils.PyDataset"
-_ARGUMENTS = {
-    **{
-        (method, argument): _DATA_ARGUMENT
-        for method in ("fit", "evaluate", "predict")
-        for argument in ("max_queue_size", "use_multiprocessing", "workers")
-    },
-    ("save", "save_format"): "leave it out, and let the name end with .keras; model.export writes for a server",
-}
-_DECAY = "decay: write a schedule, such as keras.optimizers.schedules.InverseTimeDecay"
-_WITHIN = "within a model TensorFlow's functions do not work on JAX: write keras.ops"
-_COMPUTING = (
-    "Model",
-    "models",
-    "layers",
-    "losses",
-    "metrics",
-    "regularizers",
-    "constraints",
-    "initializers",
-    "optimizers",
-)
-_BACKEND = 'KERAS_BACKEND: write "jax"'
-
-
-def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left:
-    """Find what Keras 3 on JAX does not accept: methods, arguments, TensorFlow within a model, another backend."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and node.attr in _METHODS:
-            yield node, f"{node.attr}: {_METHODS[node.attr]}"
-        if isinstance(node, ast.Constant) and node.value == "KERAS_BACKEND":
-            yield from _other_backend(source, node)
-    for call in calls(source):
-        yield from _arguments(call, full_name(bindings, call))
-    yield from _within_models(source, bindings)
-
-
-def _arguments(call: ast.Call, name: str) -> Left:
-    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    for keyword in call.keywords:
-        reason = _ARGUMENTS.get((method, keyword.arg or ""))
-        if reason:
-            yield call, f"{method}({keyword.arg}=…): {reason}"
-        if keyword.arg == "decay" and name.startswith("keras.optimizers."):
-            yield call, _DECAY
-
-
-def _within_models(source: SourceText, bindings: ImportBindings) -> Left:
-    inside = {id(node) for part in _models(source, bindings) for node in ast.walk(part)}
-    for chain in bindings.chains:
-        is_of_tensorflow = translated(chain.name).startswith("tensorflow.") and not why_absent(chain.name)
-        if id(chain.node) in inside and is_of_tensorflow:
-            yield chain.node, f"{_short(chain.name)}: {_WITHIN}"
-
-
-def _models(source: SourceText, bindings: ImportBindings) -> Iterator[ast.AST]:
-    """Iterate over the classes and functions that compute within a step, as far as the source shows it."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.ClassDef):
-            bases = [translated(bindings.name_of(base)).split(".") for base in node.bases]
-            if any(base[0] == "keras" and base[1:] and base[1] in _COMPUTING for base in bases):
-                yield node
-        elif isinstance(node, ast.Call) and full_name(bindings, node) == "keras.layers.Lambda":
-            yield node
-
-
-def _other_backend(source: SourceText, constant: ast.Constant) -> Left:
-    """Find assignments of the variable ``KERAS_BACKEND`` to another backend than JAX."""
-    for node in ast.walk(source.tree):
-        value: ast.expr | None = None
-        if isinstance(node, ast.Assign) and any(constant is _key(target) for target in node.targets):
-            value = node.value
-        elif isinstance(node, ast.Call) and len(node.args) == 2 and node.args[0] is constant:
-            value = node.args[1] if isinstance(node.func, ast.Attribute) and node.func.attr == "setdefault" else None
-        if isinstance(value, ast.Constant) and value.value != "jax":
-            yield constant, _BACKEND
-
-
-def _key(target: ast.expr) -> ast.expr | None:
-    return target.slice if isinstance(target, ast.Subscript) else None
 
 
 Rule = Callable[[SourceText, ImportBindings], Iterable[Edit]]
 
 # Rules that match names of TensorFlow come before names are translated; imports come last, as they depend on the names in use.
 RULES: tuple[Rule, ...] = (
+    rewrite_rules.aliases,
     rewrite_rules.logical_devices,
     rewrite_rules.memory_growth,
     rewrite_rules.activations,
@@ -248,6 +180,7 @@ RULES: tuple[Rule, ...] = (
     rewrite_rules.old_arguments,
     rewrite_rules.strategy_methods,
     rewrite_rules.metric_resets,
+    rewrite_rules.learning_rates,
     rewrite_rules.cache_first,
     rewrite_rules.logits,
     rewrite_rules.integer_sizes,
@@ -306,9 +239,22 @@ def translate(text: str, path: str = "script.py", *, for_workers: bool = False) 
     if not list(relevant_imports(source)):
         return Translation(text, text, ())
     for rule in RULES:
-        source = source.with_edits(rule(source, ImportBindings(source)))
+        source = _apply(rule, source)
     source = add_comments(source, find_todos(source, ImportBindings(source)))
     return Translation(text, source.text, tuple(find_todos(source, ImportBindings(source))))
+
+
+def _apply(rule: Rule, source: SourceText) -> SourceText:
+    """Apply a rule; if the result is not valid Python, add a comment instead."""
+    edits = list(rule(source, ImportBindings(source)))
+    result = source.with_edits(edits)
+    try:
+        ast.parse(result.text)
+    except SyntaxError:
+        line = _first_line(_lines_of_statements(source), source.line_at(edits[0].start))
+        what = (rule.__doc__ or rule.__name__).partition("\n")[0]
+        return add_comments(source, [TodoComment(line, _UNDONE + what)])
+    return result
 
 
 @dataclass(frozen=True)
@@ -401,6 +347,7 @@ def run_migrate(paths: Sequence[str], *, write: bool, check: bool) -> int:
 
     Returns:
         The exit code: 0; 1 if work remains or the doctor has findings; 2 if the program fails before its first fit.
+        A program with parameter servers is not run.
 
     Raises:
         LockstepError: the program cannot be translated.
@@ -416,6 +363,13 @@ def run_migrate(paths: Sequence[str], *, write: bool, check: bool) -> int:
 
 def _check(migrations: Sequence[Migration]) -> int:
     script = _script_of(migrations)
+    if any(_has_servers(one) for one in migrations):
+        start = f"lockstep run --workers 2 --servers 1 {script.path}"
+        print(
+            f"--check does not run {script.path}, as it needs parameter servers; start it with: {start}",
+            file=sys.stderr,
+        )
+        return 0
     try:
         with to_standard_error(True):
             report = _examine(migrations, script)
@@ -430,6 +384,10 @@ def _check(migrations: Sequence[Migration]) -> int:
     return 1 if report.findings else 0
 
 
+def _has_servers(migration: Migration) -> bool:
+    return is_for_workers(ImportBindings(SourceText(migration.translation.after)), "ParameterServerStrategy")
+
+
 def _script_of(migrations: Sequence[Migration]) -> Migration:
     """Return the file that no other file imports; the last one if there are several."""
     imported = [
@@ -440,6 +398,13 @@ def _script_of(migrations: Sequence[Migration]) -> Migration:
     return next((one for one in reversed(migrations) if one not in imported), migrations[-1])
 
 
+_LAUNCHER = """__file__ = {path!r}  # Beside which the program may look for its data.
+with open({text!r}, encoding="utf-8") as file:
+    code = compile(file.read(), file.name, "exec")
+exec(code)
+"""
+
+
 def _examine(migrations: Sequence[Migration], script: Migration) -> Report:
     """Run the program in a temporary folder, as one worker; modules that were not translated are found beside the script."""
     names = [Path(one.path).name for one in migrations]
@@ -448,8 +413,12 @@ def _examine(migrations: Sequence[Migration], script: Migration) -> Report:
             f"--check: several files have the same name: {', '.join(sorted(names))}. Fix: give the files of one program."
         )
     with tempfile.TemporaryDirectory() as folder, _environment_of(script.path):
+        texts = Path(folder, "translated")
+        texts.mkdir()
         for name, one in zip(names, migrations, strict=True):
-            Path(folder, name).write_text(one.translation.after, encoding="utf-8")
+            (texts / name).write_text(one.translation.after, encoding="utf-8")
+            launcher = _LAUNCHER.format(path=os.path.abspath(one.path), text=str(texts / name))
+            Path(folder, name).write_text(launcher, encoding="utf-8")
         return examine_script(str(Path(folder, Path(script.path).name)), ())
 
 

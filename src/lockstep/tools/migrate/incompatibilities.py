@@ -1,0 +1,166 @@
+"""What Keras 3 on JAX does not accept, and no rule can rewrite: each place with what to write."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.tools.migrate.rewrite_rules import (
+    activations_of,
+    arguments_of,
+    assigned,
+    calls,
+    full_name,
+    is_model,
+    made_by,
+    owner_of_optimizer,
+)
+from lockstep.tools.migrate.source import ImportBindings, SourceText
+from lockstep.tools.migrate.symbol_map import short, translated, why_absent
+
+Left = Iterator[tuple[ast.AST, str]]
+
+_METHODS = {
+    "fit_generator": "write fit, which takes generators",
+    "evaluate_generator": "write evaluate, which takes generators",
+    "predict_generator": "write predict, which takes generators",
+}
+_DATA_ARGUMENT = "give it to the keras.utils.PyDataset"
+_ARGUMENTS = {
+    **{
+        (method, argument): _DATA_ARGUMENT
+        for method in ("fit", "evaluate", "predict")
+        for argument in ("max_queue_size", "use_multiprocessing", "workers")
+    },
+    ("save", "save_format"): "leave it out, and let the name end with .keras; model.export writes for a server",
+}
+_DECAY = "decay: write a schedule, such as keras.optimizers.schedules.InverseTimeDecay"
+_WITHIN = "within a model TensorFlow's functions do not work on JAX: write keras.ops"
+_COMPUTING = (
+    "Model",
+    "models",
+    "layers",
+    "losses",
+    "metrics",
+    "regularizers",
+    "constraints",
+    "initializers",
+    "optimizers",
+)
+_BACKEND = 'KERAS_BACKEND: write "jax"'
+_RATE = "optimizer.lr: if this is an optimizer of Keras, write learning_rate"
+_RESETS = "reset_states: a metric has reset_state; a model has none, but its recurrent layers have"
+_OF_MODELS, _OF_WEIGHTS = (".keras", ".h5", ".hdf5"), (".weights.h5",)
+WRITTEN = {  # Endings of the files of each function or method.
+    "ModelCheckpoint": (".keras", ".h5"),
+    "load_model": _OF_MODELS,
+    "load_weights": (".weights.json", *_OF_WEIGHTS, *_OF_MODELS),
+    "save": _OF_MODELS,
+    "save_model": _OF_MODELS,
+    "save_weights": _OF_WEIGHTS,
+}
+_JOINED = ("Path", "fspath", "join", "str")  # Functions whose result ends as their last argument does.
+
+
+def find_incompatibilities(source: SourceText, bindings: ImportBindings) -> Left:
+    """Find what Keras 3 on JAX does not accept: methods, arguments, TensorFlow within a model, another backend."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in _METHODS:
+            yield node, f"{node.attr}: {_METHODS[node.attr]}"
+        if isinstance(node, ast.Attribute) and node.attr == "lr" and owner_of_optimizer(node):
+            yield node, _RATE
+        if isinstance(node, ast.Constant) and node.value == "KERAS_BACKEND":
+            yield from _other_backend(source, node)
+    for call in calls(source):
+        yield from _arguments(call, full_name(bindings, call))
+        yield from _file_names(source, bindings, call)
+    yield from _resets(source, bindings)
+    yield from _within_models(source, bindings)
+
+
+def _arguments(call: ast.Call, name: str) -> Left:
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    for keyword in call.keywords:
+        reason = _ARGUMENTS.get((method, keyword.arg or ""))
+        if reason:
+            yield call, f"{method}({keyword.arg}=…): {reason}"
+        if keyword.arg == "decay" and name.startswith("keras.optimizers."):
+            yield call, _DECAY
+
+
+def _resets(source: SourceText, bindings: ImportBindings) -> Left:
+    """Find calls of ``reset_states`` that may be a metric's, unless the program defines such a method itself."""
+    nodes = list(ast.walk(source.tree))
+    if any(isinstance(node, ast.FunctionDef) and node.name == "reset_states" for node in nodes):
+        return
+    layers = made_by(source, bindings, "layers.")
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr == "reset_states" and ast.unparse(node.value) not in layers:
+            yield node, _RESETS
+
+
+def _file_names(source: SourceText, bindings: ImportBindings, call: ast.Call) -> Left:
+    """Find names of files that Keras 3 refuses for their ending."""
+    name = full_name(bindings, call)
+    if not name and isinstance(call.func, ast.Attribute):
+        is_other = call.func.attr == "save" and not is_model(source, bindings, call.func.value)
+        name = "" if is_other else f"keras.Model.{call.func.attr}"
+    function = name.rpartition(".")[2]
+    if function not in WRITTEN:
+        return
+    given, endings = arguments_of(call, name), WRITTEN[function]
+    weights_only = given.get("save_weights_only")
+    if isinstance(weights_only, ast.Constant) and weights_only.value:
+        endings = _OF_WEIGHTS
+    is_known = (weights_only is None or isinstance(weights_only, ast.Constant)) and "save_format" not in given
+    path = given.get("filepath")
+    end = _end_of(path) or _end_of(path and assigned(source, path))
+    if is_known and not any(end.endswith(ending) or ending.endswith(end) for ending in endings):
+        yield call, f"{function}: the name of the file must end with {' or '.join(endings)}"
+
+
+def _end_of(value: ast.expr | None) -> str:
+    """Return the last characters of a text or a path, as far as the source shows them."""
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    if isinstance(value, ast.JoinedStr):
+        return _end_of(value.values[-1]) if value.values else ""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Div)):
+        return _end_of(value.right)
+    if isinstance(value, ast.Call) and value.args:
+        function = ast.unparse(value.func).rpartition(".")[2]
+        return _end_of(value.args[-1]) if function in _JOINED else ""
+    return ""
+
+
+def _within_models(source: SourceText, bindings: ImportBindings) -> Left:
+    inside = {id(node) for part in _models(source, bindings) for node in ast.walk(part)}
+    for chain in bindings.chains:
+        is_of_tensorflow = translated(chain.name).startswith("tensorflow.") and not why_absent(chain.name)
+        if id(chain.node) in inside and is_of_tensorflow:
+            yield chain.node, f"{short(chain.name)}: {_WITHIN}"
+
+
+def _models(source: SourceText, bindings: ImportBindings) -> Iterator[ast.AST]:
+    """Iterate over the classes and functions that compute within a step, as far as the source shows it."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef):
+            bases = [translated(bindings.name_of(base)).split(".") for base in node.bases]
+            if any(base[0] == "keras" and base[1:] and base[1] in _COMPUTING for base in bases):
+                yield node
+        elif isinstance(node, ast.Call) and (name := full_name(bindings, node)).startswith("keras.layers."):
+            yield from [node] if name == "keras.layers.Lambda" else activations_of(node, name)
+
+
+def _other_backend(source: SourceText, constant: ast.Constant) -> Left:
+    """Find assignments of the variable ``KERAS_BACKEND`` to another backend than JAX."""
+    for node in ast.walk(source.tree):
+        value: ast.expr | None = None
+        if isinstance(node, ast.Assign) and any(constant is _key(target) for target in node.targets):
+            value = node.value
+        elif isinstance(node, ast.Call) and len(node.args) == 2 and node.args[0] is constant:
+            value = node.args[1] if isinstance(node.func, ast.Attribute) and node.func.attr == "setdefault" else None
+        if isinstance(value, ast.Constant) and value.value != "jax":
+            yield constant, _BACKEND
+
+
+def _key(target: ast.expr) -> ast.expr | None:
+    return target.slice if isinstance(target, ast.Subscript) else None
