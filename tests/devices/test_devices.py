@@ -56,3 +56,21 @@ def test_a_pool_of_default_size_must_suffice_for_devices_that_wait_for_other_pro
     check_shared_thread_pool(1, {"PJRT_NPROC": "1"})  # As its user has set it.
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     check_shared_thread_pool(1, {})
+
+
+RESERVED = """
+import jax, lockstep
+from lockstep.devices.cpu_devices import reserve_devices
+reserve_devices({reserved})
+lockstep.config.set_logical_cpu_devices({count})
+print(len(jax.devices()), lockstep.MirroredStrategy(["cpu:0", "cpu:1"]).num_replicas_in_sync)
+"""
+
+
+@pytest.mark.parametrize(("reserved", "count", "found"), [(4, 2, 4), (1, 2, 2), (2, 5, 5)])
+def test_a_program_that_runs_in_a_tool_gets_the_devices_of_both(python, reserved, count, found):
+    """``lockstep plan`` and ``scale`` reserve devices before the program that they run asks for its own."""
+    done = python(
+        code=RESERVED.format(reserved=reserved, count=count), environ=dict.fromkeys(("XLA_FLAGS", "PJRT_NPROC"))
+    )
+    assert (done.returncode, done.stdout) == (0, f"{found} 2\n"), done.stderr

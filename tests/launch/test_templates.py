@@ -375,6 +375,19 @@ def test_torchrun_gets_a_command_for_each_node():
         assert words[7:] == ["-m", "train.py", *WORDS]
 
 
+@pytest.mark.parametrize("words", [["--timeout", "5"], ["--grace", "5"], ["--allocator", "system"]])
+def test_torchrun_refuses_what_it_does_not_have(words, capsys):
+    assert cli.main(["run", "--print", "torchrun", *words, "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert f"--print torchrun: torchrun has no counterpart of {words[0]}. Fix: omit it, or print another script" in said
+
+
+def test_torchrun_writes_logs_where_lockstep_run_would(tmp_path):
+    for options, flag in (({}, "--redirects=3"), ({"tee": True}, "--tee=3")):
+        words = shlex.split(PRINTERS["torchrun"](job(nodes=1, log_dir=tmp_path, **options)))
+        assert words[words.index(f"--log-dir={tmp_path}") + 1] == flag
+
+
 def test_torchrun_commands_stop_where_nobody_has_said_where_worker_0_is():
     for variables, missing in (({}, "a file with the secret"), ({SECRET_FILE: "secret"}, "the host of node 0")):
         done = subprocess.run(

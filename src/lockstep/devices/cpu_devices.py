@@ -127,7 +127,7 @@ def _is_configured(environ: Mapping[str, str]) -> bool:
     )
 
 
-MOST_CPU_DEVICES = 1024  # each has threads of its own
+MAX_CPU_DEVICES = 1024  # each has threads of its own
 THREADS_PER_DEVICE = 4  # A step has collectives that do not depend on each other; each may block a thread.
 POOL_VARIABLES = ("PJRT_NPROC", "NPROC")  # In the order in which XLA reads them.
 _COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -151,12 +151,13 @@ def set_logical_cpu_devices(count: int) -> None:
         >>> lockstep.MirroredStrategy(["cpu:0", "cpu:3"]).num_replicas_in_sync
         2
     """
-    count = whole_number("count", count, most=MOST_CPU_DEVICES)
-    _configure(count, os.environ)
+    count = whole_number("count", count, maximum=MAX_CPU_DEVICES)
+    wanted = max(count, _reserved)
+    _configure(wanted, os.environ)
     found = len(jax.local_devices(backend="cpu"))
-    if found != count:
-        raise _already_started_error(count, found)
-    check_thread_pool(count, os.environ)
+    if found != wanted:
+        raise _already_started_error(wanted, found)
+    check_thread_pool(_reserved if _reserved > 1 else count, os.environ)  # A strategy gets those that are reserved.
 
 
 def ensure_cpu_devices(count: int) -> None:
@@ -165,16 +166,21 @@ def ensure_cpu_devices(count: int) -> None:
     Raises:
         DeviceError: JAX has started with fewer, or they are more than a process can have.
     """
-    if count > MOST_CPU_DEVICES:
-        raise DeviceError(f"devices: expected at most {MOST_CPU_DEVICES:,} CPU devices, got {count:,}.")
+    if count > MAX_CPU_DEVICES:
+        raise DeviceError(f"devices: expected at most {MAX_CPU_DEVICES:,} CPU devices, got {count:,}.")
     _configure(max(count, _configured_count(os.environ)), os.environ)
     found = len(jax.local_devices(backend="cpu"))
     if found < count:
         raise _already_started_error(count, found)
 
 
+_reserved = 0  # CPU devices for a program that a tool runs in this process, whatever the program itself asks for
+
+
 def reserve_devices(count: int) -> None:
-    """Configure at least ``count`` CPU devices without starting JAX."""
+    """Configure at least ``count`` CPU devices without starting JAX; :func:`set_logical_cpu_devices` will not configure fewer."""
+    global _reserved
+    _reserved = count
     _configure(max(count, _configured_count(os.environ)), os.environ)
 
 
@@ -220,7 +226,7 @@ def _check_threads(devices: int, needed: int, environment: Mapping[str, str]) ->
     if threads < needed:
         raise DeviceError(
             f"{devices} CPU devices need a pool of {needed} threads, else XLA dead-locks in the first all-reduce; JAX "
-            f"has started with {threads}. Make the strategy (or call lockstep.config.set_logical_cpu_devices"
+            f"has started with {threads}. Fix: make the strategy (or call lockstep.config.set_logical_cpu_devices"
             f"({devices})) before the first JAX operation, or set PJRT_NPROC={needed} in the environment. Deterministic runs "
             f"start with lockstep.config.set_deterministic(cpu_threads={needed}), all that are to be compared."
         )

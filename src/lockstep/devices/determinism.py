@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import jax
 
 from lockstep._errors import DeviceError, flag, whole_number
-from lockstep.devices.cpu_devices import MOST_CPU_DEVICES, has_started, pool_threads, start_with_threads
+from lockstep.devices.cpu_devices import MAX_CPU_DEVICES, has_started, pool_threads, start_with_threads
 from lockstep.devices.names import platform_of
 from lockstep.distributed.cluster.env_reader import visible_gpus
 
 CPU_THREADS = 16  # Enough for 4 logical CPU devices, independent of the number of cores.
-_MOST_THREADS = 4 * MOST_CPU_DEVICES
+_MAX_THREADS = 4 * MAX_CPU_DEVICES
 GPU_FLAG = "--xla_gpu_deterministic_ops=true"
 _ORDER_FLAG = "--xla_gpu_exclude_nondeterministic_ops=true"  # XLA still chooses the fastest kernel of the others.
 
@@ -51,7 +51,7 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
         >>> lockstep.config.set_deterministic(False)
     """
     enabled = flag("enabled", enabled)
-    cpu_threads = whole_number("cpu_threads", cpu_threads, most=_MOST_THREADS)
+    cpu_threads = whole_number("cpu_threads", cpu_threads, maximum=_MAX_THREADS)
     if enabled:
         start_with_threads(cpu_threads, GPU_FLAG)
         # If JAX runs on an accelerator it may have no CPU to ask; if it has not started, asking for its devices would start it.
@@ -59,7 +59,7 @@ def set_deterministic(enabled: bool = True, *, cpu_threads: int = CPU_THREADS) -
         found = pool_threads(os.environ) if is_on_cpu else cpu_threads
         if found != cpu_threads and platform_of(jax.local_devices()[0]) == "cpu":
             raise DeviceError(
-                f"set_deterministic: cpu_threads: JAX runs on a pool of {found} CPU threads, not {cpu_threads}. Call it before the first "
+                f"set_deterministic: cpu_threads: JAX runs on a pool of {found} CPU threads, not {cpu_threads}. Fix: call it before the first "
                 f"JAX operation, with PJRT_NPROC and NPROC not set in the environment, or accept the pool that is there: "
                 f"set_deterministic(cpu_threads={found})."
             )

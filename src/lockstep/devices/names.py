@@ -46,12 +46,12 @@ def resolve_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     elif isinstance(devices, (str, set, frozenset)) or not isinstance(devices, Collection):
         raise DeviceError(f"devices: expected a list of names such as ['gpu:0'], got {shown(devices)}.")
     elif not len(devices):
-        raise DeviceError("devices: the list is empty; leave it out to use every device.")
+        raise DeviceError("devices: the list is empty. Fix: leave it out to use every device.")
     else:
         found = _named(list(devices))
     platforms = sorted({platform_of(device) for device in found})
     if len(platforms) > 1:
-        raise DeviceError(f"devices: {', '.join(platforms)} cannot be mixed in one strategy; choose one platform.")
+        raise DeviceError(f"devices: {', '.join(platforms)} cannot be mixed in one strategy. Fix: choose one platform.")
     if platforms == ["cpu"]:
         check_thread_pool(len(found), os.environ)
     return found
@@ -111,7 +111,7 @@ def _named(devices: list[str | jax.Device]) -> tuple[jax.Device, ...]:
     for position, device in enumerate(found):
         if device in found[:position]:
             raise DeviceError(
-                f"devices: {devices[position]!r} and {devices[found.index(device)]!r} are the same device. For "
+                f"devices: {devices[position]!r} and {devices[found.index(device)]!r} are the same device. Fix: for "
                 "several replicas on one device write MirroredStrategy(devices=[…], replicas=…)."
             )
     return tuple(found)

@@ -262,11 +262,19 @@ _TORCHRUN_SECRET = (
 def torchrun_commands(job: LaunchConfig) -> str:
     """Return a shell script with one torchrun command a node; the nodes of an elastic job share one command.
 
+    Raises:
+        OptionError: an option has no counterpart.
+
     Example:
         >>> print(torchrun_commands(LaunchConfig(("train.py",), workers=2)), end="")
         # node 0
         torchrun --nnodes=1 --nproc-per-node=2 --node-rank=0 --master-addr=127.0.0.1 --master-port=12421 train.py
     """
+    for name in ("timeout", "grace", "allocator"):
+        if getattr(job, name) != getattr(LaunchConfig, name):
+            raise OptionError(
+                f"--print torchrun: torchrun has no counterpart of --{name}. Fix: omit it, or print another script, which runs lockstep run."
+            )
     if job.is_elastic:
         return f"# each node\n{_TORCHRUN_SECRET}{_torchrun_command(job, _torchrun_rendezvous(job))}\n"
     secret = _TORCHRUN_SECRET if job.nodes > 1 else ""
@@ -291,7 +299,8 @@ def _torchrun_rendezvous(job: LaunchConfig) -> list[str]:
 def _torchrun_command(job: LaunchConfig, node: list[str]) -> str:
     options = [f"--nnodes={job.nnodes}", f"--nproc-per-node={job.workers}", *node]
     options += [f"--max-restarts={job.max_restarts}"] if job.max_restarts else []
-    options += [f"--log-dir={shlex.quote(str(job.log_dir))}"] if job.log_dir is not None else []
+    if job.log_dir is not None:  # 3: the output and the errors of all workers
+        options += [f"--log-dir={shlex.quote(str(job.log_dir))}", "--tee=3" if job.tee else "--redirects=3"]
     return " ".join(["torchrun", *options, *(["-m"] if job.is_module else []), shlex.join(job.program)])
 
 

@@ -102,12 +102,12 @@ def _within_limit(
 
 
 def run_cluster_test(
-    session: ControlClient, devices: list[jax.Device], reduce: Reduce = all_reduce, seconds: float = PAIR_SECONDS
+    client: ControlClient, devices: list[jax.Device], reduce: Reduce = all_reduce, seconds: float = PAIR_SECONDS
 ) -> tuple[list[ClusterMeasurement], list[float]]:
     """Measure every pair of workers, then all workers; every worker calls this function.
 
     Args:
-        session: control client of this worker.
+        client: control client of this worker.
         devices: one of each worker, in their order.
         reduce: sums an array over some devices.
         seconds: limit of one measurement.
@@ -115,7 +115,7 @@ def run_cluster_test(
     Returns:
         The measurements, those of pairs first, and the offset of each clock from the chief's in seconds.
     """
-    count, index = session.group.workers, session.group.index
+    count, index = client.group.workers, client.group.index
     groups: list[tuple[int, ...]] = list(combinations(range(count), 2))
     groups += [tuple(range(count))] if count > 2 else []
     found = []
@@ -124,13 +124,13 @@ def run_cluster_test(
         if index in workers:
             chosen = [devices[worker] for worker in workers]
             own = _within_limit(lambda w=workers, d=chosen: measure(d, w, index, reduce), workers, seconds)  # type: ignore[misc]
-        every = session.gather(f"workers {workers}", [own.seconds, own.error], timeout_seconds=2 * seconds)
+        every = client.gather(f"workers {workers}", [own.seconds, own.error], timeout_seconds=2 * seconds)
         errors = [f"worker {number}: {every[number][1]}" for number in workers if every[number][1]]
         found.append(ClusterMeasurement(workers, tuple(every[workers[0]][0]), "; ".join(errors) or None))
         if any("no result" in error for error in errors):
             break  # The hanging collective would block the remaining ones.
-    session.barrier("the clocks")
-    clocks = session.gather("the clocks", time.time())
+    client.barrier("the clocks")
+    clocks = client.gather("the clocks", time.time())
     return found, [clock - clocks[0] for clock in clocks]
 
 
@@ -160,20 +160,18 @@ def main() -> int:
     from lockstep.strategies.multi_worker import MultiWorkerMirroredStrategy
 
     strategy = MultiWorkerMirroredStrategy(check_every=0)
-    session = strategy.session
-    if session is None:
+    client = strategy.control_client
+    if client is None:
         sys.stderr.write(
             "lockstep test: there is only one worker, so there is nothing to test. Fix: run lockstep test -n 2, or start it on each "
             "machine by your scheduler.\n"
         )
         return 2
     firsts = {device.process_index: device for device in reversed(jax.devices())}
-    measured, clocks = run_cluster_test(session, [firsts[worker] for worker in range(session.group.workers)])
-    is_right = (
-        report(measured, clocks, sys.stdout) if session.group.is_chief else not any(one.error for one in measured)
-    )
+    measured, clocks = run_cluster_test(client, [firsts[worker] for worker in range(client.group.workers)])
+    is_right = report(measured, clocks, sys.stdout) if client.group.is_chief else not any(one.error for one in measured)
     if not is_right:
-        session.barrier("the report")
+        client.barrier("the report")
         os._exit(USER_ERROR)  # A thread may hang in a collective.
     return DONE
 

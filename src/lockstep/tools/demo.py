@@ -17,10 +17,10 @@ from lockstep._errors import OptionError, file_path, whole_number
 from lockstep.devices.cpu_devices import set_logical_cpu_devices
 from lockstep.devices.names import parse_device_name
 from lockstep.strategies.mirrored import MirroredStrategy
-from lockstep.strategies.setup import MOST_REPLICAS
+from lockstep.strategies.setup import MAX_REPLICAS
 
 BATCH = 64
-RELATIVE_PER_STEP = 1e-6  # law 1, in float32
+RELATIVE_PER_STEP = 1e-6  # tolerance of docs/semantics.md, in float32
 Data = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -52,7 +52,7 @@ def run_demo(data: str, replicas: int, devices: Sequence[str] | None, epochs: in
         Whether the weights agree within 1e-6 per step.
     """
     whole_number("--epochs", epochs)
-    whole_number("--replicas", replicas, most=MOST_REPLICAS)
+    whole_number("--replicas", replicas, maximum=MAX_REPLICAS)
     for name in devices or ():
         parse_device_name(name, "--devices")
     folder, figure = _made_folder(output), _made_figure()

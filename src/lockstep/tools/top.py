@@ -16,7 +16,7 @@ from lockstep._files import read_file
 from lockstep._logging import counted
 from lockstep.checkpoint.format import STATUS, checkpoints_in, step_of
 
-_LARGEST_STATUS = 1 << 24  # bytes
+_MAX_STATUS_BYTES = 1 << 24  # bytes
 _SHORTEST = 0.1  # seconds between two updates
 STALE = 10.0  # seconds without a new status after which the chief counts as dead
 _NOTABLE = 0.05  # share of the time; a worker that waits less for its data is not reported as slow
@@ -86,7 +86,7 @@ def slowest(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 def _read(directory: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_file(directory / STATUS, _LARGEST_STATUS))
+        found = json.loads(read_file(directory / STATUS, _MAX_STATUS_BYTES))
     except FileNotFoundError:
         raise OptionError(
             f"{directory}: no {STATUS} found. Fix: give the folder of a lockstep.callbacks.BackupAndRestore or TensorBoard among the "
@@ -111,7 +111,7 @@ def _state(status: Mapping[str, Any], now: float) -> str:
         reason = f": {status['reason']}" if status["reason"] else ""
         return f"{status['state']} {_ago(age)}{reason}"
     lasts = f"for {_format_duration(status['time'] - status['begun'])}"
-    return f"running {lasts}" if age < STALE else f"no sign of life for {_format_duration(age)}; it ran {lasts}"
+    return f"running {lasts}" if age < STALE else f"no status update for {_format_duration(age)}; it ran {lasts}"
 
 
 def _progress(status: Mapping[str, Any]) -> str:

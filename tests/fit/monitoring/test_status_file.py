@@ -98,7 +98,7 @@ def test_a_job_that_gives_no_sign_of_life_is_told(tmp_path):
     found = status(tmp_path)
     (tmp_path / STATUS).write_text(json.dumps(found | {"state": "running", "begun": found["time"] - 90}))
     assert text(tmp_path, now=lambda: found["time"] + 40).startswith(
-        "no sign of life for 40 s; it ran for 1 min 30 s\n"
+        "no status update for 40 s; it ran for 1 min 30 s\n"
     )
     assert text(tmp_path, now=lambda: found["time"] + 2).startswith("running for 1 min 30 s\n")
 

@@ -4,11 +4,13 @@ import math
 import threading
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 
 import lockstep
+from lockstep._keras import trainer
 from lockstep.callbacks import BackupAndRestore, ThroughputMonitor
 from lockstep.fit.monitoring.step_timer import (
     NAMES,
@@ -154,6 +156,60 @@ def test_a_step_is_counted_as_plain_keras_has_it(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda *_, **options: asked.append(options) or local(**options))
     assert flops_of_step(model, state, (x, y)) == plain
     assert asked == [{"backend": "cpu"}]  # The plugins of accelerators do not count.
+
+
+@pytest.mark.parametrize("kind", [keras.layers.LSTM, keras.layers.GRU, keras.layers.SimpleRNN])
+def test_a_loop_counts_as_often_as_it_runs(kind):
+    """The same layer without a loop is the reference; of the other rounds of the loop only matrix products are counted."""
+    loop, unrolled = (flops_of(kind(64, unroll=unroll), (9, 32), (8, 9, 32)) for unroll in (False, True))
+    assert loop == pytest.approx(unrolled, rel=0.05)
+
+
+def flops_of(layer, shape, batch):
+    model = keras.Sequential([keras.Input(shape), layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones(batch, "float32"), np.ones((batch[0], 1), "float32")
+    return flops_of_step(model, trainer.training_state(model, (x, y)), (x, y))
+
+
+class Products(keras.layers.Layer):
+    """Matrix products in a loop of 12, in one of 3 within one of 4, in one that is joined by fives, or until a condition holds."""
+
+    def __init__(self, loop):
+        super().__init__()
+        self.loop = loop
+
+    def call(self, x):
+        def times(value, count, unroll=1):
+            return jax.lax.scan(lambda h, _: (jnp.tanh(h @ h.T @ h), None), value, length=count, unroll=unroll)[0]
+
+        x = jax.lax.stop_gradient(x)
+        if self.loop == "nested":
+            return jax.lax.scan(lambda h, _: (times(h, 3), None), x, length=4)[0]
+        if self.loop == "until":
+            return jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: h @ h.T @ h, x)
+        if self.loop == "until, no product":
+            return jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: h + 1, x)
+        return times(x, 12, {"joined": 5, "none": 12}.get(self.loop, 1))
+
+
+def test_loops_within_loops_and_joined_rounds_are_counted():
+    whole = flops_of(Products("none"), (64,), (32, 64))
+    for loop in ("one", "nested", "joined"):
+        assert flops_of(Products(loop), (64,), (32, 64)) == pytest.approx(whole, rel=0.05)
+
+
+def test_operations_are_unknown_if_nobody_knows_how_often_a_product_runs():
+    assert flops_of(Products("until"), (64,), (32, 64)) is None
+    assert flops_of(Products("until, no product"), (64,), (32, 64)) > 0
+
+
+def test_convolutions_in_a_loop_are_counted():
+    layer, shape = keras.layers.ConvLSTM2D(8, 3, padding="same", recurrent_activation="linear"), (16, 16, 4)
+    once, often = (
+        flops_of(layer.__class__.from_config(layer.get_config()), (n, *shape), (4, n, *shape)) for n in (1, 9)
+    )
+    assert often == pytest.approx(9 * once, rel=0.25)  # A convolution of XLA does not count the padding.
 
 
 def _parts(model):

@@ -218,7 +218,7 @@ def test_tensorboard_files_can_be_read_after_a_kill_without_tensorflow(python, t
     console = Console(width=160)
     with console.capture() as printed:
         console.print(picture(tmp_path, now=lambda: status["time"] + 40))
-    assert printed.get().startswith("no sign of life for 40 s; it ran for ")
+    assert printed.get().startswith("no status update for 40 s; it ran for ")
 
 
 def test_a_file_that_was_torn_anywhere_is_read_up_to_there(tmp_path):

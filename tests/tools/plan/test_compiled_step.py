@@ -15,7 +15,7 @@ from lockstep._keras import trainer
 from lockstep.tools.plan import compiled_step
 from lockstep.tools.plan.compiled_step import (
     CLOSE_ENOUGH,
-    MOST_COMPILED,
+    MAX_COMPILED,
     STRATEGIES,
     CompiledStep,
     Memory,
@@ -28,6 +28,7 @@ from lockstep.tools.plan.compiled_step import (
     survey,
 )
 from lockstep.tools.plan.hardware import parse_target
+from lockstep.tools.plan.worker import compile_target
 from tests.laws.cases import case_named
 
 DEVICES = 4
@@ -124,6 +125,42 @@ def test_survey_counts_operations_of_a_row_and_the_dtype_of_most_weights():
     assert 4 * 64 * 64 < found.flops_per_row < 10 * 64 * 64
 
 
+def meshed(*units, embedding=False):
+    layers = [keras.layers.Dense(count) for count in units]
+    first = [keras.Input((1,)), keras.layers.Embedding(4096, 66), keras.layers.Flatten()]
+    model = keras.Sequential([*(first if embedding else [keras.Input((66,))]), *layers, keras.layers.Dense(10)])
+    model.compile("sgd", "mse")
+    return TrainingCall.of_fit(model, (np.zeros((64, 1 if embedding else 66)), np.zeros((64, 10))), {"batch_size": 64})
+
+
+@pytest.mark.parametrize(
+    ("units", "options"),
+    [((256, 66, 256), {}), ((66, 66, 66, 256), {}), ((66, 256, 66), {}), ((66, 66, 256), {"embedding": True})],
+)
+@pytest.mark.parametrize("devices", [4, 8])
+def test_a_mesh_shares_out_operations_as_far_as_layers_are_sharded(monkeypatch, units, options, devices):
+    """Planned operations of a device are those of its program, with layers that the mesh divides, and others of 66 units."""
+    programs, measured = [], StepCompiler._measured
+    monkeypatch.setattr(
+        StepCompiler, "_measured", lambda self, rows, program, s: programs.append(program) or measured(self, rows, program, s)
+    )  # fmt: skip
+    call, target = meshed(*units, **options), parse_target(f"cpu:{devices}")
+    step = StepCompiler(call, target, "model").compile(64)
+    assert 1 / 4 < step.share < 1
+    operations = 64 / (devices // 4) * survey(call).flops_per_row * step.share
+    assert operations == pytest.approx(programs[0].cost_analysis()["flops"], rel=0.2)
+
+
+def test_a_mesh_is_not_planned_if_it_shards_no_layer():
+    options = {"batches": [64], "is_search": False}
+    found = compile_target(meshed(66, 66), parse_target("cpu:4"), "model", **options)
+    assert not found.steps
+    assert found.failure.startswith("no layer is sharded over the 4 devices of the second axis, ")
+    assert "Fix: " in found.failure
+    assert any("is whole on each device: no axis that 4 divides" in note for note in found.notes)
+    assert compile_target(meshed(66, 66), parse_target("cpu:4"), "model:2", **options).steps
+
+
 @pytest.mark.parametrize(
     ("rows", "batch", "last"), [(100, 32, 4), (96, 32, None), (20, 32, 20), (None, 32, 31), (None, 1, None)]
 )
@@ -155,16 +192,14 @@ def test_largest_batch_is_found_within_a_tenth(fixed, slope, bend, devices, is_t
         return compiled(rows, needed(rows), usable, is_tpu)
 
     fits, fails = largest_batch([step(devices), step(devices * first)], step, usable, devices)
-    assert len(tried) <= MOST_COMPILED + 2
+    assert len(tried) <= MAX_COMPILED + 2
     rows = np.arange(devices, 10_001, devices)
     truth = rows[fixed + slope * rows + bend * rows * rows // 1000 <= usable].max(initial=0)
     assert fits <= truth
     assert fails is None or fails > truth
     close = fits and needed(fits) * CLOSE_ENOUGH >= usable
     assert (
-        close
-        or (fails is not None and fails <= max(CLOSE_ENOUGH * fits, fits + devices))
-        or len(tried) >= MOST_COMPILED
+        close or (fails is not None and fails <= max(CLOSE_ENOUGH * fits, fits + devices)) or len(tried) >= MAX_COMPILED
     )
 
 

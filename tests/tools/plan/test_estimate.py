@@ -78,4 +78,8 @@ def test_a_mesh_shares_out_rows_and_products_and_exchanges_in_groups():
     alone = dataclasses.replace(STEP, rows=8, collectives=(("all-reduce", 1, 8000, None),))
     found, expected = of(mesh, devices=4, strategy="model:2"), of(alone, devices=2, strategy="model:1")
     assert found.communication == expected.communication
-    assert of(mesh, devices=8, strategy="model:8").arithmetic == of(mesh, devices=8).arithmetic
+    shared = dataclasses.replace(mesh, share=1 / 8)
+    assert of(shared, devices=8, strategy="model:8").arithmetic == of(mesh, devices=8).arithmetic
+    assert (
+        of(mesh, devices=8, strategy="model:8").arithmetic == 8 * of(mesh, devices=8).arithmetic
+    )  # all on each device

@@ -124,6 +124,50 @@ def test_memory_traffic_of_a_conditional_is_that_of_the_larger_branch():
     assert memory_traffic(text.replace(f"%c = {KIB}", "%c = f32[1024]{0}")) == 2 * 4096
 
 
+@pytest.mark.parametrize(("root", "runs"), [("compare(%i, %n), direction=LT", 24), ("and(%i, %n)", 1)])
+def test_rounds_of_a_loop_are_those_of_its_condition_if_it_counts(root, runs):
+    """As XLA for TPUs writes the loops of ``jax.lax.scan``, which count from 0."""
+    counts = ["%limit (x: s32[]) -> pred[] {", "  %n = s32[]{:T(128)} constant(24)", f"  ROOT %c = pred[] {root}", "}"]
+    line = f"%a = {KIB} while(%x), condition=%limit, body=%body"
+    assert memory_traffic("\n".join([*counts, LOOP.format(kib=KIB, line=line)])) == 2 * 1024 * runs
+
+
+UPDATES = """%fused (p0: f32[100,256], p1: f32[256], p2: s32[]) -> f32[100,256] {
+  %p0 = f32[100,256]{1,0} parameter(0)
+  %u = f32[1,256]{1,0} bitcast(%p1)
+  ROOT %d = f32[100,256]{1,0} dynamic-update-slice(%p0, %u, %p2, %p2)
+}
+%both (p0: f32[100,256], p1: f32[256], p2: s32[]) -> (f32[25600], f32[256]) {
+  %u = f32[1,256]{1,0} bitcast(%p1)
+  %d = f32[100,256]{1,0} dynamic-update-slice(%p0, %u, %p2, %p2)
+  %b = f32[25600]{0} bitcast(%d)
+  ROOT %t = (f32[25600]{0}, f32[256]{0}) tuple(%b, %p1)
+}
+%read (p0: f32[100,256], p1: f32[256], p2: s32[]) -> f32[100,256] {
+  %d = f32[100,256]{1,0} dynamic-update-slice(%p0, %u, %p2, %p2)
+  ROOT %n = f32[100,256]{1,0} negate(%d)
+}
+ENTRY %main (x: f32[100,256]) -> f32[100,256] {
+  %row = f32[1,256]{1,0} parameter(1)
+  LINE
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        ("%a = f32[100,256]{1,0} fusion(%x, %y, %i), kind=kLoop, calls=%fused", 1),
+        ("%a = f32[100,256]{1,0} dynamic-update-slice(%x, %row, %i, %i)", 1),
+        ("%a = (f32[25600]{0}, f32[256]{0}) fusion(%x, %y, %i), kind=kLoop, calls=%both", 2),
+        ("%a = (f32[25600]{0:S(1)}, f32[256]{0}) fusion(%x, %y, %i), kind=kLoop, calls=%both", 1),
+        ("%a = f32[100,256]{1,0} fusion(%x, %y, %i), kind=kLoop, calls=%read", 100),
+    ],
+)
+def test_memory_traffic_of_an_update_in_place_is_that_of_the_update(line, rows):
+    assert memory_traffic(UPDATES.replace("LINE", line)) == 2 * 1024 * rows
+
+
 @pytest.mark.parametrize(
     ("groups", "devices"),
     [

@@ -5,19 +5,21 @@ import json
 import os
 import time
 
+import jax
 import keras
 import numpy as np
 import pytest
 
 import lockstep
 from lockstep import OptionError, cli
+from lockstep.collectives.cost_model import NetworkLink
 from lockstep.devices.cpu_devices import HostMemory
 from lockstep.tools.plan import planner, worker
-from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey
-from lockstep.tools.plan.hardware import parse_target
+from lockstep.tools.plan.compiled_step import CompiledStep, Memory, Survey, TrainingCall
+from lockstep.tools.plan.hardware import Accelerator, parse_target
 from lockstep.tools.plan.planner import PlanOptions, plan_script
 from lockstep.tools.plan.render import text_of
-from lockstep.tools.plan.worker import Check, TargetResult, keep_checks, ratios_of, result_from_json
+from lockstep.tools.plan.worker import Check, TargetResult, check_steps, keep_checks, ratios_of, result_from_json
 from lockstep.tools.running_scripts import run_child
 from tests.support.processes import FOR_TESTS
 
@@ -119,6 +121,32 @@ def test_recommendation_names_the_cheapest_the_fastest_and_what_fits_only_sharde
 def test_recommendation_if_nothing_fits_says_what_to_change():
     plan = planned(["h100:1"], {("h100:1", "replicated"): {64: 90, 40: 90}})
     assert "Nothing fits. Fix: a smaller batch, more devices, or shard" in plan.recommendation[0]
+
+
+def test_what_could_not_be_compiled_is_not_said_to_be_too_large():
+    asked = PlanOptions((parse_target("h100:8"),), ("replicated", "variables"), (64,))
+    failed = TargetResult("h100:8", "replicated", failure="no compiler")
+    large = TargetResult("h100:8", "variables", (step(64, 90), step(40, 90)))
+    for results, expected in (
+        ([failed, dataclasses.replace(failed, strategy="variables")], "Nothing could be compiled: see the reason of each setting."),
+        ([failed, large], "Nothing fits of what could be compiled (1 of 2 settings). Fix: a smaller batch"),
+    ):  # fmt: skip
+        assert planner._planned("a net", SURVEY, results, asked, ()).recommendation[0].startswith(expected)
+
+
+def test_a_plan_says_that_operations_are_unknown():
+    asked = PlanOptions((parse_target("h100:1"),), ("replicated",), (64,))
+    surveyed = dataclasses.replace(SURVEY, flops_per_row=None)
+    result = TargetResult("h100:1", "replicated", (step(64, 30), step(40, 30)))
+    plan = planner._planned("a net", surveyed, [result], asked, ())
+    assert plan.rows[0].estimate is None
+    assert any(note.startswith("the operations of a step are unknown, so there is no time") for note in plan.notes)
+
+
+@pytest.mark.parametrize("name", ["h100", "h100:4", "a100:8"])
+def test_a_price_of_something_that_is_not_planned_is_refused(name):
+    with pytest.raises(OptionError, match=rf"\(--price\): {name}: expected one of the targets h100:8, cpu:4, got"):
+        PlanOptions.checked("h100:8,cpu:4", prices={name: 3.0})
 
 
 def test_text_labels_memory_and_time_by_how_sure_they_are():
@@ -241,7 +269,8 @@ def script(tmp_path, from_logits=False, rows=70, labels=70, code=SCRIPT):
 def test_the_command_plans_a_script_without_training_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--for", "cpu:1", "--for", "cpu:2", "--strategy", "replicated,variables", "--json", "found.json"]
-    assert cli.main(["plan", script(tmp_path), *words, "--price", "cpu:2=3", "--jobs", "2"]) == 0
+    code = SCRIPT.replace("\nwith", "\nlockstep.config.set_logical_cpu_devices(1)\nwith")  # of lockstep migrate
+    assert cli.main(["plan", script(tmp_path, code=code), *words, "--price", "cpu:2=3", "--jobs", "2"]) == 0
     shown = capsys.readouterr()
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [(row["target"], row["strategy"], row["batch"], row["last"]["rows"]) for row in rows] == [
@@ -292,6 +321,72 @@ def test_check_measures_a_step_and_keeps_the_ratio_for_later_plans(tmp_path, cap
     data = np.zeros((8, 8), "float32"), np.zeros((8, 1), "float32")
     plan = lockstep.plan(model, data, hardware="cpu:1", hardware_file=sheet)
     assert f"{found.time:.2f} × that" in str(plan)
+
+
+def few_rows(most):
+    """A layer that cannot be compiled for more rows on a replica."""
+
+    class Few(keras.layers.Layer):
+        def call(self, inputs):
+            if isinstance(inputs.shape[0], int) and inputs.shape[0] > most:
+                raise ValueError("too many rows")
+            return inputs
+
+    return Few()
+
+
+def test_a_check_keeps_what_could_be_measured_and_says_why_the_rest_was_not(monkeypatch):
+    model = keras.Sequential([keras.Input((8,)), few_rows(16), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    call = TrainingCall.of_fit(model, (np.zeros((8, 8)), np.zeros((8, 1))), {})
+    sheet = {"cpu": Accelerator("cpu", "these", "cpu", "a test", kinds=("cpu",))}
+    devices, probes = jax.local_devices()[:2], worker.StrategyProbes
+
+    def failing(model, placement, executor, other):
+        if executor.shard == "optimizer":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\nmore")
+        return probes(model, placement, executor, other)
+
+    monkeypatch.setattr(worker, "StrategyProbes", failing)
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **__: devices)
+    names = ("replicated", "optimizer", "model:3", "model")
+    checks, failures = check_steps(call, "train.py", sheet, names, (16, 64), NetworkLink(1e-6, 1e-9))
+    assert [(one.strategy, one.batch) for one in checks] == [("replicated", 16)]
+    told = dict(line.split(": ", 1) for line in failures)
+    assert list(told) == [
+        "2 × cpu, replicated, batch 64",
+        "2 × cpu, optimizer, batch 16",
+        "2 × cpu, optimizer, batch 64",
+        "2 × cpu, model:3",
+        "2 × cpu, model",
+    ]
+    assert "too many rows" in told["2 × cpu, replicated, batch 64"]
+    assert "no room" in told["2 × cpu, optimizer, batch 16"]
+    assert "needs 3 devices" in told["2 × cpu, model:3"]
+    assert "no layer is sharded" in told["2 × cpu, model"]
+
+
+@pytest.mark.slow
+def test_a_check_that_measures_nothing_ends_with_1(tmp_path, capsys):
+    sheet = tmp_path / "cpu.toml"
+    sheet.write_text(FAST_CPU)
+    code = SCRIPT.replace("keras.layers.Dense(256)", "few_rows(32)")
+    code = "from tests.tools.plan.test_planner import few_rows" + code
+    words = ["--strategy", "replicated", "--batch", "64", "--hardware-file", str(sheet), script(tmp_path, code=code)]
+    assert cli.main(["plan", "--check", *words]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("1 × cpu, replicated, batch 64: not measured: ValueError: too many rows")
+    assert "kept" not in said
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["--for", "h100:8"], ["--price", "h100:8=3"], ["--jobs", "2"], ["--json", "a"], ["--html", "b"], ["--no-search"]]
+)  # fmt: skip
+def test_a_check_refuses_options_that_it_would_ignore(tmp_path, words, capsys):
+    assert cli.main(["plan", "--check", *words, script(tmp_path)]) == 2
+    assert f"plan: {words[0]}: --check measures the devices of this machine" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
 
 
 @pytest.mark.slow

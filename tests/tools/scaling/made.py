@@ -1,6 +1,6 @@
 """Measurements made by hand, and by the very formula that predicts."""
 
-from lockstep.collectives.cost_model import AllReduceMeasurement, Network, NetworkLink, predict
+from lockstep.collectives.cost_model import AllReduceMeasurement, Network, NetworkLink, predict_seconds
 from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingResult
 
 BYTES = 4_000_000
@@ -36,7 +36,7 @@ def by_formula(devices, batch, compute, input_, host, network=WITHIN, algorithm=
     def seconds(part):
         return sum(one * amount for one, amount in zip(part, amounts, strict=True))
 
-    meeting = predict(algorithm, BYTES, devices, network)
+    meeting = predict_seconds(algorithm, BYTES, devices, network)
     sizes = (4_000, 400_000, 4_000_000) if devices > 1 else ()
     return measured(
         devices,
@@ -47,6 +47,6 @@ def by_formula(devices, batch, compute, input_, host, network=WITHIN, algorithm=
         taking=seconds(input_),
         algorithm=algorithm,
         links=tuple(
-            AllReduceMeasurement(algorithm, n, devices, predict(algorithm, n, devices, network)) for n in sizes
+            AllReduceMeasurement(algorithm, n, devices, predict_seconds(algorithm, n, devices, network)) for n in sizes
         ),
     )

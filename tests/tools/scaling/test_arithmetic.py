@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from lockstep import OptionError
-from lockstep.collectives.cost_model import Network, NetworkLink, nonnegative_least_squares, predict
+from lockstep.collectives.cost_model import Network, NetworkLink, nonnegative_least_squares, predict_seconds
 from lockstep.tools.scaling import results
 from lockstep.tools.scaling.api import report_of
 from lockstep.tools.scaling.benchmark import WARMUP_STEPS, BlockTimer, block_ends
 from lockstep.tools.scaling.prediction import (
+    PredictionOptions,
     errors_of,
     link_between,
     model_of,
@@ -34,7 +35,7 @@ from lockstep.tools.scaling.results import (
     table_of,
     value_at,
 )
-from lockstep.tools.scaling.terminal import Question, line_of, render
+from lockstep.tools.scaling.terminal import line_of, render
 
 from .made import BYTES, WITHIN, by_formula, measured
 
@@ -154,7 +155,7 @@ def test_a_prediction_is_exact_where_the_formula_is_the_truth():
     shares = predict_step(model, 16, 1600, network)
     assert shares.compute == pytest.approx(1e-3 + 2e-5 * 100 + 3e-5 * 200 + 2e-4 * 2, rel=1e-6)
     assert shares.host == pytest.approx(3e-4 + 1e-4 * 2, rel=1e-6)
-    expected = predict("ring", BYTES, 16, Network(WITHIN.within, NetworkLink(20e-6, 1 / 25e9), 2))
+    expected = predict_seconds("ring", BYTES, 16, Network(WITHIN.within, NetworkLink(20e-6, 1 / 25e9), 2))
     assert shares.communication == pytest.approx(expected, rel=1e-6)
 
 
@@ -280,7 +281,7 @@ def test_what_is_no_number_is_null_in_json(tmp_path):
         is_higher_better=False,
         curve=(CurvePoint(64, 0.1, 0.5), CurvePoint(128, 0.2, float("inf"))),
     )
-    report_of("a net", "command", [one], Question()).save_json(tmp_path / "figures.json")
+    report_of("a net", "command", [one], PredictionOptions()).save_json(tmp_path / "figures.json")
 
     def refuse(word):
         raise AssertionError(word)
@@ -294,7 +295,7 @@ def test_medians_are_those_of_the_table():
     assert table_of([even]).rows[0].step == statistics.median(even.blocks)
     assert line_of(even.setting, even) == "1 device, batch 32: 15 ms per step"
     rows = [measured(1, 8 * power, bare=0.004 * power) for power in (1, 2, 4, 9)]
-    outlook = report_of("a net", "command", rows, Question()).outlook
+    outlook = report_of("a net", "command", rows, PredictionOptions()).outlook
     errors = [abs(error) for _, _, error in outlook.checks]
     assert f"is {statistics.median(errors):.0%} in the median" in outlook.error
 
@@ -316,10 +317,10 @@ def test_settings_that_are_compared_are_measured_one_after_the_other():
         (lambda: Budget(epochs=0), "epochs: expected"),
         (lambda: Budget(rows=0), "rows: expected"),
         (lambda: Budget(limit=0), "limit: expected a number of seconds, more than 0"),
-        (lambda: Question("token ring"), "bandwidth: expected GB/s or one of 10GbE, 100GbE"),
-        (lambda: Question(-1.0), "bandwidth: expected GB/s, more than 0"),
-        (lambda: Question(1.0, -2.0), "latency: expected a number of µs, 0 or more"),
-        (lambda: Question(devices_per_machine=0), "devices_per_machine: expected"),
+        (lambda: PredictionOptions("token ring"), "bandwidth: expected GB/s or one of 10GbE, 100GbE"),
+        (lambda: PredictionOptions(-1.0), "bandwidth: expected GB/s, more than 0"),
+        (lambda: PredictionOptions(1.0, -2.0), "latency: expected a number of µs, 0 or more"),
+        (lambda: PredictionOptions(devices_per_machine=0), "devices_per_machine: expected"),
     ],
 )
 def test_what_is_asked_wrongly_is_told(ask, message):
@@ -334,14 +335,14 @@ def test_a_fit_to_one_setting_or_two_is_not_called_exact():
         (2, "to the 2 measured settings, too few"),
         (3, "On the 3 measured settings the error of the formula is 0% in the median, at most 0%"),
     ):
-        report = report_of("a model", "a command", found[:count], Question())
+        report = report_of("a model", "a command", found[:count], PredictionOptions())
         assert told in report.outlook.error
 
 
 def test_the_text_says_weak_or_strong_the_spread_and_what_failed():
     found = [by_formula(*one, COMPUTE, INPUT, HOST) for one in SETTINGS]
     report = report_of(
-        "a [bold] model", "a command", [*found, SettingFailure(ScalingSetting(8, 64), "[red]no")], Question()
+        "a [bold] model", "a command", [*found, SettingFailure(ScalingSetting(8, 64), "[red]no")], PredictionOptions()
     )
     text = render(report)
     assert max(map(len, text.splitlines())) <= 100

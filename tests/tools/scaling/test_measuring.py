@@ -210,13 +210,33 @@ def test_reasons_are_one_line():
 
 
 def test_which_way_is_better_is_told_from_the_name():
-    assert all(
-        map(
-            is_higher_better,
-            ("accuracy", "sparse_top_k_categorical_accuracy", "AUC", "f1_score", "mean_io_u".replace("_", "")),
-        )
+    higher = (
+        "accuracy",
+        "sparse_top_k_categorical_accuracy",
+        "AUC",
+        "auc_1",
+        "f1_score",
+        "mean_io_u",
+        "acc",
+        "r2_score",
     )
-    assert not any(map(is_higher_better, ("loss", "mae", "mean_squared_error", "kl_divergence")))
+    lower = ("loss", "mae", "mean_squared_error", "kl_divergence", "vacancy_mae")
+    losses = ("score_loss", "accuracy_head_loss", "acceleration_loss", "previous_loss")
+    assert all(map(is_higher_better, higher))
+    assert not any(map(is_higher_better, lower + losses))
+    assert not is_higher_better("score_mae", outputs=("value", "score"))
+    assert is_higher_better("score_accuracy", outputs=("value", "score"))
+
+
+def test_several_outputs_without_metrics_are_compared_by_the_whole_loss():
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, {name: keras.layers.Dense(1, name=name)(inputs) for name in ("score", "value")})
+    model.compile("sgd", "mse")
+    x = np.ones((540, 8), "float32")
+    y = {name: x[:, :1] for name in ("score", "value")}
+    with override_devices(1):
+        one = measure(found(model, x, y, validation_data=(x, y)), ScalingSetting(1, 64), Budget())
+    assert (one.metric, one.is_higher_better) == ("loss", False)
 
 
 def test_an_operation_has_its_formula_and_somebodys_own_the_platforms():

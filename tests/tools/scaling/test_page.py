@@ -24,8 +24,8 @@ from lockstep.tools.scaling.html_report import (
     standalone,
     ticks_of,
 )
+from lockstep.tools.scaling.prediction import PredictionOptions
 from lockstep.tools.scaling.results import CurvePoint, ScalingSetting, SettingFailure
-from lockstep.tools.scaling.terminal import Question
 
 from .made import by_formula, measured
 
@@ -49,7 +49,9 @@ document.title = ["PROBE", innerWidth, root.scrollWidth, root.scrollHeight, reac
 def report():
     settings = [(devices, batch) for devices in (1, 2, 4) for batch in (64, 128, 256)]
     found = [by_formula(*one, (1e-3, 2e-5, 3e-5, 2e-4), (1e-4, 0, 1e-6, 0), (3e-4, 0, 0, 1e-4)) for one in settings]
-    return report_of(EVIL, f"lockstep scale {EVIL}", [*found, SettingFailure(ScalingSetting(8, 64), EVIL)], Question())
+    return report_of(
+        EVIL, f"lockstep scale {EVIL}", [*found, SettingFailure(ScalingSetting(8, 64), EVIL)], PredictionOptions()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +199,7 @@ def test_what_has_diverged_is_left_out_of_the_charts(diverged):
         (CurvePoint(0, 0.0, 1.0), CurvePoint(640, 0.1, float("nan") if one in diverged else 0.5)) for one in (0, 1)
     ]
     both = [measured(1, 64 + one, metric="loss", is_higher_better=False, curve=curves[one]) for one in (0, 1)]
-    page = page_of(report_of("a net", "command", both, Question()))
+    page = page_of(report_of("a net", "command", both, PredictionOptions()))
     assert not re.search(r'(d|cx|cy)="[^"]*nan', page)
     assert ("Loss by rows" in page) == (len(diverged) < 2)
 

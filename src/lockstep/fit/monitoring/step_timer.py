@@ -1,14 +1,16 @@
 """Time of steps and its parts, throughput, and model FLOPs utilization.
 
-A step is counted once, from shapes alone: Keras's own step for one device on the whole batch is traced and lowered, not compiled, and XLA adds up its
-operations (``jax.stages.Lowered.cost_analysis``). Operations that are repeated to save memory, or on several devices, thus count once, as in
-https://arxiv.org/abs/2204.02311, appendix B. Programs that XLA cannot analyze (library kernels and custom kernels) count as nothing.
+A step is counted once, from shapes alone: Keras's own step for one device on the whole batch is traced and lowered, not compiled, and XLA adds
+up its operations (``jax.stages.Lowered.cost_analysis``). XLA counts a loop as if it ran once: the matrix products and convolutions of its other
+rounds are added. Operations that are repeated to save memory, or on several devices, thus count once, as in https://arxiv.org/abs/2204.02311,
+appendix B. Programs that XLA cannot analyze (library kernels and custom kernels) count as nothing.
 
 Steps run on the devices while the host starts the next ones, so the host cannot time a single step. It measures spans: from the first
 fetch after a pause to the next pause, when the devices have done all steps that were started. Validation, callbacks at the end of an
 epoch and steps that are compiled are pauses. Within a span nothing waits for the devices.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ import numpy as np
 from lockstep._errors import outside_of_strategy, real_number, whole_number
 from lockstep.data.device_placement import is_rows, placement_on
 from lockstep.execution.executors import EagerExecutor
+from lockstep.execution.jaxpr_utils import operations_of_products
 from lockstep.execution.train_functions import StepFunctions, StepHook
 
 # Floating-point operations a second of one device of JAX, dense, in the fastest format that training uses with 16 bits. The first that is part of
@@ -65,7 +68,7 @@ def peak_of(device_kind: str) -> float | None:
 
 
 def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
-    """Return the floating-point operations of a training step; None if XLA cannot count them.
+    """Return the floating-point operations of a training step; None if XLA cannot count them, or matrix products are in a loop that ends at a condition.
 
     Args:
         model: a compiled model.
@@ -78,9 +81,11 @@ def flops_of_step(model: keras.Model, state: Any, batch: Any) -> float | None:
     step = StepFunctions(model, alone, executor, lambda sentence: None).build_step(executor, "train")
     shapes = tuple([jax.tree.map(_shape, value) for value in part] for part in state)
     with jax.default_device(device):
-        found = jax.jit(step).lower(shapes, _shapes(batch)).cost_analysis()
+        traced = jax.jit(step).trace(shapes, _shapes(batch))
+        found = traced.lower().cost_analysis()
     flops = found.get("flops", 0.0) if isinstance(found, dict) else 0.0
-    return float(flops) if flops > 0 else None
+    often, once = (operations_of_products(traced.jaxpr.jaxpr, is_repeated=repeated) for repeated in (True, False))
+    return float(flops + often - once) if flops > 0 and math.isfinite(often) else None
 
 
 def _counting_device() -> jax.Device:
@@ -177,7 +182,7 @@ class StepTimer(StepHook):
         self._counts: dict[Any, int] = {}
         self._rows, self._is_compiling = 0, False
         self._done = TimerReading()  # in spans that have ended
-        self._opened: tuple[float, float, int] | None = None  # time, waits and steps at the begin of the span
+        self._opened: tuple[float, float, int] | None = None  # time, waits and steps at the beginning of the span
         self._steps = self._rows_done = 0
         self._recent: deque[TimerReading] = deque(maxlen=window + 1)
         self._epoch_began = TimerReading()
@@ -363,7 +368,7 @@ def numbers_of(reading: TimerReading, devices: int) -> dict[str, float]:
     return dict(zip(NAMES[:4], values, strict=True))
 
 
-_LONGEST_WINDOW = 1_000_000  # steps; each is kept
+_MAX_WINDOW = 1_000_000  # steps; each is kept
 
 
 class ThroughputMonitor(MonitorCallback):
@@ -401,7 +406,7 @@ class ThroughputMonitor(MonitorCallback):
 
     def __init__(self, window: int = 100, peak_flops: float | None = None) -> None:
         super().__init__()
-        self.window = whole_number("ThroughputMonitor: window", window, most=_LONGEST_WINDOW)
+        self.window = whole_number("ThroughputMonitor: window", window, maximum=_MAX_WINDOW)
         what = "operations a second of one device, such as 312e12"
         self.peak_flops = (
             None if peak_flops is None else real_number("ThroughputMonitor: peak_flops", peak_flops, above=0, what=what)

@@ -22,12 +22,19 @@ from lockstep._errors import LockstepError, OptionError, sequence_of, shown
 from lockstep._keras import trainer
 from lockstep._keras.graph import cause_of, layers_of
 from lockstep.collectives import AutoAllReduce
-from lockstep.collectives.cost_model import Network, NetworkLink, predict
+from lockstep.collectives.cost_model import Network, NetworkLink, predict_seconds
 from lockstep.data.device_placement import count_rows, placement_on
 from lockstep.data.sources import AdapterSource, make_source
 from lockstep.doctor.base import is_user_code
 from lockstep.execution.executors import ModelParallelExecutor, SpmdExecutor
-from lockstep.execution.gathered_variables import ModelLayout, Recompute, Shard, layout_notes, layout_of
+from lockstep.execution.gathered_variables import (
+    ModelLayout,
+    Recompute,
+    Shard,
+    VariableLayout,
+    layout_notes,
+    layout_of,
+)
 from lockstep.execution.jaxpr_utils import equations_of
 from lockstep.execution.model_parallel.model_shardings import MeshAxes, MeshOptions, ModelShardings
 from lockstep.execution.rowwise import source_location
@@ -63,13 +70,17 @@ STRATEGIES = {
 }
 MODEL_AXIS = 4  # most devices of a mesh's second axis, unless its size is given
 BATCH_SIZE = 32  # of Keras, if fit gets none
-MOST_COMPILED = 6  # steps in a search for the largest batch
+MAX_COMPILED = 6  # steps in a search for the largest batch
 CLOSE_ENOUGH = 1.1  # ratio of the smallest batch that does not fit, or of all memory, to the largest batch that fits
-AIM = 0.96  # share of the memory that a try is to need
-MOST_ROWS = 1 << 16  # of a device
+TARGET_SHARE = 0.96  # share of the memory that a try is to need
+MAX_ROWS = 1 << 16  # of a device
 _NAME = re.compile(rf"{'|'.join(STRATEGIES)}|(model|model-recompute):[1-9]\d{{0,3}}")
 # "… Used 17.2G of 15.75G hbm …", or "… total memory required for HLO temporaries (22.17G) exceeds available HBM (15.75G)"
 _REFUSED = re.compile(r"(?:[Uu]sed |memory required for HLO temporaries \()([\d.]+)([KMGT]?)")
+_NOT_SHARDED = (
+    "no layer is sharded over the {} devices of the second axis, which would all compute the same rows. Fix: take another strategy, or "
+    "another size of the axis (--strategy model:SIZE)."
+)
 _PRIMITIVE = re.compile(r"primitive '([\w\-]+)'")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -138,7 +149,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Bytes of the step in total."""
         return self.weights + self.optimizer + self.batch + self.temporaries + self.results + self.code
 
 
@@ -153,6 +164,7 @@ class CompiledStep:
         collectives: for each kind its name, number, bytes of the results on a device, and the number of devices that exchange with each
             other, None for all.
         traffic: bytes that a device reads and writes in its memory, if each array is written and read once.
+        share: the part of the operations of its rows that a device does: less than 1 if layers are sharded over a mesh.
         seconds: that compiling took.
         failure: why there is no program; "" if there is one, or if it does not fit.
     """
@@ -162,6 +174,7 @@ class CompiledStep:
     needed: int | None
     collectives: tuple[tuple[str, int, int, int | None], ...] = ()
     traffic: int = 0
+    share: float = 1.0
     seconds: float = 0.0
     failure: str = ""
 
@@ -246,6 +259,10 @@ class StepCompiler:
         self._placement = self._executor.placement
         self._layout = self._described_layout()
         self._gradients = self._gradient_bytes()
+        size = model_axis_of(strategy, len(found))
+        sharded = self._sharded_part() if size > 1 else 0.0
+        self._share = 1 - sharded + sharded / size
+        self.refusal = "" if size == 1 or sharded else _NOT_SHARDED.format(size)  # why the strategy helps nothing here
 
     def compile(self, rows: int) -> CompiledStep:
         """Compile the step for a batch of so many rows, without running it."""
@@ -279,8 +296,18 @@ class StepCompiler:
         model, layout = self._call.model, self._layout
         if self._executor.shard == "optimizer":
             layout = layout_of(model, self._placement, "variables", None, deterministic=False)
-        trained = {variable.path for variable in model.trainable_variables}
-        return sum(row.device_bytes for row in layout.variables if row.owner == "model" and row.path in trained)
+        return sum(row.device_bytes for row in self._trained(layout))
+
+    def _trained(self, layout: ModelLayout) -> list[VariableLayout]:
+        trained = {variable.path for variable in self._call.model.trainable_variables}
+        return [row for row in layout.variables if row.owner == "model" and row.path in trained]
+
+    def _sharded_part(self) -> float:
+        """Return the part of the trained bytes that is sharded over the second axis of the mesh; a table that is looked up needs no operations."""
+        tables = [layer for layer in layers_of(self._call.model) if type(layer) is keras.layers.Embedding]
+        looked_up = {variable.path for layer in tables for variable in layer.trainable_variables}
+        used = [row for row in self._trained(self._layout) if row.path not in looked_up]
+        return sum(row.bytes for row in used if "model" in row.axes) / max(1, sum(row.bytes for row in used))
 
     def _note(self, sentence: str) -> None:
         self.notes[sentence] = None
@@ -306,7 +333,7 @@ class StepCompiler:
         ordered = sorted(kinds.items(), key=lambda kind: (kind[0][0], kind[0][1] or 0))
         found = tuple((name, len(sizes), sum(sizes), devices) for (name, devices), sizes in ordered)
         traffic = int(analysis.argument_size_in_bytes) + memory_traffic(text)
-        return CompiledStep(rows, memory, memory.total, found, traffic, seconds)
+        return CompiledStep(rows, memory, memory.total, found, traffic, self._share, seconds)
 
 
 def model_axis_of(strategy: str, devices: int) -> int:
@@ -400,7 +427,7 @@ def largest_batch(
         The largest number of rows that was seen to fit, or 0, and the smallest that was seen not to; None: none was.
     """
     steps = {step.rows: step for step in known if not step.failure and step.rows % devices == 0}
-    for _ in range(MOST_COMPILED):
+    for _ in range(MAX_COMPILED):
         rows = _next_try(steps, usable, devices)
         if rows is None:
             break
@@ -424,10 +451,10 @@ def _next_try(steps: Mapping[int, CompiledStep], usable: int, devices: int) -> i
     if failing is not None and failing <= max(CLOSE_ENOUGH * fitting, fitting + devices):
         return None
     points = sorted((rows, step.needed) for rows, step in steps.items() if step.needed)
-    guess = _guess(points, int(usable * AIM))
+    guess = _guess(points, int(usable * TARGET_SHARE))
     if guess is None:
         guess = 2 * fitting if failing is None else (fitting + failing) // 2
-    most = min(MOST_ROWS * devices, 16 * (fitting or devices)) if failing is None else failing - devices
+    most = min(MAX_ROWS * devices, 16 * (fitting or devices)) if failing is None else failing - devices
     rows = min(max(guess, fitting + devices), most) // devices * devices
     return rows if rows > fitting else None
 
@@ -479,7 +506,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Estimated time of the step."""
         return max(self.arithmetic, self.traffic) + self.communication
 
     @property
@@ -513,9 +540,9 @@ def estimate(
     bandwidth, network = target.accelerator.memory_bandwidth, target.network(between)
     if peak is None or bandwidth is None or network is None or surveyed.flops_per_row is None or step.memory is None:
         return None
-    share = model_axis_of(strategy, target.count)  # devices that compute the same rows
-    rows = -(-step.rows // (target.count // share))  # of the device that has most
-    operations = rows * surveyed.flops_per_row / share * (RECOMPUTED if "recompute" in strategy else 1.0)
+    groups = target.count // model_axis_of(strategy, target.count)  # of devices that compute the same rows
+    rows = -(-step.rows // groups)  # of the group that has most
+    operations = rows * surveyed.flops_per_row * step.share * (RECOMPUTED if "recompute" in strategy else 1.0)
     communication = sum(
         _seconds(name, number, size, devices or target.count, network)
         for name, number, size, devices in step.collectives
@@ -536,9 +563,9 @@ def _seconds(name: str, number: int, size: int, devices: int, network: Network) 
     if devices == 1:
         return 0.0
     if name == "all-reduce":
-        return number * predict("ring", size / number, devices, network)
+        return number * predict_seconds("ring", size / number, devices, network)
     if name in ("all-gather", "reduce-scatter", "all-to-all"):  # Half of the rounds of an all-reduce.
         whole = size * devices if name == "reduce-scatter" else size
-        return number * predict("ring", whole / number, devices, network) / 2
+        return number * predict_seconds("ring", whole / number, devices, network) / 2
     link = network.within if devices <= network.devices_per_machine else network.between
     return number * link.latency + size * link.seconds_per_byte

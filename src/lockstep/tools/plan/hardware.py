@@ -21,8 +21,8 @@ from lockstep.collectives.cost_model import Network, NetworkLink
 from lockstep.devices.names import resolve_devices
 
 GPUS_OF_A_MACHINE = 8
-MOST_DEVICES = 4096
-MOST_BYTES = 1 << 20  # of a file of the user
+MAX_DEVICES = 4096
+MAX_BYTES = 1 << 20  # of a file of the user
 PLATFORMS = ("cpu", "cuda", "tpu")
 # By default JAX takes this share of a GPU's memory when it starts.
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -189,7 +189,7 @@ def known_accelerators(path: Path | None = None) -> dict[str, Accelerator]:
     found = _parse(own, "hardware.toml")
     if path is not None:
         try:
-            text = read_file(path, MOST_BYTES).decode()
+            text = read_file(path, MAX_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(
                 f"hardware_file: {shown(path)} cannot be read: {error}. Fix: give a file of TOML."
@@ -242,8 +242,8 @@ def parse_target(
         raise OptionError(f"{argument}: there is no {match['key']!r}; there are: {', '.join(known)}.")
     axes = tuple(map(int, (match["axes"] or "1").split("x")))
     count = math.prod(axes)
-    if not 1 <= count <= MOST_DEVICES:
-        raise OptionError(f"{argument}: {text}: expected 1 to {MOST_DEVICES:,} devices, got {count:,}.")
+    if not 1 <= count <= MAX_DEVICES:
+        raise OptionError(f"{argument}: {text}: expected 1 to {MAX_DEVICES:,} devices, got {count:,}.")
     if accelerator.platform == "tpu":
         if len(axes) == 1 and count > 1:
             raise OptionError(f"{argument}: {text}: a TPU slice has two or three axes. Fix: {_EXAMPLES['tpu']}")

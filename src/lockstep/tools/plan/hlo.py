@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f8e4m3fn": 8, "f8e5m2": 8} | {
@@ -18,8 +19,10 @@ _GROUPS = re.compile(
 )
 _MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(")
+_NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
 _WITH_LAYOUT = re.compile(_SHAPE.pattern + r"(\{[^}]*\})?")
 _FREE = {"parameter", "bitcast", "tuple", "get-tuple-element", "constant"}  # instructions that move nothing
+_MAY_UPDATE = {"dynamic-update-slice", "fusion", "bitcast", "tuple"}  # instructions that may update an array in place
 _CALLS = {"while", "conditional", "call"}
 _CALLED = re.compile(r"\b(?:body|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r"\"known_trip_count\":\{\"n\":\"(\d+)\"")
@@ -83,28 +86,68 @@ def memory_traffic(text: str) -> int:
     """Return the bytes that a compiled program moves to and from the memory of a device, if each result is written and read once.
 
     What XLA keeps in a faster memory (``S(1)``) is not counted, nor the arguments. The body of a loop counts as often as it runs, if
-    XLA knows that, and of a conditional the branch that moves most.
+    XLA knows that, and of a conditional the branch that moves most. Of an array that is updated in place the update counts.
     """
     bodies, entry = _computations(text)
 
     @functools.cache
     def traffic(name: str) -> int:
-        return sum(map(moved, bodies.get(name, ())))
+        return sum(moved(name, line) for line in bodies.get(name, ()))
 
-    def moved(line: str) -> int:
+    def moved(name: str, line: str) -> int:
         match = _RESULT.match(line)
         if match is None or match[2].endswith("-start"):  # What is started counts where it is done.
             return 0
         if match[2] in _CALLS:
             called = [traffic(name) for names in _CALLED.findall(line) for name in re.findall(r"[\w.\-]+", names)]
-            trips = _TRIPS.search(line)
-            return max(called, default=0) * (int(trips[1]) if trips else 1)
+            return max(called, default=0) * _rounds(bodies, line)
         if match[2] in _FREE:
             return 0
-        shapes = _WITH_LAYOUT.findall(match[1])
-        return 2 * sum(_bytes_of(dtype, lengths) for dtype, lengths, layout in shapes if "S(" not in layout)
+        sizes, updates = _sizes(match), _updates(bodies, name, line)
+        known = updates if len(updates) == len(sizes) else [None] * len(sizes)
+        return 2 * sum(size if update is None else min(size, update) for size, update in zip(sizes, known, strict=True))
 
     return traffic(entry)
+
+
+def _sizes(result: re.Match[str]) -> list[int]:
+    """Return the bytes of each array of a result; 0 for one in a faster memory."""
+    shapes = _WITH_LAYOUT.findall(result[1])
+    return [0 if "S(" in layout else _bytes_of(dtype, lengths) for dtype, lengths, layout in shapes]
+
+
+def _rounds(bodies: Mapping[str, Sequence[str]], line: str) -> int:
+    """Return how often the body of a loop runs: as XLA says, or by a condition that compares a counter, from 0, with a constant; else 1."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    condition = re.search(r"\bcondition=%?([\w.\-]+)", line)
+    text = "\n".join(bodies.get(condition[1], ())) if condition else ""
+    limits = re.findall(r" constant\((\d+)\)", text)
+    return int(limits[0]) if len(limits) == 1 and re.search(r"ROOT .* compare\(.*direction=LT", text) else 1
+
+
+def _updates(bodies: Mapping[str, Sequence[str]], name: str, line: str) -> list[int | None]:
+    """Return the bytes of the update for each array of a result that is updated in place, None for others.
+
+    Args:
+        bodies: lines of each computation by its name.
+        name: of the computation with the instruction.
+        line: of the instruction.
+    """
+    match = _RESULT.match(line)
+    if match is None or match[2] not in _MAY_UPDATE:
+        return [None]
+    if match[2] == "fusion":
+        called = re.search(r"\bcalls=%?([\w.\-]+)", line)
+        inner = called[1] if called else ""
+        return _updates(bodies, inner, next((one for one in bodies.get(inner, ()) if "ROOT " in one), ""))
+    operands = re.findall(r"%([\w.\-]+)", line[match.end() :].partition(")")[0])
+    made = {found[1]: one for one in bodies[name] if (found := _NAME.match(one))}
+    lines = [made.get(operand, "") for operand in operands]
+    if match[2] == "dynamic-update-slice":
+        update = _RESULT.match("".join(lines[1:2]))
+        return [sum(_sizes(update)) if update else None]
+    return [size for one in lines for size in _updates(bodies, name, one)]
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:

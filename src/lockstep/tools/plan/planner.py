@@ -115,11 +115,14 @@ class PlanOptions:
         file = None if hardware_file is None else file_path("hardware_file", hardware_file)
         known = known_accelerators(file)
         targets = tuple(dict.fromkeys(parse_target(name, known) for name in names))
-        priced = {}
+        planned, priced = [target.name for target in targets], {}
         for name, price in named_arguments("prices", prices).items():
-            priced[parse_target(name, known, "prices (--price)").name] = real_number(
-                f"prices (--price): {name}", price, above=0
-            )
+            priced_name = parse_target(name, known, "prices (--price)").name
+            if priced_name not in planned:
+                raise OptionError(
+                    f"prices (--price): {name}: expected one of the targets {', '.join(planned)}, got {priced_name}. Fix: name one of them."
+                )
+            priced[priced_name] = real_number(f"prices (--price): {name}", price, above=0)
         options = cls(
             targets,
             check_strategies(strategy),
@@ -368,14 +371,19 @@ def plan_script(
     return _planned(Path(path).name, surveyed, results, options, notes)
 
 
-def check_script(path: str, arguments: Sequence[str], options: PlanOptions, environment: Mapping[str, str]) -> str:
-    """Predict and measure steps of a script on the devices of this machine, keep the ratios, and describe them.
+def check_script(
+    path: str, arguments: Sequence[str], options: PlanOptions, environment: Mapping[str, str]
+) -> tuple[str, bool]:
+    """Predict and measure steps of a script on the devices of this machine, and keep the ratios.
 
     Args:
         path: of the script.
         arguments: of the script.
         options: what is measured; targets are not needed.
         environment: variables of this process.
+
+    Returns:
+        A text, and whether anything was measured.
 
     Raises:
         OptionError: as :func:`plan_script`, or the devices are not known.
@@ -388,8 +396,10 @@ def check_script(path: str, arguments: Sequence[str], options: PlanOptions, envi
         "between": asdict(options.between),
     }
     found = run_child(_WORKER, request, options.limit, _without_cluster(environment), options.memory)
-    checks = [Check(**one) for one in _answer(path, found)["checks"]]
-    return checks_text(checks, keep_checks(checks, environment))
+    content = _answer(path, found)
+    checks = [Check(**one) for one in content["checks"]]
+    kept = keep_checks(checks, environment) if checks else None
+    return checks_text(checks, content["failures"], kept), bool(checks)
 
 
 _WORKER = "lockstep.tools.plan.worker"
@@ -467,6 +477,10 @@ def _planned(
     told += [_told(key, ratio) for key, ratio in measured.items() if any(row.ratio is ratio for row in rows)]
     if any(row.certainty == "lower bound" for row in rows):
         told.append("memory of GPUs is a lower bound: workspaces of cuDNN are chosen when the program runs")
+    if surveyed.flops_per_row is None:
+        told.append(
+            "the operations of a step are unknown, so there is no time: XLA cannot count them, or a loop ends at a condition"
+        )
     if surveyed.rows is None:
         told.append("the number of rows is unknown: the last batch of an epoch is planned with one row less")
     return Plan(title, surveyed, rows, tuple(_recommend(rows)), tuple(dict.fromkeys([*notes, *told])))
@@ -540,7 +554,13 @@ def _recommend(rows: Sequence[PlanRow]) -> list[str]:
     """Return what to take, with the reasons."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
-        return ['Nothing fits. Fix: a smaller batch, more devices, or shard="variables" with recompute="blocks".']
+        known = [row for row in rows if row.fits is False]
+        if not known:
+            return ["Nothing could be compiled: see the reason of each setting."]
+        some = "" if len(known) == len(rows) else f" of what could be compiled ({len(known)} of {len(rows)} settings)"
+        return [
+            f'Nothing fits{some}. Fix: a smaller batch, more devices, or shard="variables" with recompute="blocks".'
+        ]
     timed = [row for row in fitting if row.rows_per_second]
     if not timed:
         return [f"These fit: {', '.join(dict.fromkeys(f'{row.target} {row.strategy}' for row in fitting))}."]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.tools.plan.planner import Plan, PlanRow
 
 _MIN_WIDTH = 140  # columns, if the output is no terminal
-_MOST_BARS = 24
+_MAX_BARS = 24
 _KINDS = ("weights", "optimizer", "gradients", "activations", "workspace")
 _SUMMARY = ("fits", "needs", "which is", "of", "largest batch", "a step", "rows/s", "price of 1M rows")
 _TIMES = ("TFLOP a device", "arithmetic", "memory", "collectives", "a step", "efficiency", "measured")
@@ -171,7 +171,7 @@ def page_of(plan: "Plan") -> str:
 
 
 def _memory(plan: "Plan") -> Figure | None:
-    rows = [(row, row.kinds) for row in plan.rows if row.kinds][:_MOST_BARS]
+    rows = [(row, row.kinds) for row in plan.rows if row.kinds][:_MAX_BARS]
     if not rows:
         return None
     most = max(sum(kinds.values()) for _, kinds in rows)
@@ -184,7 +184,7 @@ def _memory(plan: "Plan") -> Figure | None:
 
 
 def _times(plan: "Plan") -> Figure | None:
-    rows = [(row, row.estimate) for row in plan.rows if row.estimate][:_MOST_BARS]
+    rows = [(row, row.estimate) for row in plan.rows if row.estimate][:_MAX_BARS]
     if not rows:
         return None
     bars, lines = [], []
@@ -201,8 +201,8 @@ def _name(row: "PlanRow") -> str:
     return f"{row.target} {row.strategy} {row.batch:,}"
 
 
-def checks_text(checks: Sequence[Check], path: Path) -> str:
-    """Describe measured steps, and where they are kept."""
+def checks_text(checks: Sequence[Check], failures: Sequence[str], path: Path | None) -> str:
+    """Describe measured steps, those that could not be measured, and where the former are kept; None: there are none."""
     lines = []
     for one in checks:
         where = f"{one.devices} × {one.accelerator}, {one.strategy}, batch {one.batch:,}"
@@ -214,7 +214,8 @@ def checks_text(checks: Sequence[Check], path: Path) -> str:
             ratio = one.measured_memory / one.predicted_memory
             told += f"; {_size(one.measured_memory)}, predicted {_size(one.predicted_memory)}: {ratio:.2f} ×"
         lines.append(f"{where}: {told}\n")
-    return "".join([*lines, f"kept for later plans in {path}\n"])
+    lines += [f"{where}: not measured: {reason}\n" for where, _, reason in (line.partition(": ") for line in failures)]
+    return "".join([*lines, *([f"kept for later plans in {path}\n"] if path else [])])
 
 
 def report_progress(result: TargetResult, done: int, count: int) -> None:

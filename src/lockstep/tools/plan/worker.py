@@ -41,7 +41,7 @@ from lockstep.tools.running_scripts import FirstFit, read_request
 from lockstep.tools.scaling.workload import Workload, run_workload
 
 CHECKS_FILE = "LOCKSTEP_PLAN_CHECKS"
-_MOST_BYTES = 1 << 24  # of that file
+_MAX_BYTES = 1 << 24  # of that file
 _STEPS = 20  # that are timed
 
 
@@ -143,6 +143,8 @@ def compile_target(
         compiler = StepCompiler(call, target, strategy)
     except LockstepError as error:
         return replace(result, failure=str(error))
+    if compiler.refusal:
+        return replace(result, notes=tuple(compiler.notes), failure=compiler.refusal)
 
     def compile_step(rows: int) -> CompiledStep:
         nonlocal result
@@ -182,7 +184,8 @@ def main(arguments: Sequence[str]) -> None:
         call = TrainingCall.of_fit(first.model, first.args, first.kwargs)
         batches = request["batches"] or [call.batch]
         if target is None:
-            write({"checks": [asdict(check) for check in _checked(call, request)]})
+            checks, failures = _checked(call, request)
+            write({"checks": [asdict(check) for check in checks], "failures": failures})
             return
         options = {"is_search": request["is_search"], "report": lambda result: write(asdict(result))}
         write(asdict(compile_target(call, target, request["strategy"], batches, **options)))
@@ -207,7 +210,7 @@ def _surveyed(first: FirstFit) -> dict[str, Any]:
     return {**answer, "findings": [finding.line for finding in found]}
 
 
-def _checked(call: TrainingCall, request: dict[str, Any]) -> list[Check]:
+def _checked(call: TrainingCall, request: dict[str, Any]) -> tuple[list[Check], list[str]]:
     title, file = Path(request["workload"]["path"]).name, request["hardware_file"]
     between = NetworkLink(**request["between"])
     return check_steps(
@@ -282,7 +285,7 @@ def _key(check: Check) -> tuple[Any, ...]:
 
 def _read(path: Path) -> list[Check]:
     try:
-        return [Check(**one) for one in json.loads(read_file(path, _MOST_BYTES))]
+        return [Check(**one) for one in json.loads(read_file(path, _MAX_BYTES))]
     except (OSError, ValueError, TypeError):
         return []
 
@@ -294,7 +297,7 @@ def check_steps(
     strategies: Sequence[str],
     batches: Sequence[int],
     between: NetworkLink,
-) -> list[Check]:
+) -> tuple[list[Check], list[str]]:
     """Predict and measure steps on the devices of this machine; the model does not change.
 
     Args:
@@ -304,6 +307,9 @@ def check_steps(
         strategies: names in ``STRATEGIES``.
         batches: global batch sizes.
         between: the link between two machines of GPUs.
+
+    Returns:
+        The checks, and a line for each strategy or batch that could not be measured.
 
     Raises:
         OptionError: the devices are not known.
@@ -315,17 +321,25 @@ def check_steps(
             f"check: no accelerator is known for {devices[0].device_kind!r}. Fix: describe it in a file with --hardware-file."
         )
     target = Target(accelerator, (len(devices),))
-    surveyed = survey(call)
-    found = []
+    surveyed, checks, failures = survey(call), list[Check](), list[str]()
     for strategy in strategies if len(devices) > 1 else strategies[:1]:
-        compiler = StepCompiler(call, target, strategy, devices)
+        where = f"{len(devices)} × {accelerator.key}, {strategy}"
+        try:
+            compiler = StepCompiler(call, target, strategy, devices)
+        except _FAILURES as error:
+            failures.append(f"{where}: {describe_failure(error)}")
+            continue
+        if compiler.refusal:
+            failures.append(f"{where}: {compiler.refusal}")
+            continue
         for batch in batches or (call.batch,):
             step = compiler.compile(batch)
-            if step.memory is None:
+            measured = _measure(call, devices, strategy, batch) if step.memory else step.failure or "does not fit"
+            if isinstance(measured, str):
+                failures.append(f"{where}, batch {batch:,}: {measured}")
                 continue
             predicted = estimate(step, surveyed, target, strategy, between)
-            seconds, memory = _measure(call, devices, strategy, batch)
-            found.append(
+            checks.append(
                 Check(
                     accelerator=accelerator.key,
                     devices=len(devices),
@@ -334,21 +348,29 @@ def check_steps(
                     batch=batch,
                     dtype=surveyed.dtype,
                     predicted_seconds=predicted.seconds if predicted else None,
-                    measured_seconds=seconds,
-                    predicted_memory=step.memory.total,
-                    measured_memory=memory,
+                    measured_seconds=measured[0],
+                    predicted_memory=step.needed,
+                    measured_memory=measured[1],
                     date=time.strftime("%Y-%m-%d"),
                 )
             )
-    return found
+    return checks, failures
 
 
-def _measure(call: TrainingCall, devices: Sequence[jax.Device], strategy: str, batch: int) -> tuple[float, int | None]:
-    """Return the seconds of a step, and the most bytes that a device has held, if it has never held so many before."""
+_FAILURES = (LockstepError, jax.errors.JaxRuntimeError)  # of one strategy or batch; the others are measured
+
+
+def _measure(
+    call: TrainingCall, devices: Sequence[jax.Device], strategy: str, batch: int
+) -> tuple[float, int | None] | str:
+    """Return the seconds of a step, and the most bytes that a device has held, if it has never held so many before; or why it failed."""
     before = _peak(devices[0])
     executor = planned_executor(call, devices, strategy, lambda _: None)
-    probe = StrategyProbes(call.model, executor.placement, executor, executor).compile(repeat_row(call.row, batch))
-    seconds = probe.seconds(_STEPS)
+    try:
+        probe = StrategyProbes(call.model, executor.placement, executor, executor).compile(repeat_row(call.row, batch))
+        seconds = probe.seconds(_STEPS)
+    except _FAILURES as error:
+        return describe_failure(error)
     peak = _peak(devices[0])
     return seconds, peak if peak > before else None
 

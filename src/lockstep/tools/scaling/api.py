@@ -20,6 +20,7 @@ from lockstep.tools.env import describe_machine
 from lockstep.tools.running_scripts import check_exists
 from lockstep.tools.scaling.benchmark import measure_all
 from lockstep.tools.scaling.html_report import page_of
+from lockstep.tools.scaling.prediction import Prediction, PredictionOptions, prediction_for
 from lockstep.tools.scaling.results import (
     Budget,
     ScalingTable,
@@ -29,7 +30,7 @@ from lockstep.tools.scaling.results import (
     settings_of,
     table_of,
 )
-from lockstep.tools.scaling.terminal import Outlook, Question, outlook_of, progress_reporter, render
+from lockstep.tools.scaling.terminal import progress_reporter, render
 from lockstep.tools.scaling.workload import (
     FunctionWorkload,
     Workload,
@@ -109,7 +110,7 @@ class ScalingReport(SavedReport):
     machine: str
     table: ScalingTable
     recommendation: tuple[str, ...]
-    outlook: Outlook | None
+    outlook: Prediction | None
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -152,7 +153,7 @@ def scale_script(
     devices: Sequence[int],
     batch: Sequence[int],
     budget: Budget,
-    question: Question,
+    options: PredictionOptions,
     *,
     command: str,
     outputs: Sequence[str | None] = (),
@@ -165,7 +166,7 @@ def scale_script(
         devices: numbers of devices.
         batch: global batch sizes.
         budget: how much each setting trains.
-        question: what to predict.
+        options: what to predict.
         command: the command line, for the report.
         outputs: files that the report will be written to.
 
@@ -176,7 +177,7 @@ def scale_script(
     check_exists(path)
     check_writable(outputs)
     workload = Workload("script", path=path, arguments=tuple(arguments))
-    return _measure(workload, devices, batch, budget, question, Path(path).name, command)
+    return _measure(workload, devices, batch, budget, options, Path(path).name, command)
 
 
 def scaling_report(
@@ -233,7 +234,7 @@ def scaling_report(
     check_data("data", data)
     if validation is not None:
         check_data("validation", validation)
-    budget, question = Budget(epochs, rows, limit), Question(bandwidth, latency, devices_per_machine)
+    budget, options = Budget(epochs, rows, limit), PredictionOptions(bandwidth, latency, devices_per_machine)
     check_writable([output if output is None else file_path("output", output)])
     named = build.func if isinstance(build, functools.partial) else build
     title = named.__qualname__ if isinstance(named, FunctionType | MethodType | type) else type(named).__name__
@@ -245,7 +246,7 @@ def scaling_report(
                 "Fix: put build and data into a module and import them from there."
             )
         command = shlex.join(sys.orig_argv)
-        report = _measure(workload, devices, batch, budget, question, title, command)
+        report = _measure(workload, devices, batch, budget, options, title, command)
     if output is not None:
         report.save_html(output)
     return report
@@ -256,18 +257,18 @@ def _measure(
     devices: Sequence[int],
     batch: Sequence[int],
     budget: Budget,
-    question: Question,
+    options: PredictionOptions,
     title: str,
     command: str,
 ) -> ScalingReport:
     settings = settings_of(devices, batch)
     with progress_reporter(len(settings)) as report:
         results = measure_all(workload, settings, budget, os.environ, report)
-    return report_of(title, command, results, question)
+    return report_of(title, command, results, options)
 
 
 def report_of(
-    title: str, command: str, results: Sequence[SettingResult | SettingFailure], question: Question
+    title: str, command: str, results: Sequence[SettingResult | SettingFailure], options: PredictionOptions
 ) -> ScalingReport:
     """Build the report of measured settings.
 
@@ -275,12 +276,12 @@ def report_of(
         title: of what was measured.
         command: that started the measurement.
         results: one for each setting.
-        question: what to predict.
+        options: what to predict.
     """
     table = table_of(results)
     notes = list(dict.fromkeys(note for row in table.rows for note in row.measured.notes))
     return ScalingReport(
-        title, command, describe_machine(), table, tuple(recommend(table)), outlook_of(table, question), tuple(notes)
+        title, command, describe_machine(), table, tuple(recommend(table)), prediction_for(table, options), tuple(notes)
     )
 
 

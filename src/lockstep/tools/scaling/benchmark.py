@@ -236,7 +236,9 @@ def _median(run: Callable[[int], None]) -> float:
 
 
 _SHARE_OF_LIMIT = 0.6  # of the time limit, for training; the rest is for starting, compiling and timing the parts
-_HIGHER_IS_BETTER = ("acc", "auc", "precision", "recall", "f1", "fbeta", "iou", "similarity", "r2", "score")
+_HIGHER_IS_BETTER = re.compile(
+    r"(^|_)(acc|accuracy|auc|precision|recall|f1|fbeta|iou|io_u|similarity|r2|score)(_|$)"  # mean_io_u is Keras's name
+)
 
 
 def measure(first: FirstFit, setting: ScalingSetting, budget: Budget) -> SettingResult:
@@ -272,17 +274,22 @@ def measure(first: FirstFit, setting: ScalingSetting, budget: Budget) -> Setting
         links=measure_links(ops, devices) if ops else (),
         memory=memory,
         metric=metric,
-        is_higher_better=is_higher_better(metric or "loss"),
+        is_higher_better=is_higher_better(metric or "loss", getattr(first.model, "output_names", None) or ()),
         curve=timer.curve(task.batch),
         platform=devices[0].platform,
         notes=(*task.notes, *_notes_of(timer, budget)),
     )
 
 
-def is_higher_better(metric: str) -> bool:
-    """Return whether larger values of a metric are better, by its name as in Keras's callbacks."""
-    name = metric.lower()
-    return any(part in name for part in _HIGHER_IS_BETTER)
+def is_higher_better(metric: str, outputs: Sequence[str] = ()) -> bool:
+    """Return whether larger values of a metric are better, by its name as in Keras's callbacks; ``outputs`` are those of the model."""
+    names = [metric.removeprefix(f"{output}_") for output in outputs if metric.startswith(f"{output}_")]
+    name = (names or [metric])[0].lower()
+    return not _is_loss(name) and _HIGHER_IS_BETTER.search(name) is not None
+
+
+def _is_loss(name: str) -> bool:
+    return name == "loss" or name.endswith("_loss")
 
 
 def _strategy_of(model: keras.Model, setting: ScalingSetting) -> Strategy | None:
@@ -318,7 +325,7 @@ def _train(
             verbose=0,
             return_dict=True,
         )
-        names[:] = [name for name in values if name != "loss"][:1] or ["loss"]
+        names[:] = [name for name in values if not _is_loss(name)][:1] or ["loss"]
         return float(values[names[0]])
 
     metric = evaluate if task.validation else None

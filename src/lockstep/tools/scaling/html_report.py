@@ -7,8 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from lockstep._logging import counted
+from lockstep.tools.scaling.prediction import Prediction
 from lockstep.tools.scaling.results import CurvePoint, ScalingRow, ScalingTable, memory, number, ratio, seconds, share
-from lockstep.tools.scaling.terminal import Outlook
 
 if TYPE_CHECKING:
     from lockstep.tools.scaling.api import ScalingReport
@@ -256,7 +256,7 @@ class Figure:
     lines: tuple[tuple[str, ...], ...]
 
 
-def figures_of(table: ScalingTable, outlook: Outlook | None) -> list[Figure]:
+def figures_of(table: ScalingTable, prediction: Prediction | None) -> list[Figure]:
     """Draw all figures that have data."""
     rows = [row for row in table.rows if row.setting.devices]
     if not rows:
@@ -266,8 +266,8 @@ def figures_of(table: ScalingTable, outlook: Outlook | None) -> list[Figure]:
     figures.append(_shares(table.rows))
     if table.metric and any(_is_drawn(point) for row in rows for point in row.measured.curve):
         figures += [_metric(table, rows, by_rows=by_rows) for by_rows in (True, False)]
-    if outlook:
-        figures += [_predicted(outlook), _checked(outlook)]
+    if prediction:
+        figures += [_predicted(prediction), _checked(prediction)]
     return figures
 
 
@@ -395,8 +395,8 @@ def _metric(table: ScalingTable, rows: Sequence[ScalingRow], *, by_rows: bool) -
     return Figure(line_chart(title[0].upper() + title[1:], x, y, series), text, columns, lines)
 
 
-def _predicted(outlook: Outlook) -> Figure:
-    both = (("strong", outlook.strong), ("weak", outlook.weak))
+def _predicted(prediction: Prediction) -> Figure:
+    both = (("strong", prediction.strong), ("weak", prediction.weak))
     series = [
         Series(
             f"{kind} scaling",
@@ -408,7 +408,7 @@ def _predicted(outlook: Outlook) -> Figure:
         )
         for color, (kind, found) in enumerate(both)
     ]
-    most = outlook.weak[-1].devices
+    most = prediction.weak[-1].devices
     series.append(Series("perfect", [ChartPoint(1, 1, ""), ChartPoint(most, most, "")], 4, 1, is_marked=False))
     lowest = math.floor(math.log2(min(1.0, *(one.speed_up for _, found in both for one in found))) / 2)
     ticks = {4.0**power: f"{4**power:,}" if power >= 0 else f"1/{4**-power}" for power in range(lowest, 6)}
@@ -429,11 +429,11 @@ def _predicted(outlook: Outlook) -> Figure:
         if one.devices >= 8
     )
     columns = ("scaling", "devices", "global batch", "a step", "rows/s", "speed-up", "communication")
-    return Figure(chart, f"Predicted, not measured. {outlook.described}. {outlook.error}.", columns, lines)
+    return Figure(chart, f"Predicted, not measured. {prediction.described}. {prediction.error}.", columns, lines)
 
 
-def _checked(outlook: Outlook) -> Figure:
-    counts = sorted({row.setting.devices for row, _, _ in outlook.checks})
+def _checked(prediction: Prediction) -> Figure:
+    counts = sorted({row.setting.devices for row, _, _ in prediction.checks})
     series = [
         Series(
             counted(count, "device"),
@@ -443,7 +443,7 @@ def _checked(outlook: Outlook) -> Figure:
                     1e3 * found,
                     f"{row.setting.name}: {seconds(row.step)}, predicted {seconds(found)}, {error:+.0%}",
                 )
-                for row, found, error in outlook.checks
+                for row, found, error in prediction.checks
                 if row.setting.devices == count
             ],
             color,
@@ -451,7 +451,7 @@ def _checked(outlook: Outlook) -> Figure:
         )
         for color, count in enumerate(counts)
     ]
-    most = 1e3 * max(max(row.step, found) for row, found, _ in outlook.checks)
+    most = 1e3 * max(max(row.step, found) for row, found, _ in prediction.checks)
     ticks = ticks_of([most])
     line = Series("equal", [ChartPoint(0, 0, ""), ChartPoint(max(ticks), max(ticks), "")], 4, 1, is_marked=False)
     chart = line_chart(
@@ -460,10 +460,12 @@ def _checked(outlook: Outlook) -> Figure:
         Axis("ms a step, predicted", ticks),
         [*series, line],
     )
-    text = f"The same formula on the measured settings. {outlook.error}. Expect at least this error in the prediction."
+    text = (
+        f"The same formula on the measured settings. {prediction.error}. Expect at least this error in the prediction."
+    )
     lines = tuple(
         (str(row.setting.devices), str(row.setting.batch), seconds(row.step), seconds(found), f"{error:+.0%}")
-        for row, found, error in outlook.checks
+        for row, found, error in prediction.checks
     )
     return Figure(chart, text, ("devices", "global batch", "measured", "predicted", "error"), lines)
 

@@ -7,21 +7,23 @@ of :mod:`lockstep.collectives.cost_model`. All coefficients are fitted by least 
 negative. The error is computed on the fitted settings, so it is a lower bound of the error elsewhere.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep._errors import OptionError, real_number, shown
+from lockstep._errors import OptionError, real_number, shown, whole_number
+from lockstep._logging import counted
 from lockstep.collectives.cost_model import (
     AllReduceMeasurement,
     Network,
     NetworkLink,
-    fit,
+    fit_network,
     nonnegative_least_squares,
-    predict,
+    predict_seconds,
 )
-from lockstep.tools.scaling.results import ScalingRow, Shares
+from lockstep.tools.scaling.results import ScalingRow, ScalingTable, Shares, choose
 
 COUNTS = tuple(2**power for power in range(11))  # 1 … 1,024 devices
 # Nominal values, not measured: bandwidth in GB/s each way, latency in microseconds.
@@ -116,7 +118,7 @@ def _link_of(rows: Sequence[ScalingRow]) -> Network | None:
         if row.setting.devices > 1
     ]
     found = [one for one in links if one.seconds > 0]
-    return fit(found)[0] if len(found) >= 3 else None
+    return fit_network(found)[0] if len(found) >= 3 else None
 
 
 def predict_step(model: StepModel, devices: int, batch: int, network: Network) -> Shares:
@@ -133,7 +135,7 @@ def predict_step(model: StepModel, devices: int, batch: int, network: Network) -
     amounts = 1, own, own * count, count
     return Shares(
         compute=_sum(model.compute, amounts),
-        communication=predict(model.algorithm, model.gradient_bytes, devices, network),
+        communication=predict_seconds(model.algorithm, model.gradient_bytes, devices, network),
         input=_sum(model.input, amounts),
         host=_sum(model.host, amounts),
     )
@@ -214,3 +216,84 @@ def series_of(model: StepModel, batch: int, network: Network, *, is_weak: bool) 
         first = found[0].batch / found[0].seconds if found else rows / seconds
         found.append(Predicted(devices, rows, seconds, shares, rows / seconds / first))
     return found
+
+
+_MIN_CHECKS = 3  # settings; with fewer the formula has as many constants as data and fits them exactly
+
+
+@dataclass(frozen=True)
+class PredictionOptions:
+    """Options of a prediction.
+
+    Args:
+        bandwidth: between machines in GB/s, or a name such as "100GbE".
+        latency: between machines in µs; None: that of the named network, or 30.
+        devices_per_machine: None: 8 accelerators, or 1 CPU.
+    """
+
+    bandwidth: float | str = "100GbE"
+    latency: float | None = None
+    devices_per_machine: int | None = None
+
+    def __post_init__(self) -> None:
+        link_between(self.bandwidth, self.latency)
+        if self.devices_per_machine is not None:
+            whole_number("devices_per_machine", self.devices_per_machine)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A prediction for more devices.
+
+    Args:
+        model: the costs of a step.
+        network: between the devices.
+        strong: predicted steps at a fixed global batch.
+        weak: predicted steps at a fixed batch per device.
+        checks: measured settings with their predicted seconds per step and the relative error.
+        described: the assumptions, in words.
+    """
+
+    model: StepModel
+    network: Network
+    strong: tuple[Predicted, ...]
+    weak: tuple[Predicted, ...]
+    checks: tuple[tuple[ScalingRow, float, float], ...]
+    described: str
+
+    @property
+    def error(self) -> str:
+        """A sentence about the error of the formula on the measured settings."""
+        errors = sorted(abs(error) for _, _, error in self.checks)
+        if len(errors) < _MIN_CHECKS:
+            settings = "the one measured setting" if len(errors) == 1 else f"the {len(errors)} measured settings"
+            return f"The formula was fitted to {settings}, too few to estimate its error"
+        return (
+            f"On the {len(errors)} measured settings the error of the formula is {statistics.median(errors):.0%} in the median, "
+            f"at most {errors[-1]:.0%}"
+        )
+
+
+def prediction_for(table: ScalingTable, options: PredictionOptions) -> Prediction | None:
+    """Return the prediction for more devices; None if nothing was measured under a strategy."""
+    model, chosen = model_of(table.rows), choose(table)
+    if model is None or chosen is None:
+        return None
+    platform = chosen.measured.platform
+    between = link_between(options.bandwidth, options.latency)
+    network = network_for(model, platform, between, options.devices_per_machine)
+    batch, share = chosen.setting.batch, -(-chosen.setting.batch // chosen.setting.devices)
+    link = "the link measured here" if model.link else "the same"
+    described = (
+        f"{counted(network.devices_per_machine, 'device')} a machine; between machines "
+        f"{1e-9 / between.seconds_per_byte:g} GB/s and {1e6 * between.latency:g} µs, within one {link}; "
+        f"{model.gradient_bytes:,} bytes of gradients by {model.algorithm}; strong: {batch:,} rows in all, weak: {share:,} on each device"
+    )
+    return Prediction(
+        model,
+        network,
+        tuple(series_of(model, batch, network, is_weak=False)),
+        tuple(series_of(model, share, network, is_weak=True)),
+        tuple(errors_of(model, table.rows)),
+        described,
+    )

@@ -15,7 +15,7 @@ from lockstep._errors import seconds as seconds_of_wait
 from lockstep._logging import counted
 from lockstep.collectives.cost_model import AllReduceMeasurement
 
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def settings_of(devices: Sequence[int], batch: Sequence[int]) -> list[ScalingSet
         if not sequence_of(name, numbers, "whole numbers such as (1, 2)"):
             raise OptionError(f"{name}: expected whole numbers such as (1, 2), got {shown(numbers)}.")
         for number in numbers:
-            whole_number(name, number, most=MOST_DEVICES if name == "devices" else None)
+            whole_number(name, number, maximum=MAX_DEVICES if name == "devices" else None)
     counts = sorted({1, *devices})
     return [ScalingSetting(count, rows) for rows in sorted(set(batch)) for count in (0, *counts)]
 

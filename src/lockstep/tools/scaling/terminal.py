@@ -1,4 +1,4 @@
-"""A scaling report: table, prediction and recommendation, for the terminal."""
+"""A scaling report for the terminal: table, prediction and recommendation."""
 
 import io
 import shutil
@@ -6,7 +6,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -15,26 +15,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from lockstep._errors import whole_number
-from lockstep._logging import counted
-from lockstep.collectives.cost_model import Network
 from lockstep.tools.scaling.benchmark import ProgressCallback
-from lockstep.tools.scaling.prediction import (
-    Predicted,
-    StepModel,
-    errors_of,
-    link_between,
-    model_of,
-    network_for,
-    series_of,
-)
+from lockstep.tools.scaling.prediction import Prediction
 from lockstep.tools.scaling.results import (
     ScalingRow,
     ScalingSetting,
     ScalingTable,
     SettingFailure,
     SettingResult,
-    choose,
     memory,
     number,
     ratio,
@@ -44,87 +32,6 @@ from lockstep.tools.scaling.results import (
 
 if TYPE_CHECKING:
     from lockstep.tools.scaling.api import ScalingReport
-
-_MIN_CHECKS = 3  # settings; with fewer the formula has as many constants as data and fits them exactly
-
-
-@dataclass(frozen=True)
-class Question:
-    """Options of a prediction.
-
-    Args:
-        bandwidth: between machines in GB/s, or a name such as "100GbE".
-        latency: between machines in µs; None: that of the named network, or 30.
-        devices_per_machine: None: 8 accelerators, or 1 CPU.
-    """
-
-    bandwidth: float | str = "100GbE"
-    latency: float | None = None
-    devices_per_machine: int | None = None
-
-    def __post_init__(self) -> None:
-        link_between(self.bandwidth, self.latency)
-        if self.devices_per_machine is not None:
-            whole_number("devices_per_machine", self.devices_per_machine)
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """A prediction for more devices.
-
-    Args:
-        model: the costs of a step.
-        network: between the devices.
-        strong: predicted steps at a fixed global batch.
-        weak: predicted steps at a fixed batch per device.
-        checks: measured settings with their predicted seconds per step and the relative error.
-        described: the assumptions, in words.
-    """
-
-    model: StepModel
-    network: Network
-    strong: tuple[Predicted, ...]
-    weak: tuple[Predicted, ...]
-    checks: tuple[tuple[ScalingRow, float, float], ...]
-    described: str
-
-    @property
-    def error(self) -> str:
-        """A sentence about the error of the formula on the measured settings."""
-        errors = sorted(abs(error) for _, _, error in self.checks)
-        if len(errors) < _MIN_CHECKS:
-            settings = "the one measured setting" if len(errors) == 1 else f"the {len(errors)} measured settings"
-            return f"The formula was fitted to {settings}, too few to estimate its error"
-        return (
-            f"On the {len(errors)} measured settings the error of the formula is {statistics.median(errors):.0%} in the median, "
-            f"at most {errors[-1]:.0%}"
-        )
-
-
-def outlook_of(table: ScalingTable, question: Question) -> Outlook | None:
-    """Return the prediction for more devices; None if nothing was measured under a strategy."""
-    model, chosen = model_of(table.rows), choose(table)
-    if model is None or chosen is None:
-        return None
-    platform = chosen.measured.platform
-    between = link_between(question.bandwidth, question.latency)
-    network = network_for(model, platform, between, question.devices_per_machine)
-    batch, share = chosen.setting.batch, -(-chosen.setting.batch // chosen.setting.devices)
-    link = "the link measured here" if model.link else "the same"
-    described = (
-        f"{counted(network.devices_per_machine, 'device')} a machine; between machines "
-        f"{1e-9 / between.seconds_per_byte:g} GB/s and {1e6 * between.latency:g} µs, within one {link}; "
-        f"{model.gradient_bytes:,} bytes of gradients by {model.algorithm}; strong: {batch:,} rows in all, weak: {share:,} on each device"
-    )
-    return Outlook(
-        model,
-        network,
-        tuple(series_of(model, batch, network, is_weak=False)),
-        tuple(series_of(model, share, network, is_weak=True)),
-        tuple(errors_of(model, table.rows)),
-        described,
-    )
-
 
 _MIN_WIDTH = 100  # of a line, if the output is no terminal
 
@@ -196,17 +103,17 @@ def _shares_table(table: ScalingTable) -> RichTable:
     return shown
 
 
-def _prediction_table(outlook: Outlook) -> RichTable:
+def _prediction_table(prediction: Prediction) -> RichTable:
     shown = RichTable(box=SIMPLE_HEAD, title="Predicted, not measured")
     for name in ("devices", "strong: batch", "rows/s", "speed-up", "weak: batch", "rows/s", "speed-up"):
         shown.add_column(name, justify="right")
-    strong = {one.devices: one for one in outlook.strong}
-    for weak in outlook.weak:
+    strong = {one.devices: one for one in prediction.strong}
+    for weak in prediction.weak:
         cells = []
         for one in (strong.get(weak.devices), weak):
             cells += [f"{one.batch:,}", f"{one.batch / one.seconds:,.0f}", ratio(one.speed_up)] if one else ["–"] * 3
         shown.add_row(f"{weak.devices:,}", *cells)
-    shown.caption = f"{outlook.described}. {outlook.error}"
+    shown.caption = f"{prediction.described}. {prediction.error}"
     return shown
 
 
