@@ -659,6 +659,33 @@ def test_half_precision_is_for_gradients_and_not_for_statistics():
     np.testing.assert_allclose(np.asarray(state[0]), 1.001 * (1 - 0.99**3), rtol=1e-5)
 
 
+@pytest.mark.parametrize("value", [np.int32([3, 4]), np.array([True, False])], ids=["int", "bool"])
+def test_the_mean_of_a_shared_value_is_a_floating_point_number(value):
+    found = make(2).reduce("MEAN", value, axis=None)
+    assert found.dtype == "float32"
+    np.testing.assert_array_equal(found, value)
+
+
+def test_joined_arrays_are_exact_whatever_adds_gradients():
+    strategy = make(2, 2, cross_device_ops=lockstep.HalfPrecisionAllReduce())
+    x = np.float32([257, 258.5, 100_001, 3])
+    found = strategy.run(lambda rows: get_replica_context().all_gather(rows, axis=0), args=(one_batch(strategy, x),))
+    np.testing.assert_array_equal(found, x)
+
+
+def test_an_uneven_batch_takes_no_longer_for_a_long_function_of_shared_values():
+    """How shared values were computed was compared as a tree, whose size is 2 to the power of this depth."""
+    strategy = make(2, 2)
+
+    def step(rows, weight):
+        for _ in range(64):
+            weight = weight * jnp.tanh(weight)
+        return rows.sum() * weight, weight
+
+    _, weight = strategy.run(step, args=(one_batch(strategy, np.arange(3.0, dtype="float32")), jnp.float32(0.5)))
+    assert isinstance(weight, jax.Array)
+
+
 def test_what_all_replicas_share_can_be_printed(capfd):
     def step(rows):
         total = get_replica_context().all_reduce("SUM", rows.sum())

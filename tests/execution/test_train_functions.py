@@ -72,7 +72,8 @@ def compiled(steps, scope, accumulate=None, has_noise=True):
     keras.utils.set_random_seed(1)
     with scope:
         noise = [layers.BatchNormalization(synchronized=True), layers.Dropout(0.3, seed=2)] if has_noise else []
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(8), *noise, layers.Dense(3)])
+        # A bias before BatchNorm has no gradient but rounding, of which Adam makes steps.
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8, use_bias=not noise), *noise, layers.Dense(3)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulate)
         model.compile(optimizer, loss, metrics=["accuracy"], steps_per_execution=steps)

@@ -79,8 +79,8 @@ def in_use(model):
     yield trainer.redirect_super(model, "fit", lambda: None)
     yield trainer.redirect_super(model, "predict", lambda: None)
     yield trainer.refresh_before_sync(model, lambda: None)
-    yield trainer.patched_stateless_call(model, lambda *args: None)
-    yield trainer.patched_stateless_call(model, lambda *args: None)
+    yield patches.patched_method(patches.STATELESS_CALL, [model], lambda *args: None)
+    yield patches.patched_method(patches.STATELESS_CALL, [model], lambda *args: None)
     yield graph.disable_batch_statistics(model)
     yield graph.clear_synchronized(model)
     yield patches.patched_method(patches.LAYER_CALL, graph.operations_of(model), lambda layer, call: call)
@@ -129,8 +129,8 @@ def test_attributes_outside_of_the_table_are_refused_and_earlier_ones_restored(m
 
 def test_patches_of_one_attribute_nest(model):
     first, second = object(), object()
-    with trainer.patched_stateless_call(model, first):
-        with trainer.patched_stateless_call(model, second):
+    with patches.patched_method(patches.STATELESS_CALL, [model], lambda *args: first):
+        with patches.patched_method(patches.STATELESS_CALL, [model], lambda *args: second):
             assert model.stateless_call is second
         assert model.stateless_call is first
     assert "stateless_call" not in vars(model)

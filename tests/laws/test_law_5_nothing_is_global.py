@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import gc
 import logging
 import subprocess
@@ -327,6 +328,47 @@ def test_two_threads_train_at_the_same_time():
     for found in results.values():
         for (name, value), theirs in zip(found.items(), expected.values(), strict=True):
             assert_close(value, theirs, 2e-5, name)  # 15 steps, at 1e-6 a step, and Adam's first ones magnify
+
+
+def test_threads_that_trace_replicas_at_the_same_time_leave_models_as_they_were():
+    strategy = Topology(2, 2).strategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+    (batch,) = strategy.experimental_distribute_dataset([X[:4]])
+    values = [
+        [variable.value for variable in kind] for kind in (model.trainable_variables, model.non_trainable_variables)
+    ]
+
+    def normalized(rows, enter=lambda: None):
+        outputs, _ = model.stateless_call(*values, rows, training=True)
+        enter()
+        return outputs
+
+    def run(enter, found):
+        found.append(strategy.gather(strategy.run(functools.partial(normalized, enter=enter), args=(batch,)), axis=0))
+
+    def first_enters():
+        entered.set()
+        both.wait(0.5)  # In vain, unless both are traced at once.
+
+    def second_enters():
+        both.set()
+        threads[0].join(0.5)  # Then the first one leaves first.
+
+    entered, both, expected, found = threading.Event(), threading.Event(), [], []
+    run(lambda: None, expected)
+    threads = [
+        threading.Thread(target=run, args=(enter, found), daemon=True) for enter in (first_enters, second_enters)
+    ]
+    threads[0].start()
+    assert entered.wait(60)
+    threads[1].start()
+    on_one_device = normalized(X[:4])  # By a thread that traces no replica.
+    for thread in threads:
+        thread.join(60)
+    assert "stateless_call" not in vars(model)
+    np.testing.assert_array_equal(on_one_device, normalized(X[:4]))
+    np.testing.assert_array_equal(found, 2 * expected)
 
 
 def test_the_strategy_tells_once_what_it_does(caplog):

@@ -70,7 +70,7 @@ class InputContext:
 
     def __post_init__(self) -> None:
         pipelines = whole_number("InputContext: num_input_pipelines", self.num_input_pipelines)
-        whole_number("InputContext: input_pipeline_id", self.input_pipeline_id, least=0, most=pipelines - 1)
+        whole_number("InputContext: input_pipeline_id", self.input_pipeline_id, minimum=0, maximum=pipelines - 1)
         whole_number("InputContext: num_replicas_in_sync", self.num_replicas_in_sync)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:

@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import keras
 
 from lockstep._errors import ScopeError, member_of
 from lockstep._keras.graph import copy_keras_mask
-from lockstep._keras.trainer import patched_stateless_call
+from lockstep._keras.patches import STATELESS_CALL, patched_method
 from lockstep.collectives import AutoAllReduce, CrossDeviceOps
 from lockstep.collectives.base import ReduceOp
 from lockstep.custom_loops.per_replica import (
@@ -30,6 +31,7 @@ from lockstep.custom_loops.replica_runner import SyncPoint, sync
 from lockstep.execution.call_splitter import state_merge
 from lockstep.execution.replica import StateMerge, replica_seed
 from lockstep.execution.train_functions import is_in_step, trace_context
+from lockstep.execution.train_state import dispatch_lock
 
 Value = TypeVar("Value")
 
@@ -155,7 +157,7 @@ class ReplicaContext:
         # Each replica fills in its own part, and the parts add up: a sum can be differentiated as it stands.
         start = starts[self.replica_id_in_sync_group]
         part = jax.lax.dynamic_update_slice_in_dim(empty, value, start, axis)
-        return self._reduced(ReduceOp.SUM, [part], axis)[0]
+        return self._reduced(ReduceOp.SUM, [part], axis, AutoAllReduce())[0]
 
     def merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call ``merge_fn(strategy, *args, **kwargs)`` once for all replicas.
@@ -280,11 +282,10 @@ def as_floating(value: Any) -> jax.Array:
 
 
 class ReplicaModels:
-    """The models of a strategy; while a replica is traced, their ``stateless_call`` is that of :func:`_call_on_replica`."""
+    """The models of a strategy; while a replica is traced, their ``stateless_call`` is that of :class:`_CallOnReplica`."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self._originals: dict[keras.Model, Any] = {}  # the models' own ``stateless_call``, while replicas are traced
 
     def __contains__(self, model: keras.Model) -> bool:
         return model in self._models
@@ -294,38 +295,44 @@ class ReplicaModels:
         self._models.add(model)
 
     @contextmanager
-    def in_replica(self, context: ReplicaContext) -> Iterator[None]:
-        """Replace the models' ``stateless_call`` for one replica; a merge call may nest further replicas."""
-        is_outermost = not self._originals
-        with ExitStack() as stack:
-            if is_outermost:
-                stack.callback(self._originals.clear)
-                self._originals.update((model, model.stateless_call) for model in self._models)
-            for model, original in list(self._originals.items()):
-                stack.enter_context(patched_stateless_call(model, _call_on_replica(model, original, context)))
+    def in_replica(self) -> Iterator[None]:
+        """Replace the models' ``stateless_call`` while a replica is traced."""
+        with dispatch_lock, patched_method(STATELESS_CALL, self._models, _CallOnReplica.of):
             yield
 
 
-def _call_on_replica(model: keras.Model, original: Callable[..., Any], context: ReplicaContext) -> Callable[..., Any]:
-    """Return a ``model.stateless_call`` for the replica of ``context``, based on the model's ``original`` one.
+@dataclass(frozen=True)
+class _CallOnReplica:
+    """``model.stateless_call`` for a replica, based on the model's ``original`` one.
 
     Seeds differ from replica to replica, and the non-trainable values that it returns are those that ``fit`` would keep: averages
     by rows, sums of changes, the seeds of replica 0. On a replica without rows, the outputs have no gradient and losses over rows
     are 0; regularization losses of weights are the same on each replica.
     """
 
-    def stateless_call(trainable: Any, non_trainable: Any, *args: Any, **kwargs: Any) -> Any:
-        merges = [state_merge(variable) for variable in model.non_trainable_variables]
+    model: keras.Model
+    original: Callable[..., Any]
+
+    @classmethod
+    def of(cls, model: keras.Model, call: Callable[..., Any]) -> "_CallOnReplica":
+        """Return the call for a replica, which may be nested in a merge call of another one."""
+        return call if isinstance(call, cls) else cls(model, call)
+
+    def __call__(self, trainable: Any, non_trainable: Any, *args: Any, **kwargs: Any) -> Any:
+        """See ``keras.Layer.stateless_call``."""
+        if (context := current_replica()) is None:  # In a merge call, or in another thread.
+            return self.original(trainable, non_trainable, *args, **kwargs)
+        merges = [state_merge(variable) for variable in self.model.non_trainable_variables]
         replica = context.replica_id_in_sync_group
         own = [
             replica_seed(value, replica) if merge is StateMerge.SEED else value
             for value, merge in zip(non_trainable, merges, strict=True)
         ]
-        outputs, state, *losses = original(trainable, own, *args, **kwargs)
+        outputs, state, *losses = self.original(trainable, own, *args, **kwargs)
         rows = next(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if jnp.ndim(leaf))
         if not rows:  # A mean over no rows is NaN, and so would be its gradient.
             outputs = jax.tree.map(lambda leaf: copy_keras_mask(leaf, jax.lax.stop_gradient(leaf)), outputs)
-            losses = [_zero_row_losses(model, own_losses) for own_losses in losses]
+            losses = [_zero_row_losses(self.model, own_losses) for own_losses in losses]
         changed = [i for i, (new, old) in enumerate(zip(state, own, strict=True)) if new is not old]
         if not changed:
             return outputs, list(non_trainable), *losses
@@ -335,8 +342,6 @@ def _call_on_replica(model: keras.Model, original: Callable[..., Any], context: 
         for position, value in zip(changed, sums, strict=True):
             merged[position] = _merged(value, non_trainable[position], merges[position], total)
         return outputs, merged, *losses
-
-    return stateless_call
 
 
 def _zero_row_losses(model: keras.Model, losses: list[Any]) -> list[Any]:

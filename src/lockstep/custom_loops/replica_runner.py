@@ -26,6 +26,7 @@ from lockstep.execution.jaxpr_utils import inline_calls, subprogram
 
 Replicas = tuple[int, ...]
 Shapes = list[list[Any]]  # for each all_gather, in order: the shape that each replica gives to it
+Origins = dict[tuple[Any, ...], int]  # A number for each way in which a shared value was computed, and from what.
 Function = Callable[[jax.Array, list[Any], Callable[[Any], list[Any]]], Any]
 
 
@@ -63,7 +64,7 @@ def _tangents(primals: Any, tangents: Any, *, sync_point: SyncPoint, outputs: An
     if not sync_point.is_linear:
         if all(isinstance(tangent, ad.Zero) for tangent in tangents):
             return found, [ad.Zero(jax.typeof(value).to_tangent_aval()) for value in found]
-        raise ModelError(f"{sync_point.name} cannot be differentiated; all_reduce and all_gather can.")
+        raise ModelError(f"{sync_point.name} cannot be differentiated. Fix: use all_reduce or all_gather.")
     known = [position for position, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     mapped = dict(zip(known, _sync_same_shapes([tangents[position] for position in known], sync_point), strict=True))
     return found, [mapped.get(position, tangent) for position, tangent in enumerate(tangents)]
@@ -104,10 +105,11 @@ def run_on_replicas(function: Function, leaves: list[Any], placement: Placement)
     """
     groups = _replica_groups(leaves, placement.replicas)
     known: Shapes = []
-    batches = [_ReplicaBatch(function, leaves, group, placement, known) for group in groups]
+    origins: Origins = {}
+    batches = [_ReplicaBatch(function, leaves, group, placement, known, origins) for group in groups]
     while len(batches) > 1 and (seen := _gathered_shapes(batches, placement.replicas)) != known:
         known = seen  # Trace again: the results of an all_gather depend on the shapes of the other groups.
-        batches = [_ReplicaBatch(function, leaves, group, placement, known) for group in groups]
+        batches = [_ReplicaBatch(function, leaves, group, placement, known, origins) for group in groups]
     names = [[sync_point.name for sync_point in batch.sync_points] for batch in batches]
     for group, own in zip(groups, names, strict=True):
         if own != names[0]:
@@ -145,12 +147,19 @@ class _ReplicaBatch:
 
     A value is either shared by them, or varying: stacked with one entry for each, ``(replicas of the group, …)``. If a group is spread over the devices,
     they run equal numbers of replicas: stacks end with copies of the last replica, which are dropped when values leave the group.
+    Shared values of equal origin are equal in all batches with the same ``origins``.
     """
 
     def __init__(
-        self, function: Function, leaves: list[Any], replicas: Replicas, placement: Placement, known: Shapes
+        self,
+        function: Function,
+        leaves: list[Any],
+        replicas: Replicas,
+        placement: Placement,
+        known: Shapes,
+        origins: Origins,
     ) -> None:
-        self.replicas, self.placement = replicas, placement
+        self.replicas, self.placement, self.origins = replicas, placement, origins
         devices, count = len(placement.devices), len(replicas)
         # XLA fails on a shard_map with arrays of 0 rows ("GlobalToLocalShape").
         self.is_empty = any(is_per_replica(leaf) and not leaf.of(replicas).size for leaf in leaves)
@@ -181,14 +190,18 @@ class _ReplicaBatch:
             for v, leaf in zip(self.jaxpr.invars, [None, *leaves], strict=True)
             if leaf is None or is_per_replica(leaf)
         }
-        # How shared values were computed, and from what: equal origins mean equal values in two batches.
-        self.origin: dict[Var, Any] = {
-            v: ("argument", i) for i, v in enumerate(self.jaxpr.invars) if v not in self.varying
+        self.origin: dict[Var, int] = {
+            v: self.number_of("argument", i) for i, v in enumerate(self.jaxpr.invars) if v not in self.varying
         }
         self.origin |= {
-            v: ("constant", id(value)) for v, value in zip(self.jaxpr.constvars, closed.consts, strict=True)
+            v: self.number_of("constant", id(value))
+            for v, value in zip(self.jaxpr.constvars, closed.consts, strict=True)
         }
         self.constant = set(self.jaxpr.constvars)
+
+    def number_of(self, *origin: Any) -> int:
+        """Return the number of an origin."""
+        return self.origins.setdefault(origin, len(self.origins))
 
     def read(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else self.values[atom]
@@ -222,15 +235,16 @@ class _ReplicaBatch:
             else:
                 shared.append(equation)
                 source = (str(equation.primitive), str(equation.params), *map(self.origin_of, equation.invars))
-                self.origin.update({var: (*source, i) for i, var in enumerate(equation.outvars)})
+                self.origin.update({var: self.number_of(*source, i) for i, var in enumerate(equation.outvars)})
                 if all(map(self.is_constant, equation.invars)):
                     self.constant.update(equation.outvars)
         self._run(shared, lambda function, inputs: function(*(self.read(var) for var in inputs)))
         self._run(own, self._run_vmapped)
 
-    def origin_of(self, atom: Any) -> Any:
-        """Return how a shared value was computed."""
-        return ("number", str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else self.origin[atom]
+    def origin_of(self, atom: Any) -> int:
+        """Return the origin of a shared value."""
+        is_number = isinstance(atom, Literal)
+        return self.number_of("number", str(atom.val), str(atom.aval)) if is_number else self.origin[atom]
 
     def _run(self, equations: list[JaxprEqn], call: Callable[[Any, list[Var]], Any]) -> None:
         if not equations:
@@ -287,7 +301,7 @@ def _run_sync_point(batches: list[_ReplicaBatch], position: int, sync_point: Syn
                 batch.varying.add(var)
             else:
                 batch.values[var] = value
-                batch.origin[var] = ("sync_point", position, turn)
+                batch.origin[var] = batch.number_of("sync_point", position, turn)
 
 
 def _collect(batches: list[_ReplicaBatch], atoms: list[Any]) -> Any:

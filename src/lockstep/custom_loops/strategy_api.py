@@ -156,7 +156,7 @@ class StrategyApi:
                 structure, [next(arrays) if value else next(others) for value in are_values]
             )
             context, access = ReplicaContext(self, replica, gathered_shapes), _VariableAccess(known, own[len(values) :])
-            with in_context(self, context), self._models_in_replica(context), access:
+            with in_context(self, context), self._models_in_replica(), access:
                 found = fn(*args, **kwargs)
             access.refuse_assignments()
             if read is not None:
@@ -199,7 +199,7 @@ class StrategyApi:
             if axis is not None:
                 check_axis("strategy.reduce: axis", jnp.shape(value), axis)
             if op is ReduceOp.MEAN:
-                return jnp.asarray(value) if axis is None else jnp.mean(jnp.asarray(value), axis=axis)
+                return as_floating(value) if axis is None else jnp.mean(jnp.asarray(value), axis=axis)
             if self._placement.replicas == 1:
                 return bools_as_integers(value) if axis is None else jnp.sum(bools_as_integers(value), axis=axis)
             raise OptionError(
@@ -377,7 +377,7 @@ class StrategyApi:
     def _run_compiled(self) -> Any:
         return jax.jit(self._run, static_argnums=(0, 1, 2, 3))
 
-    def _models_in_replica(self, context: ReplicaContext) -> AbstractContextManager[Any]:
+    def _models_in_replica(self) -> AbstractContextManager[Any]:
         """Return a context in which the strategy's models are called on a replica."""
         return nullcontext()
 

@@ -23,8 +23,7 @@ from lockstep._keras.graph import (
     nested_models,
     unsynchronized_normalizations,
 )
-from lockstep._keras.patches import LAYER_CALL, patched_method
-from lockstep._keras.trainer import patched_stateless_call
+from lockstep._keras.patches import LAYER_CALL, STATELESS_CALL, patched_method
 from lockstep.data.device_placement import PlacedRows, Placement, is_rows
 from lockstep.data.keras_adapter import next_batch
 from lockstep.devices.names import device_name
@@ -41,6 +40,7 @@ from lockstep.execution.executors import EagerExecutor, Executor, SpmdExecutor
 from lockstep.execution.nonfinite_gate import GatedStep
 from lockstep.execution.replica import StateMerge
 from lockstep.execution.spmd import SpmdForward
+from lockstep.execution.train_state import dispatch_lock
 
 STATE = {
     "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
@@ -252,15 +252,16 @@ class StepFunctions:
     def _intercepted(self, interceptor: "_ForwardInterceptor") -> Iterator[None]:
         reason, is_split = global_batch_reason(self.model), self.placement.replicas > 1
         with contextlib.ExitStack() as stack:
+            stack.enter_context(dispatch_lock)  # Others would find, and restore, what is replaced here.
             stack.enter_context(in_step())
             if reason and is_split:
                 self.log(f"it runs on the global batch, {self.executor.global_batch_note}: {reason}")
             if reason:
                 stack.enter_context(clear_synchronized(self.model))
             models = [] if reason and is_split else nested_models(self.model)
-            for model in models:
-                call = functools.partial(interceptor.call, model, model.stateless_call)
-                stack.enter_context(patched_stateless_call(model, call))
+            stack.enter_context(
+                patched_method(STATELESS_CALL, models, functools.partial(functools.partial, interceptor.call))
+            )
             stack.enter_context(patched_method(LAYER_CALL, models, interceptor.wrap_direct_call))
             yield
 
@@ -448,8 +449,8 @@ def _explain_memory(error: BaseException) -> None:
     """Add to an error what to do, if it says that a device has no memory."""
     if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         error.add_note(
-            "lockstep: a device has no memory for this step. Fix: a smaller batch_size, which lockstep.batch_size_finder finds; on several devices "
-            'also shard="variables", with recompute="blocks".'
+            "lockstep: a device ran out of memory in this step. Fix: a smaller batch_size, which lockstep.batch_size_finder finds; on "
+            'several devices also shard="variables", with recompute="blocks".'
         )
 
 

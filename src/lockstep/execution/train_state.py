@@ -10,7 +10,8 @@ import jax.numpy as jnp
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (logs or outputs, state)
 
 # Two threads that start steps on the same devices at once could start them in a different order on each device, and their
-# collectives would deadlock. Reentrant: a step may start another one (a teacher, in a callback).
+# collectives would deadlock. Two that trace the same models would replace their methods, and restore them, in any order.
+# Reentrant: a step may start another one (a teacher, in a callback).
 dispatch_lock = threading.RLock()
 
 

@@ -17,7 +17,7 @@ from lockstep._keras.graph import global_batch_reason, unsynchronized_normalizat
 from lockstep._keras.sharded_variable import VariableLayouts, lay_out
 from lockstep._logging import counted, log_info
 from lockstep.collectives import CrossDeviceOps
-from lockstep.custom_loops.replica_context import ReplicaContext, ReplicaModels, ReusableContext, open_scopes
+from lockstep.custom_loops.replica_context import ReplicaModels, ReusableContext, open_scopes
 from lockstep.data.device_placement import MeshPlacement, Placement, gather_on_host
 from lockstep.data.fit_entry import InputFactory, ProcessGroup
 from lockstep.devices.determinism import describe_determinism
@@ -365,8 +365,8 @@ class Strategy(Diagnostics):
     def _log(self, message: str) -> None:
         log_info(message)
 
-    def _models_in_replica(self, context: ReplicaContext) -> contextlib.AbstractContextManager[None]:
-        return self._models.in_replica(context)
+    def _models_in_replica(self) -> contextlib.AbstractContextManager[None]:
+        return self._models.in_replica()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self.devices)}, replicas={self.num_replicas_in_sync})"
