@@ -418,7 +418,7 @@ def test_a_value_that_reaches_the_call_behind_our_back_is_an_error_that_says_so(
     with Topology(2, 1).strategy().scope():
         model = Annealed()
         model.compile("sgd", "mse")
-    with pytest.raises(lockstep.ModelError, match="Hand it over as an argument of the call"):
+    with pytest.raises(lockstep.ModelError, match="Fix: hand it over as an argument of the call"):
         model.fit(np.ones((16, 4), "float32"), np.ones((16, 2), "float32"), batch_size=8, verbose=0)
 
 

@@ -30,4 +30,4 @@ def test_each_row_once_an_epoch_and_who_reads_something_else_is_named(job, worke
     }
     for key, sentence in expected.items():
         assert reports[0][key].startswith(f"The workers do not agree on {sentence}"), reports[0][key]
-    assert "Give shuffling a seed" in reports[0]["other_order"]
+    assert "Fix: give shuffling a seed" in reports[0]["other_order"]

@@ -66,7 +66,7 @@ def test_a_worker_that_is_stopped_is_named_at_the_limit(job, stopped):
     processes[stopped].send(signal.SIGSTOP)
     other = processes[1 - stopped]
     ends([other], 75, SHORT + SOON)
-    who = f"worker {stopped} of 2 ({HOST}, process {processes[stopped].pid}) does not answer: no sign of life for 3 s"
+    who = f"worker {stopped} of 2 ({HOST}, process {processes[stopped].pid}) does not answer: no heartbeat for 3 s"
     assert who in last_line(other)
     processes[stopped].send(signal.SIGCONT)  # It finds the others gone, and ends, too.
     assert processes[stopped].end() == 75, processes[stopped].said
@@ -115,7 +115,7 @@ def test_a_worker_that_exits_in_the_middle_keeps_its_code_and_is_named(job, leav
     processes = train(job, timeout=LONG, faulty=leaves, does="exit")
     ends([processes[1 - leaves]], 13, SOON)
     assert processes[leaves].end() == 3
-    sentence = f"worker {leaves} of 2 ({HOST}, process {processes[leaves].pid}) came to its end after step 5; "
+    sentence = f"worker {leaves} of 2 ({HOST}, process {processes[leaves].pid}) finished after step 5; "
     assert f"{sentence}worker {1 - leaves} waits for it in step 6." in last_line(processes[1 - leaves])
     assert_no_process_is_left(processes)
 
@@ -127,7 +127,7 @@ def test_a_worker_that_finishes_early_is_named_when_the_others_call_for_it(job, 
     processes = train(job, timeout=LONG, faulty=leaves, does="come to the end early", steps=8, evaluates=True)
     ends([processes[1 - leaves]], 13, SOON)
     assert processes[leaves].end() == 0
-    who = f"worker {leaves} of 2 ({HOST}, process {processes[leaves].pid}) came to the end before gather 'the call'"
+    who = f"worker {leaves} of 2 ({HOST}, process {processes[leaves].pid}) finished before gather 'the call'"
     assert who in last_line(processes[1 - leaves])
 
 

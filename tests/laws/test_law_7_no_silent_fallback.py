@@ -19,7 +19,7 @@ def failing(python, code: str) -> str:
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (["cpu:0", "/device:CPU:0"], "are the same device. For several replicas on one device write"),
+        (["cpu:0", "/device:CPU:0"], "are the same device. Fix: for several replicas on one device write"),
         (["cpu:1", jax.local_devices()[1]], "are the same device"),
         (["gpu:0"], "devices: there is no device 'gpu:0' here; there are: cpu:0, cpu:1, .*, cpu:7"),
         (["/gpu:0", "/gpu:1"], "devices: there is no device '/gpu:0' here"),

@@ -561,8 +561,8 @@ FAULTS = [
     Mutant(
         "connections-not-limited",
         "distributed/control/handshake.py",
-        "_MOST_HANDSHAKES = 256",
-        "_MOST_HANDSHAKES = 10**9",
+        "_MAX_HANDSHAKES = 256",
+        "_MAX_HANDSHAKES = 10**9",
         "Connections that say nothing use up the descriptors of the chief.",
     ),
     Mutant(

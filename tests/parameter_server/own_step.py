@@ -5,7 +5,7 @@ import keras
 
 
 class OwnStep(keras.Sequential):
-    """A train_step as users write it, whose logs are no metrics, and one is the optimizer's count of steps."""
+    """A train_step as users write it, whose logs are no metrics: the optimizer's count of steps and its learning rate are among them."""
 
     def train_step(self, state, data):
         trainable, other, optimizer, metrics = state
@@ -16,6 +16,6 @@ class OwnStep(keras.Sequential):
             return 3 * keras.ops.mean((predicted - y) ** 2), other
 
         (loss, other), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable, other)
-        before = optimizer[0]
+        step, rate = optimizer[:2]
         trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
-        return {"loss": loss, "step": before}, (trainable, other, optimizer, metrics)
+        return {"loss": loss, "step": step, "rate": rate}, (trainable, other, optimizer, metrics)

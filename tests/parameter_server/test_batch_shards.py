@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import lockstep
 from lockstep import ModelError
 from lockstep.data.device_placement import PlacedRows
 from lockstep.devices.batch_split import Layout
-from lockstep.parameter_server.gradient_step import check_mean_loss, count_batch_rows, nonempty_parts, part_of
+from lockstep.parameter_server.gradient_step import (
+    check_can_split,
+    check_mean_loss,
+    count_batch_rows,
+    nonempty_parts,
+    part_of,
+)
+from tests.parameter_server.own_step import OwnStep
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(7, 3)).astype("float32")
@@ -99,6 +107,87 @@ def test_everything_else_is_refused_with_both_losses(make, loss, batch):
 
 def test_a_batch_that_stays_whole_may_have_any_loss():
     checked(*OTHERS["rows that are compared"], parts=1)
+
+
+class Counter(layers.Layer):
+    """Adds something to a variable that has no aggregation."""
+
+    def __init__(self, of, dtype="float32", **options):
+        super().__init__(**options)
+        self.of, self.kind = of, dtype
+
+    def build(self, shape):
+        self.total = self.add_weight(shape=(), initializer="zeros", trainable=False, name="total", dtype=self.kind)
+
+    def call(self, x):
+        self.total.assign(self.total + self.of(x))
+        return x
+
+
+class Centers(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0)
+
+
+class HasPart(OwnStep):
+    """Its step calls the model by way of a model within it."""
+
+    def stateless_call(self, *arguments, **options):
+        return self.layers[0].stateless_call(*arguments, **options)
+
+
+def normalized(**options):
+    with lockstep.MirroredStrategy(["cpu:0"], replicas=2).scope():
+        return dense(layers.BatchNormalization(name="norm", **options))
+
+
+def with_part(*more):
+    return HasPart([keras.Input((3,)), dense(*more)], name="net")
+
+
+def stateful():
+    return keras.Sequential([keras.Input((3, 1), batch_size=7), layers.GRU(2, stateful=True, name="gru")], name="net")
+
+
+SPLIT = {
+    "no state": dense,
+    "an embedding and a mask": words,
+    "statistics and noise": lambda: dense(layers.BatchNormalization(), layers.Dropout(0.5)),
+    "a count of steps": lambda: dense(Counter(lambda x: 1)),
+    "a mean": lambda: dense(Counter(lambda x: ops.mean(x))),
+    "a step of its own": lambda: dense(kind=OwnStep),
+    "a model within it": with_part,
+}
+WHOLE = {
+    "synchronized": (lambda: normalized(synchronized=True), r"layer 'norm' normalizes over all replicas"),
+    "stateful": (stateful, r"layer 'gru' keeps a state for each row"),
+    "a sum": (lambda: dense(Counter(lambda x: ops.sum(x))), "variable '.*/total' has no aggregation"),
+    "a count of rows": (lambda: dense(Counter(lambda x: ops.shape(x)[0], "int32")), "has no aggregation"),
+    "rows that are compared": (lambda: dense(Centers()), "it mixes the rows of its batch"),
+    "a step of its own": (lambda: dense(Centers(), kind=OwnStep), "it mixes the rows of its batch"),
+    "a model within it": (lambda: with_part(Centers()), "it mixes the rows of its batch"),
+}
+
+
+def check_split(make):
+    model = make()
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    before = [np.array(variable.value) for variable in model.variables]
+    x = np.ones((7, *model.input_shape[1:]), model.inputs[0].dtype)
+    check_can_split(model, (x, np.ones((7, *model.output_shape[1:]), "float32")), 2)
+    assert all((one == other.value).all() for one, other in zip(before, model.variables, strict=True))
+
+
+@pytest.mark.parametrize("make", SPLIT.values(), ids=SPLIT)
+def test_a_model_that_replicas_run_on_their_rows_is_taken(make):
+    check_split(make)
+
+
+@pytest.mark.parametrize(("make", "reason"), WHOLE.values(), ids=WHOLE)
+def test_a_model_that_must_see_all_rows_at_once_is_refused_with_the_reason(make, reason):
+    with pytest.raises(ModelError, match=rf"Model 'net' .*max_staleness=0.*{reason}.* Fix: use MultiWorkerMirrored"):
+        check_split(make)
 
 
 @pytest.mark.parametrize("rows", range(1, 9))

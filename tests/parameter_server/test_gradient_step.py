@@ -112,7 +112,7 @@ def test_all_that_a_step_gives_is_what_the_step_of_keras_gives_and_nothing_chang
 
 
 def test_logs_that_no_metric_gives_differ_from_what_is_measured():
-    for kind, own in ((keras.Sequential, set()), (OwnStep, {"loss", "step"})):
+    for kind, own in ((keras.Sequential, set()), (OwnStep, {"loss", "step", "rate"})):
         model, step = step_of(kind)
         found = step(values_of(model), *state_of(model)[1::2], BATCHES[0], 0)
         assert {name for name, value in found.logs.items() if found.metric_logs.get(name) != value} == own
@@ -130,6 +130,15 @@ def test_a_step_sees_how_many_updates_were_made():
     for version in (0, 7, 1000):
         found = step(values_of(model), *state_of(model)[1::2], BATCHES[0], version)
         assert found.logs["step"] == version
+
+
+def test_a_step_sees_the_learning_rate_of_the_chief():
+    model, step = step_of(OwnStep)
+    number = [one is model.optimizer._learning_rate for one in model.optimizer.variables].index(True)
+    for rate in (0.5, 0.001, 0.01):
+        step.set_optimizer({str(number): rate})
+        found = step(values_of(model), *state_of(model)[1::2], BATCHES[0], 3)
+        assert (found.logs["rate"], found.logs["step"]) == (np.float32(rate), 3)
 
 
 @pytest.mark.parametrize(("kind", "times"), [(NoStep, 0), (TwoSteps, 2)])

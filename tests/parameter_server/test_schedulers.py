@@ -47,7 +47,7 @@ def test_only_a_strategy_with_servers_has_a_coordinator():
 
 
 def test_a_cache_is_refused_as_each_worker_reads_its_own_part():
-    with pytest.raises(lockstep.OptionError, match=r"a cache cannot be made\. Leave it out"):
+    with pytest.raises(lockstep.OptionError, match=r"a cache cannot be made\. Fix: leave it out"):
         lockstep.ParameterServerStrategy(input_options=lockstep.InputOptions(cache="memory"))
 
 
@@ -92,7 +92,7 @@ def test_the_chief_trains_no_batch_itself(chief):
     with strategy.scope():
         model = net()
     before = model.get_weights()
-    with pytest.raises(lockstep.ModelError, match=r"workers make the training steps. Schedule a function"):
+    with pytest.raises(lockstep.ModelError, match=r"workers make the training steps. Fix: schedule a function"):
         model.train_on_batch(np.ones((2, 3)), np.ones((2, 1)))
     for new, old in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(new, old)
@@ -110,7 +110,7 @@ def test_what_cannot_be_scheduled_is_refused(chief):
     coordinator = lockstep.ClusterCoordinator(chief())
     with pytest.raises(lockstep.OptionError, match="fn: expected a function, got 7"):
         coordinator.schedule(7)
-    with pytest.raises(lockstep.OptionError, match=r"a RemoteValue cannot be an argument. Fetch it before"):
+    with pytest.raises(lockstep.OptionError, match=r"a RemoteValue cannot be an argument. Fix: fetch it before"):
         coordinator.schedule(print, kwargs={"value": [lockstep.RemoteValue(None, None)]})
     with pytest.raises(lockstep.OptionError, match=r"expected an iterable of batches, or a function .* got 7"):
         coordinator.create_per_worker_dataset(7)

@@ -53,8 +53,8 @@ def test_each_epoch_has_its_own_numbers():
         {"updates_per_sec": 1.0, "bytes_per_sec": 100.0, "staleness": 2.5},
     ]
     assert said == [
-        "epoch 1: 8 updates, 4.0 a second, 2 MB/s; gradients by the number of updates that they missed: 0: 6, 1: 2",
-        "epoch 2: 4 updates, 1.0 a second, 0.0001 MB/s; gradients by the number of updates that they missed: 1: 2, 4: 2",
+        "epoch 1: 8 updates, 4.0 a second, 2 MB/s; gradients by staleness: 0: 6, 1: 2",
+        "epoch 2: 4 updates, 1.0 a second, 0.0001 MB/s; gradients by staleness: 1: 2, 4: 2",
     ]
 
 
@@ -70,4 +70,4 @@ def test_an_epoch_without_a_batch_shows_nothing():
 def test_where_no_staleness_is_known_none_is_shown():
     found, said = epochs(("begin", 0.0), ("end", 1.0, 2, 10, {}))
     assert "staleness" not in found[0]
-    assert said[0].endswith("missed: none")
+    assert said[0].endswith("by staleness: none")

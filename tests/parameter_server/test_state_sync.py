@@ -1,6 +1,7 @@
 """What steps change besides the trained variables adds up: in any order where it is a sum, and over parts as over replicas."""
 
 import itertools
+from unittest.mock import Mock
 
 import jax
 import keras
@@ -13,8 +14,15 @@ from lockstep._keras import trainer
 from lockstep._keras.graph import is_seed
 from lockstep.execution.replica import replica_seed
 from lockstep.fit.checkpointing.model_state import variables_of
-from lockstep.parameter_server.gradient_step import nonempty_parts, part_of
-from lockstep.parameter_server.state_sync import DeltaAccumulator, compute_delta, compute_deltas, is_additive
+from lockstep.parameter_server.gradient_step import nonempty_parts, part_of, specs_of
+from lockstep.parameter_server.state_sync import (
+    DeltaAccumulator,
+    StateSync,
+    compute_delta,
+    compute_deltas,
+    is_additive,
+)
+from lockstep.parameter_server.variables.sharding import plan_shards
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(28, 4)).astype("float32")
@@ -206,7 +214,7 @@ def test_a_worker_gets_all_that_has_ever_changed_also_after_metrics_were_reset()
     totals = DeltaAccumulator(model)
     totals.set(state[1], state[3])
     totals.add([changed_by(step, state, state[1], BATCHES[0])], [7], NONE)
-    totals.set(totals.non_trainable, state[3])  # As at the begin of an epoch: only metrics are other ones.
+    totals.set(totals.non_trainable, state[3])  # As at the beginning of an epoch: only metrics are other ones.
     assert_close(DeltaAccumulator.with_changing_values(state[1], totals.changing_values()), totals.non_trainable)
     assert_close(totals.metrics, state[3])
 
@@ -266,3 +274,16 @@ def test_unchanged_values_are_not_sent():
     )
     assert sorted(found) == ["new/1", "other/2"]
     assert found["new/1"].dtype == bool
+
+
+def test_workers_learn_of_a_learning_rate_that_a_callback_has_changed():
+    model = made(rate=0.5)
+    sync = StateSync(model, Mock(), plan_shards(specs_of(model), 1, None), Mock())
+    state = state_of(model)
+    number = [one is model.optimizer._learning_rate for one in model.optimizer.variables].index(True)
+    sync.broadcast([True] * 4, state, 0, 0)
+    assert sync.optimizer_scalars[str(number)] == 0.5
+    state[2][number] = np.float32(0.1)
+    sync.broadcast([False, False, True, False], state, 3, 3)
+    assert np.float32(sync.optimizer_scalars[str(number)]) == np.float32(0.1)
+    assert all(model.optimizer.variables[int(n)].shape == () for n in sync.optimizer_scalars)

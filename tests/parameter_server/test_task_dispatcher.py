@@ -11,7 +11,7 @@ import pytest
 
 from lockstep import ClusterError
 from lockstep._arrays import ArraySpec
-from lockstep._errors import INTERRUPTED, MOST_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR
+from lockstep._errors import INTERRUPTED, MAX_SECONDS, NO_PROGRESS, PEER_LOST, USER_ERROR
 from lockstep.distributed.control.transport import ProtocolError
 from lockstep.parameter_server.task_client import CallEnded, TaskClient, run_tasks
 from lockstep.parameter_server.task_dispatcher import TaskDispatcher
@@ -100,7 +100,7 @@ def test_results_return_to_the_chief_and_all_workers_get_the_end():
         assert served.dispatcher.worker_count == 0
 
 
-@pytest.mark.parametrize("seconds", [3601, MOST_SECONDS])
+@pytest.mark.parametrize("seconds", [3601, MAX_SECONDS])
 def test_every_limit_that_a_strategy_takes_is_one_for_requests(seconds):
     with ServedDispatcher() as served, Servers() as servers:
         assert served.client(1, timeout_seconds=seconds).enter(1) is None
@@ -368,14 +368,14 @@ def test_a_late_process_gets_the_call_or_its_result_and_an_early_one_waits():
         assert request(dispatcher, late, kind)[0] == {"kind": "over", "result": {"loss": 0.5}}
 
 
-def test_arrays_of_a_result_are_there_until_the_next_call_ends():
+def test_arrays_of_a_result_are_there_until_the_next_call_ends_and_some_longer():
     dispatcher = opened()
-    dispatcher.close({"call": 1}, {"w": np.ones(3)})
+    dispatcher.close({"call": 1}, {"w": np.ones(3)}, {"hooks": np.ones(2)})
     dispatcher.open(2)
-    assert list(request(dispatcher, session(1), "enter", call=1)[1]) == ["w"]
+    assert list(request(dispatcher, session(1), "enter", call=1)[1]) == ["w", "hooks"]
     dispatcher.close({"call": 2}, {"w": np.zeros(3)})
     message, arrays = request(dispatcher, session(1), "enter", call=1)
-    assert (message["result"], arrays) == ({"call": 1}, {})
+    assert (message["result"], list(arrays)) == ({"call": 1}, ["hooks"])
     assert request(dispatcher, session(1), "enter", call=2)[1]["w"].sum() == 0
 
 
@@ -492,6 +492,63 @@ def test_closing_a_call_has_a_time_limit_and_names_late_processes():
     assert dispatcher.worker_count == 0
 
 
+OTHERS = [("worker", 1), ("ps", 2)]
+
+
+def waits_for_stragglers(dispatcher):
+    waiting = threading.Thread(target=lambda: dispatcher.wait_for_stragglers(OTHERS), daemon=True)
+    waiting.start()
+    return waiting
+
+
+def test_the_chief_ends_after_each_connected_process_has_left_the_last_call():
+    """A process may be between two calls, or may just have connected, while the chief makes the last ones."""
+    dispatcher, worker, server = opened(), session(1), session(2, "ps")
+    for each in (worker, server):
+        request(dispatcher, each, "leave")
+    dispatcher.close({})
+    dispatcher.wait_for_stragglers(OTHERS)
+    dispatcher.open(2)
+    dispatcher.close({})
+    waiting = waits_for_stragglers(dispatcher)
+    assert kind_of(dispatcher, worker, "enter", call=2) == "over"
+    dispatcher.leave(server)  # Its connection has ended.
+    assert waiting.is_alive()
+    request(dispatcher, worker, "leave", call=2)
+    waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+
+
+def test_the_chief_ends_after_each_process_has_come():
+    dispatcher, worker = opened(), session(1)
+    request(dispatcher, worker, "leave")
+    dispatcher.close({})
+    waiting, server = waits_for_stragglers(dispatcher), session(2, "ps")
+    request(dispatcher, server, "enter")
+    assert waiting.is_alive()
+    request(dispatcher, server, "leave")
+    waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+
+
+def test_the_wait_for_processes_that_have_not_come_ends_with_the_limit_of_the_start():
+    clock = Clock()
+    dispatcher = TaskDispatcher(timeout_seconds=60, clock=clock)
+    waiting = waits_for_stragglers(dispatcher)
+    assert waiting.is_alive()
+    clock.now += 60
+    waiting.join(DEADLINE)
+    assert not waiting.is_alive()
+
+
+def test_the_chief_that_has_failed_does_not_wait_for_stragglers():
+    dispatcher = opened()
+    request(dispatcher, session(1), "enter")
+    dispatcher.abort("no memory")
+    dispatcher.wait_for_stragglers(OTHERS)
+    assert dispatcher.has_failed
+
+
 def test_tasks_without_a_worker_have_a_time_limit():
     dispatcher = opened(timeout_seconds=0.05)
     request(dispatcher, session(1, "ps"), "enter")
@@ -519,6 +576,43 @@ def test_an_unfinished_task_has_a_time_limit_and_names_its_worker():
         dispatcher.wait_until(until)
     assert caught.value.exit_code == NO_PROGRESS
     assert next(looks, None) is None  # At the first look there was time left.
+
+
+def with_a_task_after_a_long_time_of_the_script(clock):
+    """The scripts of the chief and of worker 1 do something else for longer than the limit, after a function was scheduled."""
+    dispatcher, worker = opened(long_seconds=600, clock=clock), session(1)
+    request(dispatcher, worker, "enter")
+    dispatcher.schedule({})
+    clock.now += 700
+    return dispatcher, worker
+
+
+@pytest.mark.parametrize("is_poll", [False, True])
+def test_the_time_limit_of_a_wait_begins_with_the_wait(is_poll):
+    clock = Clock()
+    dispatcher, worker = with_a_task_after_a_long_time_of_the_script(clock)
+
+    def done_at_last():
+        if request(dispatcher, worker, "take")[0]["kind"] == "nothing":  # It has taken it at the look before.
+            request(dispatcher, worker, "finish", task=0, result={})
+        clock.now += 500
+        return dispatcher.is_idle
+
+    dispatcher.wait_until(done_at_last, is_poll=is_poll)
+    dispatcher.schedule({})
+    with pytest.raises(ClusterError, match="No task was finished for 600 s, of 2"):
+        dispatcher.wait_until(lambda: setattr(clock, "now", clock.now + 500))
+
+
+def test_the_time_limit_holds_for_a_loop_over_done():
+    clock = Clock()
+    dispatcher, _ = with_a_task_after_a_long_time_of_the_script(clock)
+    poll = lambda: dispatcher.wait_until(iter([False, True]).__next__, is_poll=True)  # noqa: E731
+    for _ in range(3):
+        poll()
+        clock.now += 200
+    with pytest.raises(ClusterError, match="No task was finished for 600 s, of 1"):
+        poll()
 
 
 def test_each_finished_task_restarts_the_time_limit():

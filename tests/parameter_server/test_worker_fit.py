@@ -1,13 +1,19 @@
 """What runs on the workers and the evaluator of a job with parameter servers."""
 
+import json
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import keras
 import numpy as np
+import pytest
 
+from lockstep.data.keras_adapter import KerasInput
+from lockstep.data.sources import Pending, make_source
+from lockstep.parameter_server import fit_dispatch
 from lockstep.parameter_server.chief_fit import ChiefFit
-from lockstep.parameter_server.worker_fit import WorkerFit, _Evaluator
+from lockstep.parameter_server.fit_dispatch import ChiefFitDispatch, WorkerFitDispatch
+from lockstep.parameter_server.worker_fit import WorkerFit, _Evaluator, run_evaluator
 from tests.parameter_server.test_task_dispatcher import ServedDispatcher
 
 
@@ -29,13 +35,18 @@ def test_evaluator_logs_a_metric_of_several_numbers():
     assert f"val_loss: {(0 + 2 + 2 + 0) / 12:.4g}" in line
 
 
+def net(width=1):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(width)])
+    model.compile("sgd", "mse")
+    return model
+
+
 def test_workers_learn_of_the_hooks_of_many_epochs():
     state = "state of random generators " * 600
     hooks = [[kind, f"{state}{epoch}"] for epoch in range(300) for kind in ("begin", "end")]
     done = []
     data = Mock(epoch_hooks=hooks[:9], pass_metadata=lambda: {"pass": 1, "hooks": data.epoch_hooks})
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = net()
     batches = SimpleNamespace(batch=lambda *numbers: numbers)
     batches.begin = lambda metadata: done.extend(metadata["hooks"][len(done) :])
     with ServedDispatcher() as served:
@@ -47,3 +58,148 @@ def test_workers_learn_of_the_hooks_of_many_epochs():
             chief._publish_pass()
             assert worker._batch({"pass": key, "batch": 7, "lowest": 5}) == (7, 5)
             assert done == hooks[:count]
+
+
+def chief_of(served, values):
+    """A chief that has these non-trainable values."""
+    chief = ChiefFit(net(), Mock(), served.dispatcher, 1, None, None, None)
+    chief._state_sync = SimpleNamespace(totals=SimpleNamespace(non_trainable=values))
+    return chief
+
+
+def evaluated_lines(served, on_line):
+    """Runs an evaluator to the end of the call; gives its lines. ``on_line`` gets the number of each of them."""
+    lines = []
+
+    def log(line):
+        lines.append(line)
+        on_line(len(lines))
+
+    model, client = net(3), Mock(versions=[6])
+    client.pull.return_value = {variable.path: np.zeros(variable.shape) for variable in model.trainable_variables}
+    task_client = served.client(1, "evaluator", timeout_seconds=2, long_seconds=2)
+    run_evaluator(model, Validation(), task_client, client, 1, log)
+    return lines
+
+
+def test_the_evaluator_evaluates_each_epoch_of_a_training_that_begins_later():
+    with ServedDispatcher() as served:
+        chief = chief_of(served, [])
+        chief.publish_epoch(5)
+        steps = {1: lambda: chief.publish_epoch(6), 2: lambda: served.dispatcher.close({"epoch": [5, 6]})}
+        lines = evaluated_lines(served, lambda number: steps[number]())
+    assert [line.partition(" and ")[0] for line in lines] == [f"evaluator, after epoch {n}" for n in (6, 7)]
+
+
+def test_the_evaluator_skips_epochs_that_have_ended_and_the_chief_keeps_the_values_of_the_newest():
+    with ServedDispatcher() as served:
+        chief = chief_of(served, [])
+        for epoch in range(9):
+            chief._state_sync.totals.non_trainable = [np.full(1000, epoch)]
+            chief.publish_epoch(epoch)
+        kept = [array for _, arrays in served.dispatcher._published.values() for array in arrays.values()]
+        assert [array[0] for array in kept] == [8]
+        chief._state_sync.totals.non_trainable = []
+        chief.publish_epoch(9)
+        lines = evaluated_lines(served, lambda number: served.dispatcher.close({"epoch": [*range(10)]}))
+    assert [line.partition(" and ")[0] for line in lines] == ["evaluator, after epoch 10"]
+
+
+@pytest.mark.parametrize("evaluator", [None, "here:1"])
+def test_the_chief_publishes_epochs_only_for_an_evaluator(evaluator):
+    context, fit, arguments = Mock(role=Mock(evaluator=evaluator)), Mock(), {}
+    ChiefFitDispatch(context, Mock(), Mock())._add_callbacks(net(), arguments, fit)
+    for callback in arguments["callbacks"]:
+        callback.on_epoch_begin(0)
+        if isinstance(callback, keras.callbacks.LambdaCallback):
+            callback.on_epoch_end(0, {})
+    assert fit.publish_epoch.called == bool(evaluator)
+
+
+# --- the data of a worker that comes late ----------------------------------------------------------------------------
+
+
+class Shuffled(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(40)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        return np.ones((10, 2), "float32"), self.order[10 * number :][:10, None].astype("float32")
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+
+def numbers():
+    for number in range(30):
+        yield np.ones((4, 2), "float32"), np.full((4, 1), number, "float32")
+
+
+def reads(data):
+    """Gives the input of each call on this data; what one has read and not used is there for the next."""
+    pending = Pending()
+    return lambda: KerasInput(make_source(data, pending=lambda _: pending), lambda batch: batch, 0, 4, lambda _: None)
+
+
+def end_call(dispatcher, own, epochs):
+    """Ends a call in which the chief has read so many epochs."""
+    own.track_state(None)
+    for _ in range(epochs):
+        own.on_epoch_begin()
+        batches = own.get_jax_iterator()
+        for _ in range(4):
+            batches.take(None)
+        own.on_epoch_end()
+    hooks = {"hooks of the data": np.frombuffer(json.dumps(own.epoch_hooks).encode(), np.uint8)}
+    dispatcher.close({"history": {}, "epoch": [], "taken": own.total_taken}, {"weights": np.ones(3)}, hooks)
+
+
+def assert_alike(own, chiefs):
+    """The next batch is the same on both."""
+    if isinstance(own, Shuffled):
+        assert (own.order == chiefs.order).all()
+    else:
+        assert next(own)[1][0] == next(chiefs)[1][0]
+
+
+def worker_of(served):
+    return WorkerFitDispatch(Mock(role=Mock(job="worker")), served.client(1), Mock())
+
+
+@pytest.mark.parametrize("make", [numbers, Shuffled])
+def test_a_worker_that_comes_after_two_calls_reads_what_the_chief_reads_in_the_next(make):
+    chiefs, own = make(), make()
+    of_chief, of_worker = reads(chiefs), reads(own)
+    with ServedDispatcher() as served:
+        end_call(served.dispatcher, of_chief(), 2)
+        served.dispatcher.open(2)
+        end_call(served.dispatcher, of_chief(), 1)
+        worker = worker_of(served)
+        for _ in range(2):
+            worker.run_call(net(), "fit", {"x": of_worker()}, None)
+    assert_alike(own, chiefs)
+
+
+@pytest.mark.parametrize("make", [numbers, Shuffled])
+def test_a_worker_that_got_no_batch_of_a_call_reads_what_the_chief_reads_in_the_next(make, monkeypatch):
+    chiefs, own = make(), make()
+    with ServedDispatcher() as served:
+
+        class Idle:
+            def __init__(self, *arguments):
+                pass
+
+            def run(self):
+                served.in_thread(lambda: end_call(served.dispatcher, reads(chiefs)(), 2))
+                return worker._task_client.wait_for_end(1)
+
+        monkeypatch.setattr(fit_dispatch, "WorkerFit", Idle)
+        monkeypatch.setattr(WorkerFitDispatch, "_connect_to_servers", Mock())
+        worker = worker_of(served)
+        worker.run_call(net(), "fit", {"x": reads(own)()}, None)
+        served.wait()
+    assert_alike(own, chiefs)

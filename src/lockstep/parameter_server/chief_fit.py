@@ -123,7 +123,7 @@ class ChiefFit:
         self._lock = threading.Lock()
         self._updates = 0
         self._pass_key = ""  # Key of what workers need to know to read the batches of the pass.
-        self._hooks_published = 0
+        self._hooks_published = self._epochs_published = 0
         self._settled_state: State | None = None  # None if a batch was scheduled since.
         self._logs: dict[str, Any] = {}
         self._keras_logs: dict[str, Any] = {}  # as the last step returned them to Keras
@@ -175,10 +175,15 @@ class ChiefFit:
         return self._settled_state
 
     def publish_epoch(self, epoch: int) -> None:
-        """Publish the end of an epoch for the evaluator."""
+        """Publish the end of an epoch for the evaluator; only the values of the newest one are kept.
+
+        Args:
+            epoch: its number in Keras's loop, which does not begin with 0 if training was resumed.
+        """
         values = {str(number): value for number, value in enumerate(self._state_sync.totals.non_trainable)}
-        self._dispatcher.publish(NEWEST_EPOCH, {"epoch": epoch})
-        self._dispatcher.publish(epoch_key(epoch), {"epoch": epoch}, values)
+        number, self._epochs_published = self._epochs_published, self._epochs_published + 1
+        self._dispatcher.publish(NEWEST_EPOCH, {"number": number, "epoch": epoch}, values)
+        self._dispatcher.publish(epoch_key(number), {})
 
     def counters(self) -> UpdateCounters:
         """Return the counters, with the staleness that the servers have measured until now."""
@@ -213,6 +218,7 @@ class ChiefFit:
             "lowest": min((update.batch for update in self._in_flight), default=batch),
             "state": self._state_sync.states,
             "steps_before": self._state_sync.steps_before,
+            "optimizer": self._state_sync.optimizer_scalars,
             "update": self._updates,
         }
         if self._parts is None:
@@ -328,5 +334,5 @@ class StalenessMetrics(keras.callbacks.Callback):
         shown = ", ".join(f"{age}: {count}" for age, count in sorted(distribution.items()))
         self._log(
             f"epoch {epoch + 1}: {batches} updates, {logs['updates_per_sec']:.1f} a second, {logs['bytes_per_sec'] / 1e6:.3g} MB/s; "
-            f"gradients by the number of updates that they missed: {shown or 'none'}"
+            f"gradients by staleness: {shown or 'none'}"
         )

@@ -176,8 +176,8 @@ class ClusterCoordinator:
         """Return the coordinator of this strategy."""
         if not isinstance(strategy, SchedulingStrategy):
             raise OptionError(
-                f"ClusterCoordinator: strategy: expected a ParameterServerStrategy, got {shown(strategy)}. Other strategies train in step: use fit, or "
-                "strategy.run in a loop."
+                f"ClusterCoordinator: strategy: expected a ParameterServerStrategy, got {shown(strategy)}. Fix: with other "
+                "strategies, which train in step, use fit, or strategy.run in a loop."
             )
         if strategy._coordinator is None:
             strategy._coordinator = super().__new__(cls)
@@ -217,7 +217,7 @@ class ClusterCoordinator:
         given = tuple(args or ()), named_arguments("schedule: kwargs", kwargs)
         check_depth("schedule: args and kwargs", list(given))
         if any(isinstance(leaf, RemoteValue) for leaf in keras.tree.flatten(given)):
-            raise OptionError("schedule: a RemoteValue cannot be an argument. Fetch it before.")
+            raise OptionError("schedule: a RemoteValue cannot be an argument. Fix: fetch it before.")
         scheduler = self._strategy._scheduler
         return RemoteValue(scheduler, scheduler.schedule(fn, given))
 

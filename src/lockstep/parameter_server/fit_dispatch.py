@@ -16,6 +16,7 @@ from lockstep._errors import USER_ERROR, ClusterError
 from lockstep._keras import trainer
 from lockstep._keras.trainer import refresh_before_sync
 from lockstep.data import fit_entry
+from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.keras_adapter import KerasInput
 from lockstep.distributed.control.failure_detector import summary_of
 from lockstep.distributed.control.termination import exit_code_of
@@ -112,7 +113,7 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
             "taken": data.total_taken,
         }
         hooks = {_HOOKS: np.frombuffer(as_text(data.epoch_hooks), np.uint8)}  # As an array, as there may be thousands.
-        self._dispatcher.close(result, synced_values(model) | hooks)
+        self._dispatcher.close(result, synced_values(model), kept_arrays=hooks)
         return history
 
     def _chief_fit(self, model: keras.Model, data: KerasInput) -> ChiefFit:
@@ -131,9 +132,10 @@ class ChiefFitDispatch(fit_entry.ProcessGroup):
     def _add_callbacks(self, model: keras.Model, arguments: dict[str, Any], fit: ChiefFit) -> None:
         on_train_begin = lambda logs: fit.begin()  # noqa: E731
         on_epoch_end = lambda epoch, logs: fit.publish_epoch(epoch)  # noqa: E731
-        _insert_callback(
-            arguments, keras.callbacks.LambdaCallback(on_train_begin=on_train_begin, on_epoch_end=on_epoch_end)
+        callback = keras.callbacks.LambdaCallback(
+            on_train_begin=on_train_begin, on_epoch_end=on_epoch_end if self._context.role.evaluator else None
         )
+        _insert_callback(arguments, callback)
         _insert_callback(arguments, StalenessMetrics(fit.counters, self._context.log))
         if self._context.role.evaluator and arguments.get("validation_data") is not None:
             arguments["validation_data"] = None
@@ -155,7 +157,6 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         self._context, self._task_client, self._training = context, task_client, training
         self._call = 0
         self.scheduler: scheduler_base.SchedulerBase = WorkerScheduler(context, training, self._next_call, task_client)
-        self._roles = {"worker": self._run_worker, "ps": self._run_server, "evaluator": self._run_evaluator}
 
     def run_call(self, model: keras.Model, call: str, arguments: dict[str, Any], proceed: Callable[[], Any]) -> Any:
         """See :class:`lockstep.data.fit_entry.ProcessGroup`."""
@@ -167,7 +168,7 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         self.scheduler.end()
         self._next_call()
         with self._preemption(arguments) if call == "fit" else nullcontext():
-            result = self._run(model, call, arguments)
+            result = self._run_fit(model, arguments) if call == "fit" else self._evaluate()
         self._task_client.leave(self._call)
         if "error" in result.result:
             raise ClusterError(f"the chief's {call} has failed: {result.result['error']}", USER_ERROR)
@@ -181,46 +182,54 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         backup = single_callback(fit_entry.callbacks_in(arguments), BackupAndRestore)
         return Preemption(self) if backup else nullcontext()
 
-    def _run(self, model: keras.Model, call: str, arguments: dict[str, Any]) -> CallResult:
-        if call == "fit":  # Makes the variables, as Keras's loop does at the chief.
-            trainer.training_state(model, arguments["x"].peek())
-        if (result := self._task_client.enter(self._call)) is not None:
-            return result
-        if call != "fit":
-            return self._task_client.wait_for_end(self._call)
+    def _run_fit(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
+        data: KerasInput = arguments["x"]
+        trainer.training_state(model, data.peek())  # Makes the variables, as Keras's loop does at the chief.
+        batches = data.indexed_batches()
+        result = self._task_client.enter(self._call)
         try:
-            return self._roles[self._context.role.job](model, arguments)
-        except CallEnded as ended:  # Before the chief has begun to train: nothing was left to train.
-            return ended.result
+            if result is None:
+                result = self._run_role(model, batches, arguments.get("validation_data"))
+            if self._context.role.job == "worker":
+                _read_to_end(data, batches, result)
         except Exception as error:
             self._task_client.report_failure(self._call, error)
             raise
+        return result
+
+    def _evaluate(self) -> CallResult:
+        return self._task_client.enter(self._call) or self._task_client.wait_for_end(self._call)
+
+    def _run_role(self, model: keras.Model, batches: IndexedBatches, validation_data: Any) -> CallResult:
+        try:
+            if self._context.role.job == "worker":
+                return self._run_worker(model, batches)
+            if self._context.role.job == "ps":
+                return self._run_server(model)
+            return self._run_evaluator(model, validation_data)
+        except CallEnded as ended:  # Before the chief has begun to train: nothing was left to train.
+            return ended.result
 
     def _next_call(self) -> int:
         self._call += 1
         return self._call
 
-    def _run_worker(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
-        batches = arguments["x"].indexed_batches()
+    def _run_worker(self, model: keras.Model, batches: IndexedBatches) -> CallResult:
         with closing(self._connect_to_servers(model)) as client:
             step = self._training.gradient_step(model)
             log = self._context.log
-            result = WorkerFit(model, step, batches, self._task_client, client, self._call, log).run()
-        batches.run_hooks(json.loads(result.arrays[_HOOKS].tobytes()))
-        batches.read_up_to(result.result["taken"])
-        return result
+            return WorkerFit(model, step, batches, self._task_client, client, self._call, log).run()
 
-    def _run_server(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
+    def _run_server(self, model: keras.Model) -> CallResult:
         server = self._context.serve_variables(model, self._call)
         try:
             return self._task_client.wait_for_end(self._call)
         finally:
             server.stop()
 
-    def _run_evaluator(self, model: keras.Model, arguments: dict[str, Any]) -> CallResult:
+    def _run_evaluator(self, model: keras.Model, validation_data: Any) -> CallResult:
         with closing(self._connect_to_servers(model)) as client:
-            validation, log = arguments.get("validation_data"), self._context.log
-            return run_evaluator(model, validation, self._task_client, client, self._call, log)
+            return run_evaluator(model, validation_data, self._task_client, client, self._call, self._context.log)
 
     def _connect_to_servers(self, model: keras.Model) -> VariableClient:
         self._task_client.wait_for(self._call, READY)
@@ -236,6 +245,14 @@ class WorkerFitDispatch(fit_entry.ProcessGroup):
         history.set_model(model)
         model.history = history
         return history
+
+
+def _read_to_end(data: KerasInput, batches: IndexedBatches, result: CallResult) -> None:
+    """Bring the data of a worker to where the chief's are at the end of a call, even if it got no batch, or came after the end."""
+    batches.run_hooks(json.loads(result.arrays[_HOOKS].tobytes()))
+    if not data.restarts:
+        batches.begin({"hooks": [], "pass": 0, "at_begin": {}, "taken_before": 0})
+        batches.read_up_to(result.result["taken"])
 
 
 def _to_json(found: Any) -> Any:

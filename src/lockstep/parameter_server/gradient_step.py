@@ -1,6 +1,6 @@
 """One gradient step on servers: the rows of each part of a batch, and the gradients that a worker computes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ import numpy as np
 from lockstep._arrays import ArraySpec
 from lockstep._errors import ModelError, OptionError
 from lockstep._keras import trainer
+from lockstep._keras.graph import global_batch_reason, nested_models
+from lockstep._keras.patches import STATELESS_CALL, patched_method
 from lockstep.data.device_placement import Placement, is_rows
 from lockstep.devices.batch_split import rows_of_replicas
+from lockstep.execution.call_splitter import CannotSplitError, ModelCall, infer_output_spec, trace_call
 from lockstep.execution.gradient_extraction import GradientPrograms
 from lockstep.execution.train_functions import StepFunctions
 from lockstep.execution.train_state import apply_changes
@@ -50,6 +53,63 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[start : start + sizes[part]], batch)
 
 
+def check_can_split(model: keras.Model, batch: Any, parts: int) -> None:
+    """Refuse a model that must see all rows of a batch at once, which ``MirroredStrategy`` runs on the global batch for the same reasons.
+
+    Args:
+        model: is built and compiled.
+        batch: on the host.
+        parts: number of parts of the batch.
+
+    Raises:
+        ModelError: its parts would not give the numbers of the batch.
+    """
+    reason = global_batch_reason(model)
+    if reason is None:
+        state = tuple([variable.value for variable in kind] for kind in variables_of(model))
+        try:
+            with patched_method(STATELESS_CALL, nested_models(model), _SplitProof(parts).around):
+                jax.eval_shape(model.train_step, state, batch)
+        except CannotSplitError as error:
+            reason = str(error)
+    if reason is not None:
+        raise ModelError(
+            f"Model {model.name!r} must run on the global batch, and with max_staleness=0 each worker computes a part of it: {reason}. Fix: use "
+            "MultiWorkerMirroredStrategy, which runs it on the global batch, or another max_staleness."
+        )
+
+
+class _SplitProof:
+    """Proves for each call of a model in a traced step that parts of its rows give the same results.
+
+    Args:
+        parts: number of parts.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts, self._is_in_call = parts, False
+
+    def around(self, model: keras.Model, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``stateless_call`` of a model, which raises CannotSplitError if there is no proof."""
+
+        def call(trainable: list[Any], non_trainable: list[Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._is_in_call:  # Else a model calls another one, which is part of the proof for the first.
+                given = {name: value for name, value in kwargs.items() if name != "return_losses"}
+                self._prove(ModelCall.from_arguments(model, original, trainable, non_trainable, (args, given)))
+            return original(trainable, non_trainable, *args, **kwargs)
+
+        return call
+
+    def _prove(self, call: ModelCall) -> None:
+        sizes = [rows for rows in rows_of_replicas(call.rows, self._parts) if rows]
+        self._is_in_call = True
+        try:
+            if len(sizes) > 1:
+                infer_output_spec(call, trace_call(call), set(sizes))
+        finally:
+            self._is_in_call = False
+
+
 def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> None:
     """Refuse a model whose loss of a batch is not the mean of the losses of its rows, because parts would change the gradient.
 
@@ -76,7 +136,7 @@ def check_mean_loss(model: keras.Model, batch: Any, parts: int) -> None:
         raise ModelError(
             f"Model {model.name!r}: the loss of a batch is {whole:.6g}, and the mean of the losses of its {len(nonempty)} parts, by rows, {mean:.6g}. "
             "With max_staleness=0 each worker computes the gradient of a part, which is the gradient of the batch only if the loss is a mean "
-            "over rows: no mask, no reduction='sum', no loss that compares rows. Use MultiWorkerMirroredStrategy, or another max_staleness."
+            "over rows: no mask, no reduction='sum', no loss that compares rows. Fix: use MultiWorkerMirroredStrategy, or another max_staleness."
         )
 
 
@@ -119,13 +179,22 @@ class GradientStep:
         if model.run_eagerly or not model.jit_compile:
             raise ModelError(
                 f"Model {model.name!r}: run_eagerly=True and jit_compile=False do not go with variables on servers, as gradients come out "
-                "of a compiled step. Leave them out, or train it under a MirroredStrategy."
+                "of a compiled step. Fix: leave them out, or train it under a MirroredStrategy."
             )
         self._model, self._names, self._placement = model, names_of(model), placement
         self._keras_step = functions.build_step(functions.executor, "train")
         self._programs = GradientPrograms(self._step_with_metric_logs, model, placement, donated=False)
         self._optimizer = [np.asarray(variable.value) for variable in variables_of(model)[2]]
         self._iterations = iterations_of(model)
+
+    def set_optimizer(self, scalars: Mapping[str, float]) -> None:
+        """Set variables of the optimizer that are one number, such as the learning rate, for a ``train_step`` that reads them.
+
+        Args:
+            scalars: by number of the variable.
+        """
+        for number, value in scalars.items():
+            self._optimizer[int(number)] = np.asarray(value, self._optimizer[int(number)].dtype)
 
     def __call__(
         self, values: Mapping[str, Any], non_trainable: Values, metrics: Values, batch: Any, steps: int

@@ -31,8 +31,8 @@ _EXAMPLE = {
     "cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"], "ps": ["d:2222"]},
     "task": {"type": "worker", "index": 0},
 }
-_CURE = (
-    f"Set TF_CONFIG for each process, such as {json.dumps(_EXAMPLE)}; on one machine, "
+_FIX = (
+    f"Fix: set TF_CONFIG for each process, such as {json.dumps(_EXAMPLE)}; on one machine, "
     "'lockstep run --workers 2 --servers 1 SCRIPT' does so."
 )
 
@@ -76,6 +76,11 @@ class ProcessRole:
         number = "" if job in SINGLE_JOBS else f" {index} of {len(addresses)}"
         return f"{job}{number}" + (f" ({addresses[index]})" if addresses else "")
 
+    @property
+    def others(self) -> list[tuple[str, int]]:
+        """Job and index of each process but the chief."""
+        return [(job, index) for job in ("worker", "ps", "evaluator") for index in range(len(self._addresses_of(job)))]
+
     def _addresses_of(self, job: str) -> tuple[str, ...]:
         evaluators = () if self.evaluator is None else (self.evaluator,)
         return {"chief": (self.chief,), "worker": self.workers, "ps": self.servers, "evaluator": evaluators}[job]
@@ -99,12 +104,12 @@ def find_role(resolver: ClusterResolver | None) -> ProcessRole:
         ('worker 1 of 2 (c:1)', 'a:1', ('d:1',))
     """
     if resolver is None:
-        raise ClusterError(f"{_STRATEGY}: nothing says which process is chief, worker or ps. {_CURE}")
+        raise ClusterError(f"{_STRATEGY}: nothing says which process is chief, worker or ps. {_FIX}")
     membership = resolver.membership
     if not membership.has_jobs:
         raise ClusterError(
             f"{membership.source} counts processes and knows no jobs, so that nothing says which of them is chief, worker or ps, as "
-            f"{_STRATEGY} needs it. {_CURE}"
+            f"{_STRATEGY} needs it. {_FIX}"
         )
     _check_complete(membership)
     addresses = {job: _addresses(membership, job) for job in membership.spec.jobs}
@@ -124,7 +129,7 @@ def _check_complete(membership: Membership) -> None:
     if not all(_count(spec, job) for job in ("chief", "worker", "ps")):
         found = ", ".join(f"{_count(spec, job) or 'no'} {job}" for job in ("chief", "worker", "ps"))
         raise ClusterError(
-            f"{membership.source}: {_STRATEGY} needs a chief, a worker or more, and a ps or more; the cluster has {found}. {_CURE}"
+            f"{membership.source}: {_STRATEGY} needs a chief, a worker or more, and a ps or more; the cluster has {found}. {_FIX}"
         )
 
 
@@ -198,7 +203,7 @@ class ProcessContext:
         if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
             raise OptionError(
                 f"Model {model.name!r}: LossScaleOptimizer changes its scale with each update, of which workers that do not wait would "
-                "not know. Use mixed_bfloat16, which needs no loss scale, in place of mixed_float16."
+                "not know. Fix: use mixed_bfloat16, which needs no loss scale, in place of mixed_float16."
             )
         plan = plan_shards(specs_of(model), len(self.role.servers), self.partitioner)
         check_optimizer(model.optimizer, plan, rules_of(model))

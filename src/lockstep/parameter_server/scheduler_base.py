@@ -78,8 +78,8 @@ class SchedulerBase(ABC):
             )
         if self._context.max_staleness == 0:
             raise OptionError(
-                "ClusterCoordinator: max_staleness=0 is for fit, which divides each batch among the workers. Functions are done one by one: "
-                "give the strategy None, or a number from 1."
+                "ClusterCoordinator: max_staleness=0 is for fit, which divides each batch among the workers. Functions are done one by one. "
+                "Fix: give the strategy None, or a number from 1."
             )
         model = self._training.model_of_loop()
         model_before, optimizer_before = self._trained

@@ -108,7 +108,8 @@ class ChiefScheduler(SchedulerBase):
         self.begin()
         self._broadcast_changes()
         outcome: Outcome = Outcome()
-        task = {"state": self._state_sync.states, "steps_before": self._state_sync.steps_before}
+        sync = self._state_sync
+        task = {"state": sync.states, "steps_before": sync.steps_before, "optimizer": sync.optimizer_scalars}
         self._dispatcher.schedule(task, when_done=lambda result: self._add_result(result, outcome))
         self._scheduled += 1
         return outcome
@@ -129,7 +130,7 @@ class ChiefScheduler(SchedulerBase):
             evaluations.append(None)
             return self._dispatcher.is_idle or len(evaluations) > 1
 
-        self._dispatcher.wait_until(is_enough)
+        self._dispatcher.wait_until(is_enough, is_poll=True)
         found = self._dispatcher.is_idle
         self._dispatcher.publish_sync_point({"value": found})
         return found
@@ -156,12 +157,12 @@ class ChiefScheduler(SchedulerBase):
     def pull(self, model: keras.Model) -> list[np.ndarray]:
         """Raise ScopeError: the chief runs no scheduled functions."""
         raise ScopeError(
-            "strategy.pull is for scheduled functions; the chief's model has the newest values after join()."
+            "strategy.pull is for scheduled functions. Fix: read the chief's model, which has the newest values after join()."
         )
 
     def push(self, model: keras.Model, gradients: Sequence[Any]) -> None:
         """Raise ScopeError: the chief runs no scheduled functions."""
-        raise ScopeError("strategy.push is for scheduled functions: see lockstep.ClusterCoordinator.")
+        raise ScopeError("strategy.push is for scheduled functions. Fix: see lockstep.ClusterCoordinator.")
 
     def _add_result(self, result: "Future[Result]", outcome: Outcome) -> None:
         """Add the result of a function; runs in the thread of the worker's connection, before that worker takes another task."""
@@ -312,7 +313,7 @@ class WorkerScheduler(SchedulerBase):
 
     def _runner_for(self, method: str) -> "FunctionRunner":
         if self._runner is None:
-            raise ScopeError(f"strategy.{method} is for scheduled functions: see lockstep.ClusterCoordinator.")
+            raise ScopeError(f"strategy.{method} is for scheduled functions. Fix: see lockstep.ClusterCoordinator.")
         return self._runner
 
     def _wait_for_sync_point(self) -> ScriptSyncPoint:
@@ -398,7 +399,7 @@ class FunctionRunner:
                 args, kwargs = resolve_per_worker(arguments)
                 found = function(*args, **kwargs)
         except StopIteration as end:
-            raise InputError(f"{name}: {self._name} has no more batches in its own data. Repeat them.") from end
+            raise InputError(f"{name}: {self._name} has no more batches in its own data. Fix: repeat them.") from end
         finally:
             self._task = None
         if self._has_pulled:
@@ -436,7 +437,7 @@ class FunctionRunner:
 
     def _check_model(self, method: str, model: keras.Model) -> None:
         if self._task is None:
-            raise ScopeError(f"strategy.{method} is for scheduled functions: see lockstep.ClusterCoordinator.")
+            raise ScopeError(f"strategy.{method} is for scheduled functions. Fix: see lockstep.ClusterCoordinator.")
         if model is not self._model:
             raise ModelError(f"{method}: servers have the variables of {self._model.name!r}, not of {model.name!r}.")
 
@@ -448,7 +449,9 @@ class FunctionRunner:
 
     def _push_gradients(self, gradients: Sequence[np.ndarray]) -> None:
         if self._client is None or self._task is None:
-            raise ModelError("push: pull the values first: a gradient belongs to the values that it was computed with.")
+            raise ModelError(
+                "push: a gradient belongs to the values that it was computed with. Fix: pull the values first."
+            )
         number, below = push_number(self._task.number, self._pushes), push_number(self._task.below, 0)
         self._pushes, self._has_pulled = self._pushes + 1, False
         named = dict(zip(self._names, gradients, strict=True))
@@ -459,6 +462,7 @@ class FunctionRunner:
         if self._step is None:
             self._step = self._training.gradient_step(self._model)
         step, values = self._step, self._pull_values()
+        step.set_optimizer(self._task.what["optimizer"] if self._task else {})
         metrics = [np.asarray(value) for value in state[3]]
         made = (self._task.what["steps_before"] if self._task else 0) + max(
             self._client.versions if self._client else [], default=0

@@ -202,6 +202,8 @@ class StateSync:
         totals: values of non-trainable variables and metrics.
         states: how often the values of non-trainable variables were published; the last publication has this number.
         steps_before: number of steps that the optimizer had made before the first update of this call.
+        optimizer_scalars: values of the optimizer's variables that are one number, such as the learning rate, by number of the variable,
+            as they were sent to the servers last.
     """
 
     def __init__(
@@ -210,6 +212,7 @@ class StateSync:
         self._model, self._dispatcher, self._plan, self._client = model, dispatcher, plan, client
         self._optimizer = OptimizerState(model.optimizer, plan)
         self.totals, self.states, self.steps_before = DeltaAccumulator(model), 0, 0
+        self.optimizer_scalars: dict[str, float] = {}
 
     def broadcast(self, changed: Sequence[bool], state: Sequence[Sequence[Any]], update: int, task: int) -> None:
         """Send the state to servers and workers; no task may run meanwhile.
@@ -226,6 +229,7 @@ class StateSync:
             count = iterations_of(self._model)
             self.steps_before = 0 if count is None else int(optimizer[count]) - update
             values = dict(zip(names_of(self._model), trainable, strict=True))
+            self.optimizer_scalars = {str(n): float(value) for n, value in enumerate(optimizer) if not value.ndim}
             self._client.fill(values, self._optimizer.split(optimizer), version=update, task=task)
         if changed[1]:
             self.states += 1

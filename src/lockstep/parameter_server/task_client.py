@@ -17,7 +17,7 @@ from lockstep.parameter_server.variables.array_transport import Message, payload
 from lockstep.parameter_server.variables.rpc_client import Response, RpcClient, check_no_arrays
 
 _UNUSED_KEY = "end of the call"  # The dispatcher never publishes it, so a request for it lasts until then.
-_MOST_BYTES = 2**31  # Of the arrays of one response.
+_MAX_BYTES = 2**31  # Of the arrays of one response.
 _IDLE_SECONDS = 0.05  # A worker that waits longer for a task counts as idle.
 
 
@@ -286,5 +286,5 @@ def _take_message(call: int, until: StopCondition | None) -> Message:
 
 
 def _check_response_size(message: Message, given: tuple[ArraySpec, ...]) -> None:
-    if payload_bytes(given) > _MOST_BYTES:
-        raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one response: at most {_MOST_BYTES:,}")
+    if payload_bytes(given) > _MAX_BYTES:
+        raise ProtocolError(f"{payload_bytes(given):,} bytes are too many for one response: at most {_MAX_BYTES:,}")

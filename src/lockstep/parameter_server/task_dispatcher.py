@@ -9,7 +9,7 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 
 from lockstep._arrays import ArraySpec
@@ -222,13 +222,16 @@ class TaskDispatcher:
         self._call, self._is_open, self._queue = 0, False, TaskQueue()
         self._attached: Callable[[], Arrays] = dict
         self._tasks: dict[int, tuple[Message, Arrays, Future[Result]]] = {}
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, tuple[Message, Arrays, Arrays]] = {}  # with the arrays that are kept for longer
         self._published: dict[str, Result] = {}
         self._sync_points = SyncPointLog()
         self._present: set[ClientSession] = set()  # that have entered the open call, or have not left the last one yet
+        self._connected: dict[ClientSession, int] = {}  # with the number of the last call that each has left
+        self._seen: set[tuple[str, int]] = set()  # job and index of each process that has been connected
+        self._began = clock()
         self._failure: tuple[str, int] | None = None
         self._loss = ""  # Which process a worker has lost since the last progress.
-        self._last_progress = self._acted_at = clock()  # Of the workers, and of the chief.
+        self._last_progress = self._acted_at = self._waits_since = clock()  # Of the workers, and of the chief.
         self._handlers = {"enter": self._enter, "ask": self._ask, "leave": self._leave_call}
         self._handlers |= {"take": self._take, "finish": self._finish, "fail": self._fail}
 
@@ -316,13 +319,19 @@ class TaskDispatcher:
         """Wait until all scheduled tasks are done; errors as for :meth:`wait_until`."""
         self.wait_until(lambda: self._queue.is_idle)
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool], is_poll: bool = False) -> None:
         """Wait until a condition holds, which is evaluated under the lock whenever a task is done.
+
+        Args:
+            condition: returns whether to stop.
+            is_poll: whether this is one of many short waits, whose time limit begins with the first one after the last finished task.
 
         Raises:
             ClusterError: a task has failed, no worker has come, or no task was finished for too long; the message names its worker.
         """
         wait_logger, is_met = WaitLogger(self._log, self._clock), False
+        if not is_poll or self._waits_since <= self._last_progress:
+            self._waits_since = self._clock()  # Before it, the scripts may have done something else.
         while not is_met:
             self.note_progress()
             with self._changed:
@@ -335,17 +344,18 @@ class TaskDispatcher:
             if not is_met and not has_workers:
                 wait_logger.log("a worker")
 
-    def close(self, result: Message, arrays: Arrays | None = None) -> None:
+    def close(self, result: Message, arrays: Arrays | None = None, kept_arrays: Arrays | None = None) -> None:
         """End the call, and wait until all processes have its result or are gone.
 
         Args:
             result: for all processes, including those that come later.
             arrays: that belong to it, until the next call ends.
+            kept_arrays: further arrays, which are kept as long as the result.
         """
         self.note_progress()
         with self._changed:
-            self._results = {call: (found, {}) for call, (found, _) in self._results.items()}
-            self._results[self._call] = (result, arrays or {})
+            self._results = {call: (found, {}, kept) for call, (found, _, kept) in self._results.items()}
+            self._results[self._call] = (result, arrays or {}, kept_arrays or {})
             self._is_open = False
             self._changed.notify_all()
             self._wait_until_left(self._timeout)
@@ -354,6 +364,29 @@ class TaskDispatcher:
             self._log(
                 f"{listed(late)} did not fetch the result of the call within {self._timeout:g} s; the chief continues"
             )
+
+    def wait_for_stragglers(self, expected: Collection[tuple[str, int]]) -> None:
+        """Wait, before the chief ends, until each connected process has left the last call, for at most the time limit.
+
+        A process that has never been connected is waited for until the time limit has passed since this object was made: it may
+        have started with the chief, and the chief had nothing left to train.
+
+        Args:
+            expected: job and index of each process.
+        """
+        wait_logger = WaitLogger(self._log, self._clock)
+        with self._changed:
+            while not self._failure and (missing := self._stragglers(expected, wait_logger.seconds)):
+                wait_logger.log(listed(missing))
+                self._changed.wait(_POLL_SECONDS)
+
+    def _stragglers(self, expected: Collection[tuple[str, int]], waited: float) -> list[str]:
+        late = [
+            str(session) for session, call in self._connected.items() if call < self._call and waited < self._timeout
+        ]
+        if self._clock() - self._began < self._timeout:
+            late += [f"{job} {index}" for job, index in expected if (job, index) not in self._seen]
+        return sorted(late)
 
     def abort(self, sentence: str, exit_code: int = USER_ERROR) -> None:
         """Fail all calls: every request gets this error, and processes have a moment to receive it and to leave."""
@@ -378,7 +411,7 @@ class TaskDispatcher:
 
     def _raise_if_stuck(self) -> None:
         limit = self._long if self.worker_count else self._timeout
-        if self._clock() - self._last_progress < limit:
+        if self._clock() - max(self._last_progress, self._waits_since) < limit:
             return
         if self._loss:
             raise ClusterError(f"{self._loss} Since then no task was finished for {limit:g} s.", PEER_LOST)
@@ -402,6 +435,9 @@ class TaskDispatcher:
 
     def handle(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
         """Return the response to a request; raise ProtocolError if the request is invalid."""
+        with self._changed:
+            self._connected.setdefault(session, 0)
+            self._seen.add((session.peer.job, session.peer.index))
         return self._handlers[message["kind"]](session, message, arrays)
 
     def leave(self, session: ClientSession) -> None:
@@ -409,6 +445,7 @@ class TaskDispatcher:
         with self._changed:
             was_present = session in self._present
             self._present.discard(session)
+            self._connected.pop(session, None)
             released = self._queue.release(session)
             if was_present and self._is_open:
                 if session.peer.job == "ps":
@@ -430,7 +467,8 @@ class TaskDispatcher:
                 if found := found or self._sync_points.response_to(message):
                     return found
                 if call in self._results:
-                    return {"kind": "over", "result": self._results[call][0]}, self._results[call][1]
+                    result, arrays, kept = self._results[call]
+                    return {"kind": "over", "result": result}, {**arrays, **kept}
                 left = deadline - self._clock()
                 if left <= 0 or session.is_gone():
                     return {"kind": "nothing", "idle": max(0.0, self._clock() - self._acted_at)}, {}
@@ -493,7 +531,9 @@ class TaskDispatcher:
         return _ACKNOWLEDGED
 
     def _leave_call(self, session: ClientSession, message: Message, arrays: Arrays) -> Response:
+        call = read_whole_number(message, "call")
         with self._changed:
             self._present.discard(session)
+            self._connected[session] = call
             self._changed.notify_all()
         return _ACKNOWLEDGED

@@ -9,10 +9,12 @@ import numpy as np
 from lockstep._errors import ClusterError
 from lockstep.data.indexed_batches import IndexedBatches
 from lockstep.data.pass_iterator import EpochHook
+from lockstep.execution.train_functions import in_step
 from lockstep.fit.checkpointing.model_state import variables_of
 from lockstep.parameter_server.gradient_step import (
     GradientResult,
     GradientStep,
+    check_can_split,
     check_mean_loss,
     count_batch_rows,
     names_of,
@@ -31,12 +33,12 @@ from lockstep.parameter_server.task_dispatcher import Result
 from lockstep.parameter_server.variables.sparse_rows import TouchedRows, sparsify
 from lockstep.parameter_server.variables.variable_client import BatchPart, VariableClient
 
-NEWEST_EPOCH = "newest epoch"  # Key under which the chief publishes the number of the last finished epoch.
+NEWEST_EPOCH = "newest epoch"  # Key under which the chief publishes the last finished epoch.
 
 
-def epoch_key(epoch: int) -> str:
-    """Return the key under which the chief publishes the end of an epoch, counted from 0."""
-    return f"epoch {epoch}"
+def epoch_key(number: int) -> str:
+    """Return the key under which the chief publishes that an epoch of this call has ended, counted from 0."""
+    return f"epoch {number}"
 
 
 def hook_key(number: int) -> str:
@@ -65,17 +67,17 @@ def run_evaluator(
     Returns:
         The result of the call.
     """
-    evaluator, epoch = _Evaluator(model, validation_data, log), 0
+    evaluator, number = _Evaluator(model, validation_data, log), 0
     try:
         while True:
-            what, non_trainable = task_client.wait_for(call, epoch_key(epoch))
-            epoch = what["epoch"] + 1
-            newest, _ = task_client.wait_for(call, NEWEST_EPOCH)
-            if newest["epoch"] < epoch and validation_data is not None:
+            task_client.wait_for(call, epoch_key(number))
+            newest, non_trainable = task_client.wait_for(call, NEWEST_EPOCH)
+            number = newest["number"] + 1
+            if validation_data is not None:
                 values = client.pull(will_push=False)
                 trainable = [values[name] for name in names_of(model)]
                 updates = f" and {max(client.versions)} updates"
-                evaluator.evaluate(trainable, _numbered(non_trainable, ""), epoch, updates)
+                evaluator.evaluate(trainable, _numbered(non_trainable, ""), newest["epoch"] + 1, updates)
     except CallEnded as ended:
         result = ended.result
     except ClusterError:
@@ -162,6 +164,7 @@ class WorkerFit:
         self._seed_offsets: SeedOffsets | None = None
         self._no_sums: frozenset[int] = frozenset()
         self._traffic = 0
+        self._is_checked = False  # whether the parts of a batch give the numbers of the batch
 
     def run(self) -> CallResult:
         """Run tasks until the call ends; errors as for :func:`lockstep.parameter_server.task_client.run_tasks`."""
@@ -172,8 +175,11 @@ class WorkerFit:
         batch = self._batch(what)
         part, parts = what.get("part"), what.get("parts", 1)
         if part is not None:
-            if parts > 1 and self._seed_offsets is None:
-                check_mean_loss(self._model, batch, parts)
+            if parts > 1 and not self._is_checked:
+                with in_step():
+                    check_can_split(self._model, batch, parts)
+                    check_mean_loss(self._model, batch, parts)
+                self._is_checked = True
             batch = part_of(batch, part, parts)
         rows = count_batch_rows(batch)
         batch_part = None if part is None else BatchPart(what["update"], part, parts)
@@ -221,8 +227,9 @@ class WorkerFit:
         return self._batches.batch(what["batch"], what["lowest"])
 
     def _update_state(self, what: Mapping[str, Any], newest: Mapping[str, np.ndarray]) -> None:
-        """Take over the chief's values of non-trainable variables, and its count of steps."""
+        """Take over the chief's values of non-trainable variables and of the optimizer, and its count of steps."""
         self._steps_before = what["steps_before"]
+        self._step.set_optimizer(what["optimizer"])
         if what["state"] != self._state:
             message, arrays = self._task_client.wait_for(self._call, STATE)
             self._state, self._first_update = message["number"], message["update"]

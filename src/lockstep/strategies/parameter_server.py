@@ -1,10 +1,11 @@
 """Parameter server strategy: asynchronous data parallelism with variables on servers."""
 
+import atexit
 import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import keras
@@ -74,8 +75,8 @@ class _NanGuardRefusal:
         """See :class:`lockstep.fit.hooks.FitHook`."""
         if single_callback(context.callbacks, NanGuard):
             raise OptionError(
-                "NanGuard checks each update before it is made, and with ParameterServerStrategy servers make the updates. Use MirroredStrategy "
-                "with it."
+                "NanGuard checks each update before it is made, and with ParameterServerStrategy servers make the updates. Fix: use "
+                "MirroredStrategy with it."
             )
         return contextlib.nullcontext()
 
@@ -107,7 +108,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         >>> os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
         >>> strategy = lockstep.ParameterServerStrategy()
         >>> del os.environ["TF_CONFIG"]
-        >>> strategy.part.job, strategy.is_chief
+        >>> strategy.role.job, strategy.is_chief
         ('chief', True)
         >>> strategy.close()
     """
@@ -126,7 +127,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         if max_staleness is not None:
-            max_staleness = whole_number("max_staleness", max_staleness, least=0)
+            max_staleness = whole_number("max_staleness", max_staleness, minimum=0)
         refuse_nonfinite = flag("refuse_nonfinite", refuse_nonfinite)
         if variable_partitioner is not None:
             what = "one of lockstep.partitioners, or a function of shape and dtype"
@@ -134,12 +135,14 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         limit = seconds("timeout_seconds", timeout_seconds)
         if input_options is not None and check_input_options("input_options", input_options).cache is not None:
             raise OptionError(
-                f"InputOptions: cache={str(input_options.cache)!r}: a worker reads its own part of an epoch, of which a cache cannot be made. Leave it out."
+                f"InputOptions: cache={str(input_options.cache)!r}: a worker reads its own part of an epoch, of which a cache "
+                "cannot be made. Fix: leave it out."
             )
         if is_deterministic():
             raise OptionError(
                 "lockstep.config.set_deterministic() and ParameterServerStrategy cannot be combined: workers that do not wait for each other "
-                "give other numbers in each run. Leave the setting out; with max_staleness=0 the result does not depend on the workers or their order."
+                "give other numbers in each run. Fix: leave the setting out; with max_staleness=0 the result does not depend on the "
+                "workers or their order."
             )
         self._resolver = resolve(os.environ) if cluster_resolver is None else check_resolver(cluster_resolver)
         self._role = find_role(self._resolver)
@@ -163,7 +166,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
         return self._resolver
 
     @property
-    def part(self) -> ProcessRole:
+    def role(self) -> ProcessRole:
         """Role of this process, and the addresses of the other processes."""
         return self._role
 
@@ -202,6 +205,10 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             dispatcher = TaskDispatcher(timeout_seconds=self._context.timeout_seconds, log=self._log)
             self._guard.before_end = lambda summary, code: dispatcher.abort(f"the chief has failed: {summary}", code)
             self._closing.callback(self._context.serve_dispatcher(dispatcher).stop)
+            wait_for_stragglers = partial(dispatcher.wait_for_stragglers, self._role.others)
+            self._closing.callback(wait_for_stragglers)
+            self._closing.callback(atexit.unregister, wait_for_stragglers)
+            atexit.register(wait_for_stragglers)
             dispatcher.open(0)
             dispatcher.close({"seed": trainer.get_random_seed(), "random": capture_random_state()})
             return ChiefFitDispatch(self._context, dispatcher, self)
@@ -235,7 +242,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
             if model.compiled and model.built:
                 return model
         raise ModelError(
-            "ClusterCoordinator: the strategy has no model that is compiled and built, and servers need its variables. Build and compile it "
+            "ClusterCoordinator: the strategy has no model that is compiled and built, and servers need its variables. Fix: build and compile it "
             "in the scope before a function is scheduled."
         )
 
@@ -248,8 +255,9 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
     @cached_property
     def _step_hooks(self) -> tuple[StepHook, ...]:
-        on_step = lambda: self._process_group.note_progress()  # noqa: E731
-        return (_RemoteSteps(_refuse_step, lambda: None, on_step),)  # until ``steps_by`` adds another
+        return (
+            _RemoteSteps(_refuse_step, lambda: None, lambda: self._process_group.note_progress()),
+        )  # until ``steps_by`` adds another
 
     def _log(self, message: str) -> None:
         if self.is_chief:
@@ -276,7 +284,7 @@ class ParameterServerStrategy(SchedulingStrategy, Strategy):
 
 def _refuse_step(state: Any, batch: Any) -> Any:
     raise ModelError(
-        "train_on_batch: with ParameterServerStrategy workers make the training steps. Schedule a function that calls it with "
+        "train_on_batch: with ParameterServerStrategy workers make the training steps. Fix: schedule a function that calls it with "
         "lockstep.ClusterCoordinator, or use fit. Of several models the newest one that is compiled can be trained so."
     )
 
@@ -291,6 +299,6 @@ def _use_chief_random_state(role: ProcessRole, chief: dict[str, Any]) -> None:
     if own != chief["seed"]:
         raise ClusterError(
             f"{role.name}: keras.utils.set_random_seed({own}) was called here, and at the chief "
-            f"{'no seed was set' if chief['seed'] is None else chief['seed']}. Set the same seed in all processes, or none."
+            f"{'no seed was set' if chief['seed'] is None else chief['seed']}. Fix: set the same seed in all processes, or none."
         )
     restore_random_state(chief["random"])

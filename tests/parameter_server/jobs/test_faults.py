@@ -87,7 +87,7 @@ def test_all_hear_of_a_model_that_parts_of_a_batch_cannot_train(job):
     made.start_all(cases=["sum"], strategy={"max_staleness": 0})
     assert {process.end() for process in made.processes.values()} == {13}
     assert "the loss of a batch is" in made.processes["chief0"].said
-    assert "Use MultiWorkerMirroredStrategy" in made.processes["chief0"].said
+    assert "Fix: use MultiWorkerMirroredStrategy" in made.processes["chief0"].said
 
 
 @pytest.mark.parametrize(
@@ -165,3 +165,14 @@ def test_a_training_that_is_finished_ends_at_once_on_all_processes_when_it_start
     assert "nothing is left to train" in again.processes["chief0"].said
     for task, index in (("worker", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)):
         assert bits(arrays(again, task, index), "weights", "history") == bits(expected, "weights", "history")
+
+
+@pytest.mark.xdist_group("evaluated")
+def test_a_worker_that_starts_after_a_finished_training_has_ended_gets_its_result(evaluated, job):
+    made, options = evaluated
+    again = job(workers=2, servers=1, evaluator=True)
+    again.start_all(but=["worker1"], **options)
+    again.processes["chief0"].until("done")
+    again.start("worker", 1, **options)
+    again.end()
+    assert bits(arrays(again, "worker", 1), "weights") == bits(arrays(made, "chief", 0), "weights")

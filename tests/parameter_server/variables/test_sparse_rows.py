@@ -294,6 +294,23 @@ def test_only_trained_tables_with_many_rows_are_sparse():
     assert TouchedRows(model).is_decided
 
 
+class Twins(keras.Model):
+    """Two tables of one path, and one of another."""
+
+    def __init__(self):
+        super().__init__(name="net")
+        self.tables = [embedding(), embedding(), embedding("others")]
+
+    def call(self, x):
+        return sum(table(x[:, number : number + 2]) for number, table in enumerate(self.tables))
+
+
+def test_tables_of_one_path_are_pulled_whole():
+    model = Twins()
+    model(ids_of(0))
+    assert list(tables_of(model)) == ["net/others/embeddings"]
+
+
 def test_ids_outside_of_a_table_are_rows_as_the_layer_takes_them():
     inputs = keras.Input((4,), dtype="int32")
     layer = embedding()

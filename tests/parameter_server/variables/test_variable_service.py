@@ -267,7 +267,7 @@ def test_a_server_that_is_silent_is_named():
     with Servers(1) as servers, listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(
-            ClusterError, match=f"ps 0 at {address} could not be reached within 0.1 s: .* Is it started"
+            ClusterError, match=f"ps 0 at {address} could not be reached within 0.1 s: .* Fix: check that it is started"
         ):
             servers.client(0, addresses=[address], timeout_seconds=0.1)
 

@@ -21,7 +21,7 @@ from lockstep.distributed.control.transport import (
     CLOSED,
     HEADER_BYTES,
     MAC_BYTES,
-    MOST_WAIT_SECONDS,
+    MAX_WAIT_SECONDS,
     Mac,
     ProtocolError,
     Session,
@@ -76,11 +76,11 @@ class ArrayConnection:
     def set_timeout(self, silence_seconds: float | None) -> None:
         """Set the limit of the wait for the next byte, in both directions; None: only the system's own."""
         self._deadline: float | None = None
-        self._socket.settimeout(silence_seconds and min(silence_seconds, MOST_WAIT_SECONDS))
+        self._socket.settimeout(silence_seconds and min(silence_seconds, MAX_WAIT_SECONDS))
 
     def set_deadline(self, seconds: float) -> None:
         """Limit everything from now on, together, to ``seconds``, until :meth:`set_timeout` is called."""
-        self._deadline = self._clock() + min(seconds, MOST_WAIT_SECONDS)
+        self._deadline = self._clock() + min(seconds, MAX_WAIT_SECONDS)
 
     def limit_unacknowledged(self, seconds: float) -> None:
         """See :func:`lockstep.distributed.control.transport.limit_unacknowledged`."""
@@ -188,7 +188,7 @@ class ArrayConnection:
             self._apply_deadline()
             count = self._socket.recv_into(buffer, 0, flags)
         except TimeoutError:
-            raise ConnectionLostError("it said nothing in time") from None
+            raise ConnectionLostError("it sent no data in time") from None
         except OSError as error:
             raise ConnectionLostError(f"{CLOSED} ({error.strerror or error})") from None
         if not count:
@@ -207,7 +207,7 @@ class ArrayConnection:
                 self._apply_deadline()
                 count = self._socket.sendmsg(itertools.islice(unsent, _MAX_BUFFERS))
             except TimeoutError:
-                raise ConnectionLostError("it took nothing in time") from None
+                raise ConnectionLostError("it accepted no data in time") from None
             except OSError as error:
                 raise ConnectionLostError(f"{CLOSED} ({error.strerror or error})") from None
             self.sent += count

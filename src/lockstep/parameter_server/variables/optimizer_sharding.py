@@ -43,27 +43,27 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer, plan: ShardingPlan, r
     if whole:
         raise OptionError(
             f"{type(rules.constraints[whole[0]]).__name__} needs each variable as a whole, and variable_partitioner cuts {whole[0]!r} into "
-            f"{len(plan.shards[whole[0]])} shards. Leave the partitioner out, or the constraint."
+            f"{len(plan.shards[whole[0]])} shards. Fix: leave the partitioner out, or the constraint."
         )
     if cut and isinstance(optimizer, _NEED_WHOLE_VARIABLES):
         raise OptionError(
             f"{type(optimizer).__name__} needs each variable as a whole, and variable_partitioner cuts {cut[0]!r} into "
-            f"{len(plan.shards[cut[0]])} shards. Leave the partitioner out, or take another optimizer."
+            f"{len(plan.shards[cut[0]])} shards. Fix: leave the partitioner out, or take another optimizer."
         )
     if cut and optimizer.clipnorm is not None:
         raise OptionError(
-            f"clipnorm needs the norm of each variable as a whole, and variable_partitioner cuts {cut[0]!r}. Leave the partitioner "
+            f"clipnorm needs the norm of each variable as a whole, and variable_partitioner cuts {cut[0]!r}. Fix: leave the partitioner "
             f"out, or use clipvalue."
         )
     if plan.servers > 1 and optimizer.global_clipnorm is not None:
         raise OptionError(
-            f"global_clipnorm needs the gradients of all variables at once, and they are on {plan.servers} servers. Use one server, "
+            f"global_clipnorm needs the gradients of all variables at once, and they are on {plan.servers} servers. Fix: use one server, "
             f"or clipnorm."
         )
     if (cut or plan.servers > 1) and isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise OptionError(
-            "MultiOptimizer counts the steps of each of its optimizers, and a server may have no variable of one of them. Use one "
-            f"server without variable_partitioner, or one optimizer; got {plan.servers} servers."
+            "MultiOptimizer counts the steps of each of its optimizers, and a server may have no variable of one of them; got "
+            f"{plan.servers} servers. Fix: use one server without variable_partitioner, or one optimizer."
         )
 
 
@@ -132,7 +132,7 @@ class OptimizerState:
         if shapes != [slot.spec.shape for slot in slots]:
             raise OptionError(
                 f"optimizer: expected a {self._kind} that is built for the {len(plan.variables)} trainable variables of the model, with "
-                f"{len(slots)} variables of its own; got {len(shapes)}, or other shapes. Build the model before."
+                f"{len(slots)} variables of its own; got {len(shapes)}, or other shapes. Fix: build the model before."
             )
         self._servers = [_slots_of(optimizer, plan.specs_at(number)) for number in range(plan.servers)]
         self._locations = sorted(self._locate(slots, plan), key=lambda location: location.slot.number)
@@ -168,7 +168,7 @@ class OptimizerState:
         if location.slot.owner is not None and any(one.tobytes() != found[0].tobytes() for one in found[1:]):
             raise OptionError(
                 f"{self._kind} has one {location.slot.spec.name!r} for a variable that variable_partitioner cuts into {len(found)} "
-                f"shards, and these do not agree on its value. Leave the partitioner out, or take another optimizer."
+                f"shards, and these do not agree on its value. Fix: leave the partitioner out, or take another optimizer."
             )
         return found[0]
 

@@ -35,7 +35,7 @@ from lockstep.parameter_server.variables.sparse_rows import Gradient, SparseGrad
 
 GRADIENT, INDICES, ROWS, VALUE = "gradient/", "indices/", "rows/", "value/"
 _INDEX_DTYPE = "int32"
-_MOST_INDICES = 2**24  # Rows that one pull may name: 64 MB.
+_MAX_INDICES = 2**24  # Rows that one pull may name: 64 MB.
 
 
 def check_request(
@@ -56,7 +56,7 @@ def check_request(
                 _take_gradient(spec, names)
         case "pull":
             for spec in held:
-                _take_indices(spec, names, _MOST_INDICES)
+                _take_indices(spec, names, _MAX_INDICES)
         case "fill":
             for spec in (*held, *state):
                 found = names.pop(VALUE + spec.name, None)
@@ -319,7 +319,8 @@ def connect(
         wait.log(f"{name} at {address}")
         time.sleep(_RETRY_SECONDS)
     raise ClusterError(
-        f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}. Is it started, and can it be reached from here?",
+        f"{name} at {address} could not be reached within {timeout_seconds:g} s: {reason}. Fix: check that it is "
+        "started and can be reached from here.",
         PEER_LOST,
     )
 

@@ -8,6 +8,7 @@ from then on.
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,7 +82,7 @@ def _to_dense(value: jax.Array, gradient: Gradient) -> jax.Array:
     return jnp.asarray(gradient)
 
 
-LEAST_ROWS = 1024  # A variable with fewer rows always travels whole.
+MIN_ROWS = 1024  # A variable with fewer rows always travels whole.
 _TOLERANCE = 1e-3  # Devices add in another order each time.
 
 Compute = Callable[[dict[str, Any]], Any]
@@ -89,11 +90,13 @@ Ids = dict[str, list[jax.Array]]
 
 
 def tables_of(model: keras.Model) -> dict[str, keras.layers.Embedding]:
-    """Return by the path of its table each trainable embedding layer with Keras's own ``call``."""
+    """Return by the path of its table each trainable embedding layer with Keras's own ``call``; of tables of one path none."""
+    paths = Counter(variable.path for variable in model.trainable_variables)
     trained = {id(variable) for variable in model.trainable_variables}
     layers = [each for each in operations_of(model) if isinstance(each, keras.layers.Embedding) and each.built]
     layers = [each for each in layers if inspect.unwrap(type(each).call) is inspect.unwrap(keras.layers.Embedding.call)]
-    return {each.embeddings.path: each for each in layers if id(each.embeddings) in trained}
+    layers = [each for each in layers if id(each.embeddings) in trained and paths[each.embeddings.path] == 1]
+    return {each.embeddings.path: each for each in layers}
 
 
 class EmbeddingRows:
@@ -231,7 +234,7 @@ class TouchedRows:
 
     def __init__(self, model: keras.Model, log: Callable[[str], None] = log_info) -> None:
         self._log = log
-        tables = {path: layer for path, layer in tables_of(model).items() if layer.input_dim >= LEAST_ROWS}
+        tables = {path: layer for path, layer in tables_of(model).items() if layer.input_dim >= MIN_ROWS}
         self._undecided, self._sparse = set(tables), set[str]()
         self._embedding_rows = EmbeddingRows(model, tables)
         self._tables: dict[str, _SparseTable] = {}
@@ -343,7 +346,7 @@ def sparsify(gradients: Mapping[str, np.ndarray]) -> dict[str, Gradient]:
 
 
 def _sparsify(gradient: np.ndarray) -> Gradient:
-    if gradient.ndim < 2 or len(gradient) < LEAST_ROWS:
+    if gradient.ndim < 2 or len(gradient) < MIN_ROWS:
         return gradient
     size = gradient[0].size
     is_set = gradient.reshape(-1) != 0

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from lockstep._arrays import ArraySpec
-from lockstep._errors import MOST_SECONDS, OptionError
+from lockstep._errors import MAX_SECONDS, OptionError
 from lockstep._logging import log_info
 from lockstep.distributed.control.admission import first_difference
 from lockstep.distributed.control.handshake import HandshakeServer, Peer, RejectionLog, refusal
@@ -71,9 +71,9 @@ class ClientSession:
 def seconds_of(message: Message) -> float:
     """Return how long a request may wait; ProtocolError if that is no number of seconds."""
     seconds = message.get("seconds")
-    if isinstance(seconds, (int, float)) and 0 <= seconds <= MOST_SECONDS:
+    if isinstance(seconds, (int, float)) and 0 <= seconds <= MAX_SECONDS:
         return float(seconds)
-    raise ProtocolError(f"seconds: expected a number from 0 to {MOST_SECONDS:g}, got {str(seconds)[:40]!r}")
+    raise ProtocolError(f"seconds: expected a number from 0 to {MAX_SECONDS:g}, got {str(seconds)[:40]!r}")
 
 
 class RequestHandler(Protocol):

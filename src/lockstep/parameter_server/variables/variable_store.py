@@ -253,7 +253,7 @@ class StalenessBound:
     def __init__(self, max_staleness: int | None) -> None:
         self.max_staleness = max_staleness
         if max_staleness is not None:
-            self.max_staleness = whole_number("max_staleness", max_staleness, least=0)
+            self.max_staleness = whole_number("max_staleness", max_staleness, minimum=0)
         self._clocks: dict[object, int] = {}
         self._paused: dict[object, int] = {}
         self._newest = 0

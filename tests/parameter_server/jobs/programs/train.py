@@ -102,7 +102,10 @@ FIT = {"batch_size": BATCH, "epochs": 2}
 CASES = {
     "mixed": (mixed, lambda: {"x": X, "y": Y, "validation_data": (X[:50], Y[:50]), "callbacks": rates(), **FIT}),
     "plain": (lambda: net(dense()), lambda: {"x": X, "y": Y, "sample_weight": np.abs(X[:, 0]), **FIT}),
-    "own step": (lambda: mixed(kind=OwnStep), lambda: {"x": batches(), "epochs": 2, "steps_per_epoch": 4}),
+    "own step": (
+        lambda: mixed(kind=OwnStep),
+        lambda: {"x": batches(), "epochs": 2, "steps_per_epoch": 4, "callbacks": rates()},
+    ),
     "shuffled": (lambda: net(dense()), lambda: {"x": Pictures(), "epochs": 3, "shuffle": True}),
     "function": (lambda: net(dense()), lambda: {"x": lambda n: (X[:BATCH], Y[:BATCH]) if n < 4 else None, "epochs": 2}),
     "embedded": (embedded, lambda: {"x": IDS, "y": Y, **FIT}),
@@ -145,7 +148,7 @@ def stop_at(strategy, at, signal):
     from lockstep.parameter_server.variables.variable_server import VariableService
     from lockstep.parameter_server.worker_fit import WorkerFit
 
-    owner, name = (WorkerFit, "_run_task") if strategy.part.job == "worker" else (VariableService, "_push")
+    owner, name = (WorkerFit, "_run_task") if strategy.role.job == "worker" else (VariableService, "_push")
     original, count = getattr(owner, name), [0]
 
     def counting(self, *arguments):
